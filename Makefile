@@ -1,0 +1,49 @@
+# Everything runs from a virtual environment of its own; nothing is installed outside this directory.
+#   PYTHON  the interpreter to build it with (3.11 or newer)
+#   TORCH   another torch than constraints.txt pins, in an environment beside the first: make TORCH=2.11.0 test
+#   ARGS    more arguments for pytest or for the demo: make test ARGS="-k disk -n 2", make demo ARGS="--steps 4"
+PYTHON ?= python3
+TORCH ?=
+ARGS ?=
+
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-full gpu lint clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
+	  while IFS='|' read -r target text; do printf '%-18s %s\n' "$$target" "$$text"; done
+
+demo: $(STAMP) ## train a small language model four ways; a table and demo/memory.png
+	$(BIN)/python examples/train_lm.py $(ARGS)
+
+test: $(STAMP) ## the tests, under 10 minutes on 2 cores
+	$(BIN)/python -m pytest -m "not long and not gpu" $(ARGS)
+
+test-full: $(STAMP) ## the long ones too, under 45 minutes
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+gpu: $(STAMP) ## the tests that need an accelerator
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(STAMP) ## ruff (lint and format) and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## remove what the targets above made
+	rm -rf .venv .venv-torch-* build dist *.egg-info demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip runs again only when what is installed has changed. The package itself is installed in place: no need for it to.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	sed $(if $(TORCH),'s/^torch==.*/torch==$(TORCH)/',-n p) constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test,lint,demo]'
+	touch $@

@@ -1,0 +1,35 @@
+"""Moves what autograd saves for backward off the device, and back just in time, without changing a bit of any gradient."""
+
+from __future__ import annotations
+
+from eager_offload.config import OffloadConfig
+from eager_offload.errors import (
+    CapacityError,
+    ConfigError,
+    CorruptionError,
+    OffloadError,
+    SavedTensorModifiedError,
+    TransferError,
+)
+from eager_offload.malloc import release_freed_memory
+from eager_offload.marks import keep, no_offload, prefer_offload
+from eager_offload.offload import Offload
+from eager_offload.stats import OffloadStats
+
+__all__ = [
+    "CapacityError",
+    "ConfigError",
+    "CorruptionError",
+    "Offload",
+    "OffloadConfig",
+    "OffloadError",
+    "OffloadStats",
+    "SavedTensorModifiedError",
+    "TransferError",
+    "keep",
+    "no_offload",
+    "prefer_offload",
+    "release_freed_memory",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,76 @@
+"""Every private name of torch that the library uses, with what it is for. Nothing else imports one.
+
+| name | seen in | without it |
+| --- | --- | --- |
+| ``torch.autograd._get_sequence_nr`` | 2.11 to 2.15 | the import fails: when a copy may start cannot be told |
+| ``torch._C._current_autograd_node`` | 2.11 to 2.15 | a reentrant checkpoint's recomputation is offloaded again |
+| ``torch._neg_view`` | 2.11 to 2.15 | the import fails |
+| ``torch.UntypedStorage._new_with_weak_ptr`` | 2.11 to 2.15 | the import fails: a living storage could not be served |
+| ``torch.utils.checkpoint._checkpoint_hook`` and ``_recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["WeakStorage", "autograd_sequence", "checkpoint_hooks", "current_autograd_node", "neg_view", "require_torch"]
+
+_OLDEST = (2, 11)
+
+
+def require_torch(version: str = torch.__version__) -> None:
+    """Raises ``ImportError`` where torch is older than the library can work with."""
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if release < _OLDEST:
+        raise ImportError(
+            f"eager_offload needs torch {_OLDEST[0]}.{_OLDEST[1]} or newer, but {version} is installed: upgrade torch"
+        )
+
+
+require_torch()
+
+#: The number of the next autograd node that this thread makes. It advances when an operator's node is made, which is
+#: after the operator packed its inputs: a larger number at a later pack shows that the operator has run.
+autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+#: The autograd node that this thread is running backward for, or ``None``.
+current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+#: A view of a real tensor with the negative bit set.
+neg_view: Callable[[Tensor], Tensor] = torch._neg_view  # type: ignore[attr-defined]
+
+#: The hooks that non-reentrant checkpointing installs inside others, by design.
+checkpoint_hooks: tuple[type, ...] = tuple(
+    cast(type, kind)
+    for name in ("_checkpoint_hook", "_recomputation_hook")
+    if (kind := getattr(torch.utils.checkpoint, name, None)) is not None
+)
+
+
+class WeakStorage:
+    """Names a storage by identity without keeping its bytes.
+
+    ``key`` is the address of the storage *object*, not of its bytes. While this reference exists that object's own
+    few bytes stay allocated, so no other storage can get the same key.
+    """
+
+    __slots__ = ("_ref", "key")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._ref = StorageWeakRef(storage)
+        self.key: int = storage._cdata
+
+    def resolve(self) -> torch.UntypedStorage | None:
+        """The storage, if someone still keeps it."""
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)  # type: ignore[attr-defined]
+        return cast("torch.UntypedStorage | None", storage)
+
+    def expired(self) -> bool:
+        """Whether the storage's bytes are gone."""
+        return cast(bool, self._ref.expired())

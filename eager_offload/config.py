@@ -1,0 +1,194 @@
+"""Every knob, validated when it is set rather than when it is first used."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
+
+from eager_offload.errors import ConfigError
+
+__all__ = ["MIB", "OffloadConfig", "parse_size"]
+
+MIB = 1 << 20
+
+#: Bytes: a number, or a text such as ``"256MiB"``. A config stores the number.
+Size: TypeAlias = int | str
+Auto: TypeAlias = Literal["auto"]
+PathLike: TypeAlias = str | os.PathLike[str]
+
+_TIERS = ("auto", "host", "disk")
+_ENV_PREFIX = "EAGER_OFFLOAD_"
+_SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
+_UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}, **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}}
+_SIZE_ACCEPTED = 'a whole number of bytes, 0 or more, or a text such as "256MiB" or "1.5GB"'
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def parse_size(value: object, field: str = "size") -> int:
+    """Bytes from an int or from a text with a unit (``B``, ``KB`` = 1000, ``KiB`` = 1024, up to ``T``).
+
+    Raises:
+        ConfigError: naming ``field``, what was given and what is accepted.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and (match := _SIZE_PATTERN.fullmatch(value)):
+        number, unit = match.groups()
+        nbytes = float(number) * _UNITS[(unit or "B").upper()]
+        if nbytes.is_integer():
+            return int(nbytes)
+    raise _refuse(field, value, _SIZE_ACCEPTED)
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """How an :class:`~eager_offload.Offload` behaves. Immutable; sizes are stored as bytes.
+
+    Every size accepts an int (bytes) or a text such as ``"256MiB"``.
+
+    Raises:
+        ConfigError: for a value that is not accepted or a pair that cannot work together.
+    """
+
+    tier: str = "auto"
+    """Where saved tensors rest: ``"host"``, ``"disk"``, or ``"auto"``: an accelerator offloads to host memory, a CPU
+    device to disk. ``"host"`` on a CPU device copies within host memory: it saves nothing and exists for tests."""
+
+    min_bytes: Size = 1 * MIB
+    """A saved tensor smaller than this many bytes stays where it is."""
+
+    max_inflight_bytes: Size = 256 * MIB
+    """Bytes on their way out whose source is still held. Bounds the extra device memory in forward. A single storage
+    that is larger travels alone."""
+
+    prefetch_bytes: Size = 256 * MIB
+    """Bytes brought back before they are asked for. Bounds the extra device memory in backward."""
+
+    keep_last_bytes: Size = "auto"
+    """The newest saved bytes, which stay resident because backward asks for them at once: a delay line of that many
+    bytes for each thread that runs forwards, counted outside the in-flight window. ``"auto"`` is ``prefetch_bytes``."""
+
+    pin_memory: bool | Auto = "auto"
+    """Whether host buffers are pinned; ``"auto"`` pins them for an accelerator and not for a CPU device."""
+
+    host_budget: Size = "auto"
+    """Most bytes held in host memory; ``"auto"`` takes a share of what is available when it is first needed."""
+
+    disk_budget: Size = "auto"
+    """Most bytes held on disk; ``"auto"`` takes a share of the free space when it is first needed."""
+
+    disk_path: PathLike | Sequence[PathLike] | None = None
+    """A directory for the spill file, or several. ``None`` means the first of the temporary, cache and working
+    directories that is on a real disk (never in memory) with room."""
+
+    verify: bool = False
+    """Whether what rests on disk is checksummed, and checked on the way back."""
+
+    def __post_init__(self) -> None:
+        if self.tier not in _TIERS:
+            raise _refuse("tier", self.tier, " or ".join(f'"{t}"' for t in _TIERS))
+        for field in ("min_bytes", "max_inflight_bytes", "prefetch_bytes"):
+            self._store(field, parse_size(getattr(self, field), field))
+        if self.max_inflight_bytes == 0:
+            raise _refuse("max_inflight_bytes", 0, "more than 0 bytes: with no window nothing could ever leave")
+        for field in ("keep_last_bytes", "host_budget", "disk_budget"):
+            self._store(field, _size_or_auto(getattr(self, field), field))
+        for field in ("host_budget", "disk_budget"):
+            if getattr(self, field) == 0:
+                raise _refuse(field, 0, 'more than 0 bytes, or "auto" (to switch offloading off, leave the context out)')
+        if not (isinstance(self.pin_memory, bool) or self.pin_memory == "auto"):
+            raise _refuse("pin_memory", self.pin_memory, 'True, False or "auto"')
+        if not isinstance(self.verify, bool):
+            raise _refuse("verify", self.verify, "True or False")
+        self._store("disk_path", _paths(self.disk_path))
+        if self.tier == "host" and self.disk_path is not None:
+            raise ConfigError(
+                f'disk_path={self.disk_path} does not go with tier="host", which never writes to disk: '
+                'take tier="auto" or tier="disk", or leave disk_path out'
+            )
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], base: OffloadConfig | None = None) -> OffloadConfig:
+        """``base`` (or the defaults) with ``fields`` in place of its own.
+
+        Raises:
+            ConfigError: for a field that does not exist, besides the errors of the constructor.
+        """
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise ConfigError(f"unknown field {name!r}: accepted are {', '.join(known)}")
+        return dataclasses.replace(base or cls(), **fields)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> OffloadConfig:
+        """A config from ``EAGER_OFFLOAD_<FIELD>`` variables, such as ``EAGER_OFFLOAD_MIN_BYTES=4MiB``.
+
+        Several disk paths are separated as in ``PATH``. An unset or empty variable leaves the default.
+
+        Raises:
+            ConfigError: for a variable with the prefix that names no field, or a value that is not accepted.
+        """
+        environ = os.environ if environ is None else environ
+        fields: dict[str, Any] = {}
+        for name, text in environ.items():
+            if name.startswith(_ENV_PREFIX) and text:
+                field = name.removeprefix(_ENV_PREFIX).lower()
+                fields[field] = _from_text(field, text)
+        return cls.from_fields(fields)
+
+    # What the rest of the library reads: the same values, in one type each.
+
+    @property
+    def delay_bytes(self) -> int:
+        """``keep_last_bytes`` in bytes, with ``"auto"`` worked out."""
+        return cast(int, self.prefetch_bytes if self.keep_last_bytes == "auto" else self.keep_last_bytes)
+
+    @property
+    def disk_paths(self) -> tuple[Path, ...] | None:
+        """``disk_path`` as a tuple of directories, or ``None``."""
+        return cast("tuple[Path, ...] | None", self.disk_path)
+
+    def size(self, field: str) -> int:
+        """The bytes of a field that holds a size and not ``"auto"``."""
+        value = getattr(self, field)
+        assert isinstance(value, int), field
+        return value
+
+    def _store(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)  # the one way to normalise a frozen dataclass
+
+
+def _refuse(field: str, given: object, accepted: str) -> ConfigError:
+    return ConfigError(f"{field}={given!r} is not accepted: {field} takes {accepted}")
+
+
+def _size_or_auto(value: object, field: str) -> int | str:
+    if value == "auto":
+        return "auto"
+    try:
+        return parse_size(value, field)
+    except ConfigError:
+        raise _refuse(field, value, f'"auto" or {_SIZE_ACCEPTED}') from None
+
+
+def _paths(value: object) -> tuple[Path, ...] | None:
+    if value is None:
+        return None
+    listed = [value] if isinstance(value, str | os.PathLike) else value
+    if not isinstance(listed, Sequence) or not listed or not all(isinstance(p, str | os.PathLike) and os.fspath(p) for p in listed):
+        raise _refuse("disk_path", value, "a directory, a list of directories, or None")
+    return tuple(Path(p) for p in listed)
+
+
+def _from_text(field: str, text: str) -> object:
+    if field == "disk_path":
+        return text.split(os.pathsep)
+    if field in ("verify", "pin_memory") and text.lower() in _TRUE + _FALSE:
+        return text.lower() in _TRUE
+    return text

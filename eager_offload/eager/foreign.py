@@ -1,0 +1,59 @@
+"""Notices saved-tensor hooks of others that are entered inside an active context of ours.
+
+Autograd calls the innermost hooks only, so what is saved under them is hidden from the outer ones. Those that are
+entered through ``torch.autograd.graph.saved_tensors_hooks`` (``save_on_cpu`` and most libraries) can be seen; hooks that
+are pushed through torch's private functions cannot.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torch.autograd.graph import saved_tensors_hooks
+
+from eager_offload._torch import checkpoint_hooks
+
+__all__ = ["watch"]
+
+_lock = threading.Lock()
+_watchers = 0
+_original = saved_tensors_hooks.__enter__
+_local = threading.local()
+
+
+class watch:  # noqa: N801 - a context manager, named as it reads
+    """While it is active, calls ``seen`` for each foreign hook that its thread enters."""
+
+    def __init__(self, seen: Callable[[], None]) -> None:
+        self._seen = seen
+        self._outer: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        global _watchers
+        self._outer = getattr(_local, "seen", None)
+        _local.seen = self._seen
+        with _lock:
+            _watchers += 1
+            if _watchers == 1:
+                saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        global _watchers
+        _local.seen = self._outer
+        with _lock:
+            _watchers -= 1
+            if _watchers == 0 and saved_tensors_hooks.__enter__ is _enter:
+                saved_tensors_hooks.__enter__ = _original  # type: ignore[method-assign]
+
+
+class ours(saved_tensors_hooks):  # noqa: N801
+    """The hooks of this library; never foreign."""
+
+
+def _enter(hooks: saved_tensors_hooks) -> None:
+    seen: Callable[[], None] | None = getattr(_local, "seen", None)
+    # Checkpointing hides what it will recompute, by design, and shows its inputs to the hooks outside.
+    if seen is not None and not isinstance(hooks, (ours, *checkpoint_hooks)):
+        seen()
+    _original(hooks)

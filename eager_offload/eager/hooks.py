@@ -1,0 +1,124 @@
+"""Pack and unpack: what autograd calls for every saved tensor."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from eager_offload import marks
+from eager_offload._torch import autograd_sequence, current_autograd_node
+from eager_offload.eager.handles import KeptTensor, SavedView
+from eager_offload.eager.lane import Lane
+from eager_offload.errors import OffloadError
+from eager_offload.marks import Mark
+from eager_offload.schedule import DelayLine
+from eager_offload.selection import reason_to_stay, root_of
+from eager_offload.stats import Accounts, KeepReason
+
+__all__ = ["Hooks", "Session", "unpack"]
+
+_sequences = itertools.count(1)
+
+
+class Session(threading.local):
+    """What one thread has going with one ``Offload``."""
+
+    def __init__(self) -> None:
+        #: Names the thread's current forward.
+        self.sequence = next(_sequences)
+        #: How many tensors were packed in it.
+        self.packed = 0
+        self.lines: dict[Lane, DelayLine] = {}
+
+    def begin(self) -> None:
+        """A new forward begins."""
+        self.sequence = next(_sequences)
+        self.packed = 0
+
+    def line(self, lane: Lane) -> DelayLine:
+        line = self.lines.get(lane)
+        if line is None:
+            line = self.lines[lane] = lane.new_line()
+        return line
+
+
+class Hooks:
+    """The pack hook of one ``Offload``, and what it needs to decide."""
+
+    def __init__(
+        self, min_bytes: int, accounts: Accounts, lane_of: Callable[[torch.device], Lane | None], session: Session
+    ) -> None:
+        self._min_bytes = min_bytes
+        self._accounts = accounts
+        self._lane_of = lane_of
+        self.session = session
+
+    def pack(self, tensor: Tensor) -> KeptTensor | SavedView:
+        """Decides about a saved tensor; called by autograd while the operator that saves it is recorded."""
+        session = self.session
+        session.packed += 1
+        mark = _mark_of(tensor) if marks.any_marks() else None
+        reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is Mark.PREFER)
+        if reason is None:
+            taken = self._take(tensor, mark, session)
+            if isinstance(taken, SavedView):
+                return taken
+            reason = taken
+        elif reason is KeepReason.PARAMETER and tensor.is_meta and isinstance(root_of(tensor), Parameter):
+            raise OffloadError(
+                "the model's parameters are on the meta device and hold no values, so there is nothing to train: "
+                "materialize it first, with model.to_empty(device=...) and its weights"
+            )
+        accounts = self._accounts
+        with accounts.lock:
+            accounts.tally.kept(reason, _nbytes(tensor))
+        # A leaf that requires grad is held itself, so that `leaf.data = ...` stays visible; see the note in handles.py
+        # for why nothing else is.
+        held = tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()
+        return KeptTensor(held, tensor._version)
+
+    def _take(self, tensor: Tensor, mark: Mark | None, session: Session) -> SavedView | KeepReason:
+        lane = self._lane_of(tensor.device)
+        if lane is None:
+            return KeepReason.DEVICE
+        if marks.in_no_offload_region():
+            return KeepReason.REGION
+        if mark is Mark.KEEP:
+            return KeepReason.MARKED
+        if _in_recomputation():
+            return KeepReason.NEWEST
+        return lane.take(tensor, session.line(lane), autograd_sequence(), session.sequence, mark)
+
+
+def unpack(handle: KeptTensor | SavedView) -> Tensor:
+    """Gives a saved tensor back; called by autograd when backward needs it, each time that it does."""
+    return handle.unpack()
+
+
+def _mark_of(tensor: Tensor) -> Mark | None:
+    try:
+        return marks.mark_of(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without bytes of its own
+        return None
+
+
+def _in_recomputation() -> bool:
+    """Whether a function that recomputes its forward in backward is doing so.
+
+    Reentrant checkpointing runs the forward again inside the backward of its own node and asks for the result at once.
+    A graph that backward builds with ``create_graph=True`` is made by torch's own nodes, and is offloaded like any other.
+    """
+    node = current_autograd_node()
+    return node is not None and isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    try:
+        return tensor.nbytes
+    except (NotImplementedError, RuntimeError):  # some layouts have no such number
+        return tensor.numel() * tensor.element_size()

@@ -1,0 +1,91 @@
+"""What the accelerator runtime needs from torch, as thin as it can be: the one part that only an accelerator can run.
+
+Every decision is in ``accelerator.py``, above this line, where a double of these calls can test it on any machine.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["AcceleratorApi", "TorchAcceleratorApi"]
+
+
+class AcceleratorApi(Protocol):
+    """The calls into torch that need an accelerator, one each and without a decision in any of them.
+
+    Streams and events have ``torch.Stream``'s and ``torch.Event``'s own methods.
+    """
+
+    def current_accelerator(self) -> torch.device | None:
+        """The kind of accelerator that is usable at run time, without an index; ``None`` where there is none."""
+
+    def current_device_index(self) -> int:
+        """The device that the calling thread has selected."""
+
+    def device_index(self, index: int) -> AbstractContextManager[None]:
+        """Selects a device inside a ``with`` and goes back to the previous one."""
+
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        """The stream that the calling thread has selected on ``device``."""
+
+    def set_stream(self, stream: torch.Stream) -> None:
+        """Selects ``stream`` on its device, and that device, for the calling thread."""
+
+    def stream(self, device: torch.device) -> torch.Stream:
+        """A new stream."""
+
+    def event(self, device: torch.device, enable_timing: bool) -> torch.Event:
+        """A new event, not recorded yet."""
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """A new flat ``uint8`` tensor that belongs to the current stream of ``device``."""
+
+    def empty_pinned(self, nbytes: int) -> Tensor:
+        """A new flat ``uint8`` CPU tensor in pinned memory. Raises ``RuntimeError`` where that cannot be had."""
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """Enqueues ``dst.copy_(src)`` on the current stream of the one that is on the accelerator."""
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        """Where ``tensor`` is, with its index."""
+
+
+class TorchAcceleratorApi:
+    """``AcceleratorApi`` on ``torch.accelerator``."""
+
+    def current_accelerator(self) -> torch.device | None:
+        return torch.accelerator.current_accelerator(check_available=True)
+
+    def current_device_index(self) -> int:
+        return torch.accelerator.current_device_index()
+
+    def device_index(self, index: int) -> AbstractContextManager[None]:
+        return torch.accelerator.device_index(index)
+
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        return torch.accelerator.current_stream(device)
+
+    def set_stream(self, stream: torch.Stream) -> None:
+        torch.accelerator.set_stream(stream)
+
+    def stream(self, device: torch.device) -> torch.Stream:
+        return torch.Stream(device=device)
+
+    def event(self, device: torch.device, enable_timing: bool) -> torch.Event:
+        return torch.Event(device=device, enable_timing=enable_timing)
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def empty_pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        dst.copy_(src, non_blocking=True)
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        return tensor.device

@@ -1,0 +1,380 @@
+"""Sees every operator that runs, names the memory it touches and writes that into the happens-before log.
+
+[Note: addresses are handed out as a caching allocator does]
+Whether a block that one stream gave up may be written by its next owner is where ordering goes wrong, and the memory
+that torch's CPU allocator returns shows nothing of it. So each storage gets a range in a virtual address space of
+the stream that allocated it, and the moment it dies that range goes to the next storage of that stream, best fit first.
+Storages are named by identity and their death is found by looking: before every operator and before every entry that
+the runtime writes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eager_offload._torch import WeakStorage
+from eager_offload.runtime.base import Event, Log, Runtime, Stream
+from eager_offload.tiers.base import Region
+from eager_offload.tiers.extents import Extents
+
+__all__ = ["Observer"]
+
+#: Bytes; CUDA's caching allocator hands out multiples of it.
+_GRAIN = 512
+
+#: What is done with the work of one operator: its stream, its name, the bytes that it touches.
+Work: TypeAlias = Callable[[Stream, str, int], None]
+
+
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that logs the operators of the thread that entered it, and gives storages their names.
+
+    An operator reads its arguments, writes those that its schema marks, and allocates and writes what it returns, on
+    the stream that is current. One that returns views of its arguments touches no bytes. Wrapper subclasses are asked
+    to unwrap, so that their inner tensors are seen; other layouts and devices pass through without an entry.
+
+    A storage that was there before (a parameter, a batch) belongs to ``home``, has a space of its own and is not
+    counted in ``resident_bytes``; nobody gets its range when it dies.
+    """
+
+    def __init__(
+        self, runtime: Runtime, log: Log, device: torch.device, home: Stream | None = None, work: Work | None = None
+    ) -> None:
+        """
+        Args:
+            log: where the operators go. What the runtime itself does goes into ``observer.log``.
+            device: whose tensors are watched; the index does not matter.
+            home: the stream that owns what was allocated before; the current one unless given.
+            work: called for every operator that touches bytes.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        #: For the runtime: the same log, but whatever died is written first.
+        self.log: Log = _Sweeping(log, self)
+        #: Bytes in storages that were allocated under observation and live, and the most there ever were.
+        self.resident_bytes = 0
+        self.peak_resident_bytes = 0
+        self._runtime = runtime
+        self._log = log
+        self._device = device
+        self._home = runtime.current_stream(device) if home is None else home
+        self._work = work
+        self._lock = threading.RLock()
+        self._blocks: dict[int, _Block] = {}
+        self._pools: dict[Stream, _Pool] = {}
+        self._inputs = 0
+
+    def elsewhere(self) -> TorchDispatchMode:
+        """The same observer for another thread: dispatch modes belong to the thread that enters them."""
+        return _Elsewhere(self)
+
+    def sweep(self) -> None:
+        """Writes what has died since the last time."""
+        with self._lock:
+            for key in [key for key, block in self._blocks.items() if block.storage.expired()]:
+                self._release(self._blocks.pop(key))
+
+    # -- naming, for the runtime ------------------------------------------------------------------------------------
+
+    def region(self, tensor: Tensor) -> Region:
+        """The bytes from the first to the last element of ``tensor``."""
+        with self._lock:
+            self.sweep()
+            region = self._region(tensor)
+        assert region is not None, f"{tensor.device} {tensor.layout} memory is not observed"
+        return region
+
+    def allocated(self, tensor: Tensor, stream: Stream, what: str) -> None:
+        """Takes note of a new block that the runtime itself allocated."""
+        with self._lock:
+            self.sweep()
+            if tensor.numel() > 0:
+                self._place(tensor.untyped_storage(), stream, what)
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type[Tensor]], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # the subclass unwraps, and its inner tensors come back here
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        operands = _signature(func).operands(args, kwargs)
+        with self._lock:
+            self.sweep()
+            for operand in operands:
+                # Known from here on, or a view that the operator returns would pass for a new block.
+                self._region(operand.tensor)
+        result = func(*args, **kwargs)
+        with self._lock:
+            self._write_down(func, operands, list(_tensors(result)))
+        return result
+
+    def _write_down(self, func: OpOverload[..., Any], operands: Sequence[_Operand], results: Sequence[Tensor]) -> None:
+        stream = self._runtime.current_stream(self._device)
+        what = str(func)
+        reads = [region for o in operands if o.reads and (region := self._region(o.tensor, stream)) is not None]
+        writes = [region for o in operands if o.writes and (region := self._region(o.tensor, stream)) is not None]
+        fresh = [tensor for tensor in results if self._is_new(tensor)]
+        for tensor in fresh:
+            # Two results may share a storage.
+            if self._is_new(tensor):
+                self._place(tensor.untyped_storage(), stream, what)
+        writes += [region for tensor in fresh if (region := self._region(tensor)) is not None]
+        if results and not writes and all(self._watches(tensor) for tensor in results):
+            return  # views of its arguments
+        reads = [region for region in reads if region.stop > region.start]
+        writes = [region for region in writes if region.stop > region.start]
+        if reads or writes:
+            self._log.access(stream, reads, writes, what)
+            if self._work is not None:
+                self._work(stream, what, sum(region.stop - region.start for region in (*reads, *writes)))
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def _watches(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device.type and tensor.layout is torch.strided
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        return self._watches(tensor) and tensor.untyped_storage()._cdata not in self._blocks
+
+    def _region(self, tensor: Tensor, stream: Stream | None = None) -> Region | None:
+        """The bytes of ``tensor``; a storage that is seen for the first time was there before.
+
+        Args:
+            stream: who owns the block from here on if its size has changed since it was last seen.
+        """
+        if not self._watches(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        block = self._blocks.get(storage._cdata)
+        if block is None:
+            block = self._adopt(storage)
+        elif block.nbytes != storage.nbytes():
+            self._release(self._blocks.pop(storage._cdata))
+            block = self._place(storage, block.stream if stream is None else stream, "resize")
+        span = _span(tensor)
+        start = block.region.start + span.start
+        return Region(block.region.space, start, min(start + span.nbytes, block.region.stop))
+
+    def _adopt(self, storage: torch.UntypedStorage) -> _Block:
+        space = _Space(f"input {self._inputs}")
+        self._inputs += 1
+        region = Region(space, 0, storage.nbytes())
+        block = _Block(WeakStorage(storage), self._home, region, storage.nbytes(), observed=False)
+        self._blocks[block.storage.key] = block
+        return block
+
+    def _place(self, storage: torch.UntypedStorage, stream: Stream, what: str) -> _Block:
+        pool = self._pools.get(stream)
+        if pool is None:
+            pool = self._pools[stream] = _Pool(_Space(f"memory of {stream}"), Extents())
+        nbytes = storage.nbytes()
+        start = pool.take(nbytes)
+        region = Region(pool.space, start, start + nbytes)
+        block = _Block(WeakStorage(storage), stream, region, nbytes, observed=True)
+        self._blocks[block.storage.key] = block
+        self.resident_bytes += nbytes
+        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
+        if nbytes:
+            self._log.allocate(stream, region, what)
+        return block
+
+    def _release(self, block: _Block) -> None:
+        if block.nbytes:
+            self._log.free(block.stream, block.region, "the last reference went")
+        if block.observed:
+            self._pools[block.stream].give(block.region.start, block.nbytes)
+            self.resident_bytes -= block.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A storage that lives, as far as anyone knows."""
+
+    storage: WeakStorage
+    #: Whose allocator it came from.
+    stream: Stream
+    region: Region
+    nbytes: int
+    #: Whether its allocation was seen.
+    observed: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Space:
+    """Addresses; equal to itself only."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class _Pool(NamedTuple):
+    """The address space of one stream."""
+
+    space: _Space
+    extents: Extents
+
+    def take(self, nbytes: int) -> int:
+        """Where ``nbytes`` bytes begin; the range is taken until it is given back."""
+        if nbytes == 0:
+            return 0
+        rounded = _rounded(nbytes)
+        extent = self.extents.allocate(rounded)
+        if extent is None:
+            self.extents.grow(rounded)
+            extent = self.extents.allocate(rounded)
+        assert extent is not None
+        return extent.start
+
+    def give(self, start: int, nbytes: int) -> None:
+        if nbytes:
+            self.extents.release(start, _rounded(nbytes))
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _GRAIN) * _GRAIN
+
+
+class _Span(NamedTuple):
+    """The first byte of a tensor in its storage, and how far it is from there to the end of the last one."""
+
+    start: int
+    nbytes: int
+
+
+def _span(tensor: Tensor) -> _Span:
+    if tensor.numel() == 0:
+        return _Span(0, 0)
+    if tensor.is_nested:
+        return _Span(0, tensor.untyped_storage().nbytes())
+    size = tensor.element_size()
+    last = sum((length - 1) * int(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _Span(int(tensor.storage_offset()) * size, (last + 1) * size)
+
+
+# -- schemas ----------------------------------------------------------------------------------------------------------
+
+
+class _Operand(NamedTuple):
+    """A tensor that an operator was called with."""
+
+    tensor: Tensor
+    reads: bool
+    writes: bool
+
+
+#: Arguments that an operator writes in training although its schema does not say so.
+_UNMARKED = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What an operator's schema says about its arguments."""
+
+    names: tuple[str, ...]
+    written: frozenset[str]
+    written_in_training: tuple[str, ...]
+    #: It looks at sizes only: a factory, or a view in place.
+    metadata_only: bool
+
+    def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Operand]:
+        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        written = self.written
+        if self.written_in_training and named.get("training", named.get("train")):
+            written = written.union(self.written_in_training)
+        return [
+            _Operand(tensor, reads=not self.metadata_only and name not in written, writes=name in written)
+            for name, value in named.items()
+            for tensor in _tensors(value)
+        ]
+
+
+_signatures: dict[OpOverload[..., Any], _Signature] = {}
+
+
+def _signature(func: OpOverload[..., Any]) -> _Signature:
+    signature = _signatures.get(func)
+    if signature is None:
+        schema = func._schema
+        in_place_view = torch.Tag.inplace_view in func.tags
+        name = schema.name.rpartition("::")[2]
+        marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        signature = _signatures[func] = _Signature(
+            names=tuple(argument.name for argument in schema.arguments),
+            written=frozenset() if in_place_view else frozenset(marked),
+            written_in_training=_UNMARKED.get(schema.name, ()),
+            metadata_only=in_place_view or name.startswith("new_") or name.endswith("_like"),
+        )
+    return signature
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+# -- who else writes --------------------------------------------------------------------------------------------------
+
+
+class _Sweeping(Log):
+    """A log in which whatever died comes before the next entry, and so before what that entry orders."""
+
+    def __init__(self, log: Log, observer: Observer) -> None:
+        self._log = log
+        self._observer = observer
+
+    def access(self, stream: Stream, reads: Sequence[Region], writes: Sequence[Region], what: str) -> None:
+        self._observer.sweep()
+        self._log.access(stream, reads, writes, what)
+
+    def allocate(self, stream: Stream, region: Region, what: str) -> None:
+        self._observer.sweep()
+        self._log.allocate(stream, region, what)
+
+    def free(self, stream: Stream, region: Region, what: str) -> None:
+        self._observer.sweep()
+        self._log.free(stream, region, what)
+
+    def record(self, stream: Stream, event: Event) -> None:
+        self._observer.sweep()
+        self._log.record(stream, event)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._observer.sweep()
+        self._log.wait(stream, event)
+
+    def synchronize(self, event: Event) -> None:
+        self._observer.sweep()
+        self._log.synchronize(event)
+
+
+class _Elsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands what one more thread does to an observer."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._observer = observer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type[Tensor]], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._observer.__torch_dispatch__(func, types, args, kwargs)

@@ -1,0 +1,377 @@
+"""Virtual streams on a virtual clock, with real bytes: a device to prove orderings on, and to plan with.
+
+CPU tensors stand for device memory. Compute runs the moment it is called; copies are only enqueued, and carried out as
+late as the ordering allows: when the host has synchronized or a query has said yes, or when compute waits. So a copy
+that nothing waits for reads what compute has written over its source since, and an unpack that does not wait reads
+what was in the target before: a missing edge shows as wrong bytes, besides the happens-before checker's verdict.
+
+Time is arithmetic. Each call of the host takes ``launch_seconds``, each operator as long as its bytes take at
+``compute_rate``, each copy as long as at its direction's bandwidth, and a stream does one thing at a time.
+
+What is simpler than on a device: autograd does not switch streams in backward, so that a node runs on the stream that
+is current where ``backward`` was called, and operators that read a value to the host do not synchronize.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Log, Runtime, Stream
+from eager_offload.runtime.checker import Access, Checker, Kind, Violation
+from eager_offload.runtime.deferred import POISON, Move
+from eager_offload.runtime.observer import Observer
+from eager_offload.runtime.recording import Recording
+from eager_offload.runtime.timeline import Span, Timeline
+from eager_offload.tiers.base import Slot
+
+__all__ = ["SimulatedEvent", "SimulatedRuntime", "SimulatedStream"]
+
+
+class SimulatedStream:
+    """Operations in order, and when they are over."""
+
+    __slots__ = ("clear_from", "done", "enqueued", "fresh", "is_transfer", "name", "queue", "tail")
+
+    def __init__(self, name: str, *, is_transfer: bool = False) -> None:
+        self.name = name
+        #: Whether its copies are put off. Compute streams do everything at once.
+        self.is_transfer = is_transfer
+        #: Seconds: when its last operation is over, and before which the next one must not start.
+        self.tail = 0.0
+        self.clear_from = 0.0
+        #: Steps that were enqueued, and how many of those were carried out; the rest is in the queue.
+        self.enqueued = 0
+        self.done = 0
+        self.queue: deque[Move | SimulatedEvent] = deque()
+        #: Copies that no event stands for yet.
+        self.fresh: list[Move] = []
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def push(self, step: Move | SimulatedEvent) -> None:
+        self.queue.append(step)
+        self.enqueued += 1
+
+
+class SimulatedEvent:
+    """A point on a stream; equal to itself only."""
+
+    __slots__ = ("__weakref__", "moves", "position", "stream", "time")
+
+    def __init__(self, stream: SimulatedStream, time: float) -> None:
+        self.stream = stream
+        #: Seconds: when it completes.
+        self.time = time
+        #: How many steps of the stream come before it.
+        self.position = stream.enqueued
+        #: The copies whose failure it carries: those after the event before it.
+        self.moves = tuple(stream.fresh)
+        stream.fresh.clear()
+
+    def __repr__(self) -> str:
+        return f"event on {self.stream} at {self.time:.9f} s"
+
+    def raise_failure(self) -> None:
+        for move in self.moves:
+            if move.error is not None:
+                raise move.error
+
+
+class SimulatedRuntime(Runtime):
+    """A device with streams of its own and a clock that only work moves.
+
+    The defaults make a device that is much slower than its host, and links that are slower than compute: the host runs
+    ahead, few queries say yes, and copies stay pending for as long as they can.
+    """
+
+    def __init__(
+        self,
+        *,
+        compute_rate: float = 1e9,
+        out_bandwidth: float = 2.5e8,
+        in_bandwidth: float = 2.5e8,
+        launch_seconds: float = 1e-6,
+        at_once: bool = False,
+        jitter: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            compute_rate: bytes a second that operators read and write.
+            out_bandwidth, in_bandwidth: bytes a second from the device, and to it.
+            launch_seconds: what each call costs the host.
+            at_once: carry copies out when they are enqueued, not as late as possible.
+            jitter: every operator takes its time multiplied by a number from ``1 - jitter`` to ``1 + jitter``.
+            seed: of that number.
+        """
+        super().__init__()
+        self.compute_rate = compute_rate
+        self.launch_seconds = launch_seconds
+        #: Seconds on the host's clock.
+        self.now = 0.0
+        #: It grows with every operation; put a new one here to forget.
+        self.timeline = Timeline()
+        #: Copies that were carried out although one of their ends was gone.
+        self.faults: list[Violation] = []
+        self._bandwidths = {Direction.OUT: out_bandwidth, Direction.IN: in_bandwidth}
+        self._at_once = at_once
+        self._jitter = jitter
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._default = SimulatedStream("default")
+        self._transfers = {d: SimulatedStream(f"transfer-{d.value}", is_transfer=True) for d in Direction}
+        self._streams_made = 0
+        self._selected = _Selected()
+        self._checker: Checker | None = None
+        self._observer: Observer | None = None
+
+    # -- what tests and planners use ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def checked(self, recording: Recording | None = None) -> Iterator[Checker]:
+        """Observes every operator of this thread, and checks the order of all accesses.
+
+        At the end whatever is still pending is carried out; ``checker.assert_clean()`` is left to the caller.
+
+        Args:
+            recording: gets the log too, to be replayed without one of its entries.
+        """
+        assert self._checker is None, "this runtime is being checked already"
+        checker = Checker()
+        log: Log = checker
+        if recording is not None:
+            recording.then = checker
+            log = recording
+        observer = Observer(self, log, torch.device("cpu"), home=self._default, work=self._compute)
+        self._checker, self._observer = checker, observer
+        self.attach(observer.log, observer)
+        try:
+            with observer:
+                yield checker
+        finally:
+            observer.sweep()
+            self.drain()
+            self.attach(None, None)
+            self._checker = None
+
+    def watching(self) -> TorchDispatchMode:
+        """A context for a further thread that computes while this one is inside ``checked()``."""
+        assert self._checker is not None, "nothing is being checked"
+        assert self._observer is not None
+        return self._observer.elsewhere()
+
+    def new_stream(self, name: str | None = None) -> SimulatedStream:
+        """One more stream to compute on."""
+        with self._lock:
+            self._streams_made += 1
+            return SimulatedStream(f"stream-{self._streams_made}" if name is None else name)
+
+    @contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[SimulatedStream]:
+        """Makes ``stream`` the calling thread's current one."""
+        self._selected.stack.append(stream)
+        try:
+            yield stream
+        finally:
+            self._selected.stack.pop()
+
+    @property
+    def default_stream(self) -> SimulatedStream:
+        """The stream that is current where no other was selected."""
+        return self._default
+
+    def advance(self, stream: Stream, seconds: float, what: str = "compute", nbytes: int = 0) -> None:
+        """Enqueues work of ``seconds`` on ``stream``."""
+        assert isinstance(stream, SimulatedStream)
+        with self._lock:
+            self._launch()
+            self._occupy(stream, seconds, what, nbytes)
+
+    def drain(self) -> None:
+        """Carries out all that is pending and waits for it. Failed transfers stay with their events."""
+        with self._lock:
+            for stream in self._transfers.values():
+                self._carry_out(stream, stream.enqueued)
+                self.now = max(self.now, stream.tail)
+            self.now = max(self.now, self.timeline.end)
+
+    @property
+    def pending_copies(self) -> int:
+        """Copies that were enqueued and are not carried out yet."""
+        with self._lock:
+            return sum(isinstance(step, Move) for stream in self._transfers.values() for step in stream.queue)
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long compute had work and waited for a transfer, or another event; seconds."""
+        return self.timeline.stall_seconds
+
+    @property
+    def overlap_seconds(self) -> float:
+        """For how long operators and transfers ran side by side; seconds."""
+        return self.timeline.overlap_seconds
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the storages that were allocated inside the last ``checked()`` and lived when last looked at."""
+        return 0 if self._observer is None else self._observer.resident_bytes
+
+    @property
+    def peak_resident_bytes(self) -> int:
+        """The most that ``resident_bytes`` ever was."""
+        return 0 if self._observer is None else self._observer.peak_resident_bytes
+
+    # -- the contract -------------------------------------------------------------------------------------------------
+
+    def current_stream(self, device: torch.device) -> SimulatedStream:
+        assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
+        stack = self._selected.stack
+        return stack[-1] if stack else self._default
+
+    def transfer_stream(self, device: torch.device, direction: Direction) -> SimulatedStream:
+        assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
+        return self._transfers[direction]
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        with _disable_current_modes(), torch.inference_mode(False):
+            buffer = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, device="cpu")
+            start = -buffer.data_ptr() % mmap.PAGESIZE
+            return buffer[start : start + nbytes]
+
+    def bandwidth(self, device: torch.device, direction: Direction) -> float:
+        return self._bandwidths[direction]
+
+    def _record(self, stream: Stream) -> SimulatedEvent:
+        assert isinstance(stream, SimulatedStream)
+        with self._lock:
+            self._launch()
+            return SimulatedEvent(stream, max(stream.tail, stream.clear_from, self.now))
+
+    def _wait(self, stream: Stream, event: Event) -> None:
+        assert isinstance(stream, SimulatedStream)
+        assert isinstance(event, SimulatedEvent)
+        with self._lock:
+            self._launch()
+            stream.clear_from = max(stream.clear_from, event.time)
+            if stream.is_transfer:
+                stream.push(event)
+            else:
+                self._carry_out(event.stream, event.position)
+                event.raise_failure()
+
+    def _query(self, event: Event) -> bool:
+        assert isinstance(event, SimulatedEvent)
+        with self._lock:
+            self._launch()
+            if self.now < event.time:
+                return False
+            self._carry_out(event.stream, event.position)
+            return True
+
+    def _synchronize(self, event: Event) -> None:
+        assert isinstance(event, SimulatedEvent)
+        with self._lock:
+            self._launch()
+            self.timeline.host_wait_seconds += max(0.0, event.time - self.now)
+            self.now = max(self.now, event.time)
+            self._carry_out(event.stream, event.position)
+            event.raise_failure()
+
+    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream) -> None:
+        assert isinstance(stream, SimulatedStream)
+        outward = isinstance(dst, Slot)
+        slot, tensor = (dst, src) if outward else (src, dst)
+        assert isinstance(slot, Slot)
+        assert isinstance(tensor, Tensor), "one end of a copy rests in a tier, the other does not"
+        direction = Direction.OUT if outward else Direction.IN
+        what = "offload" if outward else "reload"
+        move = Move(slot, tensor, direction, self._entry(stream, what, tensor, direction))
+        with self._lock:
+            self._launch()
+            self._occupy(stream, slot.nbytes / self._bandwidths[direction], what, slot.nbytes)
+            stream.push(move)
+            stream.fresh.append(move)
+            if self._at_once or not stream.is_transfer:
+                self._carry_out(stream, stream.enqueued)
+
+    def _allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
+        assert 0 <= layout.phase < ALIGNMENT
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            block = torch.full((layout.phase + layout.nbytes,), POISON, dtype=torch.uint8, device="cpu")
+            assert block.data_ptr() % ALIGNMENT == 0, "torch aligns CPU memory to 64 bytes"
+            return block[layout.phase :]
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _compute(self, stream: Stream, what: str, nbytes: int) -> None:
+        slowness = 1.0 + self._jitter * self._random.uniform(-1.0, 1.0) if self._jitter else 1.0
+        self.advance(stream, slowness * nbytes / self.compute_rate, what, nbytes)
+
+    def _launch(self) -> None:
+        self.now += self.launch_seconds
+
+    def _occupy(self, stream: SimulatedStream, seconds: float, what: str, nbytes: int) -> None:
+        ready = max(stream.tail, self.now)
+        start = max(ready, stream.clear_from)
+        if start > ready and not stream.is_transfer:
+            self.timeline.spans.append(Span(stream, ready, start, "stall", 0, is_transfer=False))
+        stream.tail = start + seconds
+        self.timeline.spans.append(Span(stream, start, stream.tail, what, nbytes, what in ("offload", "reload")))
+
+    def _carry_out(self, stream: SimulatedStream, position: int) -> None:
+        """Carries out the first ``position`` steps of ``stream``, and whatever those wait for first."""
+        goals = [(stream, position)]
+        while goals:
+            stream, position = goals[-1]
+            if stream.done >= position:
+                goals.pop()
+                continue
+            step = stream.queue[0]
+            if isinstance(step, SimulatedEvent):
+                if step.stream.done < step.position:
+                    goals.append((step.stream, step.position))
+                    continue
+            elif not step.carry_out():
+                self._report(step)
+            stream.queue.popleft()
+            stream.done += 1
+
+    def _entry(self, stream: SimulatedStream, what: str, tensor: Tensor, direction: Direction) -> Access | None:
+        """The log's last entry: a copy that is being enqueued."""
+        if self._checker is None or self._naming is None:
+            return None
+        number = self._checker.entries - 1
+        kind = Kind.READ if direction is Direction.OUT else Kind.WRITE
+        return Access(stream, kind, what, self._naming.region(tensor), number)
+
+    def _report(self, move: Move) -> None:
+        end = "source" if move.direction is Direction.OUT else "target"
+        access = move.entry
+        if access is None:
+            access = Access(self._transfers[move.direction], Kind.READ, "a copy that was not logged", None, -1)
+        violation = Violation(
+            None,
+            access,
+            f"{access}, but the {end} was freed before the copy ran. Whoever holds the {end} has to hold it until the "
+            "event recorded after the copy has completed, or its allocating stream has waited for that event.",
+        )
+        self.faults.append(violation)
+        if self._checker is not None:
+            self._checker.report(violation)
+
+
+class _Selected(threading.local):
+    """The streams that a thread has entered."""
+
+    def __init__(self) -> None:
+        self.stack: list[SimulatedStream] = []

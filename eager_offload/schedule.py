@@ -1,0 +1,248 @@
+"""When bytes leave and when they come back: three small machines over numbers.
+
+No stream, no tensor and no clock appears here. A saved storage is a *key*, an int; what it weighs is its bytes. The
+callers carry out what is answered.
+
+    DelayLine      which saved storages leave now: the newest bytes stay, and nothing leaves before it is final
+    Window         how much may be on its way out at once
+    PrefetchOrder  what comes back next, along the reverse of packing
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["DelayLine", "Plan", "PrefetchOrder", "Window"]
+
+
+class _Waiting(NamedTuple):
+    nbytes: int
+    #: The autograd sequence number at pack, or ``None`` when the bytes were final already.
+    packed_at: int | None
+
+
+class DelayLine:
+    """The newest saved bytes of one thread, oldest first.
+
+    [Note: final bytes]
+    An operator may save a tensor first and fill it afterwards, without a version bump (``F.rrelu`` saves its noise).
+    Every tensor that is filled late does not require grad. So one that requires grad is final when it is packed; any
+    other is once the thread's autograd sequence number has grown, which happens when the operator's node is made, or
+    at the latest when the context is left.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.nbytes = 0
+        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()
+        self._urgent: set[int] = set()
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._waiting
+
+    def push(self, key: int, nbytes: int, packed_at: int | None, *, urgent: bool = False) -> None:
+        """Takes in a storage; an ``urgent`` one leaves as soon as it is final, however new it is."""
+        self._waiting[key] = _Waiting(nbytes, packed_at)
+        self.nbytes += nbytes
+        if urgent:
+            self._urgent.add(key)
+
+    def postpone(self, key: int, packed_at: int) -> None:
+        """The storage was saved again by an operator that may still fill it."""
+        self._waiting[key] = self._waiting[key]._replace(packed_at=packed_at)
+
+    def discard(self, key: int) -> bool:
+        """Takes a storage out, if it is here."""
+        waiting = self._waiting.pop(key, None)
+        if waiting is None:
+            return False
+        self.nbytes -= waiting.nbytes
+        self._urgent.discard(key)
+        return True
+
+    def due(self, sequence: int | None) -> list[int]:
+        """Takes out what has to leave now, oldest first.
+
+        Args:
+            sequence: the thread's autograd sequence number, or ``None`` when the context is left: then every operator
+                has run.
+        """
+        due = [key for key in self._urgent if self._is_final(key, sequence)] if self._urgent else []
+        excess = self.nbytes - self.limit - sum(self._waiting[key].nbytes for key in due)
+        if excess > 0:
+            for key, waiting in self._waiting.items():
+                if key not in due and self._is_final(key, sequence):
+                    due.append(key)
+                    excess -= waiting.nbytes
+                    if excess <= 0:
+                        break
+        for key in due:
+            self.discard(key)
+        return due
+
+    def _is_final(self, key: int, sequence: int | None) -> bool:
+        packed_at = self._waiting[key].packed_at
+        return packed_at is None or sequence is None or sequence > packed_at
+
+
+class Window:
+    """What is on its way out, in the order in which it left, and the bound on its bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.nbytes = 0
+        self._leaving: OrderedDict[int, int] = OrderedDict()
+
+    @property
+    def oldest(self) -> int | None:
+        """The key that left first among those that have not arrived."""
+        return next(iter(self._leaving), None)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more may leave. A storage larger than the window may, alone."""
+        return not self._leaving or self.nbytes + nbytes <= self.limit
+
+    def enter(self, key: int, nbytes: int) -> None:
+        self._leaving[key] = nbytes
+        self.nbytes += nbytes
+
+    def leave(self, key: int) -> None:
+        self.nbytes -= self._leaving.pop(key)
+
+
+@dataclass(slots=True)
+class _Use:
+    """One save of a storage: a link of its forward's chain, in the order of packing."""
+
+    storage: int
+    nbytes: int
+    sequence: int
+    before: int | None
+    after: int | None = None
+
+
+@dataclass(slots=True)
+class Plan:
+    """What an unpack sets off: storages to bring back, in the order of need, and storages to let go of."""
+
+    bring: list[int] = field(default_factory=list)
+    drop: list[int] = field(default_factory=list)
+
+
+class PrefetchOrder:
+    """Looks ahead along the reverse of packing, by bytes.
+
+    Every save is a *use* of a storage, named by a position that grows with every pack. Backward is expected to ask for
+    uses in reverse. The uses ahead whose storages weigh at most ``limit`` bytes together are *promised*: their storages
+    are resident, or are being brought back. A storage that several uses share weighs once, and stays for as long as
+    one of its uses is promised.
+
+        packed     1  2  3  4  5  6  7  8  9          asked for: 9, 8, then 7
+                      ^     [promised]  ^
+                    next    4     6     7
+
+    The walk goes on from where it stopped, so its cost for each unpack is constant. The order is a hint: a use that was
+    not promised is brought at once, and the look-ahead starts anew from there. Promises that nobody took up are dropped
+    when their room is needed and they are overdue.
+    """
+
+    #: How many unpacks late a promise may be before it is given up: one operator unpacks its saves in any order.
+    PATIENCE = 16
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.promised_bytes = 0
+        self._uses: dict[int, _Use] = {}
+        self._newest: dict[int, int] = {}  # of each sequence
+        self._promised: OrderedDict[int, int] = OrderedDict()  # position -> the unpack by which it is expected
+        self._holders: dict[int, int] = {}  # storage -> how many promised uses it has
+        self._next: int | None = None  # the position that the walk comes to next
+        self._unpacks = 0
+
+    def holds(self, storage: int) -> bool:
+        """Whether some promised use needs ``storage`` on the device."""
+        return storage in self._holders
+
+    def add(self, position: int, storage: int, nbytes: int, sequence: int) -> None:
+        """A save; ``sequence`` names the forward that it belongs to."""
+        before = self._newest.get(sequence)
+        if before is not None:
+            self._uses[before].after = position
+        self._uses[position] = _Use(storage, nbytes, sequence, before)
+        self._newest[sequence] = position
+
+    def remove(self, position: int) -> int | None:
+        """A save's handle is gone; returns its storage if that was promised for this use alone."""
+        use = self._uses[position]
+        dropped = self._unpromise(position)
+        if self._next == position:
+            self._next = use.before
+        if use.before is not None:
+            self._uses[use.before].after = use.after
+        if use.after is not None:
+            self._uses[use.after].before = use.before
+        elif use.before is not None:
+            self._newest[use.sequence] = use.before
+        else:
+            del self._newest[use.sequence]
+        del self._uses[position]
+        return dropped
+
+    def unpacked(self, position: int) -> Plan:
+        """The use at ``position`` is asked for now."""
+        self._unpacks += 1
+        plan = Plan()
+        if position in self._promised:
+            dropped = self._unpromise(position)
+            if dropped is not None:
+                plan.drop.append(dropped)
+        else:
+            if position != self._next:
+                self._expect_all_by_now()
+            self._next = self._uses[position].before
+        self._look_ahead(plan)
+        return plan
+
+    def _expect_all_by_now(self) -> None:
+        """The order has jumped: what was promised along the old one is due at once, and late soon."""
+        for position, due in self._promised.items():
+            self._promised[position] = min(due, self._unpacks)
+
+    def _look_ahead(self, plan: Plan) -> None:
+        while (position := self._next) is not None:
+            use = self._uses[position]
+            if position not in self._promised:
+                brought = use.storage not in self._holders
+                if brought and not self._make_room(use.nbytes, plan):
+                    return
+                self._promised[position] = self._unpacks + len(self._promised) + 1
+                self._holders[use.storage] = self._holders.get(use.storage, 0) + 1
+                if brought:
+                    self.promised_bytes += use.nbytes
+                    plan.bring.append(use.storage)
+            self._next = use.before
+
+    def _make_room(self, nbytes: int, plan: Plan) -> bool:
+        """Gives up overdue promises, oldest first, until ``nbytes`` more fit; false where they do not."""
+        while self.promised_bytes + nbytes > self.limit:
+            oldest = next(iter(self._promised.items()), None)
+            if oldest is None or oldest[1] + self.PATIENCE >= self._unpacks:
+                return False
+            dropped = self._unpromise(oldest[0])
+            if dropped is not None:
+                plan.drop.append(dropped)
+        return True
+
+    def _unpromise(self, position: int) -> int | None:
+        """Ends a promise; returns the storage if no other promise needs it."""
+        if self._promised.pop(position, None) is None:
+            return None
+        use = self._uses[position]
+        self._holders[use.storage] -= 1
+        if self._holders[use.storage]:
+            return None
+        del self._holders[use.storage]
+        self.promised_bytes -= use.nbytes
+        return use.storage

@@ -1,0 +1,115 @@
+"""Which saved tensors move, how many bytes of them, and the reason for each that stays.
+
+Pure functions of a tensor's metadata: nothing here reads an element, keeps a reference or knows a stream. The same
+functions serve eager code, which calls them with real tensors, and a compiler pass, which has fake ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from eager_offload.stats import KeepReason
+
+__all__ = ["Footprint", "footprint", "is_parameter", "own_bytes", "reason_to_stay", "root_of"]
+
+#: A view that covers less than one part in this many of its storage travels alone. The three thirds of a fused
+#: projection are below it (they travel as one storage), a slice of a batch is above.
+_GATHER_BELOW = 4
+
+
+class Footprint(NamedTuple):
+    """The bytes of a storage that travel for one saved view.
+
+    ``start`` and ``nbytes`` name the range of the storage that has to exist again for the view to be rebuilt. When
+    ``gathered``, only the view's own elements travel (``moved`` bytes), and the range is filled from them.
+    """
+
+    whole: bool
+    start: int
+    nbytes: int
+    moved: int
+    gathered: bool
+
+
+def reason_to_stay(tensor: Tensor, min_bytes: int, *, preferred: bool = False) -> KeepReason | None:
+    """The reason why a saved tensor stays, from what it is; ``None`` for one that may move.
+
+    Args:
+        tensor: what autograd hands to the pack hook.
+        min_bytes: a tensor that occupies fewer bytes stays, unless it is ``preferred``.
+    """
+    kind = type(tensor)
+    if kind is not Tensor:
+        return KeepReason.PARAMETER if issubclass(kind, Parameter) else KeepReason.LAYOUT
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return KeepReason.LAYOUT
+    nbytes = tensor.nbytes
+    if nbytes == 0 or (nbytes < min_bytes and not preferred):
+        return KeepReason.SMALL
+    if is_parameter(tensor):
+        return KeepReason.PARAMETER
+    if nbytes >= min_bytes and not preferred and own_bytes(tensor) < min_bytes:
+        return KeepReason.SMALL  # a broadcast: large to look at, small to hold
+    return None
+
+
+def root_of(tensor: Tensor) -> Tensor:
+    """The tensor that ``tensor`` is a view of, or itself. Views of one root share one version counter."""
+    if tensor._is_view():
+        base = tensor._base
+        assert base is not None
+        return base
+    return tensor
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a parameter, a view of one, or the cast of one that autocast caches.
+
+    Such bytes are held by someone else for as long as the graph lives, so moving them would free nothing: a leaf that
+    requires grad is held by the graph itself. ``nn.Linear`` saves ``weight.t()``, a plain view, and under autocast the
+    view of a cast; autocast caches casts of exactly the leaves that require grad.
+    """
+    root = root_of(tensor)
+    if isinstance(root, Parameter):
+        return True
+    if not root.requires_grad:
+        return False
+    node = root.grad_fn
+    if node is None:
+        return True
+    if node.name() != "ToCopyBackward0":
+        return False
+    source = node.next_functions[0][0]
+    return source is not None and source.name() == "torch::autograd::AccumulateGrad"
+
+
+def own_bytes(tensor: Tensor) -> int:
+    """The bytes that the distinct elements of ``tensor`` occupy: a broadcast dimension counts once."""
+    count = 1
+    for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
+        if stride != 0:
+            count *= size
+    return min(count, _span(tensor)) * tensor.itemsize
+
+
+def footprint(tensor: Tensor, storage_nbytes: int) -> Footprint:
+    """The bytes that travel when the strided, non-empty ``tensor`` leaves, out of a storage of ``storage_nbytes``.
+
+    A view that covers a good part of its storage takes the storage whole, once, for every view of it. One that covers
+    little travels alone: as the range that it spans if that is dense, else as its own elements, gathered.
+    """
+    itemsize = tensor.itemsize
+    own = own_bytes(tensor)
+    if own * _GATHER_BELOW >= storage_nbytes:
+        return Footprint(True, 0, storage_nbytes, storage_nbytes, False)
+    span = _span(tensor) * itemsize
+    return Footprint(False, tensor.storage_offset() * itemsize, span, min(own, span), own < span)
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements from the first to the last, both counted."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))

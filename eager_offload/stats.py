@@ -1,0 +1,180 @@
+"""What an ``Offload`` has done so far: counters while it runs, and the frozen snapshot that users read."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from enum import Enum
+
+from eager_offload.tiers.forking import tell_after_fork
+
+__all__ = ["Accounts", "KeepReason", "OffloadStats", "Tally"]
+
+
+class KeepReason(str, Enum):
+    """Why a saved tensor stays on its device."""
+
+    SMALL = "small"
+    PARAMETER = "parameter"
+    DEVICE = "device"
+    LAYOUT = "layout"
+    MARKED = "marked"
+    REGION = "region"
+    NEWEST = "newest"
+    ALIVE = "alive"
+    BUDGET = "budget"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class OffloadStats:
+    """A snapshot of an :class:`~eager_offload.Offload`'s counters; ``print`` shows it as a short report.
+
+    Bytes are of tensors as saved, counted once per pack. ``saved_bytes == offloaded_bytes + shared_bytes +
+    sum(kept_bytes.values())`` always holds, and once all graphs are gone ``offloaded_bytes == reloaded_bytes +
+    forwarded_bytes + released_bytes``.
+    """
+
+    saved_tensors: int = 0
+    """How many tensors autograd saved."""
+    saved_bytes: int = 0
+    """Their bytes."""
+    offloaded_tensors: int = 0
+    """How many of them took a storage away."""
+    offloaded_bytes: int = 0
+    """Bytes of those."""
+    shared_bytes: int = 0
+    """Bytes of saves whose storage was taken already by an earlier one."""
+    kept_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes that stay on the device, by reason."""
+    reloaded_bytes: int = 0
+    """Offloaded bytes that were brought back."""
+    forwarded_bytes: int = 0
+    """Offloaded bytes that were asked for while they were still resident."""
+    released_bytes: int = 0
+    """Offloaded bytes that were never asked for."""
+    bytes_out: int = 0
+    """Bytes that left the device, in reality: a storage once, whatever its views."""
+    bytes_in: int = 0
+    """Bytes that came back, in reality."""
+    stall_seconds: float = 0.0
+    """Time that compute has waited for transfers."""
+    inflight_bytes_peak: int = 0
+    """Most bytes that were on their way out at one time."""
+    resident_bytes_peak: int = 0
+    """Most bytes that the library held on the device at one time: newest, on their way out, brought back early."""
+    host_bytes_peak: int = 0
+    """Most bytes held in host memory at one time, rounding and idle room included."""
+    disk_bytes_peak: int = 0
+    """Most bytes held on disk at one time."""
+    demotions: dict[str, int] = field(default_factory=dict)
+    """What could not be done as planned, and how often: ``host_to_disk``, ``budget``, ``write_failed``."""
+    foreign_hooks: int = 0
+    """Other saved-tensor hooks that were entered inside this context and hide what is saved there."""
+    empty_forwards: int = 0
+    """Contexts in which autograd recorded operators but not one saved tensor could be seen."""
+
+    def __str__(self) -> str:
+        kept = sum(self.kept_bytes.values())
+        lines = [
+            f"saved      {self.saved_tensors:>8,} tensors {_size(self.saved_bytes)}",
+            f"offloaded  {self.offloaded_tensors:>8,} tensors {_size(self.offloaded_bytes)}"
+            f"  (+ {_size(self.shared_bytes).strip()} shared with them)",
+            f"kept                        {_size(kept)}  {_breakdown(self.kept_bytes)}",
+            f"back       {_size(self.reloaded_bytes).strip()} reloaded, {_size(self.forwarded_bytes).strip()} still"
+            f" resident, {_size(self.released_bytes).strip()} never asked for",
+            f"moved      {_size(self.bytes_out).strip()} out, {_size(self.bytes_in).strip()} in,"
+            f" compute stalled {self.stall_seconds:.3f} s",
+            f"peaks      {_size(self.inflight_bytes_peak).strip()} in flight, {_size(self.resident_bytes_peak).strip()}"
+            f" resident, {_size(self.host_bytes_peak).strip()} host, {_size(self.disk_bytes_peak).strip()} disk",
+        ]
+        if self.demotions:
+            lines.append("demotions  " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.demotions.items())))
+        return "\n".join(lines)
+
+
+class Tally:
+    """The counters behind :class:`OffloadStats`. Plain attributes; whoever writes them holds the accounts' lock."""
+
+    def __init__(self) -> None:
+        self.saved_tensors = 0
+        self.saved_bytes = 0
+        self.offloaded_tensors = 0
+        self.offloaded_bytes = 0
+        self.shared_bytes = 0
+        self.kept_bytes = dict.fromkeys(KeepReason, 0)
+        self.reloaded_bytes = 0
+        self.forwarded_bytes = 0
+        self.released_bytes = 0
+        self.bytes_out = 0
+        self.bytes_in = 0
+        self.stall_seconds = 0.0
+        self.inflight_bytes_peak = 0
+        self.resident_bytes_peak = 0
+        self.host_bytes_peak = 0
+        self.disk_bytes_peak = 0
+        self.demotions: dict[str, int] = {}
+        self.foreign_hooks = 0
+        self.empty_forwards = 0
+
+    def kept(self, reason: KeepReason, nbytes: int) -> None:
+        """A save that stays."""
+        self.saved_tensors += 1
+        self.saved_bytes += nbytes
+        self.kept_bytes[reason] += nbytes
+
+    def shared(self, nbytes: int) -> None:
+        """A save whose storage is taken already."""
+        self.saved_tensors += 1
+        self.saved_bytes += nbytes
+        self.shared_bytes += nbytes
+
+    def reclassify(self, nbytes: int, before: KeepReason | None, after: KeepReason | None) -> None:
+        """Moves a save's bytes between reasons; ``None`` stands for offloaded."""
+        for reason, sign in ((before, -1), (after, 1)):
+            if reason is None:
+                self.offloaded_bytes += sign * nbytes
+                self.offloaded_tensors += sign
+            else:
+                self.kept_bytes[reason] += sign * nbytes
+
+    def demote(self, kind: str) -> bool:
+        """Counts a demotion; true the first time, when the user is to be told."""
+        self.demotions[kind] = self.demotions.get(kind, 0) + 1
+        return self.demotions[kind] == 1
+
+    def snapshot(self) -> OffloadStats:
+        values = dict(vars(self))
+        values["kept_bytes"] = {r.value: n for r, n in self.kept_bytes.items() if n}
+        values["demotions"] = dict(self.demotions)
+        return OffloadStats(**values)
+
+
+class Accounts:
+    """What all devices of one ``Offload`` share: its lock, and the tally that is counted on now.
+
+    A saved storage settles on the tally that it was taken under, so resetting in mid-step leaves no debts behind.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.tally = Tally()
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        # A lock that another thread of the parent held would never be released in the child.
+        self.lock = threading.RLock()
+
+
+def _size(nbytes: int) -> str:
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:>9.1f} {unit}" if unit != "B" else f"{nbytes:>9,} B"
+
+
+def _breakdown(parts: dict[str, int]) -> str:
+    shown = sorted(parts.items(), key=lambda item: -item[1])
+    return "(" + ", ".join(f"{name} {_size(nbytes).strip()}" for name, nbytes in shown) + ")" if shown else ""

@@ -1,0 +1,351 @@
+"""Host memory in slabs, handed out in exact sizes; and the host tier over it.
+
+The allocators of torch round a pinned block up to a power of two and keep it, and allocating each block from the
+system costs milliseconds when it has to be pinned. So memory is taken in slabs, cut to size here, and given back a slab
+at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eager_offload.tiers.base import Fence, Region, Slot, Tier
+from eager_offload.tiers.extents import Extent
+from eager_offload.tiers.forking import tell_after_fork
+from eager_offload.tiers.memory import PAGE, anonymous_slab, move, round_up, view_of
+from eager_offload.tiers.slabs import Idle, Slab, Space
+
+__all__ = ["Arena", "HostSlot", "HostTier", "anonymous_slab"]
+
+#: Bytes; requests below a page share slabs of their own, cut to multiples of this.
+_LINE = 64
+#: A new shared slab is at most this part of what the arena holds, so that the empty rest of the newest one stays small.
+_SLAB_SHARE = 32
+#: Bytes; below these a shared slab would cost more in calls than it saves in room.
+_SMALLEST_SLAB = {PAGE: 1 << 20, _LINE: 1 << 16}
+#: An idle slab serves a request that is smaller by at most this part, as long as all such slack together stays below
+#: that part of what is used.
+_SLACK, _TOTAL_SLACK = 8, 32
+
+
+class _Remains(NamedTuple):
+    """What a slot leaves behind."""
+
+    slab: Slab
+    start: int
+    held: int
+    nbytes: int
+    fences: tuple[Fence, ...]
+
+
+class _Lease(weakref.ref[memoryview]):
+    """Watches the view that a leased tensor's storage holds, and owns the slot under it."""
+
+    __slots__ = ("slot",)
+    slot: HostSlot
+    # By identity: a weak reference hashes what it refers to, and a writable memoryview has no hash.
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class _Returns:
+    """Where slots and leases end up; see [Note: slots give themselves back] in ``tiers/base.py``."""
+
+    __slots__ = ("leases", "slots")
+
+    def __init__(self) -> None:
+        self.slots: deque[_Remains] = deque()
+        self.leases: deque[weakref.ref[memoryview]] = deque()
+
+
+class HostSlot(Slot):
+    """``nbytes`` bytes of host memory, at a multiple of 4096 (of 64 where there are fewer than 4096 of them)."""
+
+    tier: ClassVar[str] = "host"
+    __slots__ = ("_held", "_returns", "_slab", "_start")
+
+    def __init__(self, slab: Slab, extent: Extent, nbytes: int, returns: _Returns) -> None:
+        super().__init__(nbytes, extent.fences)
+        self._slab = slab
+        #: Within the slab; bytes.
+        self._start = extent.start - slab.start
+        self._held = extent.nbytes
+        self._returns = returns
+
+    @property
+    def address(self) -> int:
+        """Where the bytes are; a slot does not move."""
+        return self._slab.address + self._start
+
+    @property
+    def tensor(self) -> Tensor:
+        """The bytes as a flat ``uint8`` CPU tensor, for copies by a stream; it does not keep the slot alive."""
+        return self._slab.tensor[self._start : self._start + self.nbytes]
+
+    @property
+    def region(self) -> Region:
+        return Region(("host slab", self._slab.serial), self._start, self._start + self.nbytes)
+
+    def write(self, source: Tensor) -> None:
+        assert source.numel() == self.nbytes
+        move(self.address, source.data_ptr(), self.nbytes)
+
+    def read(self, target: Tensor) -> None:
+        assert target.numel() == self.nbytes
+        move(target.data_ptr(), self.address, self.nbytes)
+
+    def view(self) -> memoryview:
+        """The bytes as a buffer that keeps the slab, but not the slot."""
+        return view_of(self.address, self.nbytes, self._slab.tensor)
+
+    def __del__(self) -> None:
+        self._returns.slots.append(_Remains(self._slab, self._start, self._held, self.nbytes, self.fences))
+
+
+#: What a forked child must neither use nor give back: a driver that only the parent can talk to may have pinned it.
+_inherited: list[object] = []
+
+
+class Arena:
+    """Cuts slabs of host memory into slots of exact sizes. Thread-safe.
+
+    [Note: how slabs are cut]
+    A request of half of ``slab_bytes`` or more gets a slab of its own, of exactly its size. Smaller ones share: best
+    fit over the holes of all shared slabs, and if there is none, a new slab whose size is a whole multiple of the
+    request that called for it (a step's tensors are mostly alike, so nothing is left over at its end) and at most a
+    32nd of what is held already (so that the last, half-empty slab weighs little). Requests below a page are cut to 64
+    bytes in slabs of their own, where they cannot spoil the others' alignment.
+
+    A slab without slots is idle. Idle slabs are kept up to ``idle_bytes``, since the next step asks for the same sizes
+    again; beyond that the oldest go back to the system, none before its fences have passed. All that is idle goes
+    back before a request fails.
+
+    Slots that die are taken up at the next call of any method; ``drain()`` is the call that does nothing else.
+
+    Args:
+        allocate_slab: takes bytes and returns a flat ``uint8`` CPU tensor of that size, page-aligned, whose memory goes
+            back with its storage. Raises ``MemoryError`` or ``RuntimeError`` where there is none.
+        slab_bytes: the largest slab that is shared.
+        idle_bytes: how much idle memory is kept for reuse.
+    """
+
+    def __init__(
+        self,
+        allocate_slab: Callable[[int], Tensor] = anonymous_slab,
+        *,
+        slab_bytes: int = 64 << 20,
+        idle_bytes: int = 256 << 20,
+    ) -> None:
+        self._allocate_slab = allocate_slab
+        self._slab_bytes = slab_bytes
+        self._idle_bytes = idle_bytes
+        self._reset()
+        tell_after_fork(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._returns = _Returns()
+        self._leases: set[weakref.ref[memoryview]] = set()
+        self._pages = Space(PAGE)
+        self._lines = Space(_LINE)
+        self._idle = Idle()
+        self._held = 0
+        self._used = 0
+        self._slack = 0
+        self._slabs = 0
+
+    def after_fork(self) -> None:
+        """The child starts with an empty arena; slots from before the fork stay readable there, as copies."""
+        _inherited.extend([self._returns, self._leases, self._pages, self._lines, self._idle])
+        self._reset()
+
+    def allocate(self, nbytes: int, *, limit: int | None = None) -> HostSlot | None:
+        """A slot of ``nbytes`` bytes, or ``None`` where ``limit`` or the system has no room.
+
+        Args:
+            limit: what the arena may hold with the new slot, in bytes.
+        """
+        with self._lock:
+            try:
+                return self._carve(nbytes, limit)
+            except (MemoryError, RuntimeError):
+                return None
+
+    def lease(self, nbytes: int) -> Tensor:
+        """A flat ``uint8`` tensor of ``nbytes`` bytes that owns them: they go back when its storage dies.
+
+        Views of it, and what autograd saves of it, keep the storage and so the bytes. The content is undefined.
+
+        Raises:
+            MemoryError, RuntimeError: the system has no room.
+        """
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        with self._lock:
+            slot = self._carve(nbytes, None)
+            assert not slot.fences, "memory that streams copy to and memory for leases come from different arenas"
+            view = slot.view()
+            # The storage holds this very view until it is freed, so the view's death is the storage's.
+            lease = _Lease(view, self._returns.leases.append)
+            lease.slot = slot
+            self._leases.add(lease)
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def drain(self) -> None:
+        """Takes up the slots that have died and gives back to the system what is idle beyond ``idle_bytes``."""
+        with self._lock:
+            self._drain()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in slots and leases that are alive, as they were asked for."""
+        with self._lock:
+            self._drain()
+            return self._used
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all slabs."""
+        with self._lock:
+            self._drain()
+            return self._held
+
+    @property
+    def slabs(self) -> int:
+        """How many slabs are held."""
+        with self._lock:
+            self._drain()
+            return self._slabs
+
+    def close(self) -> None:
+        """Gives back what is idle, and keeps nothing idle from now on. Idempotent.
+
+        Slots that die later go back at the next ``drain()``, or when the arena and the last of them are gone. Let all
+        transfers end before the arena goes: nothing then asks whether the fences have passed.
+        """
+        with self._lock:
+            self._idle_bytes = 0
+            self._drain()
+
+    # -- with the lock held ---------------------------------------------------------------------------------------
+
+    def _carve(self, nbytes: int, limit: int | None) -> HostSlot:
+        self._drain()
+        if nbytes >= self._slab_bytes // 2:
+            slab = self._whole_slab(nbytes, limit)
+            return self._hand_out(slab, Extent(0, slab.nbytes, slab.fences), nbytes)
+        space = self._pages if nbytes >= PAGE else self._lines
+        size = round_up(nbytes, space.grain)
+        extent = space.extents.allocate(size)
+        if extent is None:
+            most = min(max(self._held // _SLAB_SHARE, _SMALLEST_SLAB[space.grain]), self._slab_bytes)
+            space.add(self._new_memory(max(most // size, 1) * size, size, limit))
+            extent = space.extents.allocate(size)
+            assert extent is not None
+        return self._hand_out(space.slab_at(extent.start), extent, nbytes)
+
+    def _hand_out(self, slab: Slab, extent: Extent, nbytes: int) -> HostSlot:
+        if slab in self._idle:
+            self._idle.remove(slab)
+        slab.slots += 1
+        self._used += nbytes
+        if slab.space is None:
+            self._slack += slab.nbytes - nbytes
+        return HostSlot(slab, extent, nbytes, self._returns)
+
+    def _whole_slab(self, nbytes: int, limit: int | None) -> Slab:
+        size = round_up(nbytes, PAGE)
+        slab = self._idle.smallest_whole(size)
+        if slab is not None:
+            slack = slab.nbytes - nbytes
+            affordable = self._slack + slack <= (self._used + nbytes) // _TOTAL_SLACK
+            if slab.nbytes == size or (slack <= size // _SLACK and affordable):
+                return slab
+        return Slab(self._new_memory(size, size, limit), None, 0)
+
+    def _new_memory(self, wish: int, need: int, limit: int | None) -> Tensor:
+        """A slab of ``wish`` bytes, or of a smaller multiple of ``need`` where that is all there is room for."""
+        if limit is not None and self._held + round_up(wish, PAGE) > limit:
+            self._give_back(0)
+            wish = min(wish, (limit - self._held) // PAGE * PAGE // need * need)
+            if wish <= 0:
+                raise MemoryError(f"{need} more bytes would go beyond the limit of {limit} bytes")
+        try:
+            tensor = self._allocate_slab(round_up(wish, PAGE))
+        except (MemoryError, RuntimeError):
+            self._give_back(0)
+            tensor = self._allocate_slab(round_up(need, PAGE))
+        self._held += tensor.numel()
+        self._slabs += 1
+        return tensor
+
+    def _drain(self) -> None:
+        returns = self._returns
+        while returns.leases:
+            # This drops the lease and with it the slot, which lands among the dead ones.
+            self._leases.discard(returns.leases.popleft())
+        while returns.slots:
+            self._take_back(returns.slots.popleft())
+        if self._idle.nbytes > self._idle_bytes:
+            self._give_back(self._idle_bytes)
+
+    def _take_back(self, remains: _Remains) -> None:
+        slab = remains.slab
+        slab.slots -= 1
+        self._used -= remains.nbytes
+        if slab.space is None:
+            slab.fences = remains.fences
+            self._slack -= slab.nbytes - remains.nbytes
+        else:
+            slab.space.extents.release(slab.start + remains.start, remains.held, remains.fences)
+        if slab.slots == 0:
+            self._idle.add(slab)
+
+    def _give_back(self, keep: int) -> None:
+        """Returns idle slabs to the system until ``keep`` idle bytes are left."""
+        for slab in self._idle.oldest_at_rest(keep):
+            self._idle.remove(slab)
+            self._held -= slab.nbytes
+            self._slabs -= 1
+            if slab.space is not None:
+                slab.space.remove(slab)
+
+
+class HostTier(Tier):
+    """Host memory, up to ``budget`` bytes held from the system.
+
+    Args:
+        arena: where the memory comes from; the budget bounds all that it holds.
+        budget: bytes.
+    """
+
+    name: ClassVar[str] = "host"
+
+    def __init__(self, arena: Arena, budget: int) -> None:
+        self._arena = arena
+        self._budget = budget
+
+    def reserve(self, nbytes: int) -> HostSlot | None:
+        return self._arena.allocate(nbytes, limit=self._budget)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._arena.used_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self._arena.held_bytes
+
+    def drain(self) -> None:
+        """Takes up the slots that have died and gives back to the system what is idle beyond the arena's allowance."""
+        self._arena.drain()
+
+    def close(self) -> None:
+        self._arena.close()

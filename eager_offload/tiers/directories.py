@@ -1,0 +1,97 @@
+"""Which directories can take a spill file."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from eager_offload.errors import ConfigError
+from eager_offload.tiers.rawfile import RawFile
+from eager_offload.tiers.spill import SpillFile
+
+__all__ = ["filesystem_of", "open_spill_files"]
+
+#: Filesystems whose files are memory: to spill there moves nothing out of it.
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+#: Bytes that have to be free in a directory that nobody named, or the budget where that is less.
+_ROOM = 1 << 30
+_ACCEPTED = "a writable directory, or several, on a disk (not tmpfs), or None for one that is found"
+
+
+def open_spill_files(paths: Sequence[Path] | None, budget: int, file_type: type[RawFile]) -> list[SpillFile]:
+    """A new, empty spill file in each of ``paths``, or in the first place that serves where nobody named one.
+
+    Args:
+        budget: what the files may come to hold in all, in bytes.
+
+    Raises:
+        ConfigError: a named directory cannot serve, or none could be found.
+    """
+    if paths is None:
+        return [_first_that_serves(budget, file_type)]
+    if not paths:
+        raise ConfigError(f"disk_path: given an empty list; accepted is {_ACCEPTED}.")
+    opened = []
+    for path in paths:
+        try:
+            opened.append(_open(path, 0, file_type))
+        except OSError as error:
+            raise ConfigError(f"disk_path: {str(path)!r} cannot serve: {error}; accepted is {_ACCEPTED}.") from error
+    return opened
+
+
+def filesystem_of(path: Path) -> str:
+    """The type of the filesystem that ``path`` is on, such as ``"ext4"``; empty where the system does not tell."""
+    real = Path(os.path.realpath(path))
+    best, found = -1, ""
+    for point, kind in _mounts():
+        # Of several mounts on one point the last is the one that is seen.
+        if len(point.parts) >= best and real.is_relative_to(point):
+            best, found = len(point.parts), kind
+    return found
+
+
+def _mounts() -> Iterator[tuple[Path, str]]:
+    table = Path("/proc/self/mountinfo")
+    if not table.exists():
+        yield from ((Path(part.mountpoint), part.fstype) for part in psutil.disk_partitions(all=True))
+        return
+    for line in table.read_text(errors="surrogateescape").splitlines():
+        # "36 35 98:0 /root /mount\040point options [tags] - type source options"
+        left, _, right = line.partition(" - ")
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), left.split(" ")[4])
+        yield Path(point), right.split(" ")[0]
+
+
+def _first_that_serves(budget: int, file_type: type[RawFile]) -> SpillFile:
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    reasons = []
+    for path in (Path(tempfile.gettempdir()), Path(cache).expanduser(), Path.cwd()):
+        try:
+            return _open(path, min(_ROOM, budget), file_type)
+        except OSError as error:
+            reasons.append(f"{str(path)!r}: {error}")
+    raise ConfigError(f"disk_path: given None, and no place was found ({'; '.join(reasons)}); accepted is {_ACCEPTED}.")
+
+
+def _open(path: Path, room: int, file_type: type[RawFile]) -> SpillFile:
+    """Raises ``OSError`` where the directory cannot take a spill file."""
+    if not path.exists():
+        raise FileNotFoundError("it does not exist")
+    if not path.is_dir():
+        raise NotADirectoryError("it is no directory")
+    kind = filesystem_of(path)
+    if kind in _IN_MEMORY:
+        raise OSError(f"it is on {kind}, which is memory itself")
+    free = shutil.disk_usage(path).free
+    if free < room:
+        raise OSError(f"only {free} bytes are free there")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError("it is not writable")
+    return SpillFile(path, file_type)

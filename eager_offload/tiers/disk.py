@@ -1,0 +1,214 @@
+"""The disk tier: saved bytes in a spill file, or in one on each of several disks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eager_offload.errors import CapacityError, CorruptionError
+from eager_offload.tiers.base import Region, Slot, Tier
+from eager_offload.tiers.directories import open_spill_files
+from eager_offload.tiers.extents import Extent
+from eager_offload.tiers.forking import tell_after_fork
+from eager_offload.tiers.limits import disk_budget
+from eager_offload.tiers.memory import PAGE, anonymous_slab, round_up, view_of
+from eager_offload.tiers.rawfile import RawFile
+from eager_offload.tiers.spill import Remains, SpillFile
+
+__all__ = ["Bandwidth", "DiskSlot", "DiskTier"]
+
+#: Bytes that measuring moves each way, in pieces of a size that a large activation has.
+_MEASURED_BYTES, _MEASURED_PIECE = 64 << 20, 8 << 20
+
+
+class Bandwidth(NamedTuple):
+    """What one transfer at a time reaches; bytes a second."""
+
+    write: float
+    read: float
+
+
+class DiskSlot(Slot):
+    """A range of a spill file, which it keeps open."""
+
+    tier: ClassVar[str] = "disk"
+    __slots__ = ("_checksum", "_extent", "_file", "_verify")
+
+    def __init__(self, file: SpillFile, extent: Extent, nbytes: int, verify: bool) -> None:
+        super().__init__(nbytes, extent.fences)
+        self._file = file
+        self._extent = extent
+        self._verify = verify
+        self._checksum: int | None = None
+
+    @property
+    def region(self) -> Region:
+        return Region(self._file.name, self._extent.start, self._extent.start + self.nbytes)
+
+    def write(self, source: Tensor) -> None:
+        assert source.numel() == self.nbytes
+        self._file.write(self._extent, source)
+        if self._verify:
+            self._checksum = _checksum(source)
+
+    def read(self, target: Tensor) -> None:
+        assert target.numel() == self.nbytes
+        self._file.read(self._extent, target)
+        if self._checksum is not None and self._checksum != _checksum(target):
+            raise CorruptionError(
+                f"{self.nbytes} bytes came back changed from the spill file in {str(self._file.directory)!r}: their "
+                "checksum does not match. Check that disk and the memory; nothing was computed with these bytes."
+            )
+
+    def __del__(self) -> None:
+        self._file.returned.append(Remains(self._extent._replace(fences=self.fences), self.nbytes))
+
+
+class DiskTier(Tier):
+    """Room on disk, up to ``budget`` bytes in all files.
+
+    The files have no name, grow as room is asked for, and give it back when the tier is closed and the last slot gone.
+    After a fork the child has an empty tier with files of its own.
+
+    Args:
+        paths: directories, one file in each; a slot goes to the one with the most room. ``None``: the first of the
+            temporary, cache and working directories that is on a disk and has room.
+        budget: bytes, or ``None`` for a share of what is free in its directories.
+        verify: whether to checksum what is written (CRC-32) and check it when it is read.
+        file_type: makes the system calls.
+
+    Raises:
+        ConfigError: no such file can be made in one of ``paths``.
+    """
+
+    name: ClassVar[str] = "disk"
+
+    def __init__(
+        self,
+        paths: Sequence[Path] | None,
+        budget: int | None,
+        *,
+        verify: bool = False,
+        file_type: type[RawFile] = RawFile,
+    ) -> None:
+        self._paths = paths
+        self._verify = verify
+        self._file_type = file_type
+        self._bandwidth: Bandwidth | None = None
+        self._closed = False
+        self._used = 0
+        self._lock = threading.Lock()
+        files = open_spill_files(paths, sys.maxsize if budget is None else budget, file_type)
+        self._files: list[SpillFile] | None = files
+        self._budget = sum(disk_budget(file.directory) for file in files) if budget is None else budget
+        tell_after_fork(self)
+
+    def reserve(self, nbytes: int) -> DiskSlot | None:
+        size = round_up(nbytes, PAGE)
+        with self._lock:
+            if self._closed:
+                return None
+            if self._files is None:
+                self._files = open_spill_files(self._paths, self._budget, self._file_type)
+            self._drain()
+            for file in self._by_room(self._files):
+                extent = file.extents.allocate(size)
+                if extent is None and file.grow(size, self._budget - self._length()):
+                    extent = file.extents.allocate(size)
+                if extent is not None:
+                    self._used += nbytes
+                    return DiskSlot(file, extent, nbytes, self._verify)
+        return None
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            self._drain()
+            return self._used
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all files."""
+        with self._lock:
+            return self._length()
+
+    @property
+    def directories(self) -> list[Path]:
+        """Where the files are."""
+        with self._lock:
+            return [file.directory for file in self._files or ()]
+
+    def drain(self) -> None:
+        """Takes up the slots that have died; once all have, gives the buffers of transfers back to the system."""
+        with self._lock:
+            self._drain()
+
+    def measure(self) -> Bandwidth:
+        """What this disk does, through the tier itself; measured at the first call, then remembered.
+
+        Raises:
+            CapacityError: there is no room to try it.
+            TransferError: the disk failed.
+        """
+        if self._bandwidth is None:
+            self._bandwidth = self._measure()
+        return self._bandwidth
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            # A file closes when the last slot that refers to it goes.
+            self._files = []
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._used = 0
+        self._files = None
+
+    # -- with the lock held ---------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        for file in self._files or ():
+            while file.returned:
+                remains = file.returned.popleft()
+                file.extents.release(*remains.extent)
+                self._used -= remains.nbytes
+            if file.extents.free_bytes == file.length:
+                file.trim()
+
+    def _length(self) -> int:
+        return sum(file.length for file in self._files or ())
+
+    def _by_room(self, files: list[SpillFile]) -> list[SpillFile]:
+        return files if len(files) == 1 else sorted(files, key=SpillFile.room, reverse=True)
+
+    # -------------------------------------------------------------------------------------------------------------
+
+    def _measure(self) -> Bandwidth:
+        source = anonymous_slab(_MEASURED_PIECE)
+        # Not zeros: filesystems and disks that compress would make nothing of them.
+        source.view(torch.int64).random_()
+        slots: list[DiskSlot] = []
+        started = time.perf_counter()
+        while len(slots) * _MEASURED_PIECE < _MEASURED_BYTES and (slot := self.reserve(_MEASURED_PIECE)) is not None:
+            slot.write(source)
+            slots.append(slot)
+        written = time.perf_counter()
+        if not slots:
+            raise CapacityError(f"there is no room for {_MEASURED_PIECE} bytes in the disk tier to measure it with")
+        for slot in slots:
+            slot.read(source)
+        nbytes = len(slots) * _MEASURED_PIECE
+        return Bandwidth(nbytes / (written - started), nbytes / (time.perf_counter() - written))
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(view_of(tensor.data_ptr(), tensor.numel()))

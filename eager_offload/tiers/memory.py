@@ -1,0 +1,58 @@
+"""Host memory by address: views of it for system calls and for torch, and pages of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+
+import torch
+from torch import Tensor
+
+__all__ = ["PAGE", "anonymous_slab", "move", "round_up", "view_of"]
+
+#: Bytes; what blocks, slots and direct I/O are aligned to.
+PAGE = 4096
+
+
+def round_up(nbytes: int, grain: int) -> int:
+    """``nbytes`` rounded up to a whole number of ``grain``s, at least one."""
+    return max(-(-nbytes // grain), 1) * grain
+
+
+def view_of(address: int, nbytes: int, owner: object = None) -> memoryview:
+    """A writable view of ``nbytes`` bytes at ``address``; it and all its slices keep ``owner`` alive."""
+    # ctypes makes a type for every array length, and a type is garbage that only the cyclic collector finds. With
+    # powers of two there are never more than a few; the slice keeps everyone within the bytes that are really there.
+    extent = 1 << (nbytes - 1).bit_length() if nbytes else 1
+    array = (ctypes.c_ubyte * extent).from_address(address)
+    array.owner = owner  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")[:nbytes]
+
+
+def move(target: int, source: int, nbytes: int) -> None:
+    """Copies ``nbytes`` bytes between two addresses, without the GIL and without torch's thread pool."""
+    ctypes.memmove(target, source, nbytes)
+
+
+def anonymous_slab(nbytes: int) -> Tensor:
+    """A flat ``uint8`` tensor over pages of its own; they return to the system when the tensor's storage goes.
+
+    Private: a forked child sees a copy, never later writes. Page-aligned; huge pages where the system offers them. The
+    content is zero. glibc would keep freed blocks of this size class for itself, and the process would not shrink.
+
+    Raises:
+        MemoryError: the system has no room.
+    """
+    try:
+        if hasattr(mmap, "MAP_ANONYMOUS"):
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            pages = mmap.mmap(-1, nbytes)
+    except OSError as error:
+        raise MemoryError(f"the system refused {nbytes} bytes of memory: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # EINVAL from a kernel without them; small pages do as well
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    # The storage holds the mmap object, and nothing else does.
+    return torch.frombuffer(pages, dtype=torch.uint8)

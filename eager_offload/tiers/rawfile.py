@@ -1,0 +1,83 @@
+"""One unnamed file and the system calls on it: the seam between the disk tier and the operating system."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+__all__ = ["RawFile"]
+
+
+class RawFile:
+    """An open file that has no name, which only its owner could have read while it had one.
+
+    The methods are one system call each and raise ``OSError`` as it does. A subclass shows what a tier does when the
+    calls fail or do half of their work.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptor = _open_unnamed(directory)
+
+    def read_into(self, target: memoryview, offset: int) -> int:
+        """Reads at ``offset`` into ``target``; returns how many bytes came, 0 at the end of the file."""
+        return os.preadv(self._descriptor, [target], offset)
+
+    def write_from(self, source: memoryview, offset: int) -> int:
+        """Writes ``source`` at ``offset``; returns how many bytes went."""
+        return os.pwritev(self._descriptor, [source], offset)
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        """Makes the file reach to ``offset + nbytes`` with room on the disk for what is new."""
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._descriptor, offset, nbytes)
+        else:
+            self.truncate(offset + nbytes)
+
+    def truncate(self, length: int) -> None:
+        """Makes the file ``length`` bytes long, without asking for room."""
+        os.ftruncate(self._descriptor, length)
+
+    def set_direct(self, direct: bool) -> None:
+        """Has transfers go around the page cache, or not any more."""
+        if not hasattr(os, "O_DIRECT"):
+            if direct:
+                raise OSError(errno.EOPNOTSUPP, "this system has no O_DIRECT")
+            return
+        import fcntl
+
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        flags = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
+
+    def flush(self) -> None:
+        """Returns when everything written is on the disk."""
+        getattr(os, "fdatasync", os.fsync)(self._descriptor)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Drops what the page cache holds of a range, as far as it is on the disk."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Closes the file, which gives its room on the disk back. Idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.close()
+
+
+def _open_unnamed(directory: Path) -> int:
+    """A descriptor of a new file, mode 0600, that is in no directory."""
+    if hasattr(os, "O_TMPFILE"):
+        # A filesystem may have no unnamed files; anything worse than that shows below as well.
+        with contextlib.suppress(OSError):
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    descriptor, name = tempfile.mkstemp(prefix=".eager_offload-", dir=directory)
+    os.unlink(name)
+    return descriptor

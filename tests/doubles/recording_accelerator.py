@@ -1,0 +1,372 @@
+"""A recording double of ``torch.accelerator``: not a device, and no proof of one.
+
+It answers the calls that ``AcceleratorRuntime`` makes, on CPU memory, and writes each of them down. What it copies
+from a CUDA device is what goes wrong there:
+
+- Work is only *enqueued*. A stream is a queue that runs when a test says so, in the order that the test chooses, so
+  that every order which the events allow can be tried.
+- Kernels and copies hold memory, not tensors: a tensor that was dropped is overwritten by those that are still queued.
+- A block that is given back is handed out again at once, to the same stream, queued work or not.
+- Waiting for an event that was never recorded does nothing, and it claims to be complete.
+- ``current_stream`` answers with a new Python object each time; device and streams are selected for each thread apart.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eager_offload.runtime.accelerator import AcceleratorStream
+from eager_offload.runtime.base import Log, Stream
+from eager_offload.tiers.base import Region
+from eager_offload.tiers.memory import PAGE
+
+__all__ = ["RecordingAccelerator", "RecordingEvent", "RecordingStream"]
+
+_CUDA = 1  # torch's number of the device type
+_BLOCK_ALIGNMENT = 512  # cudaMalloc's
+
+
+class _Key(NamedTuple):
+    index: int
+    stream_id: int
+
+
+@dataclass(eq=False)
+class _Mark:
+    """One record of an event; a wait waits for the record that there was when it was called."""
+
+    key: _Key
+    passed: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class _Step:
+    """What a stream does next: wait for a mark, set one, or run."""
+
+    awaits: _Mark | None = None
+    marks: _Mark | None = None
+    run: Callable[[], None] | None = None
+
+
+@dataclass(eq=False)
+class _Block:
+    """Memory that the double never gives back, so that its address names it for good."""
+
+    memory: Tensor
+    key: _Key
+    name: object = field(default_factory=object)
+    announced: bool = False
+
+
+class RecordingEvent(torch.Event):
+    """An event by its methods; nothing of torch's own is behind it."""
+
+    def __new__(cls, machine: RecordingAccelerator, enable_timing: bool) -> RecordingEvent:
+        return super().__new__(cls, device="cpu")
+
+    def __init__(self, machine: RecordingAccelerator, enable_timing: bool) -> None:
+        self._machine = machine
+        self._enable_timing = enable_timing
+        self.mark: _Mark | None = None
+
+    def query(self) -> bool:
+        self._machine.note("query")
+        return self.mark is None or self.mark.passed
+
+    def synchronize(self) -> None:
+        self._machine.note("synchronize")
+        if self.mark is not None:
+            self._machine.run_until(self.mark)
+
+    def elapsed_time(self, other: torch.Event) -> float:
+        assert isinstance(other, RecordingEvent)
+        if not (self._machine.can_time and self._enable_timing and other._enable_timing):
+            raise RuntimeError("these events do not tell the time")
+        return (_passed(other.mark).seconds - _passed(self.mark).seconds) * 1e3
+
+
+class RecordingStream(torch.Stream):
+    """A stream by its name; its queue is the machine's, since torch has many objects for one stream."""
+
+    def __new__(cls, machine: RecordingAccelerator, key: _Key) -> RecordingStream:
+        return super().__new__(cls, stream_id=key.stream_id, device_index=key.index, device_type=_CUDA)
+
+    def __init__(self, machine: RecordingAccelerator, key: _Key) -> None:
+        self._machine = machine
+        self.key = key
+
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        assert isinstance(event, RecordingEvent)
+        self._machine.note(f"record_event {self.key.index}/{self.key.stream_id}")
+        event.mark = _Mark(self.key)
+        self._machine.enqueue(self.key, _Step(marks=event.mark))
+        return event
+
+    def wait_event(self, event: torch.Event) -> None:
+        assert isinstance(event, RecordingEvent)
+        self._machine.note(f"wait_event {self.key.index}/{self.key.stream_id}")
+        if event.mark is not None:
+            self._machine.enqueue(self.key, _Step(awaits=event.mark))
+
+    def __enter__(self) -> RecordingStream:
+        raise RuntimeError("a stream that is shared by threads must not be entered: the object keeps what to restore")
+
+
+class RecordingAccelerator:
+    """The machine: an ``AcceleratorApi`` for the runtime and a ``Naming`` for its log.
+
+    Args:
+        devices: how many there are; 0 for a machine without an accelerator.
+        skew: the address of every block modulo 512, and of pinned memory modulo a page: for allocators that align less.
+        rate: bytes a second of a copy, on the machine's own clock.
+        can_time: whether its events tell the time.
+        can_stream: whether streams can be created.
+    """
+
+    def __init__(
+        self,
+        devices: int = 1,
+        *,
+        skew: int = 0,
+        rate: float = 1e9,
+        can_time: bool = True,
+        can_stream: bool = True,
+    ) -> None:
+        self.devices = devices
+        self.skew = skew
+        self.rate = rate
+        self.can_time = can_time
+        self.can_stream = can_stream
+        #: Runs inside every ``copy``, on the thread that makes it.
+        self.during_copy: Callable[[], object] = lambda: None
+        #: Every call, in order, with the stream or device that it was about.
+        self.calls: list[str] = []
+        #: Where the machine writes what the runtime cannot know: the user's kernels, and memory given back.
+        self.log: Log | None = None
+        self.clock = 0.0
+        self._selected = threading.local()
+        self._lock = threading.RLock()
+        self._queues: dict[_Key, deque[_Step]] = defaultdict(deque)
+        self._created = 0
+        self._faults: dict[str, deque[Exception | None]] = defaultdict(deque)
+        self._blocks: list[_Block] = []
+        self._addresses: list[int] = []
+        self._idle: dict[_Key, list[_Block]] = defaultdict(list)
+
+    # -- AcceleratorApi ---------------------------------------------------------------------------------------------
+
+    def current_accelerator(self) -> torch.device | None:
+        return torch.device("cuda") if self.devices else None
+
+    def current_device_index(self) -> int:
+        return getattr(self._selected, "index", 0)
+
+    @contextmanager
+    def device_index(self, index: int) -> Iterator[None]:
+        self.note(f"device {index}")
+        before = self.current_device_index()
+        self._selected.index = index
+        try:
+            yield
+        finally:
+            self.note(f"device {before}")
+            self._selected.index = before
+
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        assert 0 <= device.index < self.devices
+        return RecordingStream(self, _Key(device.index, self._stream_ids().get(device.index, 0)))
+
+    def set_stream(self, stream: torch.Stream) -> None:
+        assert isinstance(stream, RecordingStream)
+        self.note(f"set_stream {stream.key.index}/{stream.key.stream_id}")
+        self._selected.index = stream.key.index
+        self._stream_ids()[stream.key.index] = stream.key.stream_id
+
+    def stream(self, device: torch.device) -> torch.Stream:
+        self.note(f"stream {device.index}")
+        if not self.can_stream:
+            raise NotImplementedError("this device has one stream")
+        with self._lock:
+            self._created += 1
+            return RecordingStream(self, _Key(device.index, self._created))
+
+    def event(self, device: torch.device, enable_timing: bool) -> torch.Event:
+        return RecordingEvent(self, enable_timing)
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        key = _Key(device.index, self._stream_ids().get(device.index, 0))
+        self.note(f"empty {nbytes} on {key.index}/{key.stream_id}")
+        with self._lock:
+            fitting = [block for block in self._idle[key] if block.memory.numel() >= nbytes]
+            if fitting:
+                block = min(fitting, key=lambda block: block.memory.numel())
+                self._idle[key].remove(block)
+            else:
+                block = self._new_block(nbytes, key)
+        return self._lend(block, nbytes)
+
+    def empty_pinned(self, nbytes: int) -> Tensor:
+        self.note(f"empty_pinned {nbytes}")
+        # Pinned memory starts at a page; this memory is not pinned, nothing here could tell.
+        room = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8, device="cpu")
+        start = (self.skew - room.data_ptr()) % PAGE
+        return room[start : start + nbytes]
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        key = (self._block_of(dst) or self._block_of(src) or _nowhere()).key
+        current = _Key(key.index, self._stream_ids().get(key.index, 0))
+        self.note(f"copy {dst.numel()} on {current.index}/{current.stream_id}")
+        self.during_copy()
+        to, by = self._memory(dst), self._memory(src)
+
+        def run() -> None:
+            to.copy_(by)
+            self.clock += to.numel() / self.rate
+
+        self.enqueue(current, _Step(run=run))
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        return torch.device("cuda", (self._block_of(tensor) or _nowhere()).key.index)
+
+    # -- Naming -----------------------------------------------------------------------------------------------------
+
+    def region(self, tensor: Tensor) -> Region:
+        block = self._block_of(tensor) or _nowhere()
+        start = tensor.data_ptr() - block.memory.data_ptr()
+        return Region(block.name, start, start + tensor.numel() * tensor.element_size())
+
+    def allocated(self, tensor: Tensor, stream: Stream, what: str) -> None:
+        block = self._block_of(tensor) or _nowhere()
+        block.announced = True
+        if self.log is not None:
+            self.log.allocate(stream, self.region(tensor), what)
+
+    # -- what a test does with it -----------------------------------------------------------------------------------
+
+    def launch(self, stream: AcceleratorStream, kernel: Callable[..., object], *args: Tensor, what: str) -> None:
+        """Enqueues a kernel of the user's, which writes its first argument and reads the others."""
+        if self.log is not None:
+            regions = [self.region(tensor) for tensor in args]
+            self.log.access(stream, regions[1:], regions[:1], what)
+        memory = [self._memory(tensor) for tensor in args]
+        self.enqueue(_Key(stream.device.index, stream.stream_id), _Step(run=lambda: kernel(*memory)))
+
+    def fail(self, call: str, error: Exception, *, after: int = 0) -> None:
+        """Lets a call (by its first word in ``calls``) raise, once, after so many that succeed."""
+        self._faults[call].extend([None] * after + [error])
+
+    def run_all(self, first: Sequence[AcceleratorStream] = ()) -> None:
+        """Runs everything: of what may run next, the streams of ``first`` go as far ahead as events let them."""
+        preferred = [_Key(stream.device.index, stream.stream_id) for stream in first]
+        while any(self._queues.values()):
+            keys = [*preferred, *(key for key in self._queues if key not in preferred)]
+            assert any(self._step(key) for key in keys), "streams wait for each other"
+
+    def run_until(self, mark: _Mark) -> None:
+        """Runs no more than what it takes for ``mark`` to pass."""
+        while not mark.passed:
+            if not self._step(mark.key):
+                awaited = self._queues[mark.key][0].awaits
+                assert awaited is not None
+                self.run_until(awaited)
+
+    def pending(self, stream: AcceleratorStream) -> int:
+        """How many steps of ``stream`` have not run."""
+        return len(self._queues[_Key(stream.device.index, stream.stream_id)])
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def note(self, call: str) -> None:
+        with self._lock:
+            self.calls.append(call)
+            faults = self._faults[call.partition(" ")[0]]
+            error = faults.popleft() if faults else None
+        if error is not None:
+            raise error
+
+    def enqueue(self, key: _Key, step: _Step) -> None:
+        with self._lock:
+            self._queues[key].append(step)
+
+    def _step(self, key: _Key) -> bool:
+        queue = self._queues[key]
+        if not queue or (queue[0].awaits is not None and not queue[0].awaits.passed):
+            return False
+        step = queue.popleft()
+        if step.run is not None:
+            step.run()
+        if step.marks is not None:
+            step.marks.passed, step.marks.seconds = True, self.clock
+        return True
+
+    def _stream_ids(self) -> dict[int, int]:
+        ids: dict[int, int] | None = getattr(self._selected, "stream_ids", None)
+        if ids is None:
+            ids = self._selected.stream_ids = {}
+        return ids
+
+    def _new_block(self, nbytes: int, key: _Key) -> _Block:
+        with torch.inference_mode(False):
+            room = torch.zeros(nbytes + 2 * _BLOCK_ALIGNMENT, dtype=torch.uint8, device="cpu")
+        start = (self.skew - room.data_ptr()) % _BLOCK_ALIGNMENT
+        block = _Block(room[start : start + max(nbytes, 1)], key)
+        at = bisect.bisect(self._addresses, block.memory.data_ptr())
+        self._addresses.insert(at, block.memory.data_ptr())
+        self._blocks.insert(at, block)
+        return block
+
+    def _lend(self, block: _Block, nbytes: int) -> Tensor:
+        """A tensor over a block, which comes back when the tensor's storage goes."""
+
+        class Lease(ctypes.c_uint8 * nbytes):  # type: ignore[misc]  # one type for each size
+            pass
+
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        lease = Lease.from_address(block.memory.data_ptr())
+        weakref.finalize(lease, self._take_back, block).atexit = False
+        return torch.frombuffer(lease, dtype=torch.uint8)
+
+    def _take_back(self, block: _Block) -> None:
+        if block.announced and self.log is not None:
+            stream = RecordingStream(self, block.key)
+            whole = Region(block.name, 0, block.memory.numel())
+            self.log.free(AcceleratorStream.of(stream), whole, "given back")
+        block.announced = False
+        self._idle[block.key].append(block)
+
+    def _block_of(self, tensor: Tensor) -> _Block | None:
+        at = bisect.bisect(self._addresses, tensor.data_ptr()) - 1
+        if at < 0 or tensor.data_ptr() >= self._addresses[at] + self._blocks[at].memory.numel():
+            return None
+        return self._blocks[at]
+
+    def _memory(self, tensor: Tensor) -> Tensor:
+        """The bytes of ``tensor`` without the tensor: a queued operation keeps nothing alive."""
+        block = self._block_of(tensor)
+        if block is None:
+            return tensor
+        start = tensor.data_ptr() - block.memory.data_ptr()
+        return block.memory[start : start + tensor.numel()]
+
+
+def _passed(mark: _Mark | None) -> _Mark:
+    if mark is None or not mark.passed:
+        raise RuntimeError("both events must be recorded and complete")
+    return mark
+
+
+def _nowhere() -> _Block:
+    raise AssertionError("this tensor is not in the memory of the double")
