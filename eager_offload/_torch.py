@@ -5,21 +5,21 @@
 | ``torch.autograd._get_sequence_nr`` | 2.11 to 2.15 | the import fails: when a copy may start cannot be told |
 | ``torch._C._current_autograd_node`` | 2.11 to 2.15 | a reentrant checkpoint's recomputation is offloaded again |
 | ``torch._neg_view`` | 2.11 to 2.15 | the import fails |
-| ``torch.UntypedStorage._new_with_weak_ptr`` | 2.11 to 2.15 | the import fails: a living storage could not be served |
 | ``torch.utils.checkpoint._checkpoint_hook`` and ``_recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["WeakStorage", "autograd_sequence", "checkpoint_hooks", "current_autograd_node", "neg_view", "require_torch"]
+__all__ = ["WeakStorage", "autograd_sequence", "checkpoint_hooks", "current_autograd_node", "neg_view", "require_torch", "weak_storage"]
 
 _OLDEST = (2, 11)
 
@@ -43,7 +43,7 @@ autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: 
 current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 #: A view of a real tensor with the negative bit set.
-neg_view: Callable[[Tensor], Tensor] = torch._neg_view  # type: ignore[attr-defined]
+neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 
 #: The hooks that non-reentrant checkpointing installs inside others, by design.
 checkpoint_hooks: tuple[type, ...] = tuple(
@@ -53,24 +53,44 @@ checkpoint_hooks: tuple[type, ...] = tuple(
 )
 
 
-class WeakStorage:
-    """Names a storage by identity without keeping its bytes.
+def weak_storage(storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
+    """Names a storage by identity, without keeping its bytes: while they live, the reference gives the same object.
 
-    ``key`` is the address of the storage *object*, not of its bytes. While this reference exists that object's own
-    few bytes stay allocated, so no other storage can get the same key.
+    torch keeps the Python object of a storage for as long as anything in C++ has the storage, and no longer. The import
+    of this module has made sure of it.
     """
+    return weakref.ref(storage)
+
+
+class WeakStorage:
+    """A weak reference to a storage with a key that names it in dictionaries, for as long as the reference exists."""
 
     __slots__ = ("_ref", "key")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._ref = StorageWeakRef(storage)
+        self._ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.key: int = storage._cdata
 
     def resolve(self) -> torch.UntypedStorage | None:
         """The storage, if someone still keeps it."""
-        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)  # type: ignore[attr-defined]
+        storage: object = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
         return cast("torch.UntypedStorage | None", storage)
 
     def expired(self) -> bool:
         """Whether the storage's bytes are gone."""
-        return cast(bool, self._ref.expired())
+        return cast(bool, self._ref.expired())  # type: ignore[no-untyped-call]
+
+
+def _require_storage_identity() -> None:
+    tensor = torch.empty(1)
+    storage, alias = weakref.ref(tensor.untyped_storage()), tensor.detach()
+    del tensor
+    survives = storage() is alias.untyped_storage()
+    del alias
+    if not survives or storage() is not None:
+        raise ImportError(
+            f"eager_offload needs a torch that keeps a storage's Python object exactly as long as the storage; {torch.__version__} does not"
+        )
+
+
+_require_storage_identity()

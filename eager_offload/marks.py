@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import ContextDecorator
 from enum import Enum
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
-from eager_offload._torch import WeakStorage
+from eager_offload._torch import weak_storage
 from eager_offload.errors import OffloadError
 
 __all__ = ["Mark", "clear_mark", "in_no_offload_region", "keep", "mark_of", "no_offload", "prefer_offload"]
@@ -25,13 +27,11 @@ class Mark(Enum):
     PREFER = "prefer"
 
 
-class _Marked:
-    """A mark together with the weak reference that makes its key an identity."""
+class _Marked(NamedTuple):
+    """A mark, and the storage that it is on; the address that it is found by proves nothing."""
 
-    __slots__ = ("mark", "storage")
-
-    def __init__(self, storage: WeakStorage, mark: Mark) -> None:
-        self.storage, self.mark = storage, mark
+    storage: weakref.ref[torch.UntypedStorage]
+    mark: Mark
 
 
 class _Region(threading.local):
@@ -83,16 +83,16 @@ def prefer_offload(tensor: T) -> T:
     return _mark(tensor, Mark.PREFER)
 
 
-def mark_of(storage_key: int) -> Mark | None:
-    """The mark on a storage that is alive, named by its ``WeakStorage.key``."""
-    marked = _marks.get(storage_key)
-    return None if marked is None else marked.mark
+def mark_of(storage: torch.UntypedStorage) -> Mark | None:
+    """The mark on ``storage``."""
+    marked = _marks.get(storage._cdata)
+    return None if marked is None or marked.storage() is not storage else marked.mark
 
 
-def clear_mark(storage_key: int) -> None:
+def clear_mark(storage: torch.UntypedStorage) -> None:
     """Ends a mark: the storage's copy has started."""
     with _marks_lock:
-        _marks.pop(storage_key, None)
+        _marks.pop(storage._cdata, None)
 
 
 def any_marks() -> bool:
@@ -102,16 +102,16 @@ def any_marks() -> bool:
 
 def _mark(tensor: T, mark: Mark) -> T:
     try:
-        storage = WeakStorage(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError) as error:
         raise OffloadError(
             f"a {tensor.layout} tensor of type {type(tensor).__name__} has no storage that could be marked: "
             "mark the plain tensors that it is made of"
         ) from error
     with _marks_lock:
-        for key in [key for key, marked in _marks.items() if marked.storage.expired()]:
+        for key in [key for key, marked in _marks.items() if marked.storage() is None]:
             del _marks[key]
-        _marks[storage.key] = _Marked(storage, mark)
+        _marks[storage._cdata] = _Marked(weak_storage(storage), mark)
     return tensor
 
 

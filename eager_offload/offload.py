@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from eager_offload.eager import foreign
 from eager_offload.eager.hooks import Hooks, Session, unpack
 from eager_offload.eager.lane import Lane
 from eager_offload.errors import ConfigError, OffloadError
-from eager_offload.runtime.accelerator import accelerator_runtime
+from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.host import HostRuntime, host_runtime
 from eager_offload.stats import Accounts, OffloadStats, Tally
@@ -162,7 +163,10 @@ class Offload:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return HostTier(Arena(runtime.host_buffer), _bytes(config.host_budget) or host_budget())
+        buffers = runtime.host_buffer
+        if isinstance(runtime, AcceleratorRuntime):
+            buffers = partial(runtime.host_buffer, pin_memory=config.pin_memory is not False)
+        return HostTier(Arena(buffers), _bytes(config.host_budget) or host_budget())
 
     def _tell_once(self, what: str, message: str) -> None:
         if what not in self._told:
@@ -204,7 +208,7 @@ class _Context:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         offload = self._offload
         self._watch.__exit__()
-        self._hooks.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._hooks.__exit__(kind, error, trace)
         session = offload._hooks.session
         with offload._accounts.lock:
             for lane, line in session.lines.items():

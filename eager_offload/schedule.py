@@ -70,16 +70,19 @@ class DelayLine:
                 has run.
         """
         due = [key for key in self._urgent if self._is_final(key, sequence)] if self._urgent else []
-        excess = self.nbytes - self.limit - sum(self._waiting[key].nbytes for key in due)
+        for key in due:
+            self.discard(key)
+        excess = self.nbytes - self.limit
         if excess > 0:
+            first = len(due)
             for key, waiting in self._waiting.items():
-                if key not in due and self._is_final(key, sequence):
+                if waiting.packed_at is None or sequence is None or sequence > waiting.packed_at:
                     due.append(key)
                     excess -= waiting.nbytes
                     if excess <= 0:
                         break
-        for key in due:
-            self.discard(key)
+            for key in due[first:]:
+                self.discard(key)
         return due
 
     def _is_final(self, key: int, sequence: int | None) -> bool:

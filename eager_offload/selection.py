@@ -21,6 +21,10 @@ __all__ = ["Footprint", "footprint", "is_parameter", "own_bytes", "reason_to_sta
 _GATHER_BELOW = 4
 
 
+#: What autocast casts to.
+_AUTOCAST = (torch.bfloat16, torch.float16)
+
+
 class Footprint(NamedTuple):
     """The bytes of a storage that travel for one saved view.
 
@@ -52,7 +56,7 @@ def reason_to_stay(tensor: Tensor, min_bytes: int, *, preferred: bool = False) -
         return KeepReason.SMALL
     if is_parameter(tensor):
         return KeepReason.PARAMETER
-    if nbytes >= min_bytes and not preferred and own_bytes(tensor) < min_bytes:
+    if not preferred and not tensor.is_contiguous() and own_bytes(tensor) < min_bytes:
         return KeepReason.SMALL  # a broadcast: large to look at, small to hold
     return None
 
@@ -74,14 +78,14 @@ def is_parameter(tensor: Tensor) -> bool:
     view of a cast; autocast caches casts of exactly the leaves that require grad.
     """
     root = root_of(tensor)
-    if isinstance(root, Parameter):
+    if type(root) is not Tensor and isinstance(root, Parameter):
         return True
     if not root.requires_grad:
         return False
     node = root.grad_fn
     if node is None:
         return True
-    if node.name() != "ToCopyBackward0":
+    if root.dtype not in _AUTOCAST or node.name() != "ToCopyBackward0":
         return False
     source = node.next_functions[0][0]
     return source is not None and source.name() == "torch::autograd::AccumulateGrad"
@@ -102,12 +106,14 @@ def footprint(tensor: Tensor, storage_nbytes: int) -> Footprint:
     A view that covers a good part of its storage takes the storage whole, once, for every view of it. One that covers
     little travels alone: as the range that it spans if that is dense, else as its own elements, gathered.
     """
+    if tensor.is_contiguous() and tensor.nbytes * _GATHER_BELOW >= storage_nbytes:
+        return Footprint(True, 0, storage_nbytes, storage_nbytes, False)  # the common case, told by a cheap question
     itemsize = tensor.itemsize
     own = own_bytes(tensor)
     if own * _GATHER_BELOW >= storage_nbytes:
         return Footprint(True, 0, storage_nbytes, storage_nbytes, False)
     span = _span(tensor) * itemsize
-    return Footprint(False, tensor.storage_offset() * itemsize, span, min(own, span), own < span)
+    return Footprint(False, int(tensor.storage_offset()) * itemsize, span, min(own, span), own < span)
 
 
 def _span(tensor: Tensor) -> int:

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from eager_offload._torch import WeakStorage, neg_view
+from eager_offload._torch import neg_view, weak_storage
 from eager_offload.errors import SavedTensorModifiedError
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout, Stream
 from eager_offload.schedule import DelayLine
@@ -86,7 +86,7 @@ class Reload:
 class Returned(NamedTuple):
     """A reloaded storage that was handed to autograd, and where in it the footprint begins."""
 
-    storage: WeakStorage
+    storage: weakref.ref[torch.UntypedStorage]
     first_byte: int
 
 
@@ -148,7 +148,7 @@ class SavedStorage:
         self.key = key
         #: Names what it covers: further saves of the same bytes are recognised by it.
         self.name = name
-        self.origin = WeakStorage(storage)
+        self.origin = weak_storage(storage)
         self.footprint = footprint
         #: The address of the footprint's first byte, modulo the alignment that reloads keep.
         self.phase = (storage.data_ptr() + footprint.start) % ALIGNMENT
@@ -210,6 +210,8 @@ class SavedStorage:
         """The bytes that travel, flat: a range of the storage, or the view's own elements, gathered."""
         alias = self.aliases[0]
         storage = alias.untyped_storage()
+        if self.footprint.whole:
+            return torch.empty(0, dtype=torch.uint8, device=alias.device).set_(storage)
         if self.footprint.gathered:
             # Over the storage itself: an alias with the conjugate or negative bit would be copied with the bit applied.
             stored = torch.empty(0, dtype=alias.dtype, device=alias.device)
@@ -226,8 +228,6 @@ class SavedView:
         "alias",
         "conj",
         "dtype",
-        "issued",
-        "issued_version",
         "neg",
         "offset",
         "position",
@@ -250,9 +250,6 @@ class SavedView:
         self.neg = tensor.is_neg()
         self.version: int = tensor._version
         self.alias = tensor.detach()
-        #: What the last unpack handed out, without its bytes: shows whether backward changed it in place.
-        self.issued: Tensor | None = None
-        self.issued_version = 0
 
     def __del__(self) -> None:
         self.storage.lane.graveyard.append(self.position)
@@ -264,15 +261,18 @@ class SavedView:
         """Raises where autograd's own check would, were no hooks installed."""
         if self.alias._version != self.version:
             raise modified(self.alias, self.size, self.version)
-        if self.issued is not None and self.issued._version != self.issued_version:
-            raise modified(self.issued, self.size, self.issued_version)
 
     def forget_bytes(self) -> None:
         """The storage has left already: this view needs only the counter of its versions."""
         self.alias.data = _nothing(self.dtype, self.alias.device)
 
     def over(self, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
-        """This view over ``storage``, in which the footprint begins at ``first_byte``."""
+        """This view over ``storage``, in which the footprint begins at ``first_byte``.
+
+        It shares the version counter of what was saved, as the tensor that autograd itself would unpack does: should
+        backward change it in place, the next unpack finds out. The lane's lock is held.
+        """
+        alias = self.alias
         offset = self.offset + (first_byte - self.storage.footprint.start) // self.dtype.itemsize
         view = torch.empty(0, dtype=self.dtype, device=storage.device)
         view.set_(storage, offset, self.size, self.stride)
@@ -280,10 +280,11 @@ class SavedView:
             view = view.conj()
         if self.neg:
             view = neg_view(view)
-        self.issued = view.detach()
-        self.issued_version = view._version
-        self.issued.data = _nothing(self.dtype, storage.device)
-        return view
+        alias.data = view
+        try:
+            return alias.detach()
+        finally:
+            alias.data = _nothing(self.dtype, storage.device)
 
     def scatter(self, dense: Tensor, target: Tensor) -> Tensor:
         """This view over the flat ``target``, filled from the elements that were gathered into the flat ``dense``."""

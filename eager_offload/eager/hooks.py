@@ -102,7 +102,7 @@ def unpack(handle: KeptTensor | SavedView) -> Tensor:
 
 def _mark_of(tensor: Tensor) -> Mark | None:
     try:
-        return marks.mark_of(tensor.untyped_storage()._cdata)
+        return marks.mark_of(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without bytes of its own
         return None
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eager_offload import marks
 from eager_offload.config import OffloadConfig
-from eager_offload._torch import WeakStorage
+from eager_offload._torch import weak_storage
 from eager_offload.eager.handles import Reload, Remains, Returned, SavedStorage, SavedView, State
 from eager_offload.errors import OffloadError
 from eager_offload.marks import Mark
@@ -126,11 +126,11 @@ class Lane:
         area = footprint(tensor, storage.nbytes())
         name: Hashable = storage._cdata
         if not area.whole:
-            whole = self._known(name)
+            whole = self._known(name, storage)
             if whole is not None and self._may_share(whole, tensor, line, packed_at):
                 return self._share(whole, tensor, sequence)
             name = (name, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
-        known = self._known(name)
+        known = self._known(name, storage)
         if known is not None:
             if self._may_share(known, tensor, line, packed_at):
                 return self._share(known, tensor, sequence)
@@ -144,9 +144,11 @@ class Lane:
         view = self._view(saved, tensor, sequence)
         self._tally.kept(KeepReason.NEWEST, saved.logical_bytes)
         self._hold(area.nbytes)
-        line.push(saved.key, area.nbytes, None if tensor.requires_grad else packed_at, urgent=mark is Mark.PREFER)
-        for key in line.due(packed_at):
-            self._start(key)
+        urgent = mark is Mark.PREFER
+        line.push(saved.key, area.nbytes, None if tensor.requires_grad else packed_at, urgent=urgent)
+        if urgent or line.nbytes > line.limit:
+            for key in line.due(packed_at):
+                self._start(key)
         return view
 
     def flush(self, line: DelayLine) -> None:
@@ -155,9 +157,11 @@ class Lane:
         for key in line.due(None):
             self._start(key)
 
-    def _known(self, name: Hashable) -> SavedStorage | None:
+    def _known(self, name: Hashable, storage: torch.UntypedStorage) -> SavedStorage | None:
+        """The saved storage under ``name``, if it is of the very ``storage``: an address may have a new owner."""
         ref = self._names.get(name)
-        return None if ref is None else ref()
+        saved = None if ref is None else ref()
+        return saved if saved is not None and saved.origin() is storage else None
 
     def _may_share(self, saved: SavedStorage, tensor: Tensor, line: DelayLine, packed_at: int) -> bool:
         """Whether the bytes that ``saved`` has, or will have, are those that ``tensor`` has at its unpack.
@@ -202,7 +206,8 @@ class Lane:
         if saved is None:
             return  # it died a moment ago; settling will find it
         saved.line = None
-        if marks.any_marks() and marks.mark_of(saved.origin.key) is Mark.KEEP:
+        marked = marks.any_marks()
+        if marked and marks.mark_of(saved.aliases[0].untyped_storage()) is Mark.KEEP:
             self._keep(saved, KeepReason.NEWEST, KeepReason.MARKED)
             return
         moved = saved.footprint.moved
@@ -212,7 +217,10 @@ class Lane:
         if slot is None:
             self._keep(saved, KeepReason.NEWEST, KeepReason.BUDGET)
             return
-        with self.runtime.enter(saved.stream):  # gathering is compute, of the stream that made the tensor
+        if saved.footprint.gathered:
+            with self.runtime.enter(saved.stream):  # gathering is compute, of the stream that made the tensor
+                source = saved.source_bytes()
+        else:
             source = saved.source_bytes()
         event = self._copy_out(source, slot, saved.stream)
         saved.slot, saved.out_event, saved.state = slot, event, State.LEAVING
@@ -223,7 +231,8 @@ class Lane:
         saved.tally.reclassify(saved.logical_bytes, KeepReason.NEWEST, None)
         self._tally.bytes_out += moved
         self._tally.inflight_bytes_peak = max(self._tally.inflight_bytes_peak, self._window.nbytes)
-        marks.clear_mark(saved.origin.key)
+        if marked:
+            marks.clear_mark(saved.aliases[0].untyped_storage())
 
     def _copy_out(self, source: Tensor, slot: Slot, stream: Stream) -> Event:
         """Enqueues the copy behind the compute that made ``source`` and behind the slot's last uses."""
@@ -410,26 +419,26 @@ class Lane:
             assert tensor is not None
             return tensor
         self._await(saved, reload, stream)
-        tensor, first_byte = self._issue(view, reload, stream)
         with self._accounts.lock:
+            issued = self._issue(view, reload, stream)
             if saved.reload is not reload:
                 self._hold(-reload.target.nbytes)  # this stream's own, and autograd's from here on
             elif not self._order.holds(saved.key):
                 saved.reload = None
-                saved.returned = Returned(WeakStorage(tensor.untyped_storage()), first_byte)
+                saved.returned = Returned(weak_storage(issued.tensor.untyped_storage()), issued.first_byte)
                 self._hold(-reload.target.nbytes)
-        return tensor
+        return issued.tensor
 
     def _resident_view(self, view: SavedView, stream: Stream) -> Tensor | None:
         """The tensor, if its bytes are on the device: not gone yet, kept alive by someone else, or back already."""
         saved = view.storage
         if saved.state is not State.AWAY:
             return view.alias.detach()
-        storage, first_byte = saved.origin.resolve(), saved.footprint.start
+        storage, first_byte = saved.origin(), saved.footprint.start
         if storage is not None and storage.nbytes() >= first_byte + saved.footprint.nbytes:
             return view.over(storage, first_byte)
         if saved.returned is not None and stream == saved.stream:
-            storage = saved.returned.storage.resolve()
+            storage = saved.returned.storage()
             if storage is not None:
                 return view.over(storage, saved.returned.first_byte)
         return None
@@ -453,7 +462,7 @@ class Lane:
             saved = self._storage(key)
             if saved is None or saved.state is not State.AWAY or saved.reload is not None:
                 continue
-            if not saved.origin.expired() or (saved.returned is not None and not saved.returned.storage.expired()):
+            if saved.origin() is not None or (saved.returned is not None and saved.returned.storage() is not None):
                 continue
             try:
                 saved.reload = self._bring(saved, saved.stream)

@@ -155,6 +155,25 @@ class AcceleratorRuntime(Runtime):
                     streams = self._transfer_streams[device] = self._create_streams(device)
         return streams.towards(direction)
 
+    @contextmanager
+    def enter(self, stream: Stream) -> Iterator[None]:
+        """Selects ``stream`` and its device for the calling thread inside; whatever happens, the caller's come back.
+
+        [Note: entering a stream]
+        ``with torch_stream:`` keeps what it has to restore *on the Python object*: entered twice, by nesting or by two
+        threads (autograd has a thread for each device), it raises after the switch, or restores the other thread's
+        stream. Transfer streams are shared by all threads, so what to restore is kept here. The device is selected
+        with ``device_index``, since its way back does not create a context on a device that has none.
+        """
+        assert isinstance(stream, AcceleratorStream)
+        with self._api.device_index(stream.device.index):
+            before = self._api.current_stream(stream.device)
+            try:
+                self._api.set_stream(stream.torch_stream)
+                yield
+            finally:
+                self._api.set_stream(before)
+
     def host_buffer(self, nbytes: int, *, pin_memory: bool = True) -> Tensor:
         """A slab of host memory: a flat ``uint8`` CPU tensor of ``nbytes``, page-aligned.
 
@@ -217,14 +236,14 @@ class AcceleratorRuntime(Runtime):
         assert self._api.device_of(on_device) == stream.device, (
             "a copy runs on a transfer stream of the tensor's device"
         )
-        with torch.no_grad(), self._entered(stream):
+        with torch.no_grad(), self.enter(stream):
             self._api.copy(target, source)
 
     def _allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         assert isinstance(stream, AcceleratorStream)
         assert self._indexed(device) == stream.device
         assert 0 <= layout.phase < ALIGNMENT
-        with torch.inference_mode(False), torch.no_grad(), self._entered(stream):
+        with torch.inference_mode(False), torch.no_grad(), self.enter(stream):
             # The allocators of today hand out multiples of 256 or more, so the second attempt is for those of tomorrow.
             block = self._api.empty(layout.nbytes + layout.phase, stream.device)
             start = layout.phase
@@ -234,24 +253,6 @@ class AcceleratorRuntime(Runtime):
             return block if block.numel() == layout.nbytes else block[start : start + layout.nbytes]
 
     # -- inside -----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _entered(self, stream: AcceleratorStream) -> Iterator[None]:
-        """Selects ``stream`` and its device for the calling thread; whatever happens, the caller's come back.
-
-        [Note: entering a stream]
-        ``with stream:`` keeps what it has to restore *on the Python object*: entered twice, by nesting or by two
-        threads (autograd has a thread for each device), it raises after the switch, or restores the other thread's
-        stream. Transfer streams are shared by all threads, so what to restore is kept here. The device is selected
-        with ``device_index``, since its way back does not create a context on a device that has none.
-        """
-        with self._api.device_index(stream.device.index):
-            before = self._api.current_stream(stream.device)
-            try:
-                self._api.set_stream(stream.torch_stream)
-                yield
-            finally:
-                self._api.set_stream(before)
 
     def _indexed(self, device: torch.device) -> torch.device:
         if device.type != self.device_type:
@@ -301,7 +302,7 @@ class AcceleratorRuntime(Runtime):
             host = self.host_buffer(block.numel())
             target, source = (host, block) if direction is Direction.OUT else (block, host)
             self._record(compute).hold_back(stream)
-            with self._entered(stream):
+            with self.enter(stream):
                 self._api.copy(target, source)
                 self._record(stream).synchronize()
                 seconds = self._time_copies(stream, target, source)

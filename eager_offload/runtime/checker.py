@@ -30,7 +30,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from eager_offload.runtime.base import Event, Log, Stream
@@ -278,7 +278,10 @@ class _Cell:
     writes: dict[Stream, Access] = field(default_factory=dict)
 
     def part(self, start: int, stop: int) -> _Cell:
-        return replace(self, start=start, stop=stop, reads=dict(self.reads), writes=dict(self.writes))
+        """The same past for ``[start, stop)`` alone."""
+        if (start, stop) == (self.start, self.stop):
+            return self
+        return _Cell(start, stop, dict(self.reads), dict(self.writes))
 
     def forget(self, known: _Clock) -> None:
         for accesses in (self.reads, self.writes):

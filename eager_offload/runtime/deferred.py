@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from eager_offload._torch import WeakStorage
+from eager_offload._torch import weak_storage
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.checker import Access
@@ -36,9 +36,10 @@ class Move:
         assert tensor.dim() == 1, "copies move flat bytes"
         assert tensor.is_contiguous(), "copies move flat bytes"
         assert tensor.numel() == slot.nbytes, f"{tensor.numel()} bytes for a slot of {slot.nbytes}"
-        in_memory = getattr(slot, "tensor", None)
+        with _disable_current_modes():
+            in_memory = getattr(slot, "tensor", None)
         self._host: Slot | Tensor | None = in_memory if isinstance(in_memory, Tensor) else slot
-        self._storage: WeakStorage | None = WeakStorage(tensor.untyped_storage())
+        self._storage = weak_storage(tensor.untyped_storage())
         self._offset = tensor.storage_offset()
         self._nbytes = slot.nbytes
         self.direction = direction
@@ -50,10 +51,8 @@ class Move:
     def carry_out(self) -> bool:
         """Moves the bytes, once; says whether the end on the device was still there."""
         host, self._host = self._host, None
-        named, self._storage = self._storage, None
         assert host is not None, "a copy is carried out once"
-        assert named is not None, "a copy is carried out once"
-        storage = named.resolve()
+        storage = self._storage()
         alive = storage is not None and storage.nbytes() >= self._offset + self._nbytes
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             if storage is not None and alive:

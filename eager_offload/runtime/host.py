@@ -11,9 +11,9 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
-from typing import Final
+from queue import Empty, SimpleQueue
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,32 +34,48 @@ _PROBE_BYTES = 64 << 20
 class HostEvent:
     """Completes when the thread that it was recorded on comes to it; carries what went wrong before."""
 
-    __slots__ = ("_changed", "done", "error")
+    __slots__ = ("_waiters", "done", "error")
 
-    def __init__(self, changed: threading.Condition | None) -> None:
-        self._changed = changed
-        self.done = changed is None
+    def __init__(self, waiters: _Waiters) -> None:
+        self._waiters = waiters
+        self.done = False
         self.error: BaseException | None = None
 
     def finish(self, error: BaseException | None) -> None:
-        assert self._changed is not None
-        with self._changed:
-            self.error = error
-            self.done = True
-            self._changed.notify_all()
+        self.error = error
+        self.done = True
+        # Whoever counts itself among the waiters only now looks at `done` afterwards: it is not missed.
+        if self._waiters.count:
+            with self._waiters.changed:
+                self._waiters.changed.notify_all()
 
     def wait(self) -> None:
-        if not self.done:
-            assert self._changed is not None
-            with self._changed:
+        if self.done:
+            return
+        waiters = self._waiters
+        with waiters.changed:
+            waiters.count += 1
+            try:
                 while not self.done:
-                    self._changed.wait()
+                    waiters.changed.wait()
+            finally:
+                waiters.count -= 1
 
     def result(self) -> None:
         """Waits, then raises what made the transfer fail."""
         self.wait()
         if self.error is not None:
             raise self.error
+
+
+class _Waiters:
+    """Those who wait for events of one thread; events are made often and waited for seldom."""
+
+    __slots__ = ("changed", "count")
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = 0
 
 
 class _Compute:
@@ -70,7 +86,8 @@ class _Compute:
 
 
 _COMPUTE: Final = _Compute()
-_OVER: Final = HostEvent(None)
+_OVER: Final = HostEvent(_Waiters())
+_OVER.finish(None)
 
 
 class TransferThread:
@@ -88,30 +105,32 @@ class TransferThread:
         return self.name
 
     def _reset(self) -> None:
-        self._queue: deque[HostEvent | Callable[[], None]] = deque()
+        self._queue: SimpleQueue[_Item] = SimpleQueue()
         self._outstanding: set[HostEvent] = set()
-        self._work = threading.Condition()
-        self._finished = threading.Condition()
+        self._waiters = _Waiters()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._retiring = False
 
     def submit(self, operation: Callable[[], None]) -> None:
         """Enqueues an operation; what it raises is carried by the next event."""
-        self._enqueue(operation)
+        self._queue.put(operation)
+        if self._thread is None:
+            self._start()
 
     def record(self) -> HostEvent:
-        event = HostEvent(self._finished)
+        """Enqueues a new event."""
+        event = HostEvent(self._waiters)
         self._outstanding.add(event)
-        self._enqueue(event)
+        self._queue.put(event)
+        if self._thread is None:
+            self._start()
         return event
 
     def retire(self) -> None:
-        """Ends the thread once the queue is empty, and waits for that. Work that comes later starts a new one."""
-        with self._work:
-            thread = self._thread
-            self._retiring = True
-            self._work.notify()
+        """Has the thread carry out what is enqueued and end, and waits for that. Later work starts a new one."""
+        thread = self._thread
         if thread is not None and thread is not threading.current_thread():
+            self._queue.put(None)
             thread.join()
 
     def after_fork(self) -> None:
@@ -119,34 +138,39 @@ class TransferThread:
         outstanding = list(self._outstanding)
         self._reset()
         for event in outstanding:
-            event._changed = self._finished
+            event._waiters = self._waiters
             event.finish(OffloadError("this transfer was under way in the parent process when it forked"))
 
-    def _enqueue(self, item: HostEvent | Callable[[], None]) -> None:
-        with self._work:
-            self._queue.append(item)
-            self._retiring = False
+    def _start(self) -> None:
+        with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
                 self._thread.start()
-            else:
-                self._work.notify()
 
-    def _next(self) -> HostEvent | Callable[[], None] | None:
-        """The next item, or ``None`` when the thread is to end."""
-        with self._work:
-            while not self._queue:
-                if self._retiring or not self._work.wait(_IDLE_SECONDS):
-                    if self._queue:
-                        break
-                    self._thread = None
-                    return None
-            return self._queue.popleft()
+    def _may_end(self) -> bool:
+        """Ends the thread's turn unless work has come meanwhile.
+
+        Whoever enqueues puts first and looks for a thread then; this one steps down first and looks for work then. One
+        of the two sees the other.
+        """
+        with self._lock:
+            self._thread = None
+            if self._queue.empty():
+                return True
+            self._thread = threading.current_thread()
+            return False
 
     def _run(self) -> None:
         error: BaseException | None = None
-        while (item := self._next()) is not None:
-            if isinstance(item, HostEvent):
+        while True:
+            try:
+                item = self._queue.get(timeout=_IDLE_SECONDS)
+            except Empty:
+                item = None
+            if item is None:
+                if self._may_end():
+                    return
+            elif isinstance(item, HostEvent):
                 self._outstanding.discard(item)
                 item.finish(error)
                 error = None
@@ -156,6 +180,9 @@ class TransferThread:
                 except BaseException as raised:  # carried to whoever waits; a transfer thread never dies of it
                     error = raised
             del item  # or the last copy's tensors would live until the next one comes
+
+
+_Item: TypeAlias = HostEvent | Callable[[], None] | None
 
 
 class HostRuntime(Runtime):

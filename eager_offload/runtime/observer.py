@@ -4,14 +4,15 @@
 Whether a block that one stream gave up may be written by its next owner is where ordering goes wrong, and the memory
 that torch's CPU allocator returns shows nothing of it. So each storage gets a range in a virtual address space of
 the stream that allocated it, and the moment it dies that range goes to the next storage of that stream, best fit first.
-Storages are named by identity and their death is found by looking: before every operator and before every entry that
-the runtime writes.
+Storages are named by identity. What died since is written before every operator and before every entry of the runtime.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,8 +21,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eager_offload._torch import WeakStorage
 from eager_offload.runtime.base import Event, Log, Runtime, Stream
+from eager_offload.runtime.signatures import Operand, signature_of, tensors_in
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.extents import Extents
 
@@ -68,6 +69,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._work = work
         self._lock = threading.RLock()
         self._blocks: dict[int, _Block] = {}
+        self._died: deque[_Death] = deque()
         self._pools: dict[Stream, _Pool] = {}
         self._inputs = 0
 
@@ -78,8 +80,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def sweep(self) -> None:
         """Writes what has died since the last time."""
         with self._lock:
-            for key in [key for key, block in self._blocks.items() if block.storage.expired()]:
-                self._release(self._blocks.pop(key))
+            while self._died:
+                death = self._died.popleft()
+                # A block that got another range since is followed by another reference.
+                if (block := self._blocks.get(death.key)) is not None and block.death is death:
+                    self._release(self._blocks.pop(death.key))
 
     # -- naming, for the runtime ------------------------------------------------------------------------------------
 
@@ -108,7 +113,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # the subclass unwraps, and its inner tensors come back here
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        operands = _signature(func).operands(args, kwargs)
+        operands = signature_of(func).operands(args, kwargs)
         with self._lock:
             self.sweep()
             for operand in operands:
@@ -116,10 +121,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._region(operand.tensor)
         result = func(*args, **kwargs)
         with self._lock:
-            self._write_down(func, operands, list(_tensors(result)))
+            self._write_down(func, operands, list(tensors_in(result)))
         return result
 
-    def _write_down(self, func: OpOverload[..., Any], operands: Sequence[_Operand], results: Sequence[Tensor]) -> None:
+    def _write_down(self, func: OpOverload[..., Any], operands: Sequence[Operand], results: Sequence[Tensor]) -> None:
         stream = self._runtime.current_stream(self._device)
         what = str(func)
         reads = [region for o in operands if o.reads and (region := self._region(o.tensor, stream)) is not None]
@@ -145,7 +150,15 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.device.type == self._device.type and tensor.layout is torch.strided
 
     def _is_new(self, tensor: Tensor) -> bool:
-        return self._watches(tensor) and tensor.untyped_storage()._cdata not in self._blocks
+        return self._watches(tensor) and self._find(tensor.untyped_storage()) is None
+
+    def _find(self, storage: torch.UntypedStorage) -> _Block | None:
+        block = self._blocks.get(id(storage))
+        if block is not None and block.death() is not storage:
+            # Another storage was here, and it died in the midst of an operator.
+            self.sweep()
+            block = None
+        return block
 
     def _region(self, tensor: Tensor, stream: Stream | None = None) -> Region | None:
         """The bytes of ``tensor``; a storage that is seen for the first time was there before.
@@ -156,11 +169,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._watches(tensor):
             return None
         storage = tensor.untyped_storage()
-        block = self._blocks.get(storage._cdata)
+        block = self._find(storage)
         if block is None:
             block = self._adopt(storage)
         elif block.nbytes != storage.nbytes():
-            self._release(self._blocks.pop(storage._cdata))
+            self._release(self._blocks.pop(block.death.key))
             block = self._place(storage, block.stream if stream is None else stream, "resize")
         span = _span(tensor)
         start = block.region.start + span.start
@@ -170,9 +183,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         space = _Space(f"input {self._inputs}")
         self._inputs += 1
         region = Region(space, 0, storage.nbytes())
-        block = _Block(WeakStorage(storage), self._home, region, storage.nbytes(), observed=False)
-        self._blocks[block.storage.key] = block
-        return block
+        return self._follow(storage, self._home, region, observed=False)
 
     def _place(self, storage: torch.UntypedStorage, stream: Stream, what: str) -> _Block:
         pool = self._pools.get(stream)
@@ -181,13 +192,23 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         nbytes = storage.nbytes()
         start = pool.take(nbytes)
         region = Region(pool.space, start, start + nbytes)
-        block = _Block(WeakStorage(storage), stream, region, nbytes, observed=True)
-        self._blocks[block.storage.key] = block
+        block = self._follow(storage, stream, region, observed=True)
         self.resident_bytes += nbytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
         if nbytes:
             self._log.allocate(stream, region, what)
         return block
+
+    def _follow(self, storage: torch.UntypedStorage, stream: Stream, region: Region, *, observed: bool) -> _Block:
+        death = _Death(storage, self._noticed)
+        death.key = id(storage)
+        block = self._blocks[death.key] = _Block(death, stream, region, observed)
+        return block
+
+    def _noticed(self, death: weakref.ref[torch.UntypedStorage]) -> None:
+        # No lock: the garbage collector may come here from anywhere.
+        assert isinstance(death, _Death)
+        self._died.append(death)
 
     def _release(self, block: _Block) -> None:
         if block.nbytes:
@@ -197,17 +218,31 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.resident_bytes -= block.nbytes
 
 
+class _Death(weakref.ref[torch.UntypedStorage]):
+    """Names a storage without keeping its bytes, and still knows who it was when it is gone.
+
+    A storage has one Python object for as long as it lives; see ``weak_storage`` in ``_torch.py``.
+    """
+
+    __slots__ = ("key",)
+    #: The object's address, which another storage may get as soon as this reference is dead.
+    key: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
     """A storage that lives, as far as anyone knows."""
 
-    storage: WeakStorage
+    death: _Death
     #: Whose allocator it came from.
     stream: Stream
     region: Region
-    nbytes: int
     #: Whether its allocation was seen.
     observed: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.region.stop - self.region.start
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,74 +297,6 @@ def _span(tensor: Tensor) -> _Span:
     size = tensor.element_size()
     last = sum((length - 1) * int(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return _Span(int(tensor.storage_offset()) * size, (last + 1) * size)
-
-
-# -- schemas ----------------------------------------------------------------------------------------------------------
-
-
-class _Operand(NamedTuple):
-    """A tensor that an operator was called with."""
-
-    tensor: Tensor
-    reads: bool
-    writes: bool
-
-
-#: Arguments that an operator writes in training although its schema does not say so.
-_UNMARKED = {
-    "aten::native_batch_norm": ("running_mean", "running_var"),
-    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
-    "aten::miopen_batch_norm": ("running_mean", "running_var"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Signature:
-    """What an operator's schema says about its arguments."""
-
-    names: tuple[str, ...]
-    written: frozenset[str]
-    written_in_training: tuple[str, ...]
-    #: It looks at sizes only: a factory, or a view in place.
-    metadata_only: bool
-
-    def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Operand]:
-        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        written = self.written
-        if self.written_in_training and named.get("training", named.get("train")):
-            written = written.union(self.written_in_training)
-        return [
-            _Operand(tensor, reads=not self.metadata_only and name not in written, writes=name in written)
-            for name, value in named.items()
-            for tensor in _tensors(value)
-        ]
-
-
-_signatures: dict[OpOverload[..., Any], _Signature] = {}
-
-
-def _signature(func: OpOverload[..., Any]) -> _Signature:
-    signature = _signatures.get(func)
-    if signature is None:
-        schema = func._schema
-        in_place_view = torch.Tag.inplace_view in func.tags
-        name = schema.name.rpartition("::")[2]
-        marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        signature = _signatures[func] = _Signature(
-            names=tuple(argument.name for argument in schema.arguments),
-            written=frozenset() if in_place_view else frozenset(marked),
-            written_in_training=_UNMARKED.get(schema.name, ()),
-            metadata_only=in_place_view or name.startswith("new_") or name.endswith("_like"),
-        )
-    return signature
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 # -- who else writes --------------------------------------------------------------------------------------------------

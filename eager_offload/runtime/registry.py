@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from eager_offload.errors import OffloadError
@@ -59,8 +57,11 @@ class Registry:
             OffloadError: nothing is pending under ``ticket``, or (on a CPU device) the transfer failed.
         """
         pending = self._take(ticket)
-        with self._given_back_if_interrupted(ticket, pending):
+        try:
             self._runtime.wait(stream, pending.event)
+        except BaseException as error:
+            self._claim_again(ticket, pending, error)
+            raise
 
     def synchronize(self, ticket: int) -> None:
         """Makes the host wait for the transfer, and ends its keepalive.
@@ -69,23 +70,20 @@ class Registry:
             OffloadError: nothing is pending under ``ticket``, or the transfer failed.
         """
         pending = self._take(ticket)
-        with self._given_back_if_interrupted(ticket, pending):
+        try:
             self._runtime.synchronize(pending.event)
+        except BaseException as error:
+            self._claim_again(ticket, pending, error)
+            raise
 
     def tickets(self) -> list[int]:
         """Every ticket that is pending, oldest first."""
         return list(self._pending)
 
-    @contextmanager
-    def _given_back_if_interrupted(self, ticket: int, pending: Pending) -> Iterator[None]:
+    def _claim_again(self, ticket: int, pending: Pending, error: BaseException) -> None:
         """A KeyboardInterrupt in a wait of the host must not end the keepalive of a copy that is still running."""
-        try:
-            yield
-        except OffloadError:
-            raise
-        except BaseException:
+        if not isinstance(error, OffloadError):
             self._pending[ticket] = pending
-            raise
 
     def _find(self, ticket: int) -> Pending:
         pending = self._pending.get(ticket)

@@ -91,7 +91,9 @@ class SimulatedRuntime(Runtime):
     """A device with streams of its own and a clock that only work moves.
 
     The defaults make a device that is much slower than its host, and links that are slower than compute: the host runs
-    ahead, few queries say yes, and copies stay pending for as long as they can.
+    ahead, few queries say yes, and copies stay pending for as long as they can. The strictest proof of an ordering is
+    ``launch_seconds=0``: the host's clock then moves only when it synchronizes, no query hides a missing wait, and a
+    loop that polls never ends.
     """
 
     def __init__(

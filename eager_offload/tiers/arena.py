@@ -19,7 +19,7 @@ from torch import Tensor
 from eager_offload.tiers.base import Fence, Region, Slot, Tier
 from eager_offload.tiers.extents import Extent
 from eager_offload.tiers.forking import tell_after_fork
-from eager_offload.tiers.memory import PAGE, anonymous_slab, move, round_up, view_of
+from eager_offload.tiers.memory import PAGE, anonymous_slab, move, round_up
 from eager_offload.tiers.slabs import Idle, Slab, Space
 
 __all__ = ["Arena", "HostSlot", "HostTier", "anonymous_slab"]
@@ -103,7 +103,7 @@ class HostSlot(Slot):
 
     def view(self) -> memoryview:
         """The bytes as a buffer that keeps the slab, but not the slot."""
-        return view_of(self.address, self.nbytes, self._slab.tensor)
+        return self._slab.buffer[self._start : self._start + self.nbytes]
 
     def __del__(self) -> None:
         self._returns.slots.append(_Remains(self._slab, self._start, self._held, self.nbytes, self.fences))

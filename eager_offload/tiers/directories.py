@@ -24,17 +24,17 @@ _ROOM = 1 << 30
 _ACCEPTED = "a writable directory, or several, on a disk (not tmpfs), or None for one that is found"
 
 
-def open_spill_files(paths: Sequence[Path] | None, budget: int, file_type: type[RawFile]) -> list[SpillFile]:
+def open_spill_files(paths: Sequence[Path] | None, budget: int | None, file_type: type[RawFile]) -> list[SpillFile]:
     """A new, empty spill file in each of ``paths``, or in the first place that serves where nobody named one.
 
     Args:
-        budget: what the files may come to hold in all, in bytes.
+        budget: what the files may come to hold in all, in bytes, if that is known.
 
     Raises:
         ConfigError: a named directory cannot serve, or none could be found.
     """
     if paths is None:
-        return [_first_that_serves(budget, file_type)]
+        return [_first_that_serves(_ROOM if budget is None else min(_ROOM, budget), file_type)]
     if not paths:
         raise ConfigError(f"disk_path: given an empty list; accepted is {_ACCEPTED}.")
     opened = []
@@ -69,12 +69,12 @@ def _mounts() -> Iterator[tuple[Path, str]]:
         yield Path(point), right.split(" ")[0]
 
 
-def _first_that_serves(budget: int, file_type: type[RawFile]) -> SpillFile:
+def _first_that_serves(room: int, file_type: type[RawFile]) -> SpillFile:
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     reasons = []
     for path in (Path(tempfile.gettempdir()), Path(cache).expanduser(), Path.cwd()):
         try:
-            return _open(path, min(_ROOM, budget), file_type)
+            return _open(path, room, file_type)
         except OSError as error:
             reasons.append(f"{str(path)!r}: {error}")
     raise ConfigError(f"disk_path: given None, and no place was found ({'; '.join(reasons)}); accepted is {_ACCEPTED}.")

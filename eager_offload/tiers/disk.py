@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from eager_offload.errors import CapacityError, CorruptionError
+from eager_offload.errors import CapacityError, ConfigError, CorruptionError
 from eager_offload.tiers.base import Region, Slot, Tier
 from eager_offload.tiers.directories import open_spill_files
 from eager_offload.tiers.extents import Extent
@@ -65,7 +65,7 @@ class DiskSlot(Slot):
         if self._checksum is not None and self._checksum != _checksum(target):
             raise CorruptionError(
                 f"{self.nbytes} bytes came back changed from the spill file in {str(self._file.directory)!r}: their "
-                "checksum does not match. Check that disk and the memory; nothing was computed with these bytes."
+                "checksum does not match. Nothing was computed with them. Check the disk and the machine's memory."
             )
 
     def __del__(self) -> None:
@@ -81,7 +81,7 @@ class DiskTier(Tier):
     Args:
         paths: directories, one file in each; a slot goes to the one with the most room. ``None``: the first of the
             temporary, cache and working directories that is on a disk and has room.
-        budget: bytes, or ``None`` for a share of what is free in its directories.
+        budget: bytes, or ``None`` for a share of what is free on the disks of its directories.
         verify: whether to checksum what is written (CRC-32) and check it when it is read.
         file_type: makes the system calls.
 
@@ -104,27 +104,28 @@ class DiskTier(Tier):
         self._file_type = file_type
         self._bandwidth: Bandwidth | None = None
         self._closed = False
-        self._used = 0
         self._lock = threading.Lock()
-        files = open_spill_files(paths, sys.maxsize if budget is None else budget, file_type)
-        self._files: list[SpillFile] | None = files
-        self._budget = sum(disk_budget(file.directory) for file in files) if budget is None else budget
+        #: ``None`` in a forked child that has not asked for room yet.
+        self._files: list[SpillFile] | None = open_spill_files(paths, budget, file_type)
+        #: The files of a closed tier, which only their slots keep.
+        self._left: weakref.WeakSet[SpillFile] = weakref.WeakSet()
+        self._budget = _share_of(self._files) if budget is None else budget
         tell_after_fork(self)
 
     def reserve(self, nbytes: int) -> DiskSlot | None:
         size = round_up(nbytes, PAGE)
         with self._lock:
-            if self._closed:
-                return None
             if self._files is None:
-                self._files = open_spill_files(self._paths, self._budget, self._file_type)
+                self._files = self._reopen()
             self._drain()
-            for file in self._by_room(self._files):
+            # With one file there is no choice, and asking the disk for its room takes time.
+            files = self._files if len(self._files) == 1 else sorted(self._files, key=SpillFile.room, reverse=True)
+            for file in files:
                 extent = file.extents.allocate(size)
                 if extent is None and file.grow(size, self._budget - self._length()):
                     extent = file.extents.allocate(size)
                 if extent is not None:
-                    self._used += nbytes
+                    file.used += nbytes
                     return DiskSlot(file, extent, nbytes, self._verify)
         return None
 
@@ -132,7 +133,7 @@ class DiskTier(Tier):
     def used_bytes(self) -> int:
         with self._lock:
             self._drain()
-            return self._used
+            return sum(file.used for file in self._all())
 
     @property
     def held_bytes(self) -> int:
@@ -166,36 +167,39 @@ class DiskTier(Tier):
         with self._lock:
             self._closed = True
             # A file closes when the last slot that refers to it goes.
+            self._left.update(self._files or ())
             self._files = []
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._used = 0
+        self._left = weakref.WeakSet()
         self._files = None
 
     # -- with the lock held ---------------------------------------------------------------------------------------
 
+    def _reopen(self) -> list[SpillFile]:
+        if self._closed:
+            return []
+        try:
+            return open_spill_files(self._paths, self._budget, self._file_type)
+        except ConfigError:  # what served the parent is gone: a child without room, not one that fails
+            return []
+
+    def _all(self) -> list[SpillFile]:
+        return [*(self._files or ()), *self._left]
+
     def _drain(self) -> None:
-        for file in self._files or ():
-            while file.returned:
-                remains = file.returned.popleft()
-                file.extents.release(*remains.extent)
-                self._used -= remains.nbytes
-            if file.extents.free_bytes == file.length:
-                file.trim()
+        for file in self._all():
+            file.drain()
 
     def _length(self) -> int:
-        return sum(file.length for file in self._files or ())
-
-    def _by_room(self, files: list[SpillFile]) -> list[SpillFile]:
-        return files if len(files) == 1 else sorted(files, key=SpillFile.room, reverse=True)
-
-    # -------------------------------------------------------------------------------------------------------------
+        return sum(file.length for file in self._all())
 
     def _measure(self) -> Bandwidth:
         source = anonymous_slab(_MEASURED_PIECE)
-        # Not zeros: filesystems and disks that compress would make nothing of them.
-        source.view(torch.int64).random_()
+        # Not zeros: filesystems and disks that compress would make nothing of them. And not from torch's own generator:
+        # the next dropout would differ from that of a run without offload.
+        source.view(torch.int64).random_(generator=torch.Generator())
         slots: list[DiskSlot] = []
         started = time.perf_counter()
         while len(slots) * _MEASURED_PIECE < _MEASURED_BYTES and (slot := self.reserve(_MEASURED_PIECE)) is not None:
@@ -208,6 +212,11 @@ class DiskTier(Tier):
             slot.read(source)
         nbytes = len(slots) * _MEASURED_PIECE
         return Bandwidth(nbytes / (written - started), nbytes / (time.perf_counter() - written))
+
+
+def _share_of(files: Sequence[SpillFile]) -> int:
+    """What the disks of ``files`` have for this process, each disk counted once."""
+    return sum({file.directory.stat().st_dev: disk_budget(file.directory) for file in files}.values())
 
 
 def _checksum(tensor: Tensor) -> int:

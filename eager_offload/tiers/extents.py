@@ -55,10 +55,14 @@ class Extents:
     waits for the last users of its own bytes and for nobody else: otherwise one reload at the end of a long free
     range would hold up every offload into it.
 
+    A training step asks for the sizes of the step before. So ranges that were released lately are kept as they are,
+    by size, and serve the next request of the same size without a search; they melt together with their neighbours as
+    soon as any other request finds no room, or someone asks about the free ranges.
+
     Not thread-safe: the owner has a lock anyway.
     """
 
-    __slots__ = ("_by_size", "_by_start", "_by_stop", "free_bytes", "length")
+    __slots__ = ("_by_size", "_by_start", "_by_stop", "_recent", "free_bytes", "length")
 
     def __init__(self, length: int = 0) -> None:
         #: Where the space ends; bytes.
@@ -68,17 +72,20 @@ class Extents:
         self._by_start: dict[int, _Free] = {}
         self._by_stop: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []
+        self._recent: dict[int, list[Extent]] = {}
         if length:
             self.grow(length)
 
     @property
     def largest_free(self) -> int:
         """The largest request that can be met, in bytes."""
+        self._melt()
         return self._by_size[-1][0] if self._by_size else 0
 
     @property
     def free_at_end(self) -> int:
         """How much of the next request the end of the space could serve already, in bytes."""
+        self._melt()
         last = self._by_stop.get(self.length)
         return 0 if last is None else self.length - last
 
@@ -97,15 +104,28 @@ class Extents:
 
     def withdraw(self, start: int, nbytes: int) -> None:
         """Takes a range out of the space for good; it has to be free, and bounded by gaps or by the ends."""
+        self._melt()
         free = self._take(start)
         assert free.nbytes == nbytes, "only a whole free range can be withdrawn"
 
     def allocate(self, nbytes: int) -> Extent | None:
         """``nbytes`` bytes and the fences to wait for before writing them, or ``None`` if no range is large enough."""
         assert nbytes > 0
+        recent = self._recent.get(nbytes)
+        if recent:
+            self.free_bytes -= nbytes
+            extent = recent.pop()
+            if extent.fences:
+                return extent._replace(fences=tuple(fence for fence in extent.fences if not fence.passed()))
+            return extent
         at = bisect_left(self._by_size, (nbytes,))
         if at == len(self._by_size):
-            return None
+            if not self._recent:
+                return None
+            self._melt()
+            at = bisect_left(self._by_size, (nbytes,))
+            if at == len(self._by_size):
+                return None
         start = self._by_size[at][1]
         free = self._take(start)
         if free.nbytes == nbytes:
@@ -129,12 +149,28 @@ class Extents:
         """
         assert nbytes > 0
         assert 0 <= start <= self.length - nbytes
-        stop = start + nbytes
-        self._insert(start, nbytes, [_Use(start, stop, fence) for fence in fences])
+        self.free_bytes += nbytes
+        extent = Extent(start, nbytes, tuple(fences))
+        recent = self._recent.get(nbytes)
+        if recent is None:
+            self._recent[nbytes] = [extent]
+        else:
+            recent.append(extent)
 
     def fences(self, start: int) -> tuple[Fence, ...]:
         """What is not over yet of the free range that begins at ``start``."""
+        self._melt()
         return _unique(self._by_start[start].uses)
+
+    def _melt(self) -> None:
+        """Joins what was released lately with its free neighbours."""
+        if not self._recent:
+            return
+        recent, self._recent = self._recent, {}
+        for extents in recent.values():
+            for start, nbytes, fences in extents:
+                self.free_bytes -= nbytes  # putting it in its place counts it again
+                self._insert(start, nbytes, [_Use(start, start + nbytes, fence) for fence in fences])
 
     def _insert(self, start: int, nbytes: int, uses: list[_Use]) -> None:
         stop = start + nbytes

@@ -20,6 +20,9 @@ class RawFile:
 
     def __init__(self, directory: Path) -> None:
         self._descriptor = _open_unnamed(directory)
+        if hasattr(os, "posix_fadvise"):
+            # What is read next is not what lies next, and what is read ahead into the page cache stays there.
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def read_into(self, target: memoryview, offset: int) -> int:
         """Reads at ``offset`` into ``target``; returns how many bytes came, 0 at the end of the file."""

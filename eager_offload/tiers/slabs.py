@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eager_offload.tiers.base import Fence
 from eager_offload.tiers.extents import Extents
-from eager_offload.tiers.memory import PAGE
+from eager_offload.tiers.memory import PAGE, view_of
 
 __all__ = ["Idle", "Slab", "Space"]
 
@@ -19,12 +19,14 @@ _serial = itertools.count()
 class Slab:
     """Memory from the system: whole for one slot, or, where it has a ``space``, a part of that, cut up for many."""
 
-    __slots__ = ("address", "fences", "nbytes", "serial", "slots", "space", "start", "tensor")
+    __slots__ = ("address", "buffer", "fences", "nbytes", "serial", "slots", "space", "start", "tensor")
 
     def __init__(self, tensor: Tensor, space: Space | None, start: int) -> None:
         self.tensor = tensor
         self.address = tensor.data_ptr()
         self.nbytes = tensor.numel()
+        #: The bytes as a buffer; slices of it keep the memory.
+        self.buffer = view_of(self.address, self.nbytes, tensor)
         self.space = space
         #: Where the slab begins in its space.
         self.start = start

@@ -75,7 +75,7 @@ class _Bounce:
 
 
 class SpillFile:
-    """Ranges of one file. ``grow``, ``extents`` and ``returned`` need the tier's lock; reading and writing do not.
+    """Ranges of one file, which closes with the last reference. Reading and writing need no lock, the rest does.
 
     [Note: direct I/O]
     A buffered write would leave a copy in the page cache, and the memory that offloading frees would be gone again. So
@@ -96,6 +96,8 @@ class SpillFile:
         #: Where slots end up; see [Note: slots give themselves back] in ``tiers/base.py``.
         self.returned: deque[Remains] = deque()
         self.name = ("spill file", next(_serial))
+        #: Bytes in slots that are alive or not taken up yet; the tier counts.
+        self.used = 0
         #: Whether this process is a child and the file its parent's.
         self.inherited = False
         self._raw = file_type(directory)
@@ -125,11 +127,22 @@ class SpillFile:
         need = nbytes - self.extents.free_at_end
         if need > limit:
             return False
+        # Asking for what is not there would fill the disk to the brim for a moment, at the cost of everyone else on it.
+        free = shutil.disk_usage(self.directory).free
         for step in (min(max(_GROWTH, need), limit // PAGE * PAGE), need):
-            if self._extend(step):
+            if step <= free and self._extend(step):
                 self.extents.grow(step)
                 return True
         return False
+
+    def drain(self) -> None:
+        """Takes up the slots that have died; when all have, gives the buffers of transfers back to the system."""
+        while self.returned:
+            remains = self.returned.popleft()
+            self.extents.release(*remains.extent)
+            self.used -= remains.nbytes
+        if self.used == 0:
+            self._bounce.trim()
 
     def write(self, extent: Extent, source: Tensor) -> None:
         """Writes all of ``source`` to the start of ``extent``.
@@ -146,14 +159,6 @@ class SpillFile:
             TransferError: the operating system refused.
         """
         self._transfer("read", extent, target)
-
-    def trim(self) -> None:
-        """Gives buffers back to the system that no transfer uses now."""
-        self._bounce.trim()
-
-    def close(self) -> None:
-        """Closes the file and gives its room back; only when nobody needs a range of it any more."""
-        self._raw.close()
 
     def after_fork(self) -> None:
         """The child must not touch what its parent writes and reads, nor keep its room on the disk occupied."""
@@ -218,7 +223,7 @@ class SpillFile:
                 self._write(address, nbytes, extent.start)
             else:
                 self._read(address, nbytes, extent.start)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise self._failed(what, nbytes, error) from error
 
     def _write(self, address: int, nbytes: int, offset: int) -> None:
@@ -227,7 +232,7 @@ class SpillFile:
                 piece = min(_CACHED_BYTES, nbytes - at)
                 self._write_fully(view_of(address + at, piece), offset + at)
                 self._raw.flush()
-                self._raw.forget(offset + at, piece)
+                self._raw.forget(offset + at, round_up(piece, PAGE))
             return
         done = 0
         if address % self.memory_alignment == 0 and nbytes >= PAGE:
@@ -303,8 +308,8 @@ class SpillFile:
             raise OSError(errno.EIO, "the call succeeds but moves no bytes")
         return done, patience + 1
 
-    def _failed(self, what: str, nbytes: int, error: OSError) -> TransferError:
-        number = error.errno
+    def _failed(self, what: str, nbytes: int, error: OSError | MemoryError) -> TransferError:
+        number = error.errno if isinstance(error, OSError) else errno.ENOMEM
         if number in (errno.ENOSPC, errno.EDQUOT):
             remedy = "free some room there, lower disk_budget, or set disk_path to a directory on another disk"
         else:

@@ -38,7 +38,7 @@ _BLOCK_ALIGNMENT = 512  # cudaMalloc's
 
 
 class _Key(NamedTuple):
-    index: int
+    device_index: int
     stream_id: int
 
 
@@ -57,7 +57,7 @@ class _Step:
 
     awaits: _Mark | None = None
     marks: _Mark | None = None
-    run: Callable[[], None] | None = None
+    run: Callable[[], object] | None = None
 
 
 @dataclass(eq=False)
@@ -101,7 +101,7 @@ class RecordingStream(torch.Stream):
     """A stream by its name; its queue is the machine's, since torch has many objects for one stream."""
 
     def __new__(cls, machine: RecordingAccelerator, key: _Key) -> RecordingStream:
-        return super().__new__(cls, stream_id=key.stream_id, device_index=key.index, device_type=_CUDA)
+        return super().__new__(cls, stream_id=key.stream_id, device_index=key.device_index, device_type=_CUDA)
 
     def __init__(self, machine: RecordingAccelerator, key: _Key) -> None:
         self._machine = machine
@@ -109,14 +109,14 @@ class RecordingStream(torch.Stream):
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         assert isinstance(event, RecordingEvent)
-        self._machine.note(f"record_event {self.key.index}/{self.key.stream_id}")
+        self._machine.note(f"record_event {self.key.device_index}/{self.key.stream_id}")
         event.mark = _Mark(self.key)
         self._machine.enqueue(self.key, _Step(marks=event.mark))
         return event
 
     def wait_event(self, event: torch.Event) -> None:
         assert isinstance(event, RecordingEvent)
-        self._machine.note(f"wait_event {self.key.index}/{self.key.stream_id}")
+        self._machine.note(f"wait_event {self.key.device_index}/{self.key.stream_id}")
         if event.mark is not None:
             self._machine.enqueue(self.key, _Step(awaits=event.mark))
 
@@ -190,9 +190,9 @@ class RecordingAccelerator:
 
     def set_stream(self, stream: torch.Stream) -> None:
         assert isinstance(stream, RecordingStream)
-        self.note(f"set_stream {stream.key.index}/{stream.key.stream_id}")
-        self._selected.index = stream.key.index
-        self._stream_ids()[stream.key.index] = stream.key.stream_id
+        self.note(f"set_stream {stream.key.device_index}/{stream.key.stream_id}")
+        self._selected.index = stream.key.device_index
+        self._stream_ids()[stream.key.device_index] = stream.key.stream_id
 
     def stream(self, device: torch.device) -> torch.Stream:
         self.note(f"stream {device.index}")
@@ -207,11 +207,11 @@ class RecordingAccelerator:
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         key = _Key(device.index, self._stream_ids().get(device.index, 0))
-        self.note(f"empty {nbytes} on {key.index}/{key.stream_id}")
+        self.note(f"empty {nbytes} on {key.device_index}/{key.stream_id}")
         with self._lock:
             fitting = [block for block in self._idle[key] if block.memory.numel() >= nbytes]
             if fitting:
-                block = min(fitting, key=lambda block: block.memory.numel())
+                block = min(fitting, key=lambda block: (block.memory.numel(), block.memory.data_ptr()))
                 self._idle[key].remove(block)
             else:
                 block = self._new_block(nbytes, key)
@@ -220,14 +220,15 @@ class RecordingAccelerator:
     def empty_pinned(self, nbytes: int) -> Tensor:
         self.note(f"empty_pinned {nbytes}")
         # Pinned memory starts at a page; this memory is not pinned, nothing here could tell.
-        room = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8, device="cpu")
+        # Filled, so that a copy that comes too early cannot find the right bytes left there by chance.
+        room = torch.full((nbytes + 2 * PAGE,), 0xEE, dtype=torch.uint8, device="cpu")
         start = (self.skew - room.data_ptr()) % PAGE
         return room[start : start + nbytes]
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         key = (self._block_of(dst) or self._block_of(src) or _nowhere()).key
-        current = _Key(key.index, self._stream_ids().get(key.index, 0))
-        self.note(f"copy {dst.numel()} on {current.index}/{current.stream_id}")
+        current = _Key(key.device_index, self._stream_ids().get(key.device_index, 0))
+        self.note(f"copy {dst.numel()} on {current.device_index}/{current.stream_id}")
         self.during_copy()
         to, by = self._memory(dst), self._memory(src)
 
@@ -238,7 +239,7 @@ class RecordingAccelerator:
         self.enqueue(current, _Step(run=run))
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        return torch.device("cuda", (self._block_of(tensor) or _nowhere()).key.index)
+        return torch.device("cuda", (self._block_of(tensor) or _nowhere()).key.device_index)
 
     # -- Naming -----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,9 +19,7 @@ from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout
 from eager_offload.tiers.arena import Arena, HostSlot, HostTier
 from eager_offload.tiers.base import Fence
 
-__all__ = ["SCENARIOS", "Machine", "Outcome", "assert_exact"]
-
-NBYTES = 1 << 18
+__all__ = ["SCENARIOS", "Machine", "Outcome", "Scenario", "assert_exact"]
 
 
 class Outcome(NamedTuple):
@@ -31,8 +29,14 @@ class Outcome(NamedTuple):
     expected: Tensor
 
 
+Scenario: TypeAlias = "Callable[[Machine], list[Outcome]]"
+
+
 class Machine(abc.ABC):
     """A device, its runtime, and a user who computes on it."""
+
+    #: The size of every tensor that travels.
+    nbytes: ClassVar[int]
 
     def __init__(self, runtime: AcceleratorRuntime, device: torch.device) -> None:
         self.runtime = runtime
@@ -91,19 +95,19 @@ class Machine(abc.ABC):
             self.runtime.wait(stream, event)
 
     def slot(self) -> HostSlot:
-        slot = self.tier.reserve(NBYTES)
+        slot = self.tier.reserve(self.nbytes)
         assert slot is not None
         return slot
 
     def painted(self, seed: int, stream: AcceleratorStream) -> Tensor:
-        tensor = self.empty(NBYTES, stream)
+        tensor = self.empty(self.nbytes, stream)
         self.launch(stream, paint(seed), tensor, what=f"paint {seed}")
         return tensor
 
     def saved(self, seed: int) -> HostSlot:
         """A slot with the bytes of ``paint(seed)`` in it, at rest."""
         slot = self.slot()
-        slot.tensor.copy_(pattern(NBYTES, seed))
+        slot.tensor.copy_(pattern(self.nbytes, seed))
         return slot
 
 
@@ -131,9 +135,9 @@ def assert_exact(outcomes: list[Outcome]) -> None:
 
 def h16_source_is_dropped_and_its_block_painted_over(machine: Machine) -> list[Outcome]:
     runtime, compute = machine.runtime, machine.compute
+    slot = machine.slot()
     machine.delay(compute)
     source = machine.painted(1, compute)
-    slot = machine.slot()
     machine.wait("the source is written", machine.out, runtime.record(compute))
     machine.delay(machine.out)
     runtime.copy(slot, source, machine.out)
@@ -143,13 +147,13 @@ def h16_source_is_dropped_and_its_block_painted_over(machine: Machine) -> list[O
     next_owner = machine.painted(2, compute)
     assert next_owner.data_ptr() == address, "the scenario needs the allocator to hand the block out again"
     machine.finish()
-    return [Outcome(slot.tensor.clone(), pattern(NBYTES, 1))]
+    return [Outcome(slot.tensor.clone(), pattern(machine.nbytes, 1))]
 
 
 def h18_slot_goes_to_another_while_it_is_read(machine: Machine) -> list[Outcome]:
     runtime, compute = machine.runtime, machine.compute
     slot = machine.saved(3)
-    target = runtime.allocate(Layout(NBYTES), machine.device, compute)
+    target = runtime.allocate(Layout(machine.nbytes), machine.device, compute)
     machine.wait("the target is allocated", machine.back, runtime.record(compute))
     machine.delay(machine.back)
     runtime.copy(target, slot, machine.back)
@@ -167,13 +171,13 @@ def h18_slot_goes_to_another_while_it_is_read(machine: Machine) -> list[Outcome]
     runtime.copy(other, source, machine.out)
     written = runtime.record(machine.out)
     machine.wait("the reload has arrived", compute, read)
-    result = machine.empty(NBYTES, compute)
+    result = machine.empty(machine.nbytes, compute)
     machine.launch(compute, take, result, target, what="backward")
     machine.finish()
     runtime.synchronize(written)
     return [
-        Outcome(result.cpu(), pattern(NBYTES, 3)),
-        Outcome(other.tensor.clone(), pattern(NBYTES, 4)),
+        Outcome(result.cpu(), pattern(machine.nbytes, 3)),
+        Outcome(other.tensor.clone(), pattern(machine.nbytes, 4)),
     ]
 
 
@@ -183,34 +187,34 @@ def h17_reload_is_asked_for_while_the_copy_out_runs(machine: Machine) -> list[Ou
     machine.wait("the source is written", machine.out, runtime.record(compute))
     machine.delay(machine.out)
     runtime.copy(slot, source, machine.out)
-    target = runtime.allocate(Layout(NBYTES), machine.device, compute)
+    target = runtime.allocate(Layout(machine.nbytes), machine.device, compute)
     machine.wait("the target is allocated", machine.back, runtime.record(compute))
     machine.wait("the bytes are in the slot", machine.back, runtime.record(machine.out))
     runtime.copy(target, slot, machine.back)
     machine.wait("the reload has arrived", compute, runtime.record(machine.back))
-    result = machine.empty(NBYTES, compute)
+    result = machine.empty(machine.nbytes, compute)
     machine.launch(compute, take, result, target, what="backward")
     machine.finish()
-    return [Outcome(result.cpu(), pattern(NBYTES, 5))]
+    return [Outcome(result.cpu(), pattern(machine.nbytes, 5))]
 
 
 def reload_lands_in_a_block_whose_last_owner_is_queued(machine: Machine) -> list[Outcome]:
     runtime, compute = machine.runtime, machine.compute
     slot = machine.saved(6)
-    last_owner = machine.empty(NBYTES, compute)
+    last_owner = machine.empty(machine.nbytes, compute)
     machine.delay(compute)
     machine.launch(compute, paint(7), last_owner, what="the last owner's kernel")
     address = last_owner.data_ptr()
     del last_owner
-    target = runtime.allocate(Layout(NBYTES), machine.device, compute)
+    target = runtime.allocate(Layout(machine.nbytes), machine.device, compute)
     assert target.data_ptr() == address, "the scenario needs the allocator to hand the block out again"
     machine.wait("the target is allocated", machine.back, runtime.record(compute))
     runtime.copy(target, slot, machine.back)
     machine.wait("the reload has arrived", compute, runtime.record(machine.back))
-    result = machine.empty(NBYTES, compute)
+    result = machine.empty(machine.nbytes, compute)
     machine.launch(compute, take, result, target, what="backward")
     machine.finish()
-    return [Outcome(result.cpu(), pattern(NBYTES, 6))]
+    return [Outcome(result.cpu(), pattern(machine.nbytes, 6))]
 
 
 def h14_streams_change_between_forward_and_backward(machine: Machine) -> list[Outcome]:
@@ -227,39 +231,40 @@ def h14_streams_change_between_forward_and_backward(machine: Machine) -> list[Ou
         assert machine.compute == forward
     with machine.selected(backward):
         assert machine.compute == backward
-        target = runtime.allocate(Layout(NBYTES), machine.device, machine.compute)
+        target = runtime.allocate(Layout(machine.nbytes), machine.device, machine.compute)
         machine.delay(machine.out)
         machine.wait("the target is allocated", machine.back, runtime.record(machine.compute))
         machine.wait("the bytes are in the slot", machine.back, copied)
         runtime.copy(target, slot, machine.back)
         assert machine.compute == backward
         machine.wait("the reload has arrived", machine.compute, runtime.record(machine.back))
-        result = machine.empty(NBYTES, backward)
+        result = machine.empty(machine.nbytes, backward)
         machine.launch(backward, take, result, target, what="backward")
     machine.wait("the copy out is over", forward, copied)
     del source
     machine.finish()
-    return [Outcome(result.cpu(), pattern(NBYTES, 9))]
+    return [Outcome(result.cpu(), pattern(machine.nbytes, 9))]
 
 
 def target_has_the_phase_that_was_asked_for(machine: Machine) -> list[Outcome]:
     runtime, compute = machine.runtime, machine.compute
     slot, outcomes = machine.saved(10), []
     for phase in (0, 1, 4, 16, 60, 63):
-        target = runtime.allocate(Layout(NBYTES, phase), machine.device, compute)
+        target = runtime.allocate(Layout(machine.nbytes, phase), machine.device, compute)
         assert target.data_ptr() % ALIGNMENT == phase
-        assert target.shape == (NBYTES,)
+        assert target.shape == (machine.nbytes,)
         machine.wait("the target is allocated", machine.back, runtime.record(compute))
         runtime.copy(target, slot, machine.back)
         machine.wait("the reload has arrived", compute, runtime.record(machine.back))
-        result = machine.empty(NBYTES, compute)
+        result = machine.empty(machine.nbytes, compute)
         machine.launch(compute, take, result, target, what="backward")
         machine.finish()
-        outcomes.append(Outcome(result.cpu(), pattern(NBYTES, 10)))
+        outcomes.append(Outcome(result.cpu(), pattern(machine.nbytes, 10)))
     return outcomes
 
 
-SCENARIOS = [
+#: All of them.
+SCENARIOS: list[Scenario] = [
     h16_source_is_dropped_and_its_block_painted_over,
     h18_slot_goes_to_another_while_it_is_read,
     h17_reload_is_asked_for_while_the_copy_out_runs,

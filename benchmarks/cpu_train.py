@@ -1,0 +1,297 @@
+"""Memory and time of training on a CPU: without offload, with checkpointing, with the disk tier, and with both.
+
+    python -m benchmarks.cpu_train
+    python -m benchmarks.cpu_train --rounds 1 --variants none,offload
+
+A decoder language model on real text, fp32, SGD. Every variant trains in a process of its own; the variants take turns,
+round after round, and ratios are taken within a round. A step on a tiny batch loads code and makes gradients, which
+stay allocated from then on (they are zeroed in place), so that what comes on top of the resident memory after it is
+what training holds in between: mostly activations. All variants must end with the same losses and parameters, bit for
+bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+import eager_offload as eo
+from benchmarks.common import MIB, ROOT, Report, Spread, add_common_options, console, disk, positive, table
+
+from lm.data import Batch, batches, read_text
+from lm.model import LanguageModel
+from lm.result import hash_losses, hash_parameters
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train."""
+
+    checkpointing: bool = False
+    offload: bool = False
+    #: Whether the windows are those of ``--window`` or the library's defaults.
+    default_windows: bool = False
+    #: Whether ``eager_offload.release_freed_memory()`` is called first.
+    release: bool = True
+    #: The most that memory, time, and time against glibc's default settings may be, as parts of those of no offload.
+    memory_limit: float | None = None
+    time_limit: float | None = None
+    default_malloc_limit: float | None = None
+
+
+VARIANTS = {
+    "none, default malloc": Variant(release=False),
+    "none": Variant(),
+    "checkpoint": Variant(checkpointing=True),
+    "offload": Variant(offload=True, memory_limit=0.20, time_limit=1.10, default_malloc_limit=1.15),
+    "offload, defaults": Variant(
+        offload=True, default_windows=True, memory_limit=0.30, time_limit=1.10, default_malloc_limit=1.15
+    ),
+    "checkpoint + offload": Variant(checkpointing=True, offload=True, memory_limit=0.18),
+}
+REFERENCE, DEFAULT_MALLOC = "none", "none, default malloc"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process measured. Bytes and seconds."""
+
+    variant: str
+    round: int
+    #: Resident after the tiny step, before the first real one.
+    base_bytes: int
+    #: The most that was ever resident after that.
+    peak_bytes: int
+    #: How the peak was found; see ``peak_after``.
+    peak_method: str
+    step_seconds: list[float]
+    #: Of all threads, transfers included.
+    cpu_seconds: list[float]
+    losses: list[float]
+    losses_hash: str
+    parameters_hash: str
+    load_average: float
+    stats: dict[str, object]
+
+    @property
+    def above_bytes(self) -> int:
+        return self.peak_bytes - self.base_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: the median."""
+        return median(self.step_seconds)
+
+
+def train(name: str, options: argparse.Namespace) -> Run:
+    """Trains in this process."""
+    variant = VARIANTS[name]
+    if variant.release and not eo.release_freed_memory():
+        raise SystemExit("benchmarks.cpu_train: this C library has no mallopt, so its memory cannot be compared")
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    model = LanguageModel(
+        options.layers, options.width, options.heads, options.sequence, checkpointing=variant.checkpointing
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offload = make_offload(variant, options) if variant.offload else None
+
+    def step(batch: Batch) -> float:
+        optimizer.zero_grad(set_to_none=options.drop_gradients)
+        with offload or nullcontext():
+            loss = model(batch.inputs, batch.targets)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    text = read_text()
+    data = batches(text, count=options.steps, batch=options.batch, sequence=options.sequence, seed=1)
+    step(batches(text, count=1, batch=1, sequence=8, seed=0)[0])
+    gc.collect()
+    if offload is not None:
+        offload.reset_stats()
+
+    peak_method = reset_peak()
+    base, losses, seconds, cpu_seconds = status_bytes("VmRSS"), [], [], []
+    for batch in data:
+        began, cpu_began = time.perf_counter(), time.process_time()
+        losses.append(step(batch))
+        seconds.append(time.perf_counter() - began)
+        cpu_seconds.append(time.process_time() - cpu_began)
+    return Run(
+        variant=name,
+        round=options.round,
+        base_bytes=base,
+        peak_bytes=status_bytes("VmHWM"),
+        peak_method=peak_method,
+        step_seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        losses=losses,
+        losses_hash=hash_losses(losses),
+        parameters_hash=hash_parameters(model),
+        load_average=os.getloadavg()[0],
+        stats=asdict(offload.stats(synchronize=True)) if offload is not None else {},
+    )
+
+
+def make_offload(variant: Variant, options: argparse.Namespace) -> eo.Offload:
+    windows = {} if variant.default_windows else {"max_inflight_bytes": options.window, "prefetch_bytes": options.window}
+    return eo.Offload(tier="disk", disk_path=options.disk_path, min_bytes=options.min_bytes, **windows)
+
+
+def status_bytes(field: str) -> int:
+    """A figure of this process by the kernel's own account, such as ``VmRSS`` or its peak, ``VmHWM``."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(field + ":"))
+
+
+def reset_peak() -> str:
+    """Makes the kernel's peak start anew at what is resident now; how it was done, or that it could not be."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return "VmHWM since the process began"
+    return "VmHWM, reset after the tiny step"
+
+
+def run_in_process(name: str, number: int) -> Run:
+    """Trains in a new process, with the C library's own settings whatever the environment says."""
+    command = [sys.executable, "-m", "benchmarks.cpu_train", *sys.argv[1:], "--worker", name, "--round", str(number)]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+    ended = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True)
+    if ended.returncode != 0:
+        raise SystemExit(f"benchmarks.cpu_train: the run {name!r} failed\n{ended.stdout}{ended.stderr}")
+    if ended.stderr.strip():
+        console.print(ended.stderr.strip(), style="yellow", markup=False)
+    return Run(**json.loads(ended.stdout.splitlines()[-1]))
+
+
+def ratios(runs: list[Run], name: str, reference: str, what: str) -> list[float]:
+    """Of each round: what ``name`` needed as a part of what ``reference`` needed."""
+    by_round = {run.round: getattr(run, what) for run in runs if run.variant == reference}
+    return [getattr(run, what) / by_round[run.round] for run in runs if run.variant == name and run.round in by_round]
+
+
+def judge(report: Report, runs: list[Run], options: argparse.Namespace) -> dict[str, dict[str, Spread]]:
+    """Ratios of every variant, and the limits among them."""
+    summary: dict[str, dict[str, Spread]] = {}
+    for name in options.variants:
+        own = [run for run in runs if run.variant == name]
+        variant = VARIANTS[name]
+        found = {
+            "above_bytes": Spread.of([run.above_bytes for run in own]),
+            "peak_bytes": Spread.of([run.peak_bytes for run in own]),
+            "step_seconds": Spread.of([run.seconds for run in own]),
+        }
+        compared = (
+            ("memory", REFERENCE if variant.release else DEFAULT_MALLOC, "above_bytes", variant.memory_limit),
+            ("time", REFERENCE, "seconds", variant.time_limit),
+            ("time to default malloc", DEFAULT_MALLOC, "seconds", variant.default_malloc_limit),
+        )
+        for title, reference, what, limit in compared:
+            values = ratios(runs, name, reference, what)
+            if values:
+                found[title] = Spread.of(values)
+                if limit is not None:
+                    report.at_most(f"{name}: {title}", found[title].median, limit)
+        summary[name] = found
+    report.at_most("different results", len({(run.losses_hash, run.parameters_hash) for run in runs}), 1)
+    return summary
+
+
+def show(runs: list[Run], summary: dict[str, dict[str, Spread]]) -> None:
+    memory = table("variant", "MiB above the model's own", "of no offload", "peak MiB", "offloaded MiB/step")
+    times = table("variant", "s a step", "of no offload", "of default malloc", "stall s/step")
+    for name, found in summary.items():
+        own = [run for run in runs if run.variant == name]
+        steps = len(own[0].step_seconds)
+        offloaded = median([float(str(run.stats.get("offloaded_bytes", 0))) for run in own]) / MIB / steps
+        stall = median([float(str(run.stats.get("stall_seconds", 0))) for run in own]) / steps
+        above = found["above_bytes"]
+        memory.add_row(
+            name,
+            Spread(above.median / MIB, above.least / MIB, above.most / MIB).show(0),
+            found["memory"].show() if "memory" in found else "-",
+            f"{found['peak_bytes'].median / MIB:,.0f}",
+            f"{offloaded:,.0f}",
+        )
+        times.add_row(
+            name,
+            found["step_seconds"].show(2),
+            found["time"].show() if "time" in found else "-",
+            found["time to default malloc"].show() if "time to default malloc" in found else "-",
+            f"{stall:.2f}",
+        )
+    console.print(f"{len({run.round for run in runs})} rounds; median (least .. most)")
+    console.print(memory)
+    console.print(times)
+
+
+def main() -> int:
+    options = parse()
+    if options.worker is not None:
+        print(json.dumps(asdict(train(options.worker, options))))
+        return 0
+    report = Report("cpu_train", options)
+    report.environment["disk"] = disk(options.disk_path)
+    runs: list[Run] = []
+    for number in range(options.rounds):
+        for name in options.variants:
+            run = run_in_process(name, number)
+            runs.append(run)
+            console.print(
+                f"round {number + 1}/{options.rounds}  {name:<22} {run.above_bytes / MIB:>7,.0f} MiB above "
+                f"{run.base_bytes / MIB:>5,.0f}  {run.seconds:>6.2f} s/step  load {run.load_average:.1f}"
+            )
+    summary = judge(report, runs, options)
+    show(runs, summary)
+    return report.finish([asdict(run) for run in runs], summary)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--steps", type=positive, default=3, help="real steps in each process")
+    parser.add_argument("--variants", type=names, default=";".join(VARIANTS), help="with semicolons between")
+    parser.add_argument("--layers", type=positive, default=8)
+    parser.add_argument("--width", type=positive, default=768)
+    parser.add_argument("--heads", type=positive, default=12)
+    parser.add_argument("--sequence", type=positive, default=1024)
+    parser.add_argument("--batch", type=positive, default=4)
+    parser.add_argument("--threads", type=positive, default=2, help="of torch")
+    parser.add_argument("--window", default="64MiB", help="max_inflight_bytes and prefetch_bytes")
+    parser.add_argument("--min-bytes", default="1MiB")
+    parser.add_argument("--drop-gradients", action="store_true", help="zero_grad(set_to_none=True) before each step")
+    parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
+    add_common_options(parser)
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = options.steps = 1
+    return options
+
+
+def names(text: str) -> list[str]:
+    """Names from ``VARIANTS`` with semicolons between."""
+    chosen = [name.strip() for name in text.split(";")]
+    for name in chosen:
+        if name not in VARIANTS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {'; '.join(VARIANTS)}")
+    return chosen
+
+
+if __name__ == "__main__":
+    sys.exit(main())

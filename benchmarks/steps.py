@@ -1,0 +1,195 @@
+"""Whether anything grows over a thousand steps: events, handles, slots, threads, files, memory.
+
+    python -m benchmarks.steps
+    python -m benchmarks.steps --steps 10000 --tiers disk
+
+A small model trains with windows small enough to be full all the time. After every tenth of the steps the library's
+objects are counted, with the garbage collector switched off: nothing may wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from statistics import linear_regression
+
+import psutil
+import torch
+
+import eager_offload as eo
+from benchmarks.common import MIB, Report, add_common_options, console, disk, positive, table
+from eager_offload.runtime.host import host_runtime
+
+from lm.data import batches, read_text
+from lm.model import LanguageModel
+
+#: Bytes that the process may grow by from the first sample to the last, in the straight line through all samples.
+MOST_GROWTH = 4 << 20
+EVENTS = ("HostEvent",)
+HANDLES = ("SavedStorage", "SavedView", "KeptTensor", "Reload", "Remains")
+SLOTS = ("HostSlot", "DiskSlot")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What there is after so many steps, once transfers are over."""
+
+    step: int
+    seconds: float
+    #: Objects of the library: alive, wherever they are.
+    events: int
+    handles: int
+    slots: int
+    #: Python's, and the operating system's.
+    threads: int
+    system_threads: int
+    descriptors: int
+    #: All objects that Python's collector follows.
+    objects: int
+    #: Bytes: of slots, of the tier's slabs or file, of the arena for reloads, and of the process.
+    used_bytes: int
+    held_bytes: int
+    arena_bytes: int
+    resident_bytes: int
+
+
+#: What has to be the same in every sample. Threads of the system come and go with torch's own pools.
+CONSTANT = ("events", "handles", "slots", "threads", "descriptors", "used_bytes", "held_bytes", "arena_bytes")
+
+
+def sample(step: int, began: float, offload: eo.Offload) -> Sample:
+    offload.stats(synchronize=True)
+    (lane,) = offload._lanes.values()
+    (tier,) = lane.tiers
+    objects = gc.get_objects()
+    kinds = Counter(type(one).__name__ for one in objects if str(type(one).__module__).startswith("eager_offload."))
+    process = psutil.Process()
+    return Sample(
+        step=step,
+        seconds=time.perf_counter() - began,
+        events=sum(kinds[name] for name in EVENTS),
+        handles=sum(kinds[name] for name in HANDLES),
+        slots=sum(kinds[name] for name in SLOTS),
+        threads=threading.active_count(),
+        system_threads=process.num_threads(),
+        descriptors=len(os.listdir("/proc/self/fd")),
+        objects=len(objects),
+        used_bytes=tier.used_bytes,
+        held_bytes=tier.held_bytes,
+        arena_bytes=host_runtime().arena.held_bytes,
+        resident_bytes=process.memory_info().rss,
+    )
+
+
+def run(tier: str, options: argparse.Namespace) -> list[Sample]:
+    """Trains and samples."""
+    torch.manual_seed(0)
+    model = LanguageModel(options.layers, options.width, 2, options.sequence, checkpointing=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    offload = eo.Offload(
+        tier=tier,
+        disk_path=options.disk_path if tier == "disk" else None,
+        min_bytes=options.min_bytes,
+        max_inflight_bytes=options.window,
+        prefetch_bytes=options.window,
+    )
+    data = batches(read_text(), count=16, batch=4, sequence=options.sequence, seed=1)
+    samples: list[Sample] = []
+    began = time.perf_counter()
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(1, options.steps + 1):
+            batch = data[step % len(data)]
+            optimizer.zero_grad()
+            with offload:
+                loss = model(batch.inputs, batch.targets)
+            loss.backward()
+            optimizer.step()
+            del loss
+            if step % max(options.steps // 10, 1) == 0:
+                samples.append(sample(step, began, offload))
+    finally:
+        gc.enable()
+    stats = offload.stats(synchronize=True)
+    if not stats.reloaded_bytes or stats.demotions:
+        raise SystemExit(f"benchmarks.steps: nothing came back from the {tier} tier, or not all could go there\n{stats}")
+    offload.close()
+    return samples
+
+
+def judge(report: Report, tier: str, samples: list[Sample]) -> dict[str, float]:
+    growth: dict[str, float] = {}
+    for name in CONSTANT:
+        values = [getattr(one, name) for one in samples]
+        growth[name] = max(values) - min(values)
+        report.at_most(f"{tier}: change of {name}", growth[name], 0)
+    slope = slope_of(samples, "resident_bytes")
+    growth["resident_bytes"] = slope * (samples[-1].step - samples[0].step)
+    growth["resident_bytes_per_step"] = slope
+    growth["objects_per_step"] = slope_of(samples, "objects")
+    report.at_most(f"{tier}: growth of resident MiB", growth["resident_bytes"] / MIB, MOST_GROWTH / MIB)
+    report.at_most(f"{tier}: growth of Python objects a step", growth["objects_per_step"], 0.1)
+    return growth
+
+
+def slope_of(samples: list[Sample], name: str) -> float:
+    """By how much it grows with each step, in the straight line through all samples."""
+    if len(samples) < 2:
+        return 0.0
+    return linear_regression([one.step for one in samples], [getattr(one, name) for one in samples]).slope
+
+
+def show(tier: str, samples: list[Sample]) -> None:
+    shown = table(tier, *(f.name.removesuffix("_bytes").replace("_", "\n") for f in fields(Sample)[1:]))
+    for one in samples:
+        cells = []
+        for f in fields(Sample)[1:]:
+            value = getattr(one, f.name)
+            cells.append(f"{value / MIB:,.1f}" if f.name.endswith("_bytes") else f"{value:,.0f}")
+        shown.add_row(f"{one.step:,}", *cells)
+    console.print(shown)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    warnings.filterwarnings("ignore", message=".*copies within host memory.*")
+    report = Report("steps", options)
+    if "disk" in options.tiers:
+        report.environment["disk"] = disk(options.disk_path)
+    samples, summary = {}, {}
+    for tier in options.tiers:
+        samples[tier] = run(tier, options)
+        show(tier, samples[tier])
+        summary[tier] = judge(report, tier, samples[tier])
+    return report.finish({tier: [asdict(one) for one in found] for tier, found in samples.items()}, summary)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--steps", type=positive, default=1000)
+    parser.add_argument("--tiers", type=partial(str.split, sep=","), default="disk,host")
+    parser.add_argument("--layers", type=positive, default=2)
+    parser.add_argument("--width", type=positive, default=64)
+    parser.add_argument("--sequence", type=positive, default=128)
+    parser.add_argument("--window", default="256KiB", help="max_inflight_bytes and prefetch_bytes")
+    parser.add_argument("--min-bytes", default="4KiB")
+    add_common_options(parser)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.steps = min(options.steps, 100)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

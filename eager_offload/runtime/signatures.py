@@ -1,0 +1,80 @@
+"""What operators do with their arguments, read from their schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+__all__ = ["Operand", "Signature", "signature_of", "tensors_in"]
+
+
+class Operand(NamedTuple):
+    """A tensor that an operator was called with."""
+
+    tensor: Tensor
+    reads: bool
+    writes: bool
+
+
+#: Arguments that an operator writes in training although its schema does not say so.
+_UNMARKED = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What an operator's schema says about its arguments."""
+
+    names: tuple[str, ...]
+    written: frozenset[str]
+    written_in_training: tuple[str, ...]
+    #: It looks at sizes only: a factory, or a view in place.
+    metadata_only: bool
+
+    def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Operand]:
+        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        written = self.written
+        if self.written_in_training and named.get("training", named.get("train")):
+            written = written.union(self.written_in_training)
+        return [
+            Operand(tensor, reads=not self.metadata_only and name not in written, writes=name in written)
+            for name, value in named.items()
+            for tensor in tensors_in(value)
+        ]
+
+
+_signatures: dict[OpOverload[..., Any], Signature] = {}
+
+
+def signature_of(func: OpOverload[..., Any]) -> Signature:
+    """The signature of ``func``, worked out once."""
+    signature = _signatures.get(func)
+    if signature is None:
+        schema = func._schema
+        in_place_view = torch.Tag.inplace_view in func.tags
+        name = schema.name.rpartition("::")[2]
+        marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        signature = _signatures[func] = Signature(
+            names=tuple(argument.name for argument in schema.arguments),
+            written=frozenset() if in_place_view else frozenset(marked),
+            written_in_training=_UNMARKED.get(schema.name, ()),
+            metadata_only=in_place_view or name.startswith("new_") or name.endswith("_like"),
+        )
+    return signature
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in an argument or a result: itself, or the items of nested lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)

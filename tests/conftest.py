@@ -1,0 +1,33 @@
+"""What every test may use, and what every test that offloads must leave behind: nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs", "tests.hazards.probes")
+
+from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend  # noqa: E402
+
+_passed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome = yield
+    if call.when == "call":
+        item.stash[_passed] = outcome.get_result().passed
+
+
+@pytest.fixture(params=["disk", "simulated"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Where a hazard is run: on the host runtime with the disk tier, and simulated under the happens-before checker.
+
+    Afterwards nothing may be held: no storage, no slot, no hook, no thread.
+    """
+    with (DiskBackend if request.param == "disk" else SimulatedBackend)() as running:
+        yield running
+        # A failed test's traceback holds its tensors: what is left then says nothing.
+        if request.node.stash.get(_passed, False):
+            running.assert_nothing_is_held()

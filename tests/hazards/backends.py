@@ -1,0 +1,255 @@
+"""Where a hazard is run, and what may be left of it afterwards."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import torch
+
+from eager_offload import Offload, OffloadStats
+from eager_offload.eager.lane import Lane
+from eager_offload.runtime.base import Runtime
+from eager_offload.runtime.checker import Checker, Kind, Violation
+from eager_offload.runtime.host import host_runtime
+from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.tiers.disk import DiskSlot
+
+__all__ = ["Backend", "DiskBackend", "SimulatedBackend", "lane_of", "tracked_storages"]
+
+
+class Backend(abc.ABC):
+    """A runtime with a tier, and the offloads that a test made on it."""
+
+    name: ClassVar[str]
+    tier: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.offloads: list[Offload] = []
+        #: Set by a test whose program writes over what it saved. The copy may be reading it then, and no event orders
+        #: the two: harmless, since those bytes are either never read again or their unpack raises.
+        self.sources_change = False
+
+    @property
+    @abc.abstractmethod
+    def runtime(self) -> Runtime:
+        """What moves the bytes."""
+
+    def offload(self, **fields: Any) -> Offload:
+        """An ``Offload`` that moves everything that can move, unless ``fields`` say otherwise."""
+        offload = self._make({"tier": self.tier, "min_bytes": 0, "keep_last_bytes": 0, **fields})
+        self.offloads.append(offload)
+        return offload
+
+    def in_thread(self, work: Callable[[], object]) -> None:
+        """Runs ``work`` in a thread of its own and raises what it raised."""
+        caught: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                with self.watching():
+                    work()
+            except BaseException as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        if caught:
+            raise caught[0]
+
+    @abc.abstractmethod
+    def watching(self) -> AbstractContextManager[object]:
+        """What a further thread that computes has to be in."""
+
+    @abc.abstractmethod
+    def gate(self) -> AbstractContextManager[Gate]:
+        """Holds every copy out back until it is opened; it is open at the end."""
+
+    def assert_nothing_is_held(self) -> None:
+        """After a test: every graph is gone, and so is what it held."""
+        assert hooks_are_gone(), "saved-tensor hooks were left behind"
+        for offload in self.offloads:
+            assert_settled(offload)
+            offload.close()
+            offload.close()
+        assert transfer_threads() == [], "a transfer thread outlived the last Offload"
+
+    @abc.abstractmethod
+    def _make(self, fields: dict[str, Any]) -> Offload: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for offload in self.offloads:
+            offload.close()
+
+
+class Gate:
+    """Copies out wait behind it."""
+
+    def __init__(self) -> None:
+        self._opened = threading.Event()
+        self._reached = threading.Event()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def pass_through(self) -> None:
+        self._reached.set()
+        assert self._opened.wait(60), "the gate was never opened"
+
+    def wait_until_reached(self) -> None:
+        """Returns when a copy stands before the gate."""
+        assert self._reached.wait(60), "no copy came to the gate"
+
+
+class DiskBackend(Backend):
+    """The CPU device and the disk tier: real threads, real files."""
+
+    name = "disk"
+    tier = "disk"
+
+    @property
+    def runtime(self) -> Runtime:
+        return host_runtime()
+
+    def watching(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    @contextmanager
+    def gate(self) -> Iterator[Gate]:
+        gate, write = Gate(), DiskSlot.write
+
+        def gated(slot: DiskSlot, source: torch.Tensor) -> None:
+            gate.pass_through()
+            write(slot, source)
+
+        DiskSlot.write = gated  # type: ignore[method-assign]
+        try:
+            yield gate
+        finally:
+            gate.open()
+            DiskSlot.write = write  # type: ignore[method-assign]
+
+    def _make(self, fields: dict[str, Any]) -> Offload:
+        return Offload(**fields)
+
+
+class SimulatedBackend(Backend):
+    """Virtual streams: copies run as late as their ordering allows, and the checker reads along."""
+
+    name = "simulated"
+    tier = "host"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.simulated = SimulatedRuntime()
+        self._checking = self.simulated.checked()
+        self.checker: Checker | None = None
+
+    @property
+    def runtime(self) -> SimulatedRuntime:
+        return self.simulated
+
+    def watching(self) -> AbstractContextManager[object]:
+        return self.simulated.watching()
+
+    @contextmanager
+    def gate(self) -> Iterator[Gate]:
+        # Nothing to hold back: a simulated copy runs only when somebody waits for it.
+        yield Gate()
+
+    def assert_nothing_is_held(self) -> None:
+        super().assert_nothing_is_held()
+        self.assert_ordered()
+
+    def assert_ordered(self) -> None:
+        """Asserts that the checker found nothing so far."""
+        assert self.checker is not None
+        if self.sources_change:
+            self.checker.violations = [found for found in self.checker.violations if not _changes_a_source(found)]
+        self.checker.assert_clean()
+
+    def __enter__(self) -> Self:
+        self.checker = self._checking.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)
+        self._checking.__exit__(kind, error, trace)
+        if error is None:
+            self.assert_ordered()
+
+    def _make(self, fields: dict[str, Any]) -> Offload:
+        return Offload(runtime=self.simulated, **fields)
+
+
+def _changes_a_source(found: Violation) -> bool:
+    """Whether an operator of the program writes over what a copy out is reading."""
+    copy, change = found.earlier, found.later
+    return (
+        copy is not None
+        and (copy.kind, copy.what) == (Kind.READ, "offload")
+        and change.kind is Kind.WRITE
+        and change.what.startswith("aten.")
+    )
+
+
+# -- what is left ---------------------------------------------------------------------------------------------------
+
+
+def lane_of(offload: Offload) -> Lane:
+    """The lane of the CPU device, which every test here runs on."""
+    (lane,) = offload._lanes.values()
+    return lane
+
+
+def tracked_storages(offload: Offload) -> int:
+    """How many saved storages an ``Offload`` knows."""
+    return sum(len(lane._storages) for lane in offload._lanes.values())
+
+
+def assert_settled(offload: Offload) -> OffloadStats:
+    """Asserts that an ``Offload`` all of whose graphs are gone holds nothing; returns its stats."""
+    stats = offload.stats(synchronize=True)
+    for lane in offload._lanes.values():
+        assert lane._storages == {}, "saved storages are still known"
+        assert lane._names == {}, "names of saved storages are still known"
+        assert lane._leaving == {}, "offloads are still on their way"
+        assert lane._buried == set()
+        assert lane._orphans == [], "reloads that nobody wants are still held"
+        assert len(lane._registry) == 0, "transfers that nobody takes up are registered"
+        assert lane.resident_bytes == 0, f"{lane.resident_bytes} bytes are counted as resident"
+        assert lane.inflight_bytes == 0
+        assert lane._order._uses == {}, "uses are still in the prefetch order"
+        assert lane._order._promised == {}
+        assert lane._order.promised_bytes == 0
+        for tier in lane.tiers:
+            assert tier.used_bytes == 0, f"{tier.used_bytes} bytes are used in the {tier.name} tier"
+    for line in offload._session.lines.values():
+        assert line.nbytes == 0, "a delay line holds bytes"
+    assert_balanced(stats)
+    assert stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes
+    return stats
+
+
+def assert_balanced(stats: OffloadStats) -> None:
+    """Every save is counted exactly once, and nothing below zero."""
+    assert stats.saved_bytes == stats.offloaded_bytes + stats.shared_bytes + sum(stats.kept_bytes.values())
+    assert all(nbytes >= 0 for nbytes in stats.kept_bytes.values()), stats.kept_bytes
+    assert min(stats.offloaded_bytes, stats.reloaded_bytes, stats.forwarded_bytes, stats.released_bytes) >= 0
+
+
+def hooks_are_gone() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def transfer_threads() -> list[str]:
+    """The names of the library's threads that are alive."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("eager_offload")]

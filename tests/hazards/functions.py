@@ -1,0 +1,83 @@
+"""Operators made for tests: they show what backward was given, or fail where they are told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Returned", "call_in_backward", "saving"]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A saved tensor as backward was given it."""
+
+    values: Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    conj: bool
+    neg: bool
+    alignment: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Returned:
+        strided = tensor.layout is torch.strided
+        return cls(
+            values=tensor.detach().clone(),
+            size=tensor.size(),
+            stride=tensor.stride() if strided and not tensor.is_nested else (),
+            dtype=tensor.dtype,
+            conj=tensor.is_conj(),
+            neg=tensor.is_neg(),
+            alignment=tensor.data_ptr() % 64 if strided and not tensor.is_meta else 0,
+        )
+
+    def parts(self) -> list[object]:
+        """For a comparison bit by bit."""
+        return [self.values, *self.size, *self.stride, str(self.dtype), self.conj, self.neg, self.alignment]
+
+
+class _Saving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[Returned], times: int, *payload: Tensor) -> Tensor:
+        ctx.save_for_backward(*payload)
+        ctx.seen = seen
+        ctx.times = times
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        for _ in range(ctx.times):
+            ctx.seen.extend(Returned.of(tensor) for tensor in ctx.saved_tensors)
+        return gradient, None, None, *(None for _ in ctx.needs_input_grad[3:])
+
+
+def saving(x: Tensor, *payload: Tensor, seen: list[Returned], times: int = 1) -> Tensor:
+    """``x`` again; saves ``payload`` and notes in ``seen`` what backward gets for it, ``times`` times over."""
+    result = _Saving.apply(x, seen, times, *payload)
+    assert isinstance(result, Tensor)
+    return result
+
+
+class _Calling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], object]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return gradient, None
+
+
+def call_in_backward(x: Tensor, call: Callable[[], object]) -> Tensor:
+    """``x`` again; calls ``call`` when backward comes by."""
+    result = _Calling.apply(x, call)
+    assert isinstance(result, Tensor)
+    return result

@@ -1,0 +1,143 @@
+"""Runs a program without and with offload, and compares every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from eager_offload import Offload, OffloadStats
+from tests.hazards.backends import Backend, assert_balanced, assert_settled
+
+__all__ = ["REGIMES", "Program", "Regime", "Settled", "assert_identical", "assert_moved", "leaf", "same_gradients"]
+
+#: Takes what stands around forwards, and returns whatever has to be the same with offload and without.
+Program: TypeAlias = Callable[[AbstractContextManager[Any]], object]
+
+#: Why a saved tensor may stay although everything is asked to move.
+_INELIGIBLE = ("parameter", "layout", "device", "small")
+
+
+class Settled:
+    """An ``Offload`` that waits at exit until everything has left: whatever backward needs has to be brought back."""
+
+    def __init__(self, offload: Offload) -> None:
+        self.offload = offload
+
+    def __enter__(self) -> Settled:
+        self.offload.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.offload.__exit__(kind, error, trace)
+        self.offload.stats(synchronize=True)
+
+
+@dataclass(frozen=True)
+class Regime:
+    """One way in which transfers and compute may meet."""
+
+    name: str
+    #: Everything has left before backward begins.
+    settled: bool
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def around(self, offload: Offload) -> AbstractContextManager[Any]:
+        return Settled(offload) if self.settled else offload
+
+    def __str__(self) -> str:
+        return self.name
+
+
+REGIMES = (
+    Regime("brought back early", settled=True),
+    Regime("brought back when asked for", settled=True, fields={"prefetch_bytes": 0}),
+    Regime("one at a time", settled=False, fields={"max_inflight_bytes": 1, "prefetch_bytes": 1 << 12}),
+    Regime("all on the way at once", settled=False),
+)
+
+
+def same_gradients(
+    program: Program,
+    backend: Backend,
+    *,
+    moved: float = 0.9,
+    reloads: bool = True,
+    regimes: Sequence[Regime] = REGIMES,
+    **fields: Any,
+) -> list[OffloadStats]:
+    """Asserts that ``program`` gives the same bits with offload in every regime, and that its bytes did move.
+
+    Args:
+        moved: the part of the eligible bytes that has to move.
+        reloads: whether bytes have to come back when everything has left before backward begins.
+        fields: of the config.
+
+    Returns:
+        The stats of each regime; every graph is gone by then and nothing is held any more.
+    """
+    torch.manual_seed(0)
+    expected = program(nullcontext())
+    state = torch.get_rng_state()
+    gathered = []
+    for regime in regimes:
+        offload = backend.offload(**{**regime.fields, **fields})
+        torch.manual_seed(0)
+        actual = program(regime.around(offload))
+        assert torch.equal(state, torch.get_rng_state()), f"{regime}: the random state differs"
+        assert_identical(expected, actual, str(regime))
+        del actual
+        stats = assert_settled(offload)
+        assert_moved(stats, moved)
+        assert stats.bytes_in > 0 or not (reloads and regime.settled), f"{regime}: nothing was brought back\n{stats}"
+        gathered.append(stats)
+        offload.close()
+        backend.offloads.remove(offload)
+    return gathered
+
+
+def assert_identical(expected: object, actual: object, where: str = "") -> None:
+    """Asserts that two structures of tensors, numbers and texts are equal, tensors bit for bit."""
+    left, right = tree_leaves(expected), tree_leaves(actual)
+    assert len(left) == len(right), where
+    for index, (a, b) in enumerate(zip(left, right, strict=True)):
+        assert type(a) is type(b), f"{where}: item {index} is {type(a)} without offload and {type(b)} with it"
+        if isinstance(a, Tensor):
+            assert a.dtype == b.dtype and a.layout == b.layout and a.size() == b.size(), f"{where}: item {index}"
+            assert _same_bits(a, b), f"{where}: item {index} differs\n{a}\n{b}"
+        else:
+            assert a == b, f"{where}: item {index} is {a!r} without offload and {b!r} with it"
+
+
+def assert_moved(stats: OffloadStats, least: float = 0.9) -> None:
+    """Asserts that at least this part of the bytes that could move did."""
+    assert_balanced(stats)
+    eligible = stats.saved_bytes - sum(stats.kept_bytes.get(reason, 0) for reason in _INELIGIBLE)
+    assert eligible > 0, f"nothing could move\n{stats}"
+    assert stats.offloaded_bytes + stats.shared_bytes >= least * eligible, f"too little moved\n{stats}"
+    assert stats.bytes_out > 0
+
+
+def leaf(*size: int, seed: int = 1, grad: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A leaf with values of its own, the same ones for the same ``seed``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, generator=generator, dtype=dtype).requires_grad_(grad)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.layout is not torch.strided:
+        return torch.equal(a.to_dense(), b.to_dense())
+    if a.is_meta:
+        return True
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
+    return dense.view(-1).view(torch.uint8) if dense.numel() else dense.to(torch.uint8)

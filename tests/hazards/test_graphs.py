@@ -1,0 +1,320 @@
+"""H02, H03, H08, H20: many graphs at once, backward more than once, and in orders that nobody foresaw."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.hazards.backends import Backend, assert_settled, lane_of, tracked_storages
+from tests.hazards.functions import Returned, saving
+from tests.hazards.programs import REGIMES, Regime, assert_identical, assert_moved, leaf, same_gradients
+
+Around: TypeAlias = AbstractContextManager[Any]
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8))
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+# -- H02 --------------------------------------------------------------------------------------------------------------
+
+
+def test_h02_two_forwards_and_then_the_backward_of_the_first(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        model = network()
+        with offload:
+            first = model(leaf(16, 32, seed=1)).square().mean()
+        with offload:
+            second = model(leaf(16, 32, seed=2)).square().mean()
+        first.backward()
+        return first.detach(), second.detach(), gradients(model)
+
+    same_gradients(program, backend)
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
+def test_h02_three_graphs_in_any_order(order: tuple[int, ...], backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        model, losses, seen = network(), [], []
+        for seed in range(3):
+            with offload:
+                losses.append(model(leaf(16, 32, seed=seed)).square().mean())
+        for index in order:
+            losses[index].backward()
+            seen.append([gradient.clone() for gradient in gradients(model) if gradient is not None])
+        return seen
+
+    same_gradients(program, backend)
+
+
+def test_h02_the_backward_of_one_inside_the_forward_of_the_next(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        model = network()
+        with offload:
+            first = model(leaf(16, 32, seed=1)).square().mean()
+        with offload:
+            first.backward()
+            second = model(leaf(16, 32, seed=2)).square().mean()
+        second.backward()
+        return gradients(model)
+
+    same_gradients(program, backend)
+
+
+def test_h02_the_backward_of_one_in_the_middle_of_the_forward_of_the_next(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        model = network()
+        assert isinstance(model, nn.Sequential)
+        with offload:
+            first = model(leaf(16, 32, seed=1)).square().mean()
+        with offload:
+            half = model[:3](leaf(16, 32, seed=2))
+            first.backward()
+            second = model[3:](half).square().mean()
+        del half
+        second.backward()
+        return gradients(model)
+
+    same_gradients(program, backend)
+
+
+def test_h02_one_context_around_two_forwards(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        model = network()
+        with offload:
+            first = model(leaf(16, 32, seed=1)).square().mean()
+            second = model(leaf(16, 32, seed=2)).square().mean()
+        first.backward()
+        second.backward()
+        return gradients(model)
+
+    same_gradients(program, backend)
+
+
+def test_h02_a_context_within_itself(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        model = network()
+        with offload:
+            with offload:
+                first = model(leaf(16, 32, seed=1)).square().mean()
+            second = model(leaf(16, 32, seed=2)).square().mean()
+        first.backward()
+        second.backward()
+        return gradients(model)
+
+    same_gradients(program, backend)
+
+
+# -- H03 --------------------------------------------------------------------------------------------------------------
+
+
+def test_h03_buffer_reuse_keeps_the_earlier_graph_exact(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        model = network()
+        with offload:
+            a = model(leaf(16, 32, seed=1)).square().mean()
+        with offload:
+            b = model(leaf(16, 32, seed=2)).square().mean()
+        b.backward()
+        with offload:
+            c = model(leaf(16, 32, seed=3)).square().mean()
+        a.backward()
+        c.backward()
+        return gradients(model)
+
+    same_gradients(program, backend)
+
+
+def test_h03_slots_that_others_gave_back_are_used_again_while_an_earlier_graph_waits(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        model = network()
+        with offload:
+            oldest = model(leaf(16, 32, seed=1)).square().mean()
+        for seed in range(2, 12):
+            with offload:
+                loss = model(leaf(16, 32, seed=seed)).square().mean()
+            loss.backward()
+        oldest.backward()
+        return gradients(model)
+
+    for stats in same_gradients(program, backend):
+        # Two steps' worth at most, in room that grows by steps: eleven would not fit.
+        assert stats.offloaded_bytes > 5 * stats.resident_bytes_peak / 2
+
+
+# -- H08 --------------------------------------------------------------------------------------------------------------
+
+
+def test_h08_saved_tensors_read_twice_in_one_backward(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, seen = leaf(32, 32), list[Returned]()
+        with offload:
+            y = saving(x, (x * 3).detach(), (x * 5).detach().t(), seen=seen, times=3)
+        y.sum().backward()
+        assert len(seen) == 6
+        return x.grad, [returned.parts() for returned in seen]
+
+    for stats in same_gradients(program, backend):
+        assert stats.bytes_in <= stats.bytes_out, "what is read again at once is brought back once"
+
+
+@pytest.mark.parametrize("times", [2, 5])
+def test_h08_a_graph_that_is_retained_goes_backward_again(times: int, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        model = network()
+        with offload:
+            loss = model(leaf(16, 32, seed=1)).square().mean()
+        for index in range(times):
+            loss.backward(retain_graph=index < times - 1)
+        return gradients(model)
+
+    same_gradients(program, backend)
+
+
+def test_h08_a_retained_graph_accumulates_nothing(backend: Backend) -> None:
+    offload = backend.offload(prefetch_bytes=1 << 14)
+    model = network()
+
+    def program() -> None:
+        with offload:
+            loss = model(leaf(16, 32, seed=1)).square().mean()
+        held = []
+        for _ in range(20):
+            loss.backward(retain_graph=True)
+            offload.stats(synchronize=True)
+            lane = lane_of(offload)
+            held.append((lane.resident_bytes, lane.tiers[0].used_bytes, tracked_storages(offload), len(lane._registry)))
+        assert len(set(held[1:])) == 1, held
+
+    program()
+    assert_moved(assert_settled(offload))
+
+
+def test_h08_double_backward(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, w = leaf(32, 32), leaf(32, 32, seed=2)
+        with offload:
+            y = ((x * 2).tanh() @ w).sin().sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        second = torch.autograd.grad(first.square().sum(), [x, w])
+        return y.detach(), first.detach(), second
+
+    same_gradients(program, backend)
+
+
+def test_h08_double_backward_inside_the_context(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, w = leaf(32, 32), leaf(32, 32, seed=2)
+        with offload:
+            y = ((x * 2).tanh() @ w).sin().sum()
+            (first,) = torch.autograd.grad(y, x, create_graph=True)
+            penalty = first.square().sum()
+        second = torch.autograd.grad(penalty, [x, w], retain_graph=True)
+        again = torch.autograd.grad(penalty + y, [x, w])
+        return y.detach(), first.detach(), second, again
+
+    same_gradients(program, backend)
+
+
+def test_h08_a_gradient_penalty_step_after_step(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        model, losses = network(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            x = leaf(16, 32, seed=seed)
+            with offload:
+                loss = model(x).square().mean()
+                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                loss = loss + slope.square().sum()
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, list(model.parameters())
+
+    same_gradients(program, backend)
+
+
+# -- H20 --------------------------------------------------------------------------------------------------------------
+
+
+class Branches:
+    """Eight branches of one forward, each with a graph of its own."""
+
+    def __init__(self, offload: Around) -> None:
+        self.leaves = [leaf(32, 32, seed=seed) for seed in range(8)]
+        with offload:
+            self.losses = [(x * 2).tanh().exp().sin().sum() for x in self.leaves]
+
+    def backward(self, *order: int) -> list[Tensor | None]:
+        for index in order:
+            self.losses[index].backward()
+        return [x.grad for x in self.leaves]
+
+
+ORDERS = {
+    "as packed": (0, 1, 2, 3, 4, 5, 6, 7),
+    "reversed": (7, 6, 5, 4, 3, 2, 1, 0),
+    "shuffled": (3, 6, 0, 7, 1, 5, 2, 4),
+    "from the middle": (4, 3, 5, 2, 6, 1, 7, 0),
+    "half of it": (7, 5, 3, 1),
+    "the first alone": (0,),
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1 << 12, 1 << 14, 1 << 20])
+@pytest.mark.parametrize("order", ORDERS)
+def test_h20_an_order_that_is_not_the_reverse_of_packing(order: str, prefetch: int, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        return Branches(offload).backward(*ORDERS[order])
+
+    for stats in same_gradients(program, backend, regimes=REGIMES[:1], prefetch_bytes=prefetch):
+        assert stats.bytes_in <= 2 * stats.bytes_out, "a wrong hint costs a reload, not many"
+
+
+@pytest.mark.parametrize("prefetch", [0, 1 << 12, 1 << 20])
+def test_h20_backward_visits_half_of_the_graph_and_later_the_rest(prefetch: int, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, w = leaf(32, 32), leaf(32, 32, seed=2)
+        with offload:
+            trunk = (x * 2).tanh()
+            left, right = (trunk @ w).exp().sum(), (trunk.sin() * w.cos()).sum()
+        first = torch.autograd.grad(left, x, retain_graph=True)
+        del left
+        second = torch.autograd.grad(right, w)
+        del trunk
+        return first, second
+
+    same_gradients(program, backend, reloads=True, prefetch_bytes=prefetch)
+
+
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+def test_h20_a_wrong_hint_leaves_nothing_resident(regime: Regime, backend: Backend) -> None:
+    limit = 1 << 14
+
+    def program(around: Around, look: Callable[[], object]) -> object:
+        branches = Branches(around)
+        results = [branches.backward(index)[index] for index in (7, 0, 6, 1, 5)]
+        look()
+        return results
+
+    offload = backend.offload(**{**regime.fields, "prefetch_bytes": limit})
+
+    def resident_is_bounded() -> None:
+        offload.stats(synchronize=True)
+        assert lane_of(offload).resident_bytes <= limit + (1 << 12)
+
+    expected = program(nullcontext(), lambda: None)
+    assert_identical(expected, program(regime.around(offload), resident_is_bounded))
+    assert_moved(assert_settled(offload))

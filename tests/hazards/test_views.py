@@ -1,0 +1,278 @@
+"""H04, H05, H07: different views of one storage, their strides, and one tensor that several operators save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.hazards.backends import Backend, assert_settled, lane_of
+from tests.hazards.functions import Returned, saving
+from tests.hazards.probes import Transfers
+from tests.hazards.programs import REGIMES, assert_moved, leaf, same_gradients
+
+Around: TypeAlias = AbstractContextManager[Any]
+
+SIDE = 64
+KIB = 1 << 10
+#: Bytes of a square of float32.
+SQUARE = SIDE * SIDE * 4
+
+
+def named(case: NamedTuple) -> str:
+    return str(case[0]).replace(" ", "_")
+
+
+# -- H04 --------------------------------------------------------------------------------------------------------------
+
+
+class Views(NamedTuple):
+    name: str
+    of: Callable[[Tensor, Tensor], Tensor]
+    #: How many storages of intermediates it takes at least, and at most.
+    storages: tuple[int, int]
+
+
+VIEWS = [
+    Views("a matrix and its transpose", lambda h, w: h.t() @ h, (1, 1)),
+    Views("a transpose of a square saved first", lambda h, w: (h.t() * w) + (h * w), (1, 1)),
+    Views("both halves", lambda h, w: h[: SIDE // 2] @ w + h[SIDE // 2 :] @ w.exp(), (1, 2)),
+    Views("overlapping slices", lambda h, w: (h[:40] * w[:40]).sum() + (h[20:60] * w[:40]).sum(), (1, 1)),
+    Views("a shift by one element", lambda h, w: h.view(-1)[1:] * h.view(-1)[:-1], (1, 1)),
+    Views("a shift by one row", lambda h, w: h[1:] @ w * (h[:-1] @ w).sigmoid(), (1, 4)),
+    Views("an expanded row", lambda h, w: (h[:1].expand(SIDE, SIDE) * w).sum() + (h * w).sum(), (1, 2)),
+    Views("a diagonal and all of it", lambda h, w: (h.diagonal() * w.diagonal()).sum() + (h * w).sum(), (1, 2)),
+    Views("columns", lambda h, w: torch.stack([h[:, i] * w[:, i] for i in range(SIDE)]), (1, SIDE)),
+    Views("strided by two", lambda h, w: h[::2] * w[::2] + h[1::2] * w[1::2], (1, 2)),
+    Views("three ways to look at it", lambda h, w: h.view(16, 256).exp().sum() + (h.view(-1) * w.view(-1)).sum() + (h @ w).sum(), (1, 2)),
+    Views("as strided windows", lambda h, w: (h.view(-1).unfold(0, 8, 4) ** 2).sum() + (h * w).sum(), (1, 2)),
+    Views("chunks of a fused projection", lambda h, w: (lambda q, k, v: (q @ k.t()).softmax(-1) @ v)(*h.chunk(3, 1)), (1, 3)),
+    Views("a reversed view", lambda h, w: (h.flip(0) * w).sum() + (h.t().t() * w).sum(), (1, 2)),
+]
+
+
+@pytest.mark.parametrize("case", VIEWS, ids=named)
+def test_h04_different_views_of_one_storage(case: Views, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        with offload:
+            y = case.of(x * 2, w).sum()
+        y.backward()
+        return y.detach(), x.grad, w.grad
+
+    same_gradients(program, backend)
+
+
+@pytest.mark.parametrize("case", [case for case in VIEWS if case.storages == (1, 1)], ids=named)
+def test_h04_a_storage_is_taken_once_whatever_its_views(case: Views, backend: Backend) -> None:
+    def program(offload: Around) -> None:
+        x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        with offload:
+            y = case.of(x * 2, w).sum()
+        y.backward()
+
+    for regime in REGIMES:
+        offload = backend.offload(**regime.fields)
+        program(regime.around(offload))
+        stats = assert_settled(offload)
+        assert_moved(stats)
+        assert stats.offloaded_tensors == 1, stats
+        assert stats.shared_bytes > 0
+        assert stats.bytes_out == SQUARE
+
+
+def test_h04_what_is_saved_of_a_storage_that_has_left_is_right(backend: Backend) -> None:
+    """Views that are saved after the copy of the whole has started, or arrived."""
+
+    def program(offload: Around) -> object:
+        x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        with offload:
+            h = x * 2
+            first = (h * w).sum()
+        with offload:
+            second = (h.t() @ w).sum() + (h[1:] * w[1:]).sum() + (h[3] * w[3]).sum()
+        del h
+        second.backward(retain_graph=True)
+        first.backward()
+        return x.grad, w.grad
+
+    same_gradients(program, backend)
+
+
+def test_h04_a_view_of_a_base_that_requires_no_grad(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        w, seen = leaf(SIDE, SIDE), list[Returned]()
+        data = leaf(3, SIDE, SIDE, seed=3, grad=False)
+        with offload:
+            y = sum((w * part).sum() for part in data) + (w * data[1].t()).sum()
+            z = saving(w, data[0].t() + 0, data[2][1:].clone().t(), seen=seen).sum()
+        del data
+        assert isinstance(y, Tensor)
+        (y + z).backward()
+        return w.grad, [returned.parts() for returned in seen]
+
+    same_gradients(program, backend)
+
+
+# -- H05 --------------------------------------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    name: str
+    #: Makes the view of a base of 64 by 64 by 16 float32 elements.
+    of: Callable[[Tensor], Tensor]
+    #: Most bytes that it may move.
+    most: int
+
+
+BASE = 64 * 64 * 16 * 4
+
+SHAPES = [
+    Shape("contiguous", lambda b: b, BASE),
+    Shape("transposed", lambda b: b.t() if b.dim() == 2 else b.transpose(0, 2), BASE),
+    Shape("permuted", lambda b: b.permute(2, 0, 1), BASE),
+    Shape("channels last", lambda b: b.view(4, 16, 64, 16).contiguous(memory_format=torch.channels_last), BASE),
+    Shape("channels last 3d", lambda b: b.view(2, 8, 16, 16, 16).contiguous(memory_format=torch.channels_last_3d), BASE),
+    Shape("broadcast from one element", lambda b: b[:1, :1, :1].expand(64, 64, 16), 4),
+    Shape("broadcast from a row", lambda b: b[0, 0].expand(64, 64, 16), 64),
+    Shape("broadcast in the middle", lambda b: b[:, :1].expand(64, 64, 16), 64 * 16 * 4),
+    Shape("one slice of many", lambda b: b[3], 64 * 16 * 4),
+    Shape("the last slice", lambda b: b[-1], 64 * 16 * 4),
+    Shape("one row", lambda b: b[5, 7], 64),
+    Shape("one element", lambda b: b[5, 7, 3], 4),
+    Shape("one column", lambda b: b[:, 0, 0], 64 * 4),
+    Shape("a corner", lambda b: b[:8, :8, :8], 8 * 8 * 8 * 4),
+    Shape("every eighth", lambda b: b[::8, :, ::2], 8 * 64 * 8 * 4),
+    Shape("a diagonal", lambda b: b.diagonal(), 64 * 16 * 4),
+    Shape("off by one element", lambda b: b.reshape(-1)[1:], BASE),
+    Shape("an odd slice off by one", lambda b: b.reshape(-1)[101:333], 232 * 4),
+    Shape("overlapping windows", lambda b: b.reshape(-1)[:256].unfold(0, 16, 4), 256 * 4),
+    Shape("overlapping windows of everything", lambda b: b.reshape(-1).unfold(0, 16, 4), BASE),
+    Shape("a stride of zero beside gaps", lambda b: b[::2, :1, ::4].expand(32, 64, 4), 32 * 4 * 4),
+    Shape("a size of one with an odd stride", lambda b: b.as_strided((1, 64, 4), (7, 16, 1)), 64 * 16 * 4),
+]
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=named)
+def test_h05_size_and_stride_come_back_as_they_were(case: Shape, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, seen = leaf(4), list[Returned]()
+        base = leaf(64, 64, 16, seed=3, grad=False)
+        with offload:
+            y = saving(x, case.of(base), seen=seen)
+        del base
+        y.sum().backward()
+        return [returned.parts() for returned in seen]
+
+    for stats in same_gradients(program, backend):
+        assert stats.bytes_out <= case.most, "more moved than the view's own bytes"
+        assert stats.bytes_in <= stats.bytes_out
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=named)
+def test_h05_kernels_that_sum_in_the_order_of_strides_stay_exact(case: Shape, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x = leaf(64, 64, 16, seed=3)
+        with offload:
+            view = case.of(x * 1.5)
+            y = (view.sin() * view).sum() + view.double().norm() + view.softmax(-1).norm()
+        del view
+        y.backward()
+        return y.detach(), x.grad
+
+    same_gradients(program, backend)
+
+
+def test_h05_convolutions_in_channels_last(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3, stride=2))
+        model = model.to(memory_format=torch.channels_last)
+        x = leaf(4, 8, 20, 20).detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+        with offload:
+            y = F.max_pool2d(model(x * 1.1), 2).square().sum()
+        y.backward()
+        return x.grad, [parameter.grad for parameter in model.parameters()]
+
+    same_gradients(program, backend)
+
+
+# -- H07 --------------------------------------------------------------------------------------------------------------
+
+
+def attention(h: Tensor, weights: list[Tensor]) -> Tensor:
+    q, k, v = (h @ w for w in weights)
+    return (q @ k.t()).softmax(-1) @ v
+
+
+def test_h07_one_tensor_saved_by_three_consumers_leaves_once(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, weights = leaf(SIDE, SIDE), [leaf(SIDE, SIDE, seed=seed) for seed in (2, 3, 4)]
+        with offload:
+            h = x * 2
+            y = sum((h @ w).sum() for w in weights)
+        del h
+        assert isinstance(y, Tensor)
+        y.backward()
+        return x.grad, [w.grad for w in weights]
+
+    for stats in same_gradients(program, backend):
+        assert stats.offloaded_tensors == 1
+        assert stats.shared_bytes == 2 * SQUARE
+        assert stats.bytes_out == SQUARE
+    for stats in same_gradients(program, backend, regimes=REGIMES[:1]):
+        assert stats.bytes_in == SQUARE, "three unpacks in a row share one reload"
+
+
+def test_h07_attention_is_exact_and_shares_its_input(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, weights = leaf(SIDE, SIDE), [leaf(SIDE, SIDE, seed=seed) for seed in (2, 3, 4)]
+        with offload:
+            y = attention(x * 2, weights).sum()
+        y.backward()
+        return x.grad, [w.grad for w in weights]
+
+    for stats in same_gradients(program, backend):
+        assert stats.shared_bytes >= 2 * SQUARE
+        # The input, q, k, v and the probabilities: each once.
+        assert stats.bytes_out == 5 * SQUARE
+
+
+def test_h07_there_is_never_more_than_one_copy_back_at_a_time(backend: Backend) -> None:
+    offload = backend.offload(prefetch_bytes=1 << 20)
+
+    def program() -> None:
+        x, weights = leaf(SIDE, SIDE), [leaf(SIDE, SIDE, seed=seed) for seed in (2, 3, 4)]
+        with offload:
+            y = attention(x * 2, weights).sum()
+        offload.stats(synchronize=True)
+        for index in range(3):
+            y.backward(retain_graph=index < 2)
+
+    with Transfers(backend.runtime) as transfers:
+        program()
+        offload.stats(synchronize=True)
+    assert transfers.back, "nothing came back"
+    assert transfers.most_targets_of_one_slot == 1
+    assert_moved(assert_settled(offload))
+
+
+def test_h07_sharing_keeps_nothing_on_the_device(backend: Backend) -> None:
+    offload = backend.offload()
+
+    def program() -> None:
+        x, weights = leaf(SIDE, SIDE), [leaf(SIDE, SIDE, seed=seed) for seed in (2, 3, 4)]
+        with offload:
+            y = attention(x * 2, weights).sum()
+        offload.stats(synchronize=True)
+        lane = lane_of(offload)
+        assert lane.resident_bytes == 0
+        assert all(saved.origin.expired() for ref in lane._storages.values() if (saved := ref()) is not None)
+        y.backward()
+
+    program()
+    assert_moved(assert_settled(offload))

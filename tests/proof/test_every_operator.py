@@ -1,0 +1,392 @@
+"""Every operator that torch can differentiate, with torch's own samples: outputs and gradients equal to the last bit.
+
+An operator runs on fresh copies of a sample's arguments, once with autograd alone and once under an ``Offload`` that
+moves everything. The copies are no leaves, so that what an operator saves of its arguments may move, and all but a copy
+of the result is dropped between forward and backward, so that it really has to come back. Where autograd raises, the
+same error is expected. No operator is left out.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.utils._pytree import tree_leaves, tree_map
+
+import eager_offload as eo
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Operator = Callable[..., Any]
+
+OPERATORS = {op.full_name: op for op in op_db if op.supports_autograd}
+DTYPES = (torch.float32, torch.complex64)
+SEED = 20
+
+#: Of the tensors that autograd saves, those that are not expected to move.
+EXPECTED_TO_STAY = ("small", "parameter", "layout", "device")
+
+#: Operators that read memory which nobody has written, so that autograd alone differs from one run to the next. They
+#: run with such memory filled.
+READ_UNWRITTEN_MEMORY = {
+    "linalg.lstsq": "torch hands gelsy of LAPACK pivots that were never set",
+    "linalg.lstsq.grad_oriented": "torch hands gelsy of LAPACK pivots that were never set",
+}
+
+
+class Step(enum.Enum):
+    """How a result is differentiated."""
+
+    BACKWARD = enum.auto()
+    DOUBLE_BACKWARD = enum.auto()
+
+
+# -- what came out ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one call of an operator and its backward gave."""
+
+    outputs: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    error: str | None = None
+
+    def differences(self, other: Run) -> list[str]:
+        """What is not the same, bit for bit; empty where everything is."""
+        if self.error != other.error:
+            return [f"error {self.error!r} in place of {other.error!r}"]
+        pairs = [("output", self.outputs, other.outputs), ("gradient", self.gradients, other.gradients)]
+        return [
+            f"{what} {at} is {one} in place of {two}"
+            for what, ours, theirs in pairs
+            for at, (one, two) in enumerate(zip(ours, theirs, strict=True))
+            if not same_bits(one, two)
+        ]
+
+
+def same_bits(one: Tensor | None, two: Tensor | None) -> bool:
+    """Whether layout, sizes, strides and every bit are the same; a NaN equals one with the same payload."""
+    if one is None or two is None:
+        return one is two
+    if (one.layout, one.dtype, one.shape) != (two.layout, two.dtype, two.shape):
+        return False
+    if one.layout is torch.strided:
+        return one.stride() == two.stride() and torch.equal(plain_bytes(one), plain_bytes(two))
+    return all(same_bits(a, b) for a, b in zip(components(one), components(two), strict=True))
+
+
+def plain_bytes(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def components(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that a sparse one is made of."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    assert tensor.layout in (torch.sparse_csc, torch.sparse_bsc), tensor.layout
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+def duplicate(tensor: Tensor) -> Tensor:
+    """A copy with the same strides and offset, in a storage of the same size."""
+    if tensor.layout is not torch.strided:
+        return tensor.detach().clone()
+    copy = torch.empty(0, dtype=tensor.dtype)
+    copy.set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    copy = copy.conj() if tensor.is_conj() else copy
+    return torch._neg_view(copy) if tensor.is_neg() else copy
+
+
+class Duplicate(torch.autograd.Function):
+    """A differentiable ``duplicate``."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        return duplicate(tensor)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Fresh copies of a sample's tensors, each made from a leaf of its own where it requires grad."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Tensor]
+    #: What an operator's user could change in place: the leaves, and what the operator is called with.
+    tensors: list[Tensor]
+
+    @staticmethod
+    def of(sample: SampleInput) -> Arguments:
+        copies: dict[int, Tensor] = {}
+        leaves: list[Tensor] = []
+
+        def copy(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in copies:
+                fresh = duplicate(value)
+                if value.requires_grad:
+                    leaves.append(fresh.requires_grad_())
+                    fresh = Duplicate.apply(fresh)
+                copies[id(value)] = fresh
+            return copies[id(value)]
+
+        args, kwargs = tree_map(copy, ((sample.input, *sample.args), dict(sample.kwargs)))
+        return Arguments(args, kwargs, leaves, [*leaves, *copies.values()])
+
+
+@dataclass(frozen=True)
+class Bump:
+    """Something to change in place between forward and backward: its values stay, its version grows."""
+
+    #: ``"argument"`` or ``"result"``.
+    what: str
+    which: int
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What forward leaves behind for backward; nothing else of it is alive."""
+
+    leaves: list[Tensor]
+    #: Copies of what was returned and can be differentiated.
+    results: list[Tensor]
+    #: The values of all that was returned.
+    outputs: list[Tensor]
+
+
+def run(
+    operator: Operator,
+    sample: SampleInput,
+    offload: eo.Offload | None = None,
+    *,
+    step: Step = Step.BACKWARD,
+    bump: Bump | None = None,
+) -> Run:
+    """Calls ``operator`` and differentiates what it returns."""
+    context: AbstractContextManager[Any] = nullcontext() if offload is None else offload
+    try:
+        done = forward(operator, sample, context, bump)
+        if not done.results:
+            return Run(done.outputs)
+        all_left(offload)
+        if step is Step.BACKWARD:
+            return Run(done.outputs, list(gradients_of(done.results, done.leaves)))
+        with context:
+            first = gradients_of(done.results, done.leaves, create_graph=True)
+        done.results.clear()
+        all_left(offload)
+        again = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
+        return Run(done.outputs, [*first, *(gradients_of(again, done.leaves) if again else ())])
+    except Exception as error:
+        return Run(error=told(error, under_offload=offload is not None))
+
+
+def forward(operator: Operator, sample: SampleInput, context: AbstractContextManager[Any], bump: Bump | None) -> Forward:
+    torch.manual_seed(SEED)
+    arguments = Arguments.of(sample)
+    with context:
+        returned = sample.output_process_fn_grad(operator(*arguments.args, **arguments.kwargs))
+    tensors = [value for value in tree_leaves(returned) if isinstance(value, Tensor)]
+    differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+    done = Forward(
+        arguments.leaves if differentiable else [],
+        [tensor.clone() for tensor in differentiable],
+        [tensor.detach().clone() for tensor in tensors],
+    )
+    if bump is not None:
+        changed = (arguments.tensors if bump.what == "argument" else tensors)[bump.which :][:1]
+        with torch.no_grad():
+            for tensor in changed:
+                tensor.add_(0)
+    return done
+
+
+def all_left(offload: eo.Offload | None) -> None:
+    if offload is not None:
+        offload.stats(synchronize=True)
+
+
+def gradients_of(results: list[Tensor], leaves: list[Tensor], *, create_graph: bool = False) -> tuple[Tensor | None, ...]:
+    weights = [
+        torch.randn(result.shape, dtype=result.dtype) if result.layout is torch.strided else result.detach().clone()
+        for result in results
+    ]
+    return torch.autograd.grad(results, leaves, weights, allow_unused=True, create_graph=create_graph)
+
+
+def told(error: Exception, *, under_offload: bool) -> str:
+    """What has to be the same about an error with and without offload."""
+    if "modified by an inplace operation" in str(error):
+        assert isinstance(error, eo.SavedTensorModifiedError) is under_offload, repr(error)
+        return "a saved tensor was modified"
+    return f"{type(error).__name__}: {error}"
+
+
+# -- what is expected -------------------------------------------------------------------------------------------------
+
+
+def check_exact(op: OpInfo, offload: eo.Offload, samples: int | None, step: Step = Step.BACKWARD) -> None:
+    """The operator and its in-place variant give the same with and without ``offload``, for the first ``samples``."""
+    before = offload.stats()
+    with unwritten_memory_filled(op):
+        for variant in variants(op):
+            for dtype in DTYPES:
+                for sample in samples_of(op, dtype, samples):
+                    plain = run(variant, sample, step=step)
+                    wrong = run(variant, sample, offload, step=step).differences(plain)
+                    assert not wrong, f"{dtype} {sample}: {wrong}\n{verdict(variant, sample, step, plain)}"
+    if step is Step.BACKWARD:
+        check_moved(before, offload.stats(synchronize=True))
+
+
+def check_moved(before: eo.OffloadStats, after: eo.OffloadStats) -> None:
+    """Everything that could move did, and came back when it was asked for."""
+    kept = {reason: nbytes - before.kept_bytes.get(reason, 0) for reason, nbytes in after.kept_bytes.items()}
+    saved = after.saved_bytes - before.saved_bytes
+    offloaded = after.offloaded_bytes - before.offloaded_bytes
+    shared = after.shared_bytes - before.shared_bytes
+    eligible = saved - sum(kept.get(reason, 0) for reason in EXPECTED_TO_STAY)
+    assert saved == offloaded + shared + sum(kept.values())
+    assert offloaded + shared >= 0.9 * eligible, kept
+    # All sources were gone and all copies over when backward began: what it used can only have come from the disk.
+    reloaded = after.reloaded_bytes - before.reloaded_bytes
+    assert after.forwarded_bytes == before.forwarded_bytes
+    assert reloaded + after.released_bytes - before.released_bytes == offloaded
+    assert after.bytes_in - before.bytes_in > 0 or reloaded == 0
+
+
+def check_modification_noticed(op: OpInfo, offload: eo.Offload, samples: int) -> int:
+    """Each tensor in reach is changed in place in turn: an error comes where autograd has one, and nowhere else.
+
+    Returns:
+        How often there was one.
+    """
+    noticed = 0
+    with unwritten_memory_filled(op):
+        for dtype in DTYPES:
+            for sample in samples_of(op, dtype, samples):
+                for bump in bumps(op, sample):
+                    plain = run(op, sample, bump=bump)
+                    wrong = run(op, sample, offload, bump=bump).differences(plain)
+                    assert not wrong, f"{bump} {dtype} {sample}: {wrong}"
+                    noticed += plain.error == "a saved tensor was modified"
+    return noticed
+
+
+def bumps(op: OpInfo, sample: SampleInput) -> list[Bump]:
+    arguments = Arguments.of(sample)
+    results = [t for t in tree_leaves(op(*arguments.args, **arguments.kwargs)) if isinstance(t, Tensor)]
+    arguments = Arguments.of(sample)  # the operator may have changed the others in place
+    return [
+        Bump(what, which)
+        for what, tensors in (("argument", arguments.tensors), ("result", results))
+        for which, tensor in enumerate(tensors)
+        if tensor.layout is torch.strided
+    ]
+
+
+def variants(op: OpInfo) -> list[Operator]:
+    return [op] if op.inplace_variant is None else [op, op.inplace_variant]
+
+
+def samples_of(op: OpInfo, dtype: torch.dtype, count: int | None) -> list[SampleInput]:
+    if dtype not in op.supported_dtypes("cpu"):
+        return []
+    torch.manual_seed(SEED)
+    return list(islice(op.sample_inputs("cpu", dtype, requires_grad=True), count))
+
+
+def verdict(operator: Operator, sample: SampleInput, step: Step, plain: Run) -> str:
+    if any(run(operator, sample, step=step).differences(plain) for _ in range(20)):
+        return "autograd alone is not reproducible here either: does the operator read memory that nobody has written?"
+    return "autograd alone gives the same every time"
+
+
+@contextmanager
+def unwritten_memory_filled(op: OpInfo) -> Iterator[None]:
+    if op.full_name not in READ_UNWRITTEN_MEMORY:
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def offload() -> Iterator[eo.Offload]:
+    """One object for all operators. When they are through, nothing is left in it."""
+    offload = eo.Offload(min_bytes=0, tier="disk", keep_last_bytes=0)
+    yield offload
+    stats = offload.stats(synchronize=True)
+    assert stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes
+    for lane in offload._lanes.values():
+        assert lane.resident_bytes == 0
+        assert lane.inflight_bytes == 0
+        assert [tier.used_bytes for tier in lane.tiers] == [0]
+    offload.close()
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
+
+
+def test_torch_brings_samples_of_more_than_five_hundred_operators() -> None:
+    assert len(OPERATORS) > 500
+    assert all(torch.float32 in op.supported_dtypes("cpu") for op in OPERATORS.values() if runs_on_floats(op))
+
+
+def runs_on_floats(op: OpInfo) -> bool:
+    return any(dtype.is_floating_point or dtype.is_complex for dtype in op.supported_dtypes("cpu"))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_first_samples_are_exact(name: str, offload: eo.Offload) -> None:
+    check_exact(OPERATORS[name], offload, 2)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_h01_a_modified_tensor_of_the_first_sample_is_noticed_where_autograd_notices_it(
+    name: str, offload: eo.Offload
+) -> None:
+    check_modification_noticed(OPERATORS[name], offload, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_sample_is_exact(name: str, offload: eo.Offload) -> None:
+    check_exact(OPERATORS[name], offload, None)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OPERATORS)
+def test_h08_double_backward_is_exact(name: str, offload: eo.Offload) -> None:
+    check_exact(OPERATORS[name], offload, 6, Step.DOUBLE_BACKWARD)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OPERATORS)
+def test_h01_a_modified_tensor_is_noticed_where_autograd_notices_it(name: str, offload: eo.Offload) -> None:
+    check_modification_noticed(OPERATORS[name], offload, 6)

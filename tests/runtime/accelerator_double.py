@@ -1,0 +1,85 @@
+"""The recording double as a machine for scenarios, and small helpers for the tests that use it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from eager_offload.runtime.accelerator import AcceleratorRuntime, AcceleratorStream
+from eager_offload.runtime.checker import Checker
+from eager_offload.tiers.arena import Arena, HostSlot, HostTier
+from tests.doubles.recording_accelerator import RecordingAccelerator
+from tests.runtime.accelerator_scenarios import Machine
+
+__all__ = ["DEVICE", "NBYTES", "SECOND", "DoubleMachine", "host_slot", "selection"]
+
+DEVICE = torch.device("cuda", 0)
+SECOND = torch.device("cuda", 1)
+#: Small enough for torch to use one thread.
+NBYTES = 1 << 14
+
+
+class DoubleMachine(Machine):
+    """The double as a machine for scenarios, watched by the checker.
+
+    Args:
+        order: which of the orders in which streams may overtake each other.
+    """
+
+    nbytes = NBYTES
+
+    def __init__(self, order: int = 0) -> None:
+        self.double = RecordingAccelerator()
+        self.checker = Checker()
+        runtime = AcceleratorRuntime(self.double)
+        runtime.attach(self.checker, self.double)
+        self.double.log = self.checker
+        super().__init__(runtime, DEVICE)
+        self._order = order
+        self._streams = [self.compute, self.out, self.back]
+
+    def side_stream(self) -> AcceleratorStream:
+        stream = AcceleratorStream.of(self.double.stream(DEVICE))
+        self._streams.append(stream)
+        return stream
+
+    @contextmanager
+    def selected(self, stream: AcceleratorStream) -> Iterator[None]:
+        before = self.double.current_stream(stream.device)
+        self.double.set_stream(stream.torch_stream)
+        try:
+            yield
+        finally:
+            self.double.set_stream(before)
+
+    def empty(self, nbytes: int, stream: AcceleratorStream) -> Tensor:
+        with self.selected(stream):
+            tensor = self.double.empty(nbytes, DEVICE)
+        self.double.allocated(tensor, stream, "the user's tensor")
+        return tensor
+
+    def launch(self, stream: AcceleratorStream, kernel: Callable[..., object], *args: Tensor, what: str) -> None:
+        self.double.launch(stream, kernel, *args, what=what)
+
+    def delay(self, stream: AcceleratorStream) -> None:
+        """Nothing: whichever stream ``order`` puts last is late."""
+
+    def finish(self) -> None:
+        orders = list(itertools.permutations(self._streams))
+        self.double.run_all(first=orders[self._order % len(orders)])
+
+
+def host_slot(runtime: AcceleratorRuntime, nbytes: int) -> HostSlot:
+    slot = HostTier(Arena(runtime.host_buffer), budget=1 << 30).reserve(nbytes)
+    assert slot is not None
+    return slot
+
+
+def selection(double: RecordingAccelerator) -> list[object]:
+    """What the calling thread has selected."""
+    streams = [AcceleratorStream.of(double.current_stream(device)) for device in (DEVICE, SECOND)]
+    return [double.current_device_index(), *streams]

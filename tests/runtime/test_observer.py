@@ -1,0 +1,356 @@
+"""The observer: what it writes into the log of the operators that a user runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from eager_offload.runtime.base import Layout
+from eager_offload.runtime.observer import Observer
+from eager_offload.runtime.recording import Allocated, Entry, Freed, Operation, Recording
+from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.tiers.base import Region
+
+CPU = torch.device("cpu")
+
+
+class Watch:
+    """An observer that is active, with its log."""
+
+    def __init__(self) -> None:
+        self.runtime = SimulatedRuntime()
+        self.log = Recording()
+        self.observer = Observer(self.runtime, self.log, CPU)
+
+    def region(self, tensor: Tensor) -> Region:
+        return self.observer.region(tensor)
+
+    def new(self, since: int = 0) -> list[Entry]:
+        return self.log.entries[since:]
+
+    def operations(self, name: str) -> list[Operation]:
+        return [e for e in self.log.entries if isinstance(e, Operation) and e.what.startswith(f"aten.{name}.")]
+
+    def last(self) -> Operation:
+        return next(entry for entry in reversed(self.log.entries) if isinstance(entry, Operation))
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    watch = Watch()
+    with watch.observer:
+        yield watch
+
+
+def test_a_fresh_result_is_allocated_then_written_and_arguments_are_read(watch: Watch) -> None:
+    a, b = torch.ones(4), torch.ones(4)
+    begin = len(watch.log.entries)
+    c = a + b
+    allocated, operation = watch.new(begin)
+    main = watch.runtime.default_stream
+    assert allocated == Allocated(main, watch.region(c), "aten.add.Tensor")
+    assert operation == Operation(main, (watch.region(a), watch.region(b)), (watch.region(c),), "aten.add.Tensor")
+
+
+def test_a_view_touches_no_bytes(watch: Watch) -> None:
+    a = torch.ones(4, 6)
+    begin = len(watch.log.entries)
+    for view in (a.t(), a[1:], a.view(24), a.detach(), a.expand(2, 4, 6), a.reshape(3, 8), a.contiguous(), *a.split(2)):
+        assert watch.region(view).space == watch.region(a).space
+    with torch.inference_mode():
+        a.reshape(24)
+    assert watch.new(begin) == []
+
+
+def test_a_view_covers_the_bytes_from_its_first_element_to_its_last(watch: Watch) -> None:
+    a = torch.ones(4, 6)
+    whole = watch.region(a)
+    assert whole.stop - whole.start == 96
+    assert watch.region(a[1]) == Region(whole.space, whole.start + 24, whole.start + 48)
+    assert watch.region(a[:, 1]) == Region(whole.space, whole.start + 4, whole.start + 4 + 4 * (3 * 6 + 1))
+    assert watch.region(a[2:2]).start == watch.region(a[2:2]).stop
+
+
+def test_a_reshape_that_has_to_copy_reads_and_writes(watch: Watch) -> None:
+    a = torch.ones(4, 6)
+    b = a.t().reshape(24)
+    assert watch.region(b) != watch.region(a)
+    assert watch.last().reads == (watch.region(a),)
+    with torch.inference_mode():
+        c = a.t().reshape(24)
+    assert watch.last().writes == (watch.region(c),)
+
+
+def test_an_in_place_operator_writes_its_argument(watch: Watch) -> None:
+    a, b = torch.ones(4), torch.ones(4)
+    a.mul_(b)
+    assert (watch.last().reads, watch.last().writes) == ((watch.region(b),), (watch.region(a),))
+    a[1:3].zero_()
+    assert watch.last().writes == (watch.region(a[1:3]),)
+    a[2] = 7.0
+    assert watch.last().writes == (watch.region(a[2]),)
+
+
+def test_an_out_argument_is_written(watch: Watch) -> None:
+    a, out = torch.ones(4), torch.empty(4)
+    torch.add(a, a, out=out)
+    assert (watch.last().reads, watch.last().writes) == ((watch.region(a), watch.region(a)), (watch.region(out),))
+
+
+def test_an_out_argument_that_is_resized_gets_a_new_range(watch: Watch) -> None:
+    a, out = torch.ones(64), torch.empty(0)
+    torch.add(a, a, out=out)
+    assert watch.last().writes == (watch.region(out),)
+    assert watch.region(out).stop - watch.region(out).start == out.untyped_storage().nbytes() == 256
+
+
+def test_lists_of_tensors_are_seen_one_by_one(watch: Watch) -> None:
+    parts = [torch.ones(4), torch.ones(4)]
+    torch.cat(parts)
+    assert watch.last().reads == tuple(watch.region(part) for part in parts)
+    torch._foreach_mul_(parts, 2.0)
+    assert watch.last().writes == tuple(watch.region(part) for part in parts)
+    results = torch._foreach_add(parts, 1.0)
+    assert watch.last().writes == tuple(watch.region(result) for result in results)
+
+
+def test_a_factory_that_takes_sizes_from_a_tensor_does_not_read_it(watch: Watch) -> None:
+    a = torch.ones(4)
+    for factory in (torch.empty_like, torch.zeros_like, torch.rand_like, lambda tensor: tensor.new_ones(3)):
+        result = factory(a)
+        assert watch.region(a) not in watch.last().reads
+        assert watch.last().writes == (watch.region(result),)
+
+
+def test_batch_norm_writes_its_running_statistics_in_training_only(watch: Watch) -> None:
+    norm = torch.nn.BatchNorm1d(3)
+    norm(torch.randn(5, 3))
+    (operation,) = watch.operations("native_batch_norm")
+    assert {watch.region(norm.running_mean), watch.region(norm.running_var)} <= set(operation.writes)
+    norm.eval()
+    norm(torch.randn(5, 3))
+    operation = watch.operations("native_batch_norm")[-1]
+    assert watch.region(norm.running_mean) in operation.reads
+
+
+def test_h33_the_noise_of_rrelu_is_written_by_the_operator_that_reads_it_later(watch: Watch) -> None:
+    noise = torch.empty(4)
+    torch.ops.aten.rrelu_with_noise(torch.randn(4), noise, training=True)
+    assert watch.region(noise) in watch.last().writes
+
+
+def test_a_read_by_the_host_is_a_read(watch: Watch) -> None:
+    a = torch.ones(1)
+    a.item()
+    assert watch.last().reads == (watch.region(a),)
+    torch.equal(a, a)
+    assert watch.last().reads == (watch.region(a), watch.region(a))
+
+
+def test_backward_is_seen_on_the_thread_that_calls_it(watch: Watch) -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    x = torch.randn(4, 4)
+    loss = (x @ weight).relu().sum()
+    loss.backward()
+    (operation,) = watch.operations("threshold_backward")
+    assert len(operation.reads) == 2
+    forward, for_weight = watch.operations("mm")
+    assert watch.region(x) in forward.reads
+    assert watch.region(x) in for_weight.reads
+    assert for_weight.writes == (watch.region(weight.grad),)
+
+
+def test_backward_after_the_context_of_saved_tensor_hooks_and_checkpoints_is_seen(watch: Watch) -> None:
+    x = torch.randn(4, requires_grad=True)
+    checkpoint(torch.exp, x, use_reentrant=False).sum().backward()
+    assert len(watch.operations("exp")) == 2, "forward and recomputation"
+
+
+def test_operators_that_hooks_run_are_seen(watch: Watch) -> None:
+    def pack(tensor: Tensor) -> Tensor:
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return copy.copy_(tensor)
+
+    x = torch.randn(4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda copy: copy):
+        y = x.exp()
+    (copy,) = watch.operations("copy_")
+    assert copy.reads == (watch.region(y),)
+
+
+def test_a_storage_that_dies_is_freed_on_the_stream_that_allocated_it(watch: Watch) -> None:
+    side = watch.runtime.new_stream("side")
+    with watch.runtime.stream(side):
+        a = torch.ones(4)
+    region = watch.region(a)
+    begin = len(watch.log.entries)
+    view = a[1:]
+    del a
+    watch.observer.sweep()
+    assert watch.new(begin) == [], "a view keeps it"
+    del view
+    torch.ones(4)
+    assert watch.new(begin)[0] == Freed(side, region, "the last reference went")
+
+
+def test_h11_a_freed_range_is_handed_out_again_at_once_and_to_its_own_stream_only(watch: Watch) -> None:
+    a = torch.ones(300)
+    keeper = torch.ones(300)
+    region = watch.region(a)
+    del a
+    side = watch.runtime.new_stream("side")
+    with watch.runtime.stream(side):
+        b = torch.ones(300)
+    c = torch.ones(200)
+    assert watch.region(b).space != region.space
+    assert watch.region(c) == Region(region.space, region.start, region.start + 800)
+    assert watch.region(keeper).start >= region.stop
+
+
+def test_a_parameter_is_there_from_the_start_and_its_range_is_never_reused() -> None:
+    weight = torch.nn.Parameter(torch.randn(4))
+    watch = Watch()
+    with watch.observer:
+        result = weight.detach() * 2
+        (operation,) = watch.operations("mul")
+        assert operation.reads == (watch.region(weight),)
+        allocated = [entry.region for entry in watch.log.entries if isinstance(entry, Allocated)]
+        assert allocated == [watch.region(result)]
+        region = watch.region(weight)
+        del weight, operation
+        torch.ones(4)
+    assert Freed(watch.runtime.default_stream, region, "the last reference went") in watch.log.entries
+    assert all(e.region.space != region.space for e in watch.log.entries if isinstance(e, Allocated))
+
+
+def test_set_and_data_change_which_storage_a_tensor_names(watch: Watch) -> None:
+    a, b, c = torch.ones(4), torch.zeros(4), torch.full((4,), 2.0)
+    begin = len(watch.log.entries)
+    region = watch.region(b)
+    a.set_(b)
+    assert watch.region(a) == region
+    a.data = c
+    assert watch.region(a) == watch.region(c)
+    assert [type(entry) for entry in watch.new(begin)] == [Freed], "the storage that a had at first"
+
+
+def test_a_resized_storage_gets_another_range(watch: Watch) -> None:
+    a = torch.ones(200)
+    first = watch.region(a)
+    a.untyped_storage().resize_(0)
+    assert watch.region(a).start == watch.region(a).stop
+    a.untyped_storage().resize_(8000)
+    a.resize_(2000)
+    a.zero_()
+    assert watch.region(a).stop - watch.region(a).start == 8000
+    assert [e.region for e in watch.log.entries if isinstance(e, Freed)] == [first]
+
+
+def test_targets_that_the_runtime_allocates_are_named_once(watch: Watch) -> None:
+    watch.runtime.attach(watch.observer.log, watch.observer)
+    begin = len(watch.log.entries)
+    target = watch.runtime.allocate(Layout(100, phase=4), CPU, watch.runtime.default_stream)
+    assert target.data_ptr() % 64 == 4
+    (allocated,) = watch.new(begin)
+    assert isinstance(allocated, Allocated)
+    assert allocated.what == "reload target"
+    assert watch.region(target) == Region(allocated.region.space, allocated.region.start + 4, allocated.region.stop)
+
+
+def test_resident_bytes_count_what_lives(watch: Watch) -> None:
+    a = torch.ones(1000)
+    b = torch.ones(500)
+    assert watch.observer.resident_bytes == 6000
+    del a
+    c = b.view(-1)
+    watch.observer.sweep()
+    assert c.numel() == 500
+    assert watch.observer.resident_bytes == 2000
+    assert watch.observer.peak_resident_bytes == 6000
+
+
+def test_another_thread_is_seen_through_a_mode_of_its_own(watch: Watch) -> None:
+    side = watch.runtime.new_stream("side")
+
+    def compute() -> None:
+        with watch.observer.elsewhere(), watch.runtime.stream(side):
+            torch.ones(4).exp()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    (operation,) = watch.operations("exp")
+    assert operation.stream is side
+    torch.ones(4).log()
+    assert watch.operations("log")[0].stream is watch.runtime.default_stream
+
+
+class Wrapped(torch.Tensor):
+    """Two tensors in one, as quantized subclasses are."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapped.inner = inner
+        return wrapped
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        inner = [arg.inner if isinstance(arg, Wrapped) else arg for arg in args]
+        return Wrapped(func(*inner, **(kwargs or {})))
+
+
+class Plain(torch.Tensor):
+    """A subclass that only adds methods."""
+
+
+def test_h13_the_inner_tensors_of_a_wrapper_are_seen(watch: Watch) -> None:
+    inner = torch.ones(4)
+    result = Wrapped(inner) * 2
+    (operation,) = watch.operations("mul")
+    assert operation.reads == (watch.region(inner),)
+    assert operation.writes == (watch.region(result.inner),)
+
+
+def test_h13_a_plain_subclass_is_an_ordinary_tensor(watch: Watch) -> None:
+    plain = torch.ones(4).as_subclass(Plain)
+    result = plain * 2
+    assert watch.last().writes == (watch.region(result),)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore:.*quantize_per_tensor:UserWarning")
+def test_h12_odd_tensors_pass_through(watch: Watch) -> None:
+    begin = len(watch.log.entries)
+    torch.empty(4, device="meta").add_(1)
+    assert watch.new(begin) == []
+    sparse = torch.eye(3).to_sparse()
+    assert torch.equal((sparse + sparse).to_dense(), 2 * torch.eye(3))
+    empty = torch.empty(0)
+    assert watch.region(empty).start == watch.region(empty).stop
+    assert watch.region(torch.ones((), dtype=torch.complex64)).stop > 0
+    conjugate = torch.ones(3, dtype=torch.complex64).conj()
+    assert watch.region(conjugate).stop - watch.region(conjugate).start == 24
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert watch.region(nested * 2).stop > 0
+    quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+    assert watch.region(quantized).stop - watch.region(quantized).start == 4
+    with torch.inference_mode():
+        torch.ones(3) + 1
+
+
+def test_h25_storages_that_died_leave_nothing_behind(watch: Watch) -> None:
+    for _ in range(200):
+        x = torch.randn(16, requires_grad=True)
+        (x * x).exp().sum().backward()
+    del x
+    watch.observer.sweep()
+    assert watch.observer.resident_bytes == 0
+    starts = [e.region.stop for e in watch.log.entries if isinstance(e, Allocated)]
+    assert max(starts) <= 16 * 512, "ranges are reused"
