@@ -62,28 +62,21 @@ class DelayLine:
         self._urgent.discard(key)
         return True
 
-    def due(self, sequence: int | None) -> list[int]:
-        """Takes out what has to leave now, oldest first.
+    def due(self, sequence: int | None) -> int | None:
+        """What has to leave next, oldest first, or ``None``. It stays in line until it is discarded.
 
         Args:
             sequence: the thread's autograd sequence number, or ``None`` when the context is left: then every operator
                 has run.
         """
-        due = [key for key in self._urgent if self._is_final(key, sequence)] if self._urgent else []
-        for key in due:
-            self.discard(key)
-        excess = self.nbytes - self.limit
-        if excess > 0:
-            first = len(due)
-            for key, waiting in self._waiting.items():
-                if waiting.packed_at is None or sequence is None or sequence > waiting.packed_at:
-                    due.append(key)
-                    excess -= waiting.nbytes
-                    if excess <= 0:
-                        break
-            for key in due[first:]:
-                self.discard(key)
-        return due
+        for key in self._urgent:
+            if self._is_final(key, sequence):
+                return key
+        if self.nbytes > self.limit:
+            for key in self._waiting:
+                if self._is_final(key, sequence):
+                    return key
+        return None
 
     def _is_final(self, key: int, sequence: int | None) -> bool:
         packed_at = self._waiting[key].packed_at

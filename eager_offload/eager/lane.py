@@ -146,16 +146,15 @@ class Lane:
         self._hold(area.nbytes)
         urgent = mark is Mark.PREFER
         line.push(saved.key, area.nbytes, None if tensor.requires_grad else packed_at, urgent=urgent)
-        if urgent or line.nbytes > line.limit:
-            for key in line.due(packed_at):
-                self._start(key)
+        while (key := line.due(packed_at)) is not None:
+            self._start(key, line)
         return view
 
     def flush(self, line: DelayLine) -> None:
         """The context is left: every operator has run, so all that exceeds the newest bytes leaves."""
         self.settle()
-        for key in line.due(None):
-            self._start(key)
+        while (key := line.due(None)) is not None:
+            self._start(key, line)
 
     def _known(self, name: Hashable, storage: torch.UntypedStorage) -> SavedStorage | None:
         """The saved storage under ``name``, if it is of the very ``storage``: an address may have a new owner."""
@@ -200,24 +199,38 @@ class Lane:
 
     # -- device -> tier -------------------------------------------------------------------------------------------
 
-    def _start(self, key: int) -> None:
-        """Starts the copy of a storage that left its delay line."""
+    def _start(self, key: int, line: DelayLine) -> None:
+        """Starts the copy of the storage that is next in ``line``, or finds that it stays."""
         saved = self._storages[key]()
-        if saved is None:
-            return  # it died a moment ago; settling will find it
-        saved.line = None
-        marked = marks.any_marks()
-        if marked and marks.mark_of(saved.aliases[0].untyped_storage()) is Mark.KEEP:
-            self._keep(saved, KeepReason.NEWEST, KeepReason.MARKED)
+        if saved is None or saved.state is not State.WAITING:
+            line.discard(key)  # it died a moment ago (settling will find it), or an interrupt came after its start
             return
         moved = saved.footprint.moved
         while not self._window.has_room(moved):
             self._make_room()
-        slot = self._reserve(moved)
-        if slot is None:
-            self._keep(saved, KeepReason.NEWEST, KeepReason.BUDGET)
-            return
-        if saved.footprint.gathered:
+        marked = marks.any_marks()
+        storage = saved.aliases[0].untyped_storage()
+        if marked and marks.mark_of(storage) is Mark.KEEP:
+            self._keep(saved, KeepReason.MARKED)
+        elif (slot := self._reserve(moved)) is None:
+            self._keep(saved, KeepReason.BUDGET)
+        else:
+            self._send(saved, slot)
+            if marked:
+                marks.clear_mark(storage)
+        # Last: whatever interrupts this leaves the storage in line.
+        line.discard(key)
+        saved.line = None
+
+    def _keep(self, saved: SavedStorage, reason: KeepReason) -> None:
+        saved.state = State.KEPT
+        saved.tally.reclassify(saved.logical_bytes, KeepReason.NEWEST, reason)
+        self._hold(-saved.footprint.nbytes)
+
+    def _send(self, saved: SavedStorage, slot: Slot) -> None:
+        """Enqueues the copy into ``slot``."""
+        area, tally = saved.footprint, self._accounts.tally
+        if area.gathered:
             with self.runtime.enter(saved.stream):  # gathering is compute, of the stream that made the tensor
                 source = saved.source_bytes()
         else:
@@ -226,13 +239,13 @@ class Lane:
         saved.slot, saved.out_event, saved.state = slot, event, State.LEAVING
         saved.copied_version = saved.aliases[0]._version
         ticket = self._registry.register(event, (source, saved.aliases, slot))
-        self._leaving[key] = _Leaving(ticket, saved.ref, saved.footprint.nbytes, saved.logical_bytes, saved.tally)
-        self._window.enter(key, moved)
+        self._leaving[saved.key] = _Leaving(ticket, saved.ref, area.nbytes, saved.logical_bytes, saved.tally)
+        window = self._window
+        window.enter(saved.key, area.moved)
         saved.tally.reclassify(saved.logical_bytes, KeepReason.NEWEST, None)
-        self._tally.bytes_out += moved
-        self._tally.inflight_bytes_peak = max(self._tally.inflight_bytes_peak, self._window.nbytes)
-        if marked:
-            marks.clear_mark(saved.aliases[0].untyped_storage())
+        tally.bytes_out += area.moved
+        if window.nbytes > tally.inflight_bytes_peak:
+            tally.inflight_bytes_peak = window.nbytes
 
     def _copy_out(self, source: Tensor, slot: Slot, stream: Stream) -> Event:
         """Enqueues the copy behind the compute that made ``source`` and behind the slot's last uses."""
@@ -270,11 +283,6 @@ class Lane:
             tally.disk_bytes_peak = max(tally.disk_bytes_peak, held)
         else:
             tally.host_bytes_peak = max(tally.host_bytes_peak, held)
-
-    def _keep(self, saved: SavedStorage, before: KeepReason | None, after: KeepReason) -> None:
-        saved.state = State.KEPT
-        saved.tally.reclassify(saved.logical_bytes, before, after)
-        self._hold(-saved.footprint.nbytes)
 
     def _make_room(self) -> None:
         """Waits until the oldest offload has arrived: stream-side where one compute stream owns every source."""

@@ -9,7 +9,7 @@ same error is expected. No operator is left out.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -31,6 +31,7 @@ Operator = Callable[..., Any]
 OPERATORS = {op.full_name: op for op in op_db if op.supports_autograd}
 DTYPES = (torch.float32, torch.complex64)
 SEED = 20
+MODIFIED = "a saved tensor was modified"
 
 #: Of the tensors that autograd saves, those that are not expected to move.
 EXPECTED_TO_STAY = ("small", "parameter", "layout", "device")
@@ -40,6 +41,14 @@ EXPECTED_TO_STAY = ("small", "parameter", "layout", "device")
 READ_UNWRITTEN_MEMORY = {
     "linalg.lstsq": "torch hands gelsy of LAPACK pivots that were never set",
     "linalg.lstsq.grad_oriented": "torch hands gelsy of LAPACK pivots that were never set",
+}
+
+#: Operators whose samples are for other devices, or for integers, which have no gradients.
+NOT_ON_A_CPU = {
+    "torch.ops.aten._flash_attention_forward",
+    "torch.ops.aten._efficient_attention_forward",
+    "nn.functional.batch_norm.without_cudnn",
+    "nn.functional.one_hot",
 }
 
 
@@ -133,11 +142,11 @@ class Arguments:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: list[Tensor]
-    #: What an operator's user could change in place: the leaves, and what the operator is called with.
+    #: What the operator is called with.
     tensors: list[Tensor]
 
     @staticmethod
-    def of(sample: SampleInput) -> Arguments:
+    def of(sample: SampleInput, *, as_leaves: bool = False) -> Arguments:
         copies: dict[int, Tensor] = {}
         leaves: list[Tensor] = []
 
@@ -148,19 +157,19 @@ class Arguments:
                 fresh = duplicate(value)
                 if value.requires_grad:
                     leaves.append(fresh.requires_grad_())
-                    fresh = Duplicate.apply(fresh)
+                    fresh = fresh if as_leaves else Duplicate.apply(fresh)
                 copies[id(value)] = fresh
             return copies[id(value)]
 
         args, kwargs = tree_map(copy, ((sample.input, *sample.args), dict(sample.kwargs)))
-        return Arguments(args, kwargs, leaves, [*leaves, *copies.values()])
+        return Arguments(args, kwargs, leaves, list(copies.values()))
 
 
 @dataclass(frozen=True)
 class Bump:
     """Something to change in place between forward and backward: its values stay, its version grows."""
 
-    #: ``"argument"`` or ``"result"``.
+    #: ``"argument"``, ``"leaf"`` (an argument too, which stays since it is a leaf) or ``"result"``.
     what: str
     which: int
 
@@ -204,8 +213,8 @@ def run(
 
 
 def forward(operator: Operator, sample: SampleInput, context: AbstractContextManager[Any], bump: Bump | None) -> Forward:
-    torch.manual_seed(SEED)
-    arguments = Arguments.of(sample)
+    torch.default_generator.manual_seed(SEED)
+    arguments = Arguments.of(sample, as_leaves=bump is not None and bump.what == "leaf")
     with context:
         returned = sample.output_process_fn_grad(operator(*arguments.args, **arguments.kwargs))
     tensors = [value for value in tree_leaves(returned) if isinstance(value, Tensor)]
@@ -216,10 +225,9 @@ def forward(operator: Operator, sample: SampleInput, context: AbstractContextMan
         [tensor.detach().clone() for tensor in tensors],
     )
     if bump is not None:
-        changed = (arguments.tensors if bump.what == "argument" else tensors)[bump.which :][:1]
+        changed = tensors if bump.what == "result" else arguments.tensors
         with torch.no_grad():
-            for tensor in changed:
-                tensor.add_(0)
+            changed[bump.which].add_(0)
     return done
 
 
@@ -240,7 +248,11 @@ def told(error: Exception, *, under_offload: bool) -> str:
     """What has to be the same about an error with and without offload."""
     if "modified by an inplace operation" in str(error):
         assert isinstance(error, eo.SavedTensorModifiedError) is under_offload, repr(error)
-        return "a saved tensor was modified"
+        return MODIFIED
+    if "has been modified inplace" in str(error):
+        # Of one among several views autograd says this; it looks for the view's node before it looks at the version.
+        assert not under_offload, repr(error)
+        return MODIFIED
     return f"{type(error).__name__}: {error}"
 
 
@@ -277,31 +289,27 @@ def check_moved(before: eo.OffloadStats, after: eo.OffloadStats) -> None:
     assert after.bytes_in - before.bytes_in > 0 or reloaded == 0
 
 
-def check_modification_noticed(op: OpInfo, offload: eo.Offload, samples: int) -> int:
-    """Each tensor in reach is changed in place in turn: an error comes where autograd has one, and nowhere else.
-
-    Returns:
-        How often there was one.
-    """
-    noticed = 0
+def check_modification_noticed(
+    op: OpInfo, offload: eo.Offload, samples: int, dtypes: Sequence[torch.dtype] = DTYPES
+) -> None:
+    """Each tensor in reach is changed in place in turn: an error comes where autograd has one, and nowhere else."""
     with unwritten_memory_filled(op):
-        for dtype in DTYPES:
+        for dtype in dtypes:
             for sample in samples_of(op, dtype, samples):
                 for bump in bumps(op, sample):
                     plain = run(op, sample, bump=bump)
                     wrong = run(op, sample, offload, bump=bump).differences(plain)
                     assert not wrong, f"{bump} {dtype} {sample}: {wrong}"
-                    noticed += plain.error == "a saved tensor was modified"
-    return noticed
 
 
 def bumps(op: OpInfo, sample: SampleInput) -> list[Bump]:
     arguments = Arguments.of(sample)
-    results = [t for t in tree_leaves(op(*arguments.args, **arguments.kwargs)) if isinstance(t, Tensor)]
+    with torch.no_grad():
+        results = [t for t in tree_leaves(op(*arguments.args, **arguments.kwargs)) if isinstance(t, Tensor)]
     arguments = Arguments.of(sample)  # the operator may have changed the others in place
     return [
         Bump(what, which)
-        for what, tensors in (("argument", arguments.tensors), ("result", results))
+        for what, tensors in (("argument", arguments.tensors), ("leaf", arguments.leaves), ("result", results))
         for which, tensor in enumerate(tensors)
         if tensor.layout is torch.strided
     ]
@@ -314,7 +322,7 @@ def variants(op: OpInfo) -> list[Operator]:
 def samples_of(op: OpInfo, dtype: torch.dtype, count: int | None) -> list[SampleInput]:
     if dtype not in op.supported_dtypes("cpu"):
         return []
-    torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)
     return list(islice(op.sample_inputs("cpu", dtype, requires_grad=True), count))
 
 
@@ -353,13 +361,10 @@ def offload() -> Iterator[eo.Offload]:
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 
-def test_torch_brings_samples_of_more_than_five_hundred_operators() -> None:
+def test_all_but_a_few_of_the_operators_run_on_a_cpu() -> None:
     assert len(OPERATORS) > 500
-    assert all(torch.float32 in op.supported_dtypes("cpu") for op in OPERATORS.values() if runs_on_floats(op))
-
-
-def runs_on_floats(op: OpInfo) -> bool:
-    return any(dtype.is_floating_point or dtype.is_complex for dtype in op.supported_dtypes("cpu"))
+    without = {name for name, op in OPERATORS.items() if not op.supported_dtypes("cpu").intersection(DTYPES)}
+    assert without == NOT_ON_A_CPU
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -371,7 +376,7 @@ def test_the_first_samples_are_exact(name: str, offload: eo.Offload) -> None:
 def test_h01_a_modified_tensor_of_the_first_sample_is_noticed_where_autograd_notices_it(
     name: str, offload: eo.Offload
 ) -> None:
-    check_modification_noticed(OPERATORS[name], offload, 1)
+    check_modification_noticed(OPERATORS[name], offload, 1, [torch.float32])
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -148,6 +149,19 @@ def test_idle_memory_beyond_the_allowance_goes_back_at_once_and_the_rest_serves_
     again = arena.allocate(10 * MIB)
     assert again is not None
     assert len(system.sizes) == 5, "an idle slab serves first"
+
+
+def test_the_process_shrinks_when_memory_goes_back() -> None:
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    arena = Arena(slab_bytes=8 * MIB, idle_bytes=0)
+    before = resident()
+    leases = [arena.lease(16 * MIB).fill_(1) for _ in range(4)]
+    assert resident() - before > 60 * MIB
+    leases.clear()
+    arena.drain()
+    assert resident() - before < 4 * MIB
 
 
 def test_idle_shared_slabs_go_back_too() -> None:
