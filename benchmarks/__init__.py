@@ -1,4 +1,4 @@
-"""Measures the library against the numbers that it promises; `python -m benchmarks.NAME --help` from the repository's root.
+"""Measures the library against what it promises; `python -m benchmarks.NAME --help` from the repository's root.
 
 The model and its text are those of the demo in `examples/`.
 """

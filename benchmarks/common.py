@@ -26,7 +26,18 @@ from rich.table import Table
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.disk import DiskTier
 
-__all__ = ["MIB", "Limit", "Report", "Spread", "add_common_options", "console", "disk", "environment", "positive", "table"]
+__all__ = [
+    "MIB",
+    "Limit",
+    "Report",
+    "Spread",
+    "add_common_options",
+    "console",
+    "disk",
+    "environment",
+    "positive",
+    "table",
+]
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,10 +140,14 @@ def table(first: str, *others: str) -> Table:
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """``--quick``, ``--check``, ``--output`` and ``--disk-path``."""
-    parser.add_argument("--quick", action="store_true", help="a short run, to see that it works; its numbers mean little")
+    parser.add_argument(
+        "--quick", action="store_true", help="a short run, to see that it works; its numbers mean little"
+    )
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a limit is missed")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: benchmarks/results/NAME.json")
-    parser.add_argument("--disk-path", type=Path, metavar="DIR", help="of the spill file; default: as the library chooses")
+    parser.add_argument(
+        "--disk-path", type=Path, metavar="DIR", help="of the spill file; default: as the library chooses"
+    )
 
 
 def positive(text: str) -> int:

@@ -146,7 +146,9 @@ def train(name: str, options: argparse.Namespace) -> Run:
 
 
 def make_offload(variant: Variant, options: argparse.Namespace) -> eo.Offload:
-    windows = {} if variant.default_windows else {"max_inflight_bytes": options.window, "prefetch_bytes": options.window}
+    windows = (
+        {} if variant.default_windows else {"max_inflight_bytes": options.window, "prefetch_bytes": options.window}
+    )
     return eo.Offload(tier="disk", disk_path=options.disk_path, min_bytes=options.min_bytes, **windows)
 
 

@@ -264,7 +264,9 @@ def show_kept(found: dict[str, dict[str, Costs]]) -> None:
 
 
 def show_offloaded(found: dict[str, dict[str, Costs]]) -> None:
-    shown = table("microseconds a call", "pack", "unpack", "both: median (least .. most)", "wall", "through an operator")
+    shown = table(
+        "microseconds a call", "pack", "unpack", "both: median (least .. most)", "wall", "through an operator"
+    )
     for what, costs_of in found.items():
         direct = costs_of["direct"]
         shown.add_row(
@@ -288,11 +290,15 @@ def main(arguments: list[str] | None = None) -> int:
     kept = measure_kept(report, options)
     show_kept(kept)
     offloaded = {
-        f"{tier}, {size}": measure_offloaded(report, tier, size, options) for tier in options.tiers for size in options.sizes
+        f"{tier}, {size}": measure_offloaded(report, tier, size, options)
+        for tier in options.tiers
+        for size in options.sizes
     }
     show_offloaded(offloaded)
     summary = {
-        group: {what: {name: Spread.of(costs.total) for name, costs in costs_of.items()} for what, costs_of in found.items()}
+        group: {
+            what: {name: Spread.of(costs.total) for name, costs in costs_of.items()} for what, costs_of in found.items()
+        }
         for group, found in (("kept", kept), ("offloaded", offloaded))
     }
     return report.finish({"unit": "microseconds a call", "kept": kept, "offloaded": offloaded}, summary)

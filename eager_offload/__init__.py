@@ -1,4 +1,4 @@
-"""Moves what autograd saves for backward off the device, and back just in time, without changing a bit of any gradient."""
+"""Moves what autograd saves for backward off the device and back just in time, bit for bit."""
 
 from __future__ import annotations
 

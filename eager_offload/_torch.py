@@ -5,21 +5,34 @@
 | ``torch.autograd._get_sequence_nr`` | 2.11 to 2.15 | the import fails: when a copy may start cannot be told |
 | ``torch._C._current_autograd_node`` | 2.11 to 2.15 | a reentrant checkpoint's recomputation is offloaded again |
 | ``torch._neg_view`` | 2.11 to 2.15 | the import fails |
-| ``torch.utils.checkpoint._checkpoint_hook`` and ``_recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
+| ``torch._ops.OpOverload``, ``torch.utils._python_dispatch`` | 2.11 to 2.15 | the import fails |
+| ``_checkpoint_hook``, ``_recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["WeakStorage", "autograd_sequence", "checkpoint_hooks", "current_autograd_node", "neg_view", "require_torch", "weak_storage"]
+__all__ = [
+    "OpOverload",
+    "TorchDispatchMode",
+    "autograd_sequence",
+    "checkpoint_hooks",
+    "current_autograd_node",
+    "neg_view",
+    "require_torch",
+    "weak_storage",
+    "without_dispatch_modes",
+]
 
 _OLDEST = (2, 11)
 
@@ -42,6 +55,9 @@ autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: 
 #: The autograd node that this thread is running backward for, or ``None``.
 current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
 
+#: Runs operators out of sight of the dispatch modes that the caller has active.
+without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
+
 #: A view of a real tensor with the negative bit set.
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 
@@ -62,25 +78,6 @@ def weak_storage(storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStor
     return weakref.ref(storage)
 
 
-class WeakStorage:
-    """A weak reference to a storage with a key that names it in dictionaries, for as long as the reference exists."""
-
-    __slots__ = ("_ref", "key")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self.key: int = storage._cdata
-
-    def resolve(self) -> torch.UntypedStorage | None:
-        """The storage, if someone still keeps it."""
-        storage: object = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
-        return cast("torch.UntypedStorage | None", storage)
-
-    def expired(self) -> bool:
-        """Whether the storage's bytes are gone."""
-        return cast(bool, self._ref.expired())  # type: ignore[no-untyped-call]
-
-
 def _require_storage_identity() -> None:
     tensor = torch.empty(1)
     storage, alias = weakref.ref(tensor.untyped_storage()), tensor.detach()
@@ -89,7 +86,8 @@ def _require_storage_identity() -> None:
     del alias
     if not survives or storage() is not None:
         raise ImportError(
-            f"eager_offload needs a torch that keeps a storage's Python object exactly as long as the storage; {torch.__version__} does not"
+            "eager_offload needs a torch that keeps a storage's Python object exactly as long as the storage; "
+            f"{torch.__version__} does not"
         )
 
 

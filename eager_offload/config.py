@@ -24,7 +24,11 @@ PathLike: TypeAlias = str | os.PathLike[str]
 _TIERS = ("auto", "host", "disk")
 _ENV_PREFIX = "EAGER_OFFLOAD_"
 _SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
-_UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}, **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}}
+_UNITS = {
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+    **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
+}
 _SIZE_ACCEPTED = 'a whole number of bytes, 0 or more, or a text such as "256MiB" or "1.5GB"'
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -100,7 +104,9 @@ class OffloadConfig:
             self._store(field, _size_or_auto(getattr(self, field), field))
         for field in ("host_budget", "disk_budget"):
             if getattr(self, field) == 0:
-                raise _refuse(field, 0, 'more than 0 bytes, or "auto" (to switch offloading off, leave the context out)')
+                raise _refuse(
+                    field, 0, 'more than 0 bytes, or "auto" (to switch offloading off, leave the context out)'
+                )
         if not (isinstance(self.pin_memory, bool) or self.pin_memory == "auto"):
             raise _refuse("pin_memory", self.pin_memory, 'True, False or "auto"')
         if not isinstance(self.verify, bool):
@@ -181,7 +187,11 @@ def _paths(value: object) -> tuple[Path, ...] | None:
     if value is None:
         return None
     listed = [value] if isinstance(value, str | os.PathLike) else value
-    if not isinstance(listed, Sequence) or not listed or not all(isinstance(p, str | os.PathLike) and os.fspath(p) for p in listed):
+    if (
+        not isinstance(listed, Sequence)
+        or not listed
+        or not all(isinstance(p, str | os.PathLike) and os.fspath(p) for p in listed)
+    ):
         raise _refuse("disk_path", value, "a directory, a list of directories, or None")
     return tuple(Path(p) for p in listed)
 

@@ -52,7 +52,9 @@ class no_offload(ContextDecorator):
     def __enter__(self) -> None:
         _region.depth += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         _region.depth -= 1
 
 
@@ -113,5 +115,3 @@ def _mark(tensor: T, mark: Mark) -> T:
             del _marks[key]
         _marks[storage._cdata] = _Marked(weak_storage(storage), mark)
     return tensor
-
-

@@ -74,7 +74,9 @@ class Offload:
         self._contexts.stack.append(context)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not self._contexts.stack:
             raise OffloadError("this Offload is left in a thread that did not enter it: use one `with` for both")
         self._contexts.stack.pop().__exit__(kind, error, trace)
@@ -136,7 +138,9 @@ class Offload:
             runtime = accelerator_runtime()
         else:
             return None
-        lane = self._lanes[device] = Lane(device, runtime, self._open_tiers(runtime, device), self.config, self._accounts)
+        lane = self._lanes[device] = Lane(
+            device, runtime, self._open_tiers(runtime, device), self.config, self._accounts
+        )
         return lane
 
     def _open_tiers(self, runtime: Runtime, device: torch.device) -> list[Tier]:
@@ -151,15 +155,15 @@ class Offload:
         config, on_host_runtime = self.config, isinstance(runtime, HostRuntime)
         if device.type != "cpu" and (config.tier == "disk" or config.disk_paths is not None):
             raise ConfigError(
-                f"tier={config.tier!r} with disk_path={config.disk_path} is not accepted for tensors on {device}: in this "
-                'version the disk tier serves CPU devices; take tier="host" and leave disk_path out'
+                f"tier={config.tier!r} with disk_path={config.disk_path} is not accepted for tensors on {device}: in "
+                'this version the disk tier serves CPU devices; take tier="host" and leave disk_path out'
             )
         if config.tier == "disk" or (config.tier == "auto" and (on_host_runtime or config.disk_paths is not None)):
             return DiskTier(config.disk_paths, _bytes(config.disk_budget), verify=config.verify)
         if on_host_runtime and not _told_about_host_tier.is_set():
             _told_about_host_tier.set()
             warnings.warn(
-                'eager_offload: tier="host" on a CPU device copies within host memory; it saves nothing and is for tests',
+                'eager_offload: tier="host" on a CPU device copies within host memory: it saves nothing, for tests',
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -167,6 +171,15 @@ class Offload:
         if isinstance(runtime, AcceleratorRuntime):
             buffers = partial(runtime.host_buffer, pin_memory=config.pin_memory is not False)
         return HostTier(Arena(buffers), _bytes(config.host_budget) or host_budget())
+
+    def _saw_foreign_hooks(self) -> None:
+        with self._accounts.lock:
+            self._accounts.tally.foreign_hooks += 1
+        self._tell_once(
+            "foreign",
+            "other saved-tensor hooks were entered inside this context and hide from it what is saved there. Enter "
+            "this context inside theirs, or leave one of the two out",
+        )
 
     def _tell_once(self, what: str, message: str) -> None:
         if what not in self._told:
@@ -188,7 +201,7 @@ class _Context:
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
         self._hooks = foreign.ours(offload._hooks.pack, unpack)
-        self._watch = foreign.watch(self._saw_foreign_hooks)
+        self._watch = foreign.watch(offload._saw_foreign_hooks)  # not a method of this: a cycle for each `with`
         self._nodes_before = 0
         self._packed_before = 0
 
@@ -205,7 +218,9 @@ class _Context:
             raise _explained(error) from error
         self._watch.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         offload = self._offload
         self._watch.__exit__()
         self._hooks.__exit__(kind, error, trace)
@@ -224,16 +239,6 @@ class _Context:
         if isinstance(error, RuntimeError) and _is_forbidden(error):
             raise _explained(error) from error
 
-    def _saw_foreign_hooks(self) -> None:
-        offload = self._offload
-        with offload._accounts.lock:
-            offload._accounts.tally.foreign_hooks += 1
-        offload._tell_once(
-            "foreign",
-            "other saved-tensor hooks were entered inside this context and hide from it what is saved there. Enter this "
-            "context inside theirs, or leave one of the two out",
-        )
-
 
 def _is_forbidden(error: RuntimeError) -> bool:
     """Whether torch refused hooks, as ``torch.func`` transforms do."""
@@ -249,5 +254,3 @@ def _explained(error: RuntimeError) -> OffloadError:
 
 def _bytes(budget: int | str) -> int | None:
     return None if isinstance(budget, str) else budget
-
-

@@ -21,6 +21,12 @@ __all__ = ["Footprint", "footprint", "is_parameter", "own_bytes", "reason_to_sta
 _GATHER_BELOW = 4
 
 
+#: The nodes of views that operators save of a weight, and how many of them may stand between the two.
+_VIEWS = frozenset(
+    f"{name}Backward0" for name in ("T", "Transpose", "View", "Expand", "Permute", "Squeeze", "Unsqueeze", "UnsafeView")
+)
+_MOST_VIEWS = 4
+
 #: What autocast casts to.
 _AUTOCAST = (torch.bfloat16, torch.float16)
 
@@ -85,10 +91,18 @@ def is_parameter(tensor: Tensor) -> bool:
     node = root.grad_fn
     if node is None:
         return True
-    if root.dtype not in _AUTOCAST or node.name() != "ToCopyBackward0":
-        return False
-    source = node.next_functions[0][0]
-    return source is not None and source.name() == "torch::autograd::AccumulateGrad"
+    # What backward was given, and saves for a backward of its own, is no view any more: its nodes still tell.
+    for _ in range(_MOST_VIEWS):
+        name = node.name()
+        if name not in _VIEWS and not (name == "ToCopyBackward0" and root.dtype in _AUTOCAST):
+            return False
+        source = node.next_functions[0][0]
+        if source is None:
+            return False
+        if source.name() == "torch::autograd::AccumulateGrad":
+            return True
+        node = source
+    return False
 
 
 def own_bytes(tensor: Tensor) -> int:

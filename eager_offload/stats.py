@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from eager_offload.tiers.forking import tell_after_fork
 
 __all__ = ["Accounts", "KeepReason", "OffloadStats", "Tally"]
 
 
-class KeepReason(str, Enum):
+class KeepReason(StrEnum):
     """Why a saved tensor stays on its device."""
 
     SMALL = "small"
@@ -89,7 +89,9 @@ class OffloadStats:
             f" resident, {_size(self.host_bytes_peak).strip()} host, {_size(self.disk_bytes_peak).strip()} disk",
         ]
         if self.demotions:
-            lines.append("demotions  " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.demotions.items())))
+            lines.append(
+                "demotions  " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.demotions.items()))
+            )
         return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
 """Notices saved-tensor hooks of others that are entered inside an active context of ours.
 
 Autograd calls the innermost hooks only, so what is saved under them is hidden from the outer ones. Those that are
-entered through ``torch.autograd.graph.saved_tensors_hooks`` (``save_on_cpu`` and most libraries) can be seen; hooks that
-are pushed through torch's private functions cannot.
+entered through ``torch.autograd.graph.saved_tensors_hooks`` (``save_on_cpu`` and most libraries) can be seen; hooks
+that are pushed through torch's private functions cannot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _original = saved_tensors_hooks.__enter__
 _local = threading.local()
 
 
-class watch:  # noqa: N801 - a context manager, named as it reads
+class watch:
     """While it is active, calls ``seen`` for each foreign hook that its thread enters."""
 
     def __init__(self, seen: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ class watch:  # noqa: N801 - a context manager, named as it reads
                 saved_tensors_hooks.__enter__ = _original  # type: ignore[method-assign]
 
 
-class ours(saved_tensors_hooks):  # noqa: N801
+class ours(saved_tensors_hooks):
     """The hooks of this library; never foreign."""
 
 

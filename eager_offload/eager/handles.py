@@ -31,7 +31,18 @@ from eager_offload.selection import Footprint, root_of
 from eager_offload.stats import Tally
 from eager_offload.tiers.base import Slot
 
-__all__ = ["Keeper", "KeptTensor", "Reload", "Remains", "Returned", "SavedStorage", "SavedView", "State", "compact", "flat_bytes"]
+__all__ = [
+    "Keeper",
+    "KeptTensor",
+    "Reload",
+    "Remains",
+    "Returned",
+    "SavedStorage",
+    "SavedView",
+    "State",
+    "compact",
+    "flat_bytes",
+]
 
 
 class Keeper(Protocol):
@@ -315,7 +326,7 @@ def modified(counter: Tensor, size: torch.Size, expected: int) -> SavedTensorMod
     return SavedTensorModifiedError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{counter.type()} {list(size)}] is at version {counter._version}; expected version {expected} instead. "
-        "Save a clone, or change the tensor after backward; torch.autograd.set_detect_anomaly(True) shows the forward call"
+        "Save a clone, or change the tensor after backward; torch.autograd.set_detect_anomaly(True) shows where"
     )
 
 

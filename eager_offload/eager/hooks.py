@@ -111,7 +111,7 @@ def _in_recomputation() -> bool:
     """Whether a function that recomputes its forward in backward is doing so.
 
     Reentrant checkpointing runs the forward again inside the backward of its own node and asks for the result at once.
-    A graph that backward builds with ``create_graph=True`` is made by torch's own nodes, and is offloaded like any other.
+    A graph that backward builds with ``create_graph=True`` is made by torch's own nodes, and moves like any other.
     """
     node = current_autograd_node()
     return node is not None and isinstance(node, torch.autograd.function.BackwardCFunction)

@@ -6,6 +6,7 @@ notices what has arrived or died (``settle``), and gives tensors back (``give``)
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import warnings
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 from eager_offload import marks
-from eager_offload.config import OffloadConfig
 from eager_offload._torch import weak_storage
+from eager_offload.config import OffloadConfig
 from eager_offload.eager.handles import Reload, Remains, Returned, SavedStorage, SavedView, State
 from eager_offload.errors import OffloadError
 from eager_offload.marks import Mark
@@ -75,8 +76,6 @@ class Lane:
         self._leaving: dict[int, _Leaving] = {}
         self._buried: set[int] = set()  # keys of storages that died on their way out
         self._orphans: list[Reload] = []  # reloads that nobody asked for and that may still be running
-        self._stream: Stream | None = None
-        self._many_streams = False
         self._resident = 0
 
     @property
@@ -98,7 +97,9 @@ class Lane:
 
     # -- forward --------------------------------------------------------------------------------------------------
 
-    def take(self, tensor: Tensor, line: DelayLine, packed_at: int, sequence: int, mark: Mark | None) -> SavedView | KeepReason:
+    def take(
+        self, tensor: Tensor, line: DelayLine, packed_at: int, sequence: int, mark: Mark | None
+    ) -> SavedView | KeepReason:
         """Takes a saved tensor in; a reason where it has to stay after all.
 
         Args:
@@ -121,7 +122,6 @@ class Lane:
         if tensor.data_ptr() % tensor.itemsize:
             return KeepReason.LAYOUT  # cannot be rebuilt at such an address
         stream = self.runtime.current_stream(self.device)
-        self._note(stream)
         self.settle()
         area = footprint(tensor, storage.nbytes())
         name: Hashable = storage._cdata
@@ -274,7 +274,7 @@ class Lane:
                 return slot
         if self._tally.demote("budget"):
             names = " and ".join(tier.name for tier in self.tiers)
-            _tell(f"no room for {nbytes} bytes in the {names} tier: they stay on {self.device}; raise its budget to change that")
+            _tell(f"no room for {nbytes} bytes in the {names} tier: they stay on {self.device}; raise its budget")
         return None
 
     def _note_held(self, tier: Tier) -> None:
@@ -285,27 +285,24 @@ class Lane:
             tally.host_bytes_peak = max(tally.host_bytes_peak, held)
 
     def _make_room(self) -> None:
-        """Waits until the oldest offload has arrived: stream-side where one compute stream owns every source."""
+        """Waits until the oldest offload has arrived.
+
+        [Note: a full window] The host waits, and the source goes when the event has completed. It would also be free to
+        go once its allocating stream waits for the event, without the host; but that stream need not be the one that
+        was current at pack (a batch that another stream loaded), and the allocator would hand its block out too early.
+        """
         key = self._window.oldest
         assert key is not None
-        leaving = self._leaving[key]
-        saved = leaving.ref()
         started = time.perf_counter()
-        if saved is None or self._many_streams or self._registry.arrived(leaving.ticket):
-            self._arrive(key, None)
-        else:
-            self._arrive(key, saved.stream)
-        self._tally.stall_seconds += time.perf_counter() - started
+        self._arrive(key)
+        self._accounts.tally.stall_seconds += time.perf_counter() - started
 
-    def _arrive(self, key: int, stream: Stream | None) -> None:
-        """Takes up an offload's completion on ``stream`` (or the host) and lets go of its source."""
+    def _arrive(self, key: int) -> None:
+        """Takes up an offload's completion, waiting for it if need be, and lets go of its source."""
         leaving = self._leaving[key]
         failure: OffloadError | None = None
         try:
-            if stream is None:
-                self._registry.synchronize(leaving.ticket)
-            else:
-                self._registry.wait(leaving.ticket, stream)
+            self._registry.synchronize(leaving.ticket)
         except OffloadError as error:
             failure = error
         del self._leaving[key]
@@ -346,16 +343,18 @@ class Lane:
             else:
                 self._bury(gone)
         while (key := self._window.oldest) is not None and self._registry.arrived(self._leaving[key].ticket):
-            self._arrive(key, None)
+            self._arrive(key)
         if self._orphans:
             self._orphans = [orphan for orphan in self._orphans if not self._ended(orphan)]
 
     def synchronize(self) -> None:
         """Waits until nothing is on its way."""
+        self.settle()  # what has died may leave a reload behind that nobody wants, and that is waited for as well
         while (key := self._window.oldest) is not None:
-            self._arrive(key, None)
+            self._arrive(key)
         for orphan in self._orphans:
-            self.runtime.synchronize(orphan.event)
+            with contextlib.suppress(OffloadError):  # see `_ended`
+                self.runtime.synchronize(orphan.event)
         self.settle()
 
     def _bury(self, remains: Remains) -> None:
@@ -385,10 +384,8 @@ class Lane:
         assert orphan.ticket is not None
         if not self._registry.arrived(orphan.ticket):
             return False
-        try:
+        with contextlib.suppress(OffloadError):  # a failed read of bytes that nobody asked for harms nobody
             self._registry.synchronize(orphan.ticket)
-        except OffloadError:
-            pass  # a failed read of bytes that nobody asked for harms nobody
         return True
 
     def _let_go(self, key: int | None) -> None:
@@ -417,7 +414,6 @@ class Lane:
         saved = view.storage
         with self._accounts.lock:
             stream = self.runtime.current_stream(self.device)
-            self._note(stream)
             self.settle()
             tensor = self._resident_view(view, stream)
             reload = self._reload_for(saved, stream) if tensor is None else None
@@ -488,7 +484,8 @@ class Lane:
     def _bring(self, saved: SavedStorage, stream: Stream) -> Reload:
         """Enqueues a reload into a new target that belongs to ``stream``."""
         slot = saved.slot
-        assert slot is not None and saved.out_event is not None
+        assert slot is not None
+        assert saved.out_event is not None
         target = self.runtime.allocate(saved.target_layout, self.device, stream)
         # [Note: the block's last owner] An allocator hands out a block whose last owner's kernels may still be queued
         # on `stream`. The transfer stream writes to it, so it waits for an event recorded after the allocation.
@@ -536,12 +533,6 @@ class Lane:
             return Issued(view.over(target.untyped_storage(), first_byte), first_byte)
         place = self.runtime.allocate(Layout(area.nbytes, view.storage.phase), self.device, stream)
         return Issued(view.scatter(target, place), int(place.storage_offset()))
-
-    def _note(self, stream: Stream) -> None:
-        if self._stream is None:
-            self._stream = stream
-        elif stream != self._stream:
-            self._many_streams = True
 
     def _hold(self, nbytes: int) -> None:
         self._resident += nbytes

@@ -158,7 +158,9 @@ class Runtime(abc.ABC):
                 both alive until the event that it records next has completed.
         """
         if self._log is not None and self._naming is not None:
-            self._log.access(stream, [self._region(src)], [self._region(dst)], "offload" if isinstance(dst, Slot) else "reload")
+            self._log.access(
+                stream, [self._region(src)], [self._region(dst)], "offload" if isinstance(dst, Slot) else "reload"
+            )
         self._copy(dst, src, stream)
 
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
@@ -180,7 +182,7 @@ class Runtime(abc.ABC):
 
     @abc.abstractmethod
     def bandwidth(self, device: torch.device, direction: Direction) -> float:
-        """Bytes a second between ``device`` and host memory in ``direction``; measured at the first call, then cached."""
+        """Bytes a second between ``device`` and host memory in ``direction``; measured once, then cached."""
 
     def _region(self, end: Tensor | Slot) -> Region:
         if isinstance(end, Slot):

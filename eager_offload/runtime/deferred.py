@@ -6,9 +6,8 @@ import ctypes
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from eager_offload._torch import weak_storage
+from eager_offload._torch import weak_storage, without_dispatch_modes
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.checker import Access
@@ -36,7 +35,7 @@ class Move:
         assert tensor.dim() == 1, "copies move flat bytes"
         assert tensor.is_contiguous(), "copies move flat bytes"
         assert tensor.numel() == slot.nbytes, f"{tensor.numel()} bytes for a slot of {slot.nbytes}"
-        with _disable_current_modes():
+        with without_dispatch_modes():
             in_memory = getattr(slot, "tensor", None)
         self._host: Slot | Tensor | None = in_memory if isinstance(in_memory, Tensor) else slot
         self._storage = weak_storage(tensor.untyped_storage())
@@ -54,7 +53,7 @@ class Move:
         assert host is not None, "a copy is carried out once"
         storage = self._storage()
         alive = storage is not None and storage.nbytes() >= self._offset + self._nbytes
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
             if storage is not None and alive:
                 device = torch.empty(0, dtype=torch.uint8).set_(storage, self._offset, (self._nbytes,), (1,))
             else:

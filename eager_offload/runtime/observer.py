@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from eager_offload._torch import OpOverload, TorchDispatchMode
 from eager_offload.runtime.base import Event, Log, Runtime, Stream
 from eager_offload.runtime.signatures import Operand, signature_of, tensors_in
 from eager_offload.tiers.base import Region

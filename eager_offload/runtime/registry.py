@@ -101,5 +101,5 @@ class Registry:
 def _unpaired(ticket: int) -> OffloadError:
     return OffloadError(
         f"wait for transfer {ticket}, but nothing is pending under it: every wait pairs with exactly one offload or "
-        "reload, enqueued before it, and takes it up once. For a second stream, wait for the event that the handle keeps"
+        "reload, enqueued before it, and takes it up once. A second stream waits for the handle's event"
     )

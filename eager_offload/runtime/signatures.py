@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from eager_offload._torch import OpOverload
 
 __all__ = ["Operand", "Signature", "signature_of", "tensors_in"]
 

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from eager_offload._torch import TorchDispatchMode, without_dispatch_modes
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Log, Runtime, Stream
 from eager_offload.runtime.checker import Access, Checker, Kind, Violation
 from eager_offload.runtime.deferred import POISON, Move
@@ -245,7 +245,7 @@ class SimulatedRuntime(Runtime):
         return self._transfers[direction]
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        with _disable_current_modes(), torch.inference_mode(False):
+        with without_dispatch_modes(), torch.inference_mode(False):
             buffer = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, device="cpu")
             start = -buffer.data_ptr() % mmap.PAGESIZE
             return buffer[start : start + nbytes]
@@ -308,7 +308,7 @@ class SimulatedRuntime(Runtime):
 
     def _allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         assert 0 <= layout.phase < ALIGNMENT
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
             block = torch.full((layout.phase + layout.nbytes,), POISON, dtype=torch.uint8, device="cpu")
             assert block.data_ptr() % ALIGNMENT == 0, "torch aligns CPU memory to 64 bytes"
             return block[layout.phase :]

@@ -44,22 +44,29 @@ class Returned:
 
 class _Saving(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seen: list[Returned], times: int, *payload: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seen: list[Returned], times: int, hold: bool, *payload: Tensor) -> Tensor:
         ctx.save_for_backward(*payload)
-        ctx.seen = seen
-        ctx.times = times
+        ctx.seen, ctx.times, ctx.hold = seen, times, hold
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        held = []
         for _ in range(ctx.times):
-            ctx.seen.extend(Returned.of(tensor) for tensor in ctx.saved_tensors)
-        return gradient, None, None, *(None for _ in ctx.needs_input_grad[3:])
+            read = ctx.saved_tensors
+            ctx.seen.extend(Returned.of(tensor) for tensor in read)
+            held += [read] if ctx.hold else []
+        return gradient, None, None, None, *(None for _ in ctx.needs_input_grad[4:])
 
 
-def saving(x: Tensor, *payload: Tensor, seen: list[Returned], times: int = 1) -> Tensor:
-    """``x`` again; saves ``payload`` and notes in ``seen`` what backward gets for it, ``times`` times over."""
-    result = _Saving.apply(x, seen, times, *payload)
+def saving(x: Tensor, *payload: Tensor, seen: list[Returned], times: int = 1, hold: bool = False) -> Tensor:
+    """``x`` again; saves ``payload`` and notes in ``seen`` what backward gets for it.
+
+    Args:
+        times: how often backward reads what was saved.
+        hold: whether it holds on to what it has read meanwhile.
+    """
+    result = _Saving.apply(x, seen, times, hold, *payload)
     assert isinstance(result, Tensor)
     return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from eager_offload._torch import WeakStorage
 from eager_offload.eager.handles import SavedStorage
 from eager_offload.runtime.base import Runtime, Stream
-from eager_offload.tiers.base import Slot
+from eager_offload.tiers.base import Region, Slot
 
 __all__ = ["Moved", "Transfers"]
 
@@ -22,8 +22,8 @@ __all__ = ["Moved", "Transfers"]
 class Moved(NamedTuple):
     """One copy: its end on the device and its end in a tier."""
 
-    storage: WeakStorage
-    slot: int
+    storage: weakref.ref[torch.UntypedStorage]
+    region: Region
     nbytes: int
 
 
@@ -34,9 +34,8 @@ class Transfers:
         self._runtime = runtime
         self.out: list[Moved] = []
         self.back: list[Moved] = []
-        #: Keys of the storages that were read, gathered ones included.
-        self.sources: set[int] = set()
-        self._sources: list[WeakStorage] = []
+        #: The storages that were read, gathered ones included.
+        self.sources: list[weakref.ref[torch.UntypedStorage]] = []
         #: How many targets of one slot were alive together at most.
         self.most_targets_of_one_slot = 0
 
@@ -56,18 +55,21 @@ class Transfers:
         SavedStorage.source_bytes = self._source_bytes  # type: ignore[method-assign]
         del self._runtime.copy
 
+    def read(self, storage: torch.UntypedStorage) -> bool:
+        """Whether some byte of ``storage`` was read by a copy out."""
+        return any(source() is storage for source in self.sources)
+
     def _note(self, storage: torch.UntypedStorage) -> None:
-        self._sources.append(WeakStorage(storage))  # or another storage could get the same key
-        self.sources.add(storage._cdata)
+        self.sources.append(weakref.ref(storage))
 
     def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream) -> None:
         type(self._runtime).copy(self._runtime, dst, src, stream)
         if isinstance(dst, Slot):
             assert isinstance(src, Tensor)
             self._note(src.untyped_storage())
-            self.out.append(Moved(WeakStorage(src.untyped_storage()), id(dst), src.nbytes))
+            self.out.append(Moved(weakref.ref(src.untyped_storage()), dst.region, src.nbytes))
         else:
             assert isinstance(src, Slot)
-            self.back.append(Moved(WeakStorage(dst.untyped_storage()), id(src), dst.nbytes))
-            alive = Counter(moved.slot for moved in self.back if not moved.storage.expired())
+            self.back.append(Moved(weakref.ref(dst.untyped_storage()), src.region, dst.nbytes))
+            alive = Counter(moved.region for moved in self.back if moved.storage() is not None)
             self.most_targets_of_one_slot = max(self.most_targets_of_one_slot, *alive.values())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.hazards.backends import Backend, assert_settled, lane_of, tracked_storages
 from tests.hazards.functions import Returned, saving
+from tests.hazards.probes import Transfers
 from tests.hazards.programs import REGIMES, Regime, assert_identical, assert_moved, leaf, same_gradients
 
 Around: TypeAlias = AbstractContextManager[Any]
@@ -43,7 +44,7 @@ def test_h02_two_forwards_and_then_the_backward_of_the_first(backend: Backend) -
     same_gradients(program, backend)
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_h02_three_graphs_in_any_order(order: tuple[int, ...], backend: Backend) -> None:
     def program(offload: Around) -> object:
         model, losses, seen = network(), [], []
@@ -148,25 +149,28 @@ def test_h03_slots_that_others_gave_back_are_used_again_while_an_earlier_graph_w
         oldest.backward()
         return gradients(model)
 
-    for stats in same_gradients(program, backend):
-        # Two steps' worth at most, in room that grows by steps: eleven would not fit.
-        assert stats.offloaded_bytes > 5 * stats.resident_bytes_peak / 2
+    with Transfers(backend.runtime) as transfers:
+        same_gradients(program, backend, regimes=REGIMES[:1])
+    regions = [moved.region for moved in transfers.out]
+    assert len(set(regions)) < len(regions) / 2, "no slot was ever used again"
 
 
 # -- H08 --------------------------------------------------------------------------------------------------------------
 
 
-def test_h08_saved_tensors_read_twice_in_one_backward(backend: Backend) -> None:
+@pytest.mark.parametrize("hold", [True, False], ids=["held", "dropped in between"])
+def test_h08_saved_tensors_read_again_and_again_in_one_backward(hold: bool, backend: Backend) -> None:
     def program(offload: Around) -> object:
         x, seen = leaf(32, 32), list[Returned]()
         with offload:
-            y = saving(x, (x * 3).detach(), (x * 5).detach().t(), seen=seen, times=3)
+            y = saving(x, (x * 3).detach(), (x * 5).detach().t(), seen=seen, times=3, hold=hold)
         y.sum().backward()
         assert len(seen) == 6
         return x.grad, [returned.parts() for returned in seen]
 
     for stats in same_gradients(program, backend):
-        assert stats.bytes_in <= stats.bytes_out, "what is read again at once is brought back once"
+        if hold:
+            assert stats.bytes_in <= stats.bytes_out, "what is held is served again, not brought back again"
 
 
 @pytest.mark.parametrize("times", [2, 5])

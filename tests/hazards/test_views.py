@@ -124,37 +124,37 @@ def test_h04_a_view_of_a_base_that_requires_no_grad(backend: Backend) -> None:
 
 class Shape(NamedTuple):
     name: str
-    #: Makes the view of a base of 64 by 64 by 16 float32 elements.
+    #: Makes the view of a base of 32 by 32 by 16 float32 elements.
     of: Callable[[Tensor], Tensor]
     #: Most bytes that it may move.
     most: int
 
 
-BASE = 64 * 64 * 16 * 4
+BASE = 32 * 32 * 16 * 4
 
 SHAPES = [
     Shape("contiguous", lambda b: b, BASE),
-    Shape("transposed", lambda b: b.t() if b.dim() == 2 else b.transpose(0, 2), BASE),
+    Shape("transposed", lambda b: b.transpose(0, 2), BASE),
     Shape("permuted", lambda b: b.permute(2, 0, 1), BASE),
-    Shape("channels last", lambda b: b.view(4, 16, 64, 16).contiguous(memory_format=torch.channels_last), BASE),
-    Shape("channels last 3d", lambda b: b.view(2, 8, 16, 16, 16).contiguous(memory_format=torch.channels_last_3d), BASE),
-    Shape("broadcast from one element", lambda b: b[:1, :1, :1].expand(64, 64, 16), 4),
-    Shape("broadcast from a row", lambda b: b[0, 0].expand(64, 64, 16), 64),
-    Shape("broadcast in the middle", lambda b: b[:, :1].expand(64, 64, 16), 64 * 16 * 4),
-    Shape("one slice of many", lambda b: b[3], 64 * 16 * 4),
-    Shape("the last slice", lambda b: b[-1], 64 * 16 * 4),
+    Shape("channels last", lambda b: b.view(4, 8, 32, 16).contiguous(memory_format=torch.channels_last), BASE),
+    Shape("channels last 3d", lambda b: b.view(2, 8, 8, 8, 16).contiguous(memory_format=torch.channels_last_3d), BASE),
+    Shape("broadcast from one element", lambda b: b[:1, :1, :1].expand(32, 32, 16), 4),
+    Shape("broadcast from a row", lambda b: b[0, 0].expand(32, 32, 16), 64),
+    Shape("broadcast in the middle", lambda b: b[:, :1].expand(32, 32, 16), 32 * 16 * 4),
+    Shape("one slice of many", lambda b: b[3], 32 * 16 * 4),
+    Shape("the last slice", lambda b: b[-1], 32 * 16 * 4),
     Shape("one row", lambda b: b[5, 7], 64),
     Shape("one element", lambda b: b[5, 7, 3], 4),
-    Shape("one column", lambda b: b[:, 0, 0], 64 * 4),
+    Shape("one column", lambda b: b[:, 0, 0], 32 * 4),
     Shape("a corner", lambda b: b[:8, :8, :8], 8 * 8 * 8 * 4),
-    Shape("every eighth", lambda b: b[::8, :, ::2], 8 * 64 * 8 * 4),
-    Shape("a diagonal", lambda b: b.diagonal(), 64 * 16 * 4),
+    Shape("every eighth", lambda b: b[::8, :, ::2], 4 * 32 * 8 * 4),
+    Shape("a diagonal", lambda b: b.diagonal(), 32 * 16 * 4),
     Shape("off by one element", lambda b: b.reshape(-1)[1:], BASE),
     Shape("an odd slice off by one", lambda b: b.reshape(-1)[101:333], 232 * 4),
     Shape("overlapping windows", lambda b: b.reshape(-1)[:256].unfold(0, 16, 4), 256 * 4),
     Shape("overlapping windows of everything", lambda b: b.reshape(-1).unfold(0, 16, 4), BASE),
-    Shape("a stride of zero beside gaps", lambda b: b[::2, :1, ::4].expand(32, 64, 4), 32 * 4 * 4),
-    Shape("a size of one with an odd stride", lambda b: b.as_strided((1, 64, 4), (7, 16, 1)), 64 * 16 * 4),
+    Shape("a stride of zero beside gaps", lambda b: b[::2, :1, ::4].expand(16, 32, 4), 16 * 4 * 4),
+    Shape("a size of one with an odd stride", lambda b: b.as_strided((1, 32, 4), (7, 16, 1)), 32 * 16 * 4),
 ]
 
 
@@ -162,7 +162,7 @@ SHAPES = [
 def test_h05_size_and_stride_come_back_as_they_were(case: Shape, backend: Backend) -> None:
     def program(offload: Around) -> object:
         x, seen = leaf(4), list[Returned]()
-        base = leaf(64, 64, 16, seed=3, grad=False)
+        base = leaf(32, 32, 16, seed=3, grad=False)
         with offload:
             y = saving(x, case.of(base), seen=seen)
         del base
@@ -177,7 +177,7 @@ def test_h05_size_and_stride_come_back_as_they_were(case: Shape, backend: Backen
 @pytest.mark.parametrize("case", SHAPES, ids=named)
 def test_h05_kernels_that_sum_in_the_order_of_strides_stay_exact(case: Shape, backend: Backend) -> None:
     def program(offload: Around) -> object:
-        x = leaf(64, 64, 16, seed=3)
+        x = leaf(32, 32, 16, seed=3)
         with offload:
             view = case.of(x * 1.5)
             y = (view.sin() * view).sum() + view.double().norm() + view.softmax(-1).norm()
@@ -185,7 +185,7 @@ def test_h05_kernels_that_sum_in_the_order_of_strides_stay_exact(case: Shape, ba
         y.backward()
         return y.detach(), x.grad
 
-    same_gradients(program, backend)
+    same_gradients(program, backend, regimes=REGIMES[1:3])
 
 
 def test_h05_convolutions_in_channels_last(backend: Backend) -> None:
@@ -271,7 +271,7 @@ def test_h07_sharing_keeps_nothing_on_the_device(backend: Backend) -> None:
         offload.stats(synchronize=True)
         lane = lane_of(offload)
         assert lane.resident_bytes == 0
-        assert all(saved.origin.expired() for ref in lane._storages.values() if (saved := ref()) is not None)
+        assert all(saved.origin() is None for ref in lane._storages.values() if (saved := ref()) is not None)
         y.backward()
 
     program()
