@@ -167,10 +167,12 @@ class Offload:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        buffers = runtime.host_buffer
+        budget = _bytes(config.host_budget) or host_budget()
         if isinstance(runtime, AcceleratorRuntime):
-            buffers = partial(runtime.host_buffer, pin_memory=config.pin_memory is not False)
-        return HostTier(Arena(buffers), _bytes(config.host_budget) or host_budget())
+            # Pinning costs milliseconds, and the next step needs the same slabs again: none goes back before the end.
+            slabs = partial(runtime.host_buffer, pin_memory=config.pin_memory is not False)
+            return HostTier(Arena(slabs, idle_bytes=budget), budget)
+        return HostTier(Arena(runtime.host_buffer), budget)
 
     def _saw_foreign_hooks(self) -> None:
         with self._accounts.lock:

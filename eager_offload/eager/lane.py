@@ -335,6 +335,7 @@ class Lane:
 
     def settle(self) -> None:
         """Notices handles that went and transfers that arrived; never blocks."""
+        self.runtime.tidy()
         graveyard = self.graveyard
         while graveyard:
             gone = graveyard.popleft()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import enum
+from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ class Runtime(abc.ABC):
     def __init__(self) -> None:
         self._log: Log | None = None
         self._naming: Naming | None = None
+        self._left_behind: deque[tuple[Event, object]] = deque()
 
     def attach(self, log: Log | None, naming: Naming | None) -> None:
         """Starts (or, with ``None``, ends) writing a log of every call below."""
@@ -143,6 +145,21 @@ class Runtime(abc.ABC):
         self._synchronize(event)
         if self._log is not None:
             self._log.synchronize(event)
+
+    def leave_behind(self, event: Event, keepalive: object) -> None:
+        """Holds ``keepalive`` until ``event`` has completed, for a transfer whose owner is gone.
+
+        Takes no lock and waits for nothing: finalizers call it.
+        """
+        self._left_behind.append((event, keepalive))
+
+    def tidy(self) -> None:
+        """Lets go of what was left behind and has completed. Cheap; called at every pack and unpack."""
+        while self._left_behind:
+            event, keepalive = self._left_behind.popleft()
+            if not self.query(event):
+                self._left_behind.appendleft((event, keepalive))
+                return
 
     def enter(self, stream: Stream) -> AbstractContextManager[object]:
         """Makes ``stream`` the current one of the calling thread, for compute that belongs to it."""

@@ -220,6 +220,11 @@ class HostRuntime(Runtime):
             for stream in list(self._streams.values()):
                 stream.retire()
 
+    def tidy(self) -> None:
+        super().tidy()
+        if self.arena.has_returns:
+            self.arena.drain()
+
     def host_buffer(self, nbytes: int) -> Tensor:
         return anonymous_slab(nbytes)
 

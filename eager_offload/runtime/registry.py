@@ -37,6 +37,11 @@ class Registry:
         self._pending: dict[int, Pending] = {}
         self._tickets = itertools.count(1)
 
+    def __del__(self) -> None:
+        # Its owner is gone with transfers under way: what they read and write must outlive them all the same.
+        for pending in self._pending.values():
+            self._runtime.leave_behind(pending.event, pending.keepalive)
+
     def __len__(self) -> int:
         return len(self._pending)
 

@@ -204,6 +204,11 @@ class Arena:
             self._drain()
 
     @property
+    def has_returns(self) -> bool:
+        """Whether ``drain`` would find something; takes no lock."""
+        return bool(self._returns.slots or self._returns.leases)
+
+    @property
     def used_bytes(self) -> int:
         """Bytes in slots and leases that are alive, as they were asked for."""
         with self._lock:
