@@ -95,6 +95,7 @@ class Offload:
                     lane.synchronize()
                 else:
                     lane.settle()
+            self._note_peaks()
             return self._accounts.tally.snapshot()
 
     def reset_stats(self) -> None:
@@ -103,6 +104,8 @@ class Offload:
             for lane in self._lanes.values():
                 lane.settle()
             self._accounts.tally = Tally()
+            for tier in self._all_tiers():
+                tier.restart_peak()
 
     def close(self) -> None:
         """Waits for what is on its way, then gives back every tier's memory and files. Idempotent.
@@ -112,15 +115,27 @@ class Offload:
         """
         with self._accounts.lock:
             lanes, self._lanes = self._lanes, {}
-            tiers, self._tiers = self._tiers, {}
             self._session = self._hooks.session = Session()
             for lane in lanes.values():
                 lane.synchronize()
+            self._note_peaks()
+            tiers, self._tiers = self._tiers, {}
             for opened in tiers.values():
                 for tier in opened:
                     tier.close()
         if host_runtime() in tiers:
             host_runtime().detach_user(self._accounts)
+
+    def _all_tiers(self) -> list[Tier]:
+        return [tier for opened in self._tiers.values() for tier in opened]
+
+    def _note_peaks(self) -> None:
+        tally = self._accounts.tally
+        for tier in self._all_tiers():
+            if tier.name == "disk":
+                tally.disk_bytes_peak = max(tally.disk_bytes_peak, tier.peak_bytes)
+            else:
+                tally.host_bytes_peak = max(tally.host_bytes_peak, tier.peak_bytes)
 
     # -- devices --------------------------------------------------------------------------------------------------
 

@@ -12,15 +12,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 __all__ = ["DelayLine", "Plan", "PrefetchOrder", "Window"]
-
-
-class _Waiting(NamedTuple):
-    nbytes: int
-    #: The autograd sequence number at pack, or ``None`` when the bytes were final already.
-    packed_at: int | None
 
 
 class DelayLine:
@@ -36,31 +29,37 @@ class DelayLine:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
-        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()
+        self._waiting: dict[int, int] = {}  # oldest first
+        self._packed_at: dict[int, int] = {}  # the autograd sequence number at pack, of those that were not final then
         self._urgent: set[int] = set()
 
     def __contains__(self, key: int) -> bool:
         return key in self._waiting
 
     def push(self, key: int, nbytes: int, packed_at: int | None, *, urgent: bool = False) -> None:
-        """Takes in a storage; an ``urgent`` one leaves as soon as it is final, however new it is."""
-        self._waiting[key] = _Waiting(nbytes, packed_at)
+        """Takes in a storage.
+
+        Args:
+            packed_at: the thread's autograd sequence number, or ``None`` where the bytes are final already.
+            urgent: whether it is to leave as soon as it is final, however new it is.
+        """
+        self._waiting[key] = nbytes
         self.nbytes += nbytes
+        if packed_at is not None:
+            self._packed_at[key] = packed_at
         if urgent:
             self._urgent.add(key)
 
     def postpone(self, key: int, packed_at: int) -> None:
         """The storage was saved again by an operator that may still fill it."""
-        self._waiting[key] = self._waiting[key]._replace(packed_at=packed_at)
+        assert key in self._waiting
+        self._packed_at[key] = packed_at
 
-    def discard(self, key: int) -> bool:
+    def discard(self, key: int) -> None:
         """Takes a storage out, if it is here."""
-        waiting = self._waiting.pop(key, None)
-        if waiting is None:
-            return False
-        self.nbytes -= waiting.nbytes
+        self.nbytes -= self._waiting.pop(key, 0)
+        self._packed_at.pop(key, None)
         self._urgent.discard(key)
-        return True
 
     def due(self, sequence: int | None) -> int | None:
         """What has to leave next, oldest first, or ``None``. It stays in line until it is discarded.
@@ -79,7 +78,7 @@ class DelayLine:
         return None
 
     def _is_final(self, key: int, sequence: int | None) -> bool:
-        packed_at = self._waiting[key].packed_at
+        packed_at = self._packed_at.get(key)
         return packed_at is None or sequence is None or sequence > packed_at
 
 
@@ -156,6 +155,10 @@ class PrefetchOrder:
         self._holders: dict[int, int] = {}  # storage -> how many promised uses it has
         self._next: int | None = None  # the position that the walk comes to next
         self._unpacks = 0
+
+    def __len__(self) -> int:
+        """How many saves are known."""
+        return len(self._uses)
 
     def holds(self, storage: int) -> bool:
         """Whether some promised use needs ``storage`` on the device."""

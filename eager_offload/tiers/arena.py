@@ -157,6 +157,8 @@ class Arena:
         self._lines = Space(_LINE)
         self._idle = Idle()
         self._held = 0
+        #: Most bytes held at one time since ``restart_peak``.
+        self.peak_bytes = 0
         self._used = 0
         self._slack = 0
         self._slabs = 0
@@ -221,6 +223,12 @@ class Arena:
         with self._lock:
             self._drain()
             return self._held
+
+    def restart_peak(self) -> None:
+        """Starts measuring the peak anew, from what is held now."""
+        with self._lock:
+            self._drain()
+            self.peak_bytes = self._held
 
     @property
     def slabs(self) -> int:
@@ -288,6 +296,7 @@ class Arena:
             self._give_back(0)
             tensor = self._allocate_slab(round_up(need, PAGE))
         self._held += tensor.numel()
+        self.peak_bytes = max(self.peak_bytes, self._held)
         self._slabs += 1
         return tensor
 
@@ -343,6 +352,13 @@ class HostTier(Tier):
     @property
     def used_bytes(self) -> int:
         return self._arena.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._arena.peak_bytes
+
+    def restart_peak(self) -> None:
+        self._arena.restart_peak()
 
     @property
     def held_bytes(self) -> int:

@@ -110,6 +110,15 @@ class Tier(abc.ABC):
     def held_bytes(self) -> int:
         """Bytes that the tier holds from the system: slots, rounding and idle room."""
 
+    @property
+    @abc.abstractmethod
+    def peak_bytes(self) -> int:
+        """Most bytes held at one time since ``restart_peak``."""
+
+    @abc.abstractmethod
+    def restart_peak(self) -> None:
+        """Starts measuring the peak anew, from what is held now."""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Gives everything back to the system. Slots that are still alive keep working until they go. Idempotent."""

@@ -110,6 +110,7 @@ class DiskTier(Tier):
         #: The files of a closed tier, which only their slots keep.
         self._left: weakref.WeakSet[SpillFile] = weakref.WeakSet()
         self._budget = _share_of(self._files) if budget is None else budget
+        self._peak = 0
         tell_after_fork(self)
 
     def reserve(self, nbytes: int) -> DiskSlot | None:
@@ -123,6 +124,7 @@ class DiskTier(Tier):
             for file in files:
                 extent = file.extents.allocate(size)
                 if extent is None and file.grow(size, self._budget - self._length()):
+                    self._peak = max(self._peak, self._length())
                     extent = file.extents.allocate(size)
                 if extent is not None:
                     file.used += nbytes
@@ -140,6 +142,14 @@ class DiskTier(Tier):
         """Bytes of all files."""
         with self._lock:
             return self._length()
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    def restart_peak(self) -> None:
+        with self._lock:
+            self._peak = self._length()
 
     @property
     def directories(self) -> list[Path]:

@@ -116,7 +116,7 @@ class Extents:
             self.free_bytes -= nbytes
             extent = recent.pop()
             if extent.fences:
-                return extent._replace(fences=tuple(fence for fence in extent.fences if not fence.passed()))
+                return Extent(extent.start, nbytes, tuple([fence for fence in extent.fences if not fence.passed()]))
             return extent
         at = bisect_left(self._by_size, (nbytes,))
         if at == len(self._by_size):

@@ -10,8 +10,10 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import torch
+import torch._dynamo  # the first dispatch mode imports it, and would leave its caller's frames in a cycle
 
 from eager_offload import Offload, OffloadStats
+from eager_offload.eager.lane import Census
 from eager_offload.eager.lane import Lane
 from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.checker import Checker, Kind, Violation
@@ -212,24 +214,15 @@ def lane_of(offload: Offload) -> Lane:
 
 def tracked_storages(offload: Offload) -> int:
     """How many saved storages an ``Offload`` knows."""
-    return sum(len(lane._storages) for lane in offload._lanes.values())
+    return sum(lane.census().storages for lane in offload._lanes.values())
 
 
 def assert_settled(offload: Offload) -> OffloadStats:
     """Asserts that an ``Offload`` all of whose graphs are gone holds nothing; returns its stats."""
     stats = offload.stats(synchronize=True)
     for lane in offload._lanes.values():
-        assert lane._storages == {}, "saved storages are still known"
-        assert lane._names == {}, "names of saved storages are still known"
-        assert lane._leaving == {}, "offloads are still on their way"
-        assert lane._buried == set()
-        assert lane._orphans == [], "reloads that nobody wants are still held"
-        assert len(lane._registry) == 0, "transfers that nobody takes up are registered"
-        assert lane.resident_bytes == 0, f"{lane.resident_bytes} bytes are counted as resident"
+        assert lane.census() == Census(0, 0, 0, 0, 0, 0, 0, 0, 0), "something is still held"
         assert lane.inflight_bytes == 0
-        assert lane._order._uses == {}, "uses are still in the prefetch order"
-        assert lane._order._promised == {}
-        assert lane._order.promised_bytes == 0
         for tier in lane.tiers:
             assert tier.used_bytes == 0, f"{tier.used_bytes} bytes are used in the {tier.name} tier"
     for line in offload._session.lines.values():

@@ -271,7 +271,7 @@ def test_h07_sharing_keeps_nothing_on_the_device(backend: Backend) -> None:
         offload.stats(synchronize=True)
         lane = lane_of(offload)
         assert lane.resident_bytes == 0
-        assert all(saved.origin() is None for ref in lane._storages.values() if (saved := ref()) is not None)
+        assert all(saved.origin() is None for ref in lane._ground.storages.values() if (saved := ref()) is not None)
         y.backward()
 
     program()

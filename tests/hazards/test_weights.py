@@ -100,13 +100,6 @@ def test_h06_tied_weights(backend: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_h06_the_cast_of_a_weight_that_autocast_caches(dtype: torch.dtype, backend: Backend) -> None:
-    casts: list[Tensor] = []
-
-    class Watched(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            casts.append(F.linear(torch.eye(self.in_features), self.weight).detach())
-            return super().forward(x)
-
     def program(offload: Around) -> Iterable[Tensor]:
         model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), leaf(16, 32)
         with offload, torch.autocast("cpu", dtype):

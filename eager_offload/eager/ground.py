@@ -1,0 +1,53 @@
+"""What the two directions of a lane stand on: one device, its runtime, and what is counted."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from eager_offload.runtime.base import Runtime
+from eager_offload.runtime.registry import Registry
+from eager_offload.stats import Accounts
+
+if TYPE_CHECKING:
+    from eager_offload.eager.handles import SavedStorage
+
+__all__ = ["Ground"]
+
+
+class Ground:
+    """Shared by the parts of one lane; whoever uses it holds ``accounts.lock``."""
+
+    def __init__(self, device: torch.device, runtime: Runtime, accounts: Accounts) -> None:
+        self.device = device
+        self.runtime = runtime
+        self.accounts = accounts
+        #: Transfers in both directions whose completion nobody has taken up.
+        self.registry = Registry(runtime)
+        #: Every storage that was taken and has a living handle, by key.
+        self.storages: dict[int, weakref.ref[SavedStorage]] = {}
+        #: Bytes on the device that the library holds: newest, on their way out, brought back and not asked for yet.
+        self.resident_bytes = 0
+
+    def storage(self, key: int) -> SavedStorage | None:
+        """The saved storage of ``key``, while a handle of it lives."""
+        ref = self.storages.get(key)
+        return None if ref is None else ref()
+
+    def hold(self, nbytes: int) -> None:
+        """The library holds ``nbytes`` more on the device."""
+        self.resident_bytes += nbytes
+        tally = self.accounts.tally
+        if self.resident_bytes > tally.resident_bytes_peak:
+            tally.resident_bytes_peak = self.resident_bytes
+
+    def let_go(self, nbytes: int) -> None:
+        """The library holds ``nbytes`` less on the device."""
+        self.resident_bytes -= nbytes
+
+    def tell(self, message: str) -> None:
+        """A warning to the user, who is told each thing once."""
+        warnings.warn(f"eager_offload: {message}", RuntimeWarning, stacklevel=3)

@@ -1,0 +1,196 @@
+"""Device to tier: copies that are due start, arrive, and let their source go."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from eager_offload import marks
+from eager_offload.eager.ground import Ground
+from eager_offload.eager.handles import Remains, SavedStorage, State
+from eager_offload.errors import OffloadError
+from eager_offload.marks import Mark
+from eager_offload.runtime.base import Direction, Event, Stream
+from eager_offload.schedule import DelayLine, Window
+from eager_offload.stats import KeepReason, Tally
+from eager_offload.tiers.base import Fence, Slot, Tier
+
+__all__ = ["Offloading"]
+
+
+class _Leaving(NamedTuple):
+    """An offload on its way. The storage may die before it arrives; its accounts are settled then."""
+
+    ticket: int
+    ref: weakref.ref[SavedStorage]
+    nbytes: int
+    logical_bytes: int
+    tally: Tally
+
+
+class Offloading:
+    """The offloads of one lane."""
+
+    def __init__(self, ground: Ground, tiers: Sequence[Tier], window: int) -> None:
+        self.tiers = tiers
+        self.window = Window(window)
+        self._ground = ground
+        self._leaving: dict[int, _Leaving] = {}
+        self._buried: set[int] = set()  # keys of storages that died on their way, never asked for
+
+    def __len__(self) -> int:
+        """How many offloads are on their way."""
+        return len(self._leaving)
+
+    def start_due(self, line: DelayLine, sequence: int | None) -> None:
+        """Starts what has to leave ``line`` now; see ``DelayLine.due``."""
+        while (key := line.due(sequence)) is not None:
+            saved = self._ground.storage(key)
+            if saved is not None and saved.state is State.WAITING:
+                self._start(saved)
+                saved.line = None
+            # Otherwise it died a moment ago, or an interrupt came right after its start. Taking it out comes last, so
+            # that whatever interrupts the above leaves the storage in line.
+            line.discard(key)
+
+    def settle(self) -> None:
+        """Takes up what has arrived; never blocks."""
+        while (key := self.window.oldest) is not None:
+            if not self._ground.registry.arrived(self._leaving[key].ticket):
+                return
+            self._arrive(key)
+
+    def synchronize(self) -> None:
+        """Waits until nothing is on its way."""
+        while (key := self.window.oldest) is not None:
+            self._arrive(key)
+
+    def bury(self, remains: Remains) -> None:
+        """An offloaded storage died without having been asked for."""
+        if remains.key in self._leaving:
+            self._buried.add(remains.key)
+        else:
+            remains.tally.released_bytes += remains.logical_bytes
+
+    def _start(self, saved: SavedStorage) -> None:
+        """Starts the copy of a storage, or finds that it stays."""
+        moved = saved.footprint.moved
+        while not self.window.has_room(moved):
+            self._make_room()
+        if marks.any_marks():
+            storage = saved.aliases[0].untyped_storage()
+            if marks.mark_of(storage) is Mark.KEEP:
+                self._keep(saved, KeepReason.MARKED)
+                return
+            marks.clear_mark(storage)
+        slot = self._reserve(moved)
+        if slot is None:
+            self._keep(saved, KeepReason.BUDGET)
+        else:
+            self._send(saved, slot)
+
+    def _keep(self, saved: SavedStorage, reason: KeepReason) -> None:
+        saved.state = State.KEPT
+        saved.tally.reclassify(saved.logical_bytes, KeepReason.NEWEST, reason)
+        self._ground.let_go(saved.footprint.nbytes)
+
+    def _send(self, saved: SavedStorage, slot: Slot) -> None:
+        """Enqueues the copy into ``slot``."""
+        ground, area = self._ground, saved.footprint
+        if area.gathered:
+            with ground.runtime.enter(saved.stream):  # gathering is compute, of the stream that made the tensor
+                source = saved.source_bytes()
+        else:
+            source = saved.source_bytes()
+        event = self._copy(source, slot, saved.stream)
+        saved.slot, saved.out_event, saved.state = slot, event, State.LEAVING
+        saved.copied_version = saved.aliases[0]._version
+        ticket = ground.registry.register(event, (source, saved.aliases, slot))
+        self._leaving[saved.key] = _Leaving(ticket, saved.ref, area.nbytes, saved.logical_bytes, saved.tally)
+        window = self.window
+        window.enter(saved.key, area.moved)
+        saved.tally.reclassify(saved.logical_bytes, KeepReason.NEWEST, None)
+        tally = ground.accounts.tally
+        tally.bytes_out += area.moved
+        if window.nbytes > tally.inflight_bytes_peak:
+            tally.inflight_bytes_peak = window.nbytes
+
+    def _copy(self, source: Tensor, slot: Slot, stream: Stream) -> Event:
+        """Enqueues the copy behind the compute that made ``source`` and behind the slot's last uses."""
+        runtime = self._ground.runtime
+        ordering = runtime.record(stream)
+        out = runtime.transfer_stream(self._ground.device, Direction.OUT)
+        runtime.wait(out, ordering)
+        for fence in slot.fences:
+            if not fence.passed():
+                runtime.wait(out, fence.event)
+        runtime.copy(slot, source, out)
+        event = runtime.record(out)
+        slot.fences = (Fence(runtime, event),)
+        return event
+
+    def _reserve(self, nbytes: int) -> Slot | None:
+        """Room in the first tier that has it."""
+        ground, tally = self._ground, self._ground.accounts.tally
+        first = self.tiers[0]
+        for tier in self.tiers:
+            slot = tier.reserve(nbytes)
+            if slot is not None:
+                if tier is not first and tally.demote(f"{first.name}_to_{tier.name}"):
+                    ground.tell(f"the {first.name} tier is full: saved tensors go to the {tier.name} tier as well")
+                return slot
+        if tally.demote("budget"):
+            names = " and ".join(tier.name for tier in self.tiers)
+            ground.tell(f"no room for {nbytes} bytes in the {names} tier: they stay on {ground.device}")
+        return None
+
+    def _make_room(self) -> None:
+        """Waits until the oldest offload has arrived.
+
+        [Note: a full window] The host waits, and the source goes when the event has completed. It would also be free to
+        go once its allocating stream waits for the event, without the host; but that stream need not be the one that
+        was current at pack (a batch that another stream loaded), and the allocator would hand its block out too early.
+        """
+        key = self.window.oldest
+        assert key is not None
+        started = time.perf_counter()
+        self._arrive(key)
+        self._ground.accounts.tally.stall_seconds += time.perf_counter() - started
+
+    def _arrive(self, key: int) -> None:
+        """Takes up an offload's completion, waiting for it if need be, and lets go of its source."""
+        ground, leaving = self._ground, self._leaving[key]
+        failure: OffloadError | None = None
+        try:
+            ground.registry.synchronize(leaving.ticket)
+        except OffloadError as error:
+            failure = error
+        del self._leaving[key]
+        self.window.leave(key)
+        ground.let_go(leaving.nbytes)
+        saved, buried = leaving.ref(), False
+        if self._buried and key in self._buried:
+            self._buried.discard(key)
+            buried = True
+        if failure is not None:
+            self._fail(leaving, saved, buried, failure)
+        elif saved is not None:
+            saved.release_source()
+            saved.state = State.AWAY
+        elif buried:
+            leaving.tally.released_bytes += leaving.logical_bytes
+
+    def _fail(self, leaving: _Leaving, saved: SavedStorage | None, buried: bool, error: OffloadError) -> None:
+        """The bytes did not arrive. The source is still alive, so nothing is lost: it stays."""
+        if self._ground.accounts.tally.demote("write_failed"):
+            self._ground.tell(f"offloading failed, the saved tensor stays on {self._ground.device}: {error}")
+        leaving.tally.reclassify(leaving.logical_bytes, None, KeepReason.FAILED)
+        asked = saved.asked if saved is not None else not buried
+        if asked:  # and so counted as forwarded, which it is no more than any other tensor that stays
+            leaving.tally.forwarded_bytes -= leaving.logical_bytes
+        if saved is not None:
+            saved.state, saved.slot, saved.out_event = State.KEPT, None, None

@@ -1,0 +1,197 @@
+"""Tier to device: what is asked for comes back, and what is expected next comes early."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eager_offload._torch import weak_storage
+from eager_offload.eager.ground import Ground
+from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, State
+from eager_offload.errors import OffloadError
+from eager_offload.runtime.base import Direction, Layout, Stream
+from eager_offload.schedule import Plan, PrefetchOrder
+from eager_offload.tiers.base import Fence
+
+__all__ = ["Reloading"]
+
+
+class _Issued(NamedTuple):
+    """A tensor for autograd, and where in its storage the footprint begins."""
+
+    tensor: Tensor
+    first_byte: int
+
+
+class Reloading:
+    """The reloads of one lane."""
+
+    def __init__(self, ground: Ground, prefetch_bytes: int) -> None:
+        self.order = PrefetchOrder(prefetch_bytes)
+        self._ground = ground
+        self._orphans: list[Reload] = []  # reloads that nobody asked for and that may still be running
+
+    def __len__(self) -> int:
+        """How many reloads that nobody wants any more are still running."""
+        return len(self._orphans)
+
+    def give(self, view: SavedView) -> Tensor:
+        """The saved tensor again, for the stream that is current now; brings back early what is expected next."""
+        ground, saved = self._ground, view.storage
+        with ground.accounts.lock:
+            stream = ground.runtime.current_stream(ground.device)
+            tensor = self._resident(view, stream)
+            reload = self._reload_for(saved, stream) if tensor is None else None
+            _credit(saved, forwarded=tensor is not None)
+            self._follow(self.order.unpacked(view.position), saved.key)
+            if reload is None:
+                assert tensor is not None
+                return tensor
+            ticket, reload.ticket = reload.ticket, None
+        self._await(saved, reload, ticket, stream)
+        with ground.accounts.lock:
+            issued = self._issue(view, reload, stream)
+            if saved.reload is not reload:
+                ground.let_go(reload.target.nbytes)  # this stream's own, and autograd's from here on
+            elif not self.order.holds(saved.key):
+                saved.reload = None
+                saved.returned = Returned(weak_storage(issued.tensor.untyped_storage()), issued.first_byte)
+                ground.let_go(reload.target.nbytes)
+            return issued.tensor
+
+    def settle(self) -> None:
+        """Lets go of the targets of reloads that nobody wanted, once nothing can write to them any more."""
+        if self._orphans:
+            self._orphans = [orphan for orphan in self._orphans if not self._ended(orphan)]
+
+    def synchronize(self) -> None:
+        """Waits until nothing that nobody wants is on its way."""
+        for orphan in self._orphans:
+            with contextlib.suppress(OffloadError):
+                self._ground.runtime.synchronize(orphan.event)
+        self.settle()
+
+    def drop(self, key: int | None) -> None:
+        """A storage that was brought back early is not expected soon any more."""
+        saved = None if key is None else self._ground.storage(key)
+        if saved is not None and saved.reload is not None:
+            reload, saved.reload = saved.reload, None
+            self.abandon(reload)
+
+    def abandon(self, reload: Reload) -> None:
+        """A reload is not wanted any more; its target goes when its copy can no longer write to it."""
+        self._ground.let_go(reload.target.nbytes)
+        if reload.ticket is not None:
+            self._orphans.append(reload)
+
+    def _ended(self, orphan: Reload) -> bool:
+        assert orphan.ticket is not None
+        if not self._ground.registry.arrived(orphan.ticket):
+            return False
+        with contextlib.suppress(OffloadError):  # a failed read of bytes that nobody asked for harms nobody
+            self._ground.registry.synchronize(orphan.ticket)
+        return True
+
+    def _resident(self, view: SavedView, stream: Stream) -> Tensor | None:
+        """The tensor, if its bytes are on the device: not gone yet, kept alive by someone else, or back already."""
+        saved = view.storage
+        if saved.state is not State.AWAY:
+            return view.alias.detach()
+        storage, first_byte = saved.origin(), saved.footprint.start
+        if storage is not None and storage.nbytes() >= first_byte + saved.footprint.nbytes:
+            return view.over(storage, first_byte)
+        if saved.returned is not None and stream == saved.stream:
+            storage = saved.returned.storage()
+            if storage is not None:
+                return view.over(storage, saved.returned.first_byte)
+        return None
+
+    def _follow(self, plan: Plan, current: int) -> None:
+        """Carries out what the prefetch order says; ``current`` is being handed out and sees to itself."""
+        for key in plan.drop:
+            if key != current:
+                self.drop(key)
+        for key in plan.bring:
+            saved = self._ground.storage(key)
+            if saved is None or saved.state is not State.AWAY or saved.reload is not None:
+                continue
+            if saved.origin() is not None or (saved.returned is not None and saved.returned.storage() is not None):
+                continue
+            try:
+                saved.reload = self._bring(saved, saved.stream)
+            except (torch.OutOfMemoryError, MemoryError):
+                return  # prefetch is a hint: what is needed now may still fit
+
+    def _reload_for(self, saved: SavedStorage, stream: Stream) -> Reload:
+        """The reload that ``stream`` can wait for: the shared one on the stream of the pack, else one of its own."""
+        if stream != saved.stream:
+            return self._bring(saved, stream)
+        if saved.reload is None:
+            saved.reload = self._bring(saved, stream)
+        return saved.reload
+
+    def _bring(self, saved: SavedStorage, stream: Stream) -> Reload:
+        """Enqueues a reload into a new target that belongs to ``stream``."""
+        ground, slot = self._ground, saved.slot
+        runtime = ground.runtime
+        assert slot is not None
+        assert saved.out_event is not None
+        target = runtime.allocate(saved.target_layout, ground.device, stream)
+        # [Note: the block's last owner] An allocator hands out a block whose last owner's kernels may still be queued
+        # on `stream`. The transfer stream writes to it, so it waits for an event recorded after the allocation.
+        allocated = runtime.record(stream)
+        back = runtime.transfer_stream(ground.device, Direction.IN)
+        runtime.wait(back, allocated)
+        runtime.wait(back, saved.out_event)
+        runtime.copy(target, slot, back)
+        event = runtime.record(back)
+        slot.fences = (*[fence for fence in slot.fences if not fence.passed()], Fence(runtime, event))
+        nbytes = target.nbytes
+        ground.hold(nbytes)
+        ground.accounts.tally.bytes_in += nbytes
+        return Reload(target, event, ground.registry.register(event, (target, slot)))
+
+    def _await(self, saved: SavedStorage, reload: Reload, ticket: int | None, stream: Stream) -> None:
+        """Makes ``stream`` wait for a reload; on a CPU device the host waits, without the lock."""
+        ground = self._ground
+        started = None if ground.runtime.query(reload.event) else time.perf_counter()
+        try:
+            if ticket is None:
+                ground.runtime.wait(stream, reload.event)
+            else:
+                ground.registry.wait(ticket, stream)
+        except BaseException as error:
+            with ground.accounts.lock:
+                if not isinstance(error, OffloadError):
+                    reload.ticket = ticket  # interrupted: the copy goes on
+                if saved.reload is reload:
+                    saved.reload = None
+                self.abandon(reload)
+            raise
+        if started is not None:
+            with ground.accounts.lock:
+                ground.accounts.tally.stall_seconds += time.perf_counter() - started
+
+    def _issue(self, view: SavedView, reload: Reload, stream: Stream) -> _Issued:
+        target = reload.target
+        area = view.storage.footprint
+        if not area.gathered:
+            first_byte = int(target.storage_offset())
+            return _Issued(view.over(target.untyped_storage(), first_byte), first_byte)
+        place = self._ground.runtime.allocate(Layout(area.nbytes, view.storage.phase), self._ground.device, stream)
+        return _Issued(view.scatter(target, place), int(place.storage_offset()))
+
+
+def _credit(saved: SavedStorage, *, forwarded: bool) -> None:
+    """Counts how an offloaded storage came out, the first time that it is asked for."""
+    if saved.asked or saved.state not in (State.LEAVING, State.AWAY):
+        return
+    saved.asked = True
+    if forwarded:
+        saved.tally.forwarded_bytes += saved.logical_bytes
+    else:
+        saved.tally.reloaded_bytes += saved.logical_bytes

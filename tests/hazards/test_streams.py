@@ -1,0 +1,373 @@
+"""H14 to H18: copies are ordered against the streams, or threads, that compute really runs on."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload import Offload
+from eager_offload.eager.handles import State
+from eager_offload.runtime.base import Direction
+from eager_offload.runtime.recording import Operation, Recorded, Recording, Waited
+from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.tiers.disk import DiskSlot
+from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, lane_of
+from tests.hazards.probes import Transfers
+from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
+
+Around: TypeAlias = AbstractContextManager[Any]
+
+
+class Streams:
+    """Two streams of the simulated device; on a CPU two threads, which is what takes their place there."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._simulated = backend.simulated if isinstance(backend, SimulatedBackend) else None
+        self._side = self._simulated.new_stream("side") if self._simulated is not None else None
+
+    def run(self, work: Callable[[], None], *, aside: bool) -> None:
+        """Runs ``work`` on the first or on the second stream, in order with everything before it."""
+        if not aside:
+            self._order(backward=True)
+            work()
+        elif self._simulated is None or self._side is None:
+            self._backend.in_thread(work)
+        else:
+            self._order(backward=False)
+            with self._simulated.stream(self._side):
+                work()
+
+    def _order(self, *, backward: bool) -> None:
+        """What a user does who changes streams: the new one waits for the old one."""
+        if self._simulated is not None and self._side is not None:
+            here, there = self._simulated.default_stream, self._side
+            before, after = (there, here) if backward else (here, there)
+            self._simulated.wait(after, self._simulated.record(before))
+
+
+class Step:
+    """A forward and its backward, to be run in pieces."""
+
+    def __init__(self, seed: int) -> None:
+        self.x, self.w = leaf(32, 32, seed=seed), leaf(32, 32, seed=seed + 100)
+        self.loss: Tensor | None = None
+
+    def forward(self, offload: Around) -> None:
+        with offload:
+            h = (self.x * 2).tanh()
+            self.loss = ((h @ self.w).exp() * h).sin().sum()
+
+    def backward(self) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+        self.loss = None
+
+    @property
+    def result(self) -> object:
+        return self.x.grad, self.w.grad
+
+
+PLACES = {
+    "all aside": (True, True),
+    "forward aside": (True, False),
+    "backward aside": (False, True),
+    "all on the first": (False, False),
+}
+
+
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+@pytest.mark.parametrize("places", PLACES)
+def test_h14_ordering_follows_the_stream_of_each_pack_and_unpack(places: str, regime: Regime, backend: Backend) -> None:
+    forward_aside, backward_aside = PLACES[places]
+
+    def program(offload: Around) -> object:
+        streams, results = Streams(backend), []
+        for seed in range(3):
+            step = Step(seed)
+            streams.run(lambda step=step: step.forward(offload), aside=forward_aside)  # type: ignore[misc]
+            streams.run(step.backward, aside=backward_aside)
+            results.append(step.result)
+        streams.run(lambda: None, aside=False)
+        return results
+
+    expected, offload = program(nullcontext()), backend.offload(**regime.fields)
+    assert_identical(expected, program(regime.around(offload)))
+    stats = assert_settled(offload)
+    assert_moved(stats)
+    assert stats.bytes_in > 0 or not regime.settled
+
+
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+def test_h14_streams_that_change_from_step_to_step(regime: Regime, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        streams, steps = Streams(backend), [Step(seed) for seed in range(8)]
+        for index, step in enumerate(steps):
+            streams.run(lambda step=step: step.forward(offload), aside=index % 2 == 1)  # type: ignore[misc]
+        for index in (7, 2, 5, 0, 3, 6, 1, 4):
+            streams.run(steps[index].backward, aside=index % 3 == 0)
+        streams.run(lambda: None, aside=False)
+        return [step.result for step in steps]
+
+    expected, offload = program(nullcontext()), backend.offload(**regime.fields)
+    assert_identical(expected, program(regime.around(offload)))
+    assert_moved(assert_settled(offload))
+
+
+def test_h14_one_graph_is_read_on_two_streams(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        streams, x = Streams(backend), leaf(32, 32)
+        with offload:
+            y = (x * 2).tanh().exp().sum()
+        gradients: list[Tensor] = []
+        for aside in (False, True, False, True):
+            streams.run(
+                lambda: gradients.append(torch.autograd.grad(y, x, retain_graph=True)[0].clone()), aside=aside
+            )
+        streams.run(lambda: None, aside=False)
+        return gradients
+
+    for regime in REGIMES:
+        expected, offload = program(nullcontext()), backend.offload(**regime.fields)
+        assert_identical(expected, program(regime.around(offload)))
+        assert_moved(assert_settled(offload))
+
+
+# -- H15 --------------------------------------------------------------------------------------------------------------
+
+
+def test_h15_the_stream_is_noted_before_any_other_is_entered(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for the current stream inside a transfer's context is told the wrong one."""
+    runtime, entered, asked = backend.runtime, threading.local(), []
+    enter, current = runtime.enter, runtime.current_stream
+
+    @contextmanager
+    def watched_enter(stream: Any) -> Iterator[None]:
+        entered.depth = getattr(entered, "depth", 0) + 1
+        try:
+            with enter(stream):
+                yield
+        finally:
+            entered.depth -= 1
+
+    def watched_current(device: torch.device) -> Any:
+        asked.append(getattr(entered, "depth", 0))
+        return current(device)
+
+    monkeypatch.setattr(runtime, "enter", watched_enter)
+    monkeypatch.setattr(runtime, "current_stream", watched_current)
+    offload = backend.offload()
+    for seed in range(3):
+        step = Step(seed)
+        step.forward(Settled(offload))
+        step.backward()
+        gathered = leaf(64, 64, seed=seed, grad=False)[:, 3]
+        with offload:
+            y = (leaf(64) * gathered).sum()
+        y.backward()
+        del y, gathered, step
+    assert len(asked) > 10
+    assert set(asked) == {0}
+    assert_moved(assert_settled(offload))
+
+
+def test_h15_every_copy_out_waits_for_an_event_of_the_stream_that_packed() -> None:
+    simulated, recording = SimulatedRuntime(), Recording()
+    with simulated.checked(recording) as checker:
+        side, offload = simulated.new_stream("side"), Offload(runtime=simulated, tier="host", min_bytes=0, keep_last_bytes=0)
+        with simulated.stream(side):
+            for seed in range(6):  # the pool is used again from the second step on, which is when it showed
+                step = Step(seed)
+                step.forward(Settled(offload) if seed % 2 else offload)
+                step.backward()
+                del step
+        assert_moved(assert_settled(offload))
+        offload.close()
+    checker.assert_clean()
+    out = simulated.transfer_stream(torch.device("cpu"), Direction.OUT)
+    home: dict[Any, Any] = {}
+    waited: set[Any] = set()
+    copies = 0
+    for entry in recording.entries:
+        if isinstance(entry, Recorded):
+            home[entry.event] = entry.stream
+        elif isinstance(entry, Waited) and entry.stream is out:
+            waited.add(home[entry.event])
+        elif isinstance(entry, Operation) and entry.stream is out:
+            assert side in waited, f"{entry} waits for {waited} only"
+            waited.clear()
+            copies += 1
+    assert copies > 10
+
+
+# -- H16 --------------------------------------------------------------------------------------------------------------
+
+
+def test_h16_the_copy_reads_the_old_bytes_when_the_block_gets_a_new_owner(backend: Backend) -> None:
+    """Everything of the forward is dropped while its copies wait, and compute takes whatever memory is free."""
+
+    def program(offload: Around, meanwhile: Callable[[], None]) -> object:
+        step = Step(1)
+        step.forward(offload)
+        noise = [torch.full((32, 32), float("nan")) for _ in range(50)]
+        for tensor in noise:
+            tensor.mul_(2).sin_()
+        meanwhile()
+        del noise
+        again = [torch.full((32, 32), float("inf")) for _ in range(50)]
+        del again
+        step.backward()
+        return step.result
+
+    expected, offload = program(nullcontext(), lambda: None), backend.offload()
+    with backend.gate() as gate:
+
+        def let_them_leave() -> None:
+            gate.open()
+            offload.stats(synchronize=True)
+
+        assert_identical(expected, program(offload, let_them_leave))
+    stats = assert_settled(offload)
+    assert_moved(stats)
+    assert stats.bytes_in > 0
+
+
+def test_h16_a_source_lives_exactly_until_its_copy_is_over(backend: Backend) -> None:
+    offload, x = backend.offload(), leaf(32, 32)
+    with backend.gate() as gate:
+        with offload:
+            h = x * 2
+            y = h.exp().sum()
+        source = weakref.ref(h.untyped_storage())
+        del h
+        offload.stats()
+        assert source() is not None, "the source went before its copy was over"
+        gate.open()
+        offload.stats(synchronize=True)
+    assert source() is None, "the source stayed after its copy was over"
+    y.backward()
+    del y
+    assert_moved(assert_settled(offload))
+
+
+# -- H17 --------------------------------------------------------------------------------------------------------------
+
+
+def test_h17_an_unpack_during_its_own_copy_out_is_served_from_the_source(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        step = Step(1)
+        step.forward(offload)
+        step.backward()
+        return step.result
+
+    expected, offload = program(nullcontext()), backend.offload()
+    with backend.gate() as gate:
+        # Nothing can arrive, so an unpack that waited would wait for ever.
+        assert_identical(expected, program(offload))
+        stats = offload.stats()
+        assert stats.forwarded_bytes == stats.offloaded_bytes > 0
+        assert stats.bytes_in == 0
+        gate.open()
+    assert_moved(assert_settled(offload))
+
+
+def test_h17_a_reload_waits_for_its_own_copy_out(backend: Backend) -> None:
+    """Where the source is gone from the device the bytes have arrived, and never the other way round."""
+    offload = backend.offload(max_inflight_bytes=1)
+    step = Step(1)
+    with Transfers(backend.runtime) as transfers:
+        step.forward(offload)
+        for ref in lane_of(offload)._ground.storages.values():
+            saved = ref()
+            assert saved is not None
+            assert (saved.state is State.AWAY) == (saved.aliases == [])
+            if saved.state is State.AWAY:
+                assert saved.out_event is not None
+                assert backend.runtime.query(saved.out_event)
+        del saved
+        step.backward()
+    assert transfers.back
+    del step
+    assert_moved(assert_settled(offload))
+
+
+# -- H18 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+def test_h18_a_slot_is_written_again_after_its_last_read(regime: Regime, backend: Backend) -> None:
+    """Slots go back with reads of them still on the way; the next forward writes to the same bytes."""
+
+    def program(offload: Around) -> object:
+        x, results = leaf(32, 32), []
+        for seed in range(10):
+            w = leaf(32, 32, seed=seed)
+            with offload:
+                losses = [((x * n) @ w).tanh().exp().sum() for n in range(1, 5)]
+            losses[-1].backward()  # prefetches what the others need, and they are dropped at once
+            del losses
+            results.append(w.grad)
+        return results, x.grad
+
+    expected = program(nullcontext())
+    offload = backend.offload(**regime.fields)
+    with Transfers(backend.runtime) as transfers:
+        assert_identical(expected, program(regime.around(offload)))
+    regions = [moved.region for moved in transfers.out]
+    assert len(set(regions)) < len(regions), "no slot was ever used again"
+    assert_moved(assert_settled(offload))
+
+
+def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it() -> None:
+    with DiskBackend() as backend:
+        offload, read, reached, opened = backend.offload(prefetch_bytes=1 << 20), DiskSlot.read, threading.Event(), threading.Event()
+        log: list[tuple[str, int, int]] = []
+        write = DiskSlot.write
+
+        def held_back(slot: DiskSlot, target: Tensor) -> None:
+            reached.set()
+            assert opened.wait(60)
+            read(slot, target)
+            log.append(("read", slot.region.start, slot.region.stop))
+
+        def noted(slot: DiskSlot, source: Tensor) -> None:
+            write(slot, source)
+            log.append(("write", slot.region.start, slot.region.stop))
+
+        x = leaf(32, 32)
+        with Settled(offload):
+            losses = [(x * n).exp().sum() for n in range(1, 5)]
+        DiskSlot.read, DiskSlot.write = held_back, noted  # type: ignore[method-assign]
+        try:
+            backward = threading.Thread(target=lambda: losses[-1].backward())
+            backward.start()
+            assert reached.wait(60)  # the first of several reads stands before the gate, the others behind it
+            del losses[:-1]
+            with offload:
+                following = [(x * n).exp().sum() for n in range(5, 12)]
+            opened.set()
+            backward.join()
+            offload.stats(synchronize=True)
+        finally:
+            opened.set()
+            DiskSlot.read, DiskSlot.write = read, write  # type: ignore[method-assign]
+        written: set[int] = set()
+        for what, start, _ in log:
+            assert not (what == "read" and start in written), f"a slot was written before its last read: {log}"
+            written |= {start} if what == "write" else set()
+        assert any(what == "write" for what, *_ in log)
+        assert any(what == "read" for what, *_ in log)
+        for loss in following:
+            loss.backward()
+        del loss, following, losses
+        assert_moved(assert_settled(offload))
+        backend.assert_nothing_is_held()

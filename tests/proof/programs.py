@@ -1,0 +1,477 @@
+"""Random training programs as data, and a machine that runs them.
+
+A program is a list of blocks, a block a list of instructions. An instruction names its operands by age: operand 0 is
+the newest register. So every program can be run, whatever was drawn and however much of it was taken away again; what
+autograd or an operator refuses becomes an entry of the trace, which has to be the same with and without offload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
+
+import eager_offload as eo
+
+__all__ = [
+    "BINARY", "CHANGES", "LAYERS", "UNARY", "VIEWS",
+    "Backward", "Block", "Call", "Change", "Drop", "Fail", "Instruction", "Leaf", "Machine", "Mark", "Program", "Quiesce",
+]  # fmt: skip
+
+MODIFIED = "a saved tensor was modified"
+
+#: More registers than this, and the oldest go: a program of many views would grow without end.
+_MOST_REGISTERS = 10
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+
+class Instruction:
+    """One step; subclasses say what it does."""
+
+    def run(self, machine: Machine) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that is there before the program starts."""
+
+    rows: int
+    columns: int
+    kind: str = "leaf"
+    """``leaf`` and ``parameter`` require grad, a ``buffer`` does not."""
+    dtype: torch.dtype = torch.float32
+
+    def make(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(self.rows, self.columns, dtype=self.dtype, generator=generator)
+        if self.kind == "parameter":
+            return Parameter(values)
+        return values.requires_grad_(self.kind == "leaf")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Instructions inside one context."""
+
+    where: str
+    """``offload``, ``twice`` (the same, nested), ``other`` (a second object inside the first), ``region``
+    (``no_offload`` inside the context), or ``bare``."""
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Blocks over some leaves."""
+
+    leaves: tuple[Leaf, ...]
+    blocks: tuple[Block, ...]
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Register:
+    """A tensor and what the listing calls it."""
+
+    name: str
+    tensor: Tensor
+
+
+class Stop(Exception):
+    """Raised by a program on purpose, to leave a context in the middle."""
+
+
+@dataclass
+class Machine:
+    """Runs a program, with up to two offloads or with none."""
+
+    offload: eo.Offload | None = None
+    other: eo.Offload | None = None
+    registers: list[Register] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
+    #: What was computed, in order: copies of tensors, and what was raised.
+    trace: list[Tensor | str | None] = field(default_factory=list)
+    #: The program as it was run, in Python's words.
+    listing: list[str] = field(default_factory=list)
+    _layers: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    _named: int = 0
+    #: Whether something was saved without our hooks, so that autograd checks it itself.
+    _autograd_may_raise: bool = True
+
+    def run(self, program: Program) -> None:
+        """Runs all of it; then nothing of it is alive but the trace and the listing."""
+        self._autograd_may_raise = self.offload is None or any(block.where == "bare" for block in program.blocks)
+        for seed, leaf in enumerate(program.leaves):
+            self.put(leaf.make(seed), repr(leaf))
+            self.leaves.append(self.registers[-1].tensor)
+        for block in program.blocks:
+            self.listing.append(f"in {block.where}:")
+            try:
+                with self._around(block.where):
+                    for instruction in block.instructions:
+                        instruction.run(self)
+            except Stop:
+                self.listing.append("left by an exception")
+        self._finish()
+        for leaf in (*self.leaves, *self._layers.values()):
+            self.note(leaf)
+            self.note(leaf.grad)
+        self.registers.clear()
+        self.leaves.clear()
+        self._layers.clear()
+
+    def _finish(self) -> None:
+        """What is left is looked at, and some of it differentiated after the rest has gone."""
+        for register in self.registers:
+            self.note(register.tensor)
+        self.registers[:-3] = self.registers[:-3:4]
+        self.listing.append(f"only {', '.join(register.name for register in self.registers)} are left:")
+        for age in range(len(self.registers)):
+            Backward(age, retain=True, accumulate=True).run(self)
+
+    def _around(self, where: str) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        if self.offload is not None and self.other is not None and where != "bare":
+            stack.enter_context(self.offload)
+            if where != "offload":
+                inner = {"twice": self.offload, "other": self.other, "region": eo.no_offload()}
+                stack.enter_context(inner[where])
+        return stack
+
+    # -- what instructions use --
+
+    def get(self, age: int) -> Register:
+        return self.registers[-1 - age % len(self.registers)]
+
+    def put(self, tensor: Tensor, text: str) -> None:
+        name = f"t{self._named}"
+        self._named += 1
+        self.registers.append(Register(name, tensor))
+        self.listing.append(f"    {name} = {text}")
+        if len(self.registers) > _MOST_REGISTERS:
+            del self.registers[0]
+
+    def note(self, tensor: Tensor | None) -> None:
+        """Enters the values of a tensor into the trace."""
+        self.trace.append(None if tensor is None else tensor.detach().clone())
+
+    def attempt(self, text: str, step: Callable[[], None]) -> None:
+        """Runs one step; what it raises goes into the trace."""
+        try:
+            step()
+        except Exception as error:
+            message = self._told(error)
+            self.trace.append(message)
+            self.listing.append(f"    {text}  # {message}")
+
+    def seed(self, text: str) -> None:
+        torch.default_generator.manual_seed(sum(map(ord, text)))
+
+    def layer(self, shape: Sequence[int], kind: str = "parameter") -> Tensor:
+        """A weight, shared by all layers of the same shape."""
+        key = (kind, *shape)
+        if key not in self._layers:
+            generator = torch.Generator().manual_seed(len(self._layers))
+            values = torch.randn(*shape, generator=generator)
+            self._layers[key] = Parameter(values) if kind == "parameter" else values.abs()
+        return self._layers[key]
+
+    def sources(self) -> list[Tensor]:
+        """All that gradients are taken for."""
+        return [t for t in (*self.leaves, *self._layers.values()) if t.requires_grad]
+
+    def _told(self, error: Exception) -> str:
+        if "modified by an inplace operation" in str(error):
+            assert isinstance(error, eo.SavedTensorModifiedError) or self._autograd_may_raise, repr(error)
+            return MODIFIED
+        if "has been modified inplace" in str(error):  # autograd's words for one of several views
+            assert not isinstance(error, eo.OffloadError), repr(error)
+            return MODIFIED
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+# -- instructions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call(Instruction):
+    """New registers from old ones."""
+
+    name: str
+    of: int = 0
+    other: int = 1
+
+    def run(self, machine: Machine) -> None:
+        one, two = machine.get(self.of), machine.get(self.other)
+        text = f"{self.name}({one.name}, {two.name})" if self.name in BINARY else f"{self.name}({one.name})"
+
+        def call() -> None:
+            machine.seed(text)
+            if self.name in BINARY:
+                result: object = BINARY[self.name](one.tensor, two.tensor)
+            elif self.name in LAYERS:
+                result = LAYERS[self.name](one.tensor, machine)
+            else:
+                result = (UNARY.get(self.name) or VIEWS[self.name])(one.tensor)
+            for tensor in result if isinstance(result, tuple | list) else (result,):
+                assert isinstance(tensor, Tensor)
+                machine.put(tensor, text)
+
+        machine.attempt(text, call)
+
+
+@dataclass(frozen=True)
+class Change(Instruction):
+    """Changes a register in place."""
+
+    name: str
+    of: int = 0
+    other: int = 1
+    unseen: bool = False
+    """Whether under ``no_grad``; autograd follows the version all the same."""
+
+    def run(self, machine: Machine) -> None:
+        one, two = machine.get(self.of), machine.get(self.other)
+        text = f"{self.name}({one.name}, {two.name})" + (" under no_grad" if self.unseen else "")
+
+        def change() -> None:
+            with torch.no_grad() if self.unseen else nullcontext():
+                CHANGES[self.name](one.tensor, two.tensor)
+            machine.listing.append(f"    {text}")
+
+        machine.attempt(text, change)
+
+
+@dataclass(frozen=True)
+class Backward(Instruction):
+    """Differentiates a register."""
+
+    of: int = 0
+    retain: bool = False
+    again: bool = False
+    """A second time at once."""
+    create: bool = False
+    """``create_graph``: the gradients become registers."""
+    accumulate: bool = False
+    """``backward()``, which adds to ``.grad``, in place of ``grad()``, which returns."""
+
+    def run(self, machine: Machine) -> None:
+        register = machine.get(self.of)
+        text = f"backward({register.name}, {self})"
+        for _ in range(2 if self.again else 1):
+            machine.attempt(text, lambda: self._backward(machine, register.tensor, text))
+
+    def _backward(self, machine: Machine, result: Tensor, text: str) -> None:
+        machine.seed(text)
+        weight = torch.randn(result.shape, dtype=result.dtype)
+        flags = {"retain_graph": self.retain or self.create, "create_graph": self.create}
+        if self.accumulate:
+            # A graph in `.grad` would be a cycle through the leaf; torch itself warns of that.
+            torch.autograd.backward(result, weight, retain_graph=self.retain)
+            machine.listing.append(f"    {text}")
+            return
+        gradients = torch.autograd.grad(result, machine.sources(), weight, allow_unused=True, **flags)
+        machine.listing.append(f"    {text}")
+        for gradient in gradients:
+            machine.note(gradient)
+        for gradient in [g for g in gradients if g is not None and g.requires_grad][:2]:
+            machine.put(gradient, f"a gradient of {text}")
+
+
+@dataclass(frozen=True)
+class Drop(Instruction):
+    """Forgets a register."""
+
+    of: int = 0
+
+    def run(self, machine: Machine) -> None:
+        if len(machine.registers) > 1:
+            register = machine.registers.pop(-1 - self.of % len(machine.registers))
+            machine.listing.append(f"    del {register.name}")
+
+
+@dataclass(frozen=True)
+class Mark(Instruction):
+    """``keep`` or ``prefer_offload`` of a register."""
+
+    prefer: bool
+    of: int = 0
+
+    def run(self, machine: Machine) -> None:
+        register = machine.get(self.of)
+        machine.listing.append(f"    {'prefer_offload' if self.prefer else 'keep'}({register.name})")
+        if machine.offload is not None:
+            (eo.prefer_offload if self.prefer else eo.keep)(register.tensor)
+
+
+@dataclass(frozen=True)
+class Quiesce(Instruction):
+    """Waits until nothing is on its way."""
+
+    def run(self, machine: Machine) -> None:
+        machine.listing.append("    quiesce")
+        if machine.offload is not None:
+            machine.offload.stats(synchronize=True)
+
+
+@dataclass(frozen=True)
+class Fail(Instruction):
+    """Leaves the block by an exception."""
+
+    def run(self, machine: Machine) -> None:
+        raise Stop
+
+
+# -- what can be called -----------------------------------------------------------------------------------------------
+
+
+class Twice(torch.autograd.Function):
+    """Saves an input, an intermediate and an output, and reads them twice."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        middle = tensor.sin()
+        result = middle * tensor
+        context.save_for_backward(tensor, middle, result)
+        return result
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        tensor, middle, _ = context.saved_tensors
+        again, _, result = context.saved_tensors
+        return gradient * (middle + again.cos() * tensor + 0 * result)
+
+
+def _segment(tensor: Tensor) -> Tensor:
+    return (tensor.tanh() * tensor).cumsum(0).sin()
+
+
+def _picked(tensor: Tensor) -> Tensor:
+    return tensor[torch.arange(tensor.shape[0]) % max(tensor.shape[0] - 1, 1)]
+
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "exp": lambda t: torch.exp(-t.abs()),
+    "sin": torch.sin,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "square": torch.square,
+    "root": lambda t: torch.sqrt(t.abs() + 1),
+    "softmax": lambda t: t.softmax(-1),
+    "log_softmax": lambda t: t.log_softmax(0),
+    "layer_norm": lambda t: F.layer_norm(t, t.shape[-1:]),
+    "cumsum": lambda t: t.cumsum(-1),
+    "cumprod": lambda t: (1 + t.tanh() / 8).cumprod(0),
+    "row_mean": lambda t: t.mean(-1, keepdim=True),
+    "column_sum": lambda t: t.sum(0, keepdim=True),
+    "largest": lambda t: t.amax(-1, keepdim=True),
+    "norm": lambda t: t / (t.norm(dim=-1, keepdim=True) + 1),
+    "sorted": lambda t: t.sort(-1)[0],
+    "dropout": lambda t: F.dropout(t, 0.4),
+    "rrelu": lambda t: F.rrelu(t, training=True),
+    "clone": torch.clone,
+    "detach": torch.detach,
+    "double": lambda t: t.to(torch.float64),
+    "complex": lambda t: torch.complex(t, t.sin()),
+    "picked": _picked,
+    "twice": Twice.apply,
+    "checkpoint": lambda t: checkpoint(_segment, t, use_reentrant=False),
+    "checkpoint_reentrant": lambda t: checkpoint(_segment, t, use_reentrant=True),
+}
+
+BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "sub": lambda a, b: torch.sub(a, b, alpha=2),
+    "mul": torch.mul,
+    "div": lambda a, b: a / (b.abs() + 1),
+    "maximum": torch.maximum,
+    "atan2": torch.atan2,
+    "where": lambda a, b: torch.where(a > 0, a * b, b),
+    "matmul": lambda a, b: a @ b if a.shape[-1] == b.shape[-2] else a @ a.mT,
+    "gram": lambda a, b: a.mT @ a + b.sum(),
+    "cat": lambda a, b: torch.cat([a, b], dim=-1 if a.shape[:-1] == b.shape[:-1] else 0),
+    "stack_self": lambda a, b: torch.stack([a, a * 2, b.expand_as(a)]).prod(0),
+    "lerp": lambda a, b: torch.lerp(a, b, 0.3),
+    "addcmul": lambda a, b: torch.addcmul(a, a, b, value=0.5),
+}
+
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "transpose": lambda t: t.mT,
+    "after_first": lambda t: t[1:],
+    "shifted": lambda t: t.reshape(-1)[1:].unsqueeze(0),
+    "every_other": lambda t: t[:, ::2],
+    "few_columns": lambda t: t[:, :2],
+    "a_row": lambda t: t[-1:],
+    "expand": lambda t: t[:1].expand(4, -1),
+    "expand_columns": lambda t: t[:, :1].expand(-1, 8),
+    "flat": lambda t: t.reshape(1, -1),
+    "halves": lambda t: t.chunk(2),
+    "split_columns": lambda t: t.split(3, dim=-1),
+    "diagonal": lambda t: t.diagonal().unsqueeze(0),
+    "windows": lambda t: t.unfold(0, 2, 1)[..., 0],
+    "overlapping": lambda t: t.as_strided((3, 4), (2, 1)),
+    "conj": torch.conj,
+    "real": lambda t: t.real,
+    "imag": lambda t: t.imag,
+    "negative": lambda t: t.conj().imag,
+}
+
+
+def _linear(tensor: Tensor, machine: Machine) -> Tensor:
+    return F.linear(tensor, machine.layer((8, tensor.shape[-1])), machine.layer((8,)))
+
+
+def _conv(tensor: Tensor, machine: Machine) -> Tensor:
+    return F.conv1d(tensor.unsqueeze(0), machine.layer((4, tensor.shape[0], 3)), padding=1).squeeze(0)
+
+
+def _batch_norm(tensor: Tensor, machine: Machine) -> Tensor:
+    width = tensor.shape[1]
+    mean, var = machine.layer((width,), "mean"), machine.layer((width,), "var")
+    return F.batch_norm(tensor, mean, var, machine.layer((width,)), training=True)
+
+
+def _attention(tensor: Tensor, machine: Machine) -> Tensor:
+    q, k, v = F.linear(tensor, machine.layer((24, tensor.shape[-1]))).chunk(3, dim=-1)
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+
+
+def _embedding(tensor: Tensor, machine: Machine) -> Tensor:
+    return F.embedding(torch.arange(tensor.shape[0]) % 5, machine.layer((5, tensor.shape[-1]))) * tensor
+
+
+LAYERS: dict[str, Callable[[Tensor, Machine], Tensor]] = {
+    "linear": _linear,
+    "conv": _conv,
+    "batch_norm": _batch_norm,
+    "attention": _attention,
+    "embedding": _embedding,
+}
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "mul_": lambda a, b: a.mul_(0.5),
+    "add_": lambda a, b: a.add_(b),
+    "sub_from_row_": lambda a, b: a[0].sub_(1),
+    "zero_slice_": lambda a, b: a[1:].zero_(),
+    "copy_row_": lambda a, b: a[:1].copy_(b[:1]),
+    "relu_": lambda a, b: a.relu_(),
+    "sigmoid_": lambda a, b: a.sigmoid_(),
+    "tanh_": lambda a, b: a.tanh_(),
+    "fill_diagonal_": lambda a, b: a.fill_diagonal_(0.25),
+    "index_fill_": lambda a, b: a.index_fill_(0, torch.tensor([0]), 0.5),
+    "transposed_mul_": lambda a, b: a.mT.mul_(1.5),
+    "detached_add_": lambda a, b: a.detach().add_(1),
+}

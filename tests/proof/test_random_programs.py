@@ -1,0 +1,212 @@
+"""Random programs give the same with and without offload, bit for bit, and leave nothing behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import eager_offload as eo
+from eager_offload.runtime.simulated import SimulatedRuntime
+from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
+from tests.proof.bits import same_bits
+from tests.proof.programs import (
+    BINARY,
+    CHANGES,
+    LAYERS,
+    MODIFIED,
+    UNARY,
+    VIEWS,
+    Backward,
+    Block,
+    Call,
+    Change,
+    Drop,
+    Fail,
+    Instruction,
+    Leaf,
+    Machine,
+    Mark,
+    Program,
+    Quiesce,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+# -- what is drawn ----------------------------------------------------------------------------------------------------
+
+AGES = st.integers(0, 7)
+
+
+def calls(names: dict[str, Any]) -> st.SearchStrategy[Instruction]:
+    return st.builds(Call, st.sampled_from(sorted(names)), AGES, AGES)
+
+
+def backwards() -> st.SearchStrategy[Instruction]:
+    # A second backward of a graph that is gone raises, which is of interest, but not most of the time.
+    seldom = st.sampled_from([False, False, False, True])
+    return st.builds(Backward, AGES, retain=st.booleans(), again=seldom, create=seldom, accumulate=seldom)
+
+
+def instructions() -> st.SearchStrategy[Instruction]:
+    changes = st.builds(Change, st.sampled_from(sorted(CHANGES)), AGES, AGES, st.booleans())
+    some = st.one_of(
+        st.builds(Drop, AGES),
+        st.builds(Mark, st.booleans(), AGES),
+        st.just(Quiesce()),
+        st.builds(Fail),
+    )
+    return st.one_of(calls(UNARY), calls(UNARY), calls(BINARY), calls(VIEWS), calls(LAYERS), backwards(), changes, some)
+
+
+def programs() -> st.SearchStrategy[Program]:
+    sides = st.sampled_from([8, 1, 4, 64])
+    dtypes = st.sampled_from([torch.float32, torch.float32, torch.float32, torch.float64, torch.complex64])
+    leaves = st.builds(Leaf, sides, sides, st.sampled_from(["leaf", "parameter", "buffer"]), dtypes)
+    wheres = st.sampled_from(["offload", "offload", "offload", "offload", "twice", "other", "region", "bare"])
+    blocks = st.builds(Block, wheres, st.lists(instructions(), min_size=1, max_size=14).map(tuple))
+    # The first leaf is such that something can be learnt from every program.
+    firsts = st.just(Leaf(8, 8))
+    both = st.tuples(st.lists(leaves, max_size=2), firsts).map(lambda drawn: (*drawn[0], drawn[1]))
+    return st.builds(Program, both, st.lists(blocks, min_size=1, max_size=5).map(tuple))
+
+
+def configs(tiers: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(
+        {
+            "tier": st.sampled_from(tiers),
+            "min_bytes": st.sampled_from([0, 0, 64, 1024]),
+            "keep_last_bytes": st.sampled_from([0, 0, 300, 5000, 1 << 20]),
+            "max_inflight_bytes": st.sampled_from([1, 600, 20_000, 1 << 20]),
+            "prefetch_bytes": st.sampled_from([0, 600, 20_000, 1 << 20]),
+            "verify": st.booleans(),
+            "host_budget": st.sampled_from(["auto", "auto", "auto", 8192]),
+            "disk_budget": st.sampled_from(["auto", "auto", "auto", 65536]),
+        }
+    )
+
+
+RATES = st.fixed_dictionaries(
+    {
+        "compute_rate": st.sampled_from([1e9, 1e7, 1e12]),
+        "out_bandwidth": st.sampled_from([2.5e8, 1e6, 1e12]),
+        "in_bandwidth": st.sampled_from([2.5e8, 1e6, 1e12]),
+        "at_once": st.booleans(),
+    }
+)
+
+
+# -- what is expected -------------------------------------------------------------------------------------------------
+
+
+class Simulated(SimulatedBackend):
+    """Simulated, on a device of one's own choice."""
+
+    def __init__(self, **rates: Any) -> None:
+        super().__init__()
+        self.simulated = SimulatedRuntime(**rates)
+        self._checking = self.simulated.checked()
+
+
+class Passing(TorchDispatchMode):
+    """Does nothing. Some of torch's formulas depend on whether a dispatch mode is active, as it is under a checker."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Seen:
+    """What all programs of a test did together."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, stats: eo.OffloadStats, trace: list[Any]) -> None:
+        self.counts["programs"] += 1
+        self.counts["modified"] += trace.count(MODIFIED)
+        self.counts["trace"] += len(trace)
+        self.counts.update(t for t in trace if isinstance(t, str))
+        for name in ("offloaded", "shared", "reloaded", "forwarded", "released"):
+            self.counts[name] += getattr(stats, f"{name}_bytes")
+        self.counts["bytes in"] += stats.bytes_in
+        for reason, nbytes in stats.kept_bytes.items():
+            self.counts[reason] += nbytes
+
+
+def check(program: Program, backend: Backend, fields: dict[str, Any], seen: Seen) -> None:
+    """The program gives the same under ``backend``, and nothing of it is left."""
+    plain = Machine()
+    with Passing() if isinstance(backend, SimulatedBackend) else nullcontext():
+        plain.run(program)
+    note("\n".join(plain.listing))
+    with backend:
+        backend.sources_change = True
+        machine = Machine(backend.offload(**fields), backend.offload(prefetch_bytes=4000))
+        machine.run(program)
+        assert len(machine.trace) == len(plain.trace)
+        for ours, theirs in zip(machine.trace, plain.trace, strict=True):
+            assert same(ours, theirs), f"{ours} in place of {theirs}"
+        backend.assert_nothing_is_held()
+        for offload in backend.offloads:
+            seen.add(offload.stats(), machine.trace)
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, str) or isinstance(theirs, str):
+        return bool(ours == theirs)
+    return same_bits(ours, theirs)
+
+
+def explore(make: Callable[..., Backend], tiers: list[str], rates: st.SearchStrategy[dict[str, Any]], examples: int) -> None:
+    seen = Seen()
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs(), configs(tiers), rates)
+    def every_program(program: Program, fields: dict[str, Any], rates: dict[str, Any]) -> None:
+        check(program, make(**rates), fields, seen)
+
+    every_program()
+    print(seen.counts)
+    # Keeping everything would pass any test of equality: all ways that a saved tensor can take were taken.
+    for way in ("offloaded", "shared", "reloaded", "forwarded", "released", "bytes in", "modified", *eo_reasons()):
+        assert seen.counts[way] > 0, f"no program led to: {way}"
+
+
+def eo_reasons() -> list[str]:
+    return ["small", "parameter", "marked", "region", "newest", "budget"]
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
+
+
+def test_random_programs_are_exact_on_the_cpu_device() -> None:
+    explore(DiskBackend, ["disk", "disk", "host"], st.just({}), 100)
+
+
+def test_random_programs_are_exact_and_in_order_on_simulated_streams() -> None:
+    explore(Simulated, ["host", "host", "disk"], RATES, 100)
+
+
+@pytest.mark.long
+def test_many_random_programs_are_exact_on_the_cpu_device() -> None:
+    explore(DiskBackend, ["disk", "disk", "host"], st.just({}), 1500)
+
+
+@pytest.mark.long
+def test_many_random_programs_are_exact_and_in_order_on_simulated_streams() -> None:
+    explore(Simulated, ["host", "host", "disk"], RATES, 1500)
