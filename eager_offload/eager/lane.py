@@ -231,6 +231,7 @@ class Lane:
     def synchronize(self) -> None:
         """Waits until nothing is on its way, but for reloads that are still expected to be asked for."""
         with self._accounts.lock:
+            self.settle()
             self._offloading.synchronize()
             self._reloading.synchronize()
             self.settle()

@@ -31,26 +31,52 @@ class Streams:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._simulated = backend.simulated if isinstance(backend, SimulatedBackend) else None
-        self._side = self._simulated.new_stream("side") if self._simulated is not None else None
+        self._side = None if self._simulated is None else self._simulated.new_stream("side")
 
-    def run(self, work: Callable[[], None], *, aside: bool) -> None:
-        """Runs ``work`` on the first or on the second stream, in order with everything before it."""
+    @property
+    def are_threads(self) -> bool:
+        return self._simulated is None
+
+    def run(self, work: Callable[[], object], *, aside: bool) -> None:
+        """Runs ``work`` on the first or on the second stream, in order with everything before and after it."""
         if not aside:
-            self._order(backward=True)
             work()
         elif self._simulated is None or self._side is None:
             self._backend.in_thread(work)
         else:
-            self._order(backward=False)
+            self.meet()
             with self._simulated.stream(self._side):
                 work()
+            self.meet()
 
-    def _order(self, *, backward: bool) -> None:
-        """What a user does who changes streams: the new one waits for the old one."""
+    def meet(self) -> None:
+        """What a program does that changes streams: each waits for the other."""
         if self._simulated is not None and self._side is not None:
-            here, there = self._simulated.default_stream, self._side
-            before, after = (there, here) if backward else (here, there)
-            self._simulated.wait(after, self._simulated.record(before))
+            first, second = self._simulated.default_stream, self._side
+            done = self._simulated.record(first), self._simulated.record(second)
+            self._simulated.wait(first, done[1])
+            self._simulated.wait(second, done[0])
+
+
+class ReadingOn(torch.autograd.Function):
+    """Reads what it saved once for each entry of ``places``, on the stream or thread that stands there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, h: Tensor, streams: Streams, places: tuple[bool, ...]) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.streams, ctx.places = streams, places
+        return x * h
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        read: list[Tensor] = []
+        for aside in ctx.places:
+            ctx.streams.run(lambda: read.append(gradient * ctx.saved_tensors[0]), aside=aside)
+        for other in read[1:]:
+            assert torch.equal(read[0], other)
+        result = read[0].clone()
+        ctx.streams.meet()
+        return result, None, None, None
 
 
 class Step:
@@ -72,7 +98,9 @@ class Step:
 
     @property
     def result(self) -> object:
-        return self.x.grad, self.w.grad
+        assert self.x.grad is not None
+        assert self.w.grad is not None
+        return self.x.grad.clone(), self.w.grad.clone()
 
 
 PLACES = {
@@ -93,9 +121,10 @@ def test_h14_ordering_follows_the_stream_of_each_pack_and_unpack(places: str, re
         for seed in range(3):
             step = Step(seed)
             streams.run(lambda step=step: step.forward(offload), aside=forward_aside)  # type: ignore[misc]
-            streams.run(step.backward, aside=backward_aside)
+            # On a device autograd runs a node on the stream of its forward, wherever backward was called.
+            streams.run(step.backward, aside=backward_aside if streams.are_threads else forward_aside)
             results.append(step.result)
-        streams.run(lambda: None, aside=False)
+            streams.meet()
         return results
 
     expected, offload = program(nullcontext()), backend.offload(**regime.fields)
@@ -112,32 +141,36 @@ def test_h14_streams_that_change_from_step_to_step(regime: Regime, backend: Back
         for index, step in enumerate(steps):
             streams.run(lambda step=step: step.forward(offload), aside=index % 2 == 1)  # type: ignore[misc]
         for index in (7, 2, 5, 0, 3, 6, 1, 4):
-            streams.run(steps[index].backward, aside=index % 3 == 0)
-        streams.run(lambda: None, aside=False)
-        return [step.result for step in steps]
+            streams.run(steps[index].backward, aside=index % (3 if streams.are_threads else 2) == 1)
+        results = [step.result for step in steps]
+        streams.meet()
+        return results
 
     expected, offload = program(nullcontext()), backend.offload(**regime.fields)
     assert_identical(expected, program(regime.around(offload)))
     assert_moved(assert_settled(offload))
 
 
-def test_h14_one_graph_is_read_on_two_streams(backend: Backend) -> None:
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+@pytest.mark.parametrize("places", [(True,), (False, True), (True, False), (True, True, False, True)], ids=str)
+def test_h14_a_saved_tensor_is_read_on_other_streams(
+    places: tuple[bool, ...], regime: Regime, backend: Backend
+) -> None:
     def program(offload: Around) -> object:
         streams, x = Streams(backend), leaf(32, 32)
         with offload:
-            y = (x * 2).tanh().exp().sum()
-        gradients: list[Tensor] = []
-        for aside in (False, True, False, True):
-            streams.run(
-                lambda: gradients.append(torch.autograd.grad(y, x, retain_graph=True)[0].clone()), aside=aside
-            )
-        streams.run(lambda: None, aside=False)
-        return gradients
+            y = (x * 2).tanh()
+            for seed in range(4):
+                y = ReadingOn.apply(y, leaf(32, 32, seed=seed, grad=False) * 1, streams, places).sin()
+        y.sum().backward()
+        streams.meet()
+        return x.grad
 
-    for regime in REGIMES:
-        expected, offload = program(nullcontext()), backend.offload(**regime.fields)
-        assert_identical(expected, program(regime.around(offload)))
-        assert_moved(assert_settled(offload))
+    expected, offload = program(nullcontext()), backend.offload(**regime.fields)
+    assert_identical(expected, program(regime.around(offload)))
+    stats = assert_settled(offload)
+    assert_moved(stats)
+    assert stats.bytes_in > 0 or not regime.settled
 
 
 # -- H15 --------------------------------------------------------------------------------------------------------------
@@ -146,21 +179,22 @@ def test_h14_one_graph_is_read_on_two_streams(backend: Backend) -> None:
 def test_h15_the_stream_is_noted_before_any_other_is_entered(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asks for the current stream inside a transfer's context is told the wrong one."""
+    """Whoever asks for the current stream while a transfer stream is current is told the wrong one."""
     runtime, entered, asked = backend.runtime, threading.local(), []
     enter, current = runtime.enter, runtime.current_stream
+    transfers = {runtime.transfer_stream(torch.device("cpu"), direction) for direction in Direction}
 
     @contextmanager
     def watched_enter(stream: Any) -> Iterator[None]:
-        entered.depth = getattr(entered, "depth", 0) + 1
+        outer, entered.last = getattr(entered, "last", None), stream
         try:
             with enter(stream):
                 yield
         finally:
-            entered.depth -= 1
+            entered.last = outer
 
     def watched_current(device: torch.device) -> Any:
-        asked.append(getattr(entered, "depth", 0))
+        asked.append(getattr(entered, "last", None))
         return current(device)
 
     monkeypatch.setattr(runtime, "enter", watched_enter)
@@ -176,7 +210,7 @@ def test_h15_the_stream_is_noted_before_any_other_is_entered(
         y.backward()
         del y, gathered, step
     assert len(asked) > 10
-    assert set(asked) == {0}
+    assert transfers.isdisjoint(asked)
     assert_moved(assert_settled(offload))
 
 
@@ -245,7 +279,7 @@ def test_h16_a_source_lives_exactly_until_its_copy_is_over(backend: Backend) -> 
     offload, x = backend.offload(), leaf(32, 32)
     with backend.gate() as gate:
         with offload:
-            h = x * 2
+            h = (x * 2).tanh()
             y = h.exp().sum()
         source = weakref.ref(h.untyped_storage())
         del h
@@ -323,7 +357,8 @@ def test_h18_a_slot_is_written_again_after_its_last_read(regime: Regime, backend
     with Transfers(backend.runtime) as transfers:
         assert_identical(expected, program(regime.around(offload)))
     regions = [moved.region for moved in transfers.out]
-    assert len(set(regions)) < len(regions), "no slot was ever used again"
+    # Unless everything leaves before backward, a simulated copy out runs as late as it can and holds its slot.
+    assert not regime.settled or len(set(regions)) < len(regions), "no slot was ever used again"
     assert_moved(assert_settled(offload))
 
 
