@@ -40,8 +40,8 @@ class Variant:
 
     checkpointing: bool = False
     offload: bool = False
-    #: Whether the windows are those of ``--window`` or the library's defaults.
-    default_windows: bool = False
+    #: The option that gives both windows; ``None`` stands for the library's defaults.
+    window: str | None = "window"
     #: Whether ``eager_offload.release_freed_memory()`` is called first.
     release: bool = True
     #: The most that memory, time, and time against glibc's default settings may be, as parts of those of no offload.
@@ -56,9 +56,13 @@ VARIANTS = {
     "checkpoint": Variant(checkpointing=True),
     "offload": Variant(offload=True, memory_limit=0.20, time_limit=1.10, default_malloc_limit=1.15),
     "offload, defaults": Variant(
-        offload=True, default_windows=True, memory_limit=0.30, time_limit=1.10, default_malloc_limit=1.15
+        offload=True, window=None, memory_limit=0.30, time_limit=1.10, default_malloc_limit=1.15
     ),
-    "checkpoint + offload": Variant(checkpointing=True, offload=True, memory_limit=0.18),
+    "checkpoint + offload": Variant(checkpointing=True, offload=True),
+    # Recomputing a block takes long, so one block's input ahead is enough; each further one only takes room.
+    "checkpoint + offload, small windows": Variant(
+        checkpointing=True, offload=True, window="small_window", memory_limit=0.18
+    ),
 }
 REFERENCE, DEFAULT_MALLOC = "none", "none, default malloc"
 
@@ -146,9 +150,8 @@ def train(name: str, options: argparse.Namespace) -> Run:
 
 
 def make_offload(variant: Variant, options: argparse.Namespace) -> eo.Offload:
-    windows = (
-        {} if variant.default_windows else {"max_inflight_bytes": options.window, "prefetch_bytes": options.window}
-    )
+    size = None if variant.window is None else getattr(options, variant.window)
+    windows = {} if size is None else {"max_inflight_bytes": size, "prefetch_bytes": size}
     return eo.Offload(tier="disk", disk_path=options.disk_path, min_bytes=options.min_bytes, **windows)
 
 
@@ -253,7 +256,7 @@ def main() -> int:
             run = run_in_process(name, number)
             runs.append(run)
             console.print(
-                f"round {number + 1}/{options.rounds}  {name:<22} {run.above_bytes / MIB:>7,.0f} MiB above "
+                f"round {number + 1}/{options.rounds}  {name:<36} {run.above_bytes / MIB:>7,.0f} MiB above "
                 f"{run.base_bytes / MIB:>5,.0f}  {run.seconds:>6.2f} s/step  load {run.load_average:.1f}"
             )
     summary = judge(report, runs, options)
@@ -275,6 +278,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=positive, default=4)
     parser.add_argument("--threads", type=positive, default=2, help="of torch")
     parser.add_argument("--window", default="64MiB", help="max_inflight_bytes and prefetch_bytes")
+    parser.add_argument("--small-window", default="16MiB", help="the same, for the variant with small windows")
     parser.add_argument("--min-bytes", default="1MiB")
     parser.add_argument("--drop-gradients", action="store_true", help="zero_grad(set_to_none=True) before each step")
     parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)

@@ -55,11 +55,13 @@ class DelayLine:
         assert key in self._waiting
         self._packed_at[key] = packed_at
 
-    def discard(self, key: int) -> None:
-        """Takes a storage out, if it is here."""
-        self.nbytes -= self._waiting.pop(key, 0)
+    def discard(self, key: int) -> int:
+        """Takes a storage out, if it is here; returns its bytes."""
+        nbytes = self._waiting.pop(key, 0)
+        self.nbytes -= nbytes
         self._packed_at.pop(key, None)
         self._urgent.discard(key)
+        return nbytes
 
     def due(self, sequence: int | None) -> int | None:
         """What has to leave next, oldest first, or ``None``. It stays in line until it is discarded.
@@ -174,7 +176,9 @@ class PrefetchOrder:
 
     def remove(self, position: int) -> int | None:
         """A save's handle is gone; returns its storage if that was promised for this use alone."""
-        use = self._uses[position]
+        use = self._uses.get(position)
+        if use is None:
+            return None  # an interrupt came between the making of the handle and `add`
         dropped = self._unpromise(position)
         if self._next == position:
             self._next = use.before

@@ -106,7 +106,6 @@ class Remains(NamedTuple):
 
     key: int
     name: Hashable
-    nbytes: int
     logical_bytes: int
     state: State
     asked: bool
@@ -194,7 +193,6 @@ class SavedStorage:
             Remains(
                 self.key,
                 self.name,
-                self.footprint.nbytes,
                 self.logical_bytes,
                 self.state,
                 self.asked,

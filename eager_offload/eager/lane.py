@@ -237,15 +237,13 @@ class Lane:
             self.settle()
 
     def _bury(self, remains: Remains) -> None:
-        """Settles the accounts of a storage whose last handle is gone."""
-        del self._ground.storages[remains.key]
+        """Settles the accounts of a storage whose last handle is gone; one that an interrupt kept from them has none."""
+        self._ground.storages.pop(remains.key, None)
         if self._names.get(remains.name) is remains.ref:
             del self._names[remains.name]
         if remains.line is not None:
-            remains.line.discard(remains.key)
-        if remains.state is State.WAITING:
-            self._ground.let_go(remains.nbytes)
-        elif remains.state is not State.KEPT and not remains.asked:
+            self._ground.let_go(remains.line.discard(remains.key))
+        if remains.state in (State.LEAVING, State.AWAY) and not remains.asked:
             self._offloading.bury(remains)
         if remains.reload is not None:
             self._reloading.abandon(remains.reload)

@@ -50,12 +50,14 @@ class Offloading:
         """Starts what has to leave ``line`` now; see ``DelayLine.due``."""
         while (key := line.due(sequence)) is not None:
             saved = self._ground.storage(key)
-            if saved is not None and saved.state is State.WAITING:
+            if saved is None:  # it died a moment ago
+                self._ground.let_go(line.discard(key))
+                continue
+            if saved.state is State.WAITING:  # else an interrupt came right after its start
                 self._start(saved)
-                saved.line = None
-            # Otherwise it died a moment ago, or an interrupt came right after its start. Taking it out comes last, so
-            # that whatever interrupts the above leaves the storage in line.
+            # Last, so that whatever interrupts the start leaves the storage in line.
             line.discard(key)
+            saved.line = None
 
     def settle(self) -> None:
         """Takes up what has arrived; never blocks."""

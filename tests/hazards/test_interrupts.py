@@ -1,0 +1,187 @@
+"""H10: whatever interrupts a step, the hooks are gone, nothing is held, and the next step is exact."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.arena import HostTier
+from eager_offload.runtime.base import Runtime
+from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.functions import call_in_backward
+from tests.hazards.programs import REGIMES, Regime, assert_identical, assert_moved, leaf
+
+Around: TypeAlias = AbstractContextManager[Any]
+
+
+class Fault(Exception):
+    """What a test raises where a user's own code would."""
+
+
+FAULTS = [Fault, KeyboardInterrupt]
+
+
+def raising(kind: type[BaseException]) -> Callable[[], None]:
+    def fail() -> None:
+        raise kind("on purpose")
+
+    return fail
+
+
+class Trainer:
+    """A model that is trained a step at a time, and whose steps can be made to fail half-way."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(
+        self,
+        around: Around,
+        seed: int,
+        forward: Callable[[], None] = lambda: None,
+        backward: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """One step; ``forward`` and ``backward`` are called in the middle of each."""
+        self.optimizer.zero_grad()
+        with around:
+            h = call_in_backward(self.model[:3](leaf(8, 16, seed=seed)), backward)
+            forward()
+            loss = (self.model[3:](h) @ leaf(8, 16, seed=seed + 50, grad=False)[:, :8].t()[:, :1].expand(8, 16)[:16].t()).sum() if False else self.model[3:](h).square().mean()
+        del h
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    @property
+    def state(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def undisturbed(steps: int) -> object:
+    trainer = Trainer()
+    return [trainer.step(nullcontext(), seed) for seed in range(steps)], trainer.state
+
+
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("kind", FAULTS)
+def test_h10_an_exception_in_the_users_code(kind: type[BaseException], where: str, regime: Regime, backend: Backend) -> None:
+    def train(offload: Around) -> object:
+        trainer, losses = Trainer(), []
+        for seed in range(4):
+            if seed in (1, 2):
+                with pytest.raises(kind, match="on purpose"):
+                    trainer.step(offload, 100 + seed, **{where: raising(kind)})
+                assert hooks_are_gone()
+            losses.append(trainer.step(offload, seed))
+        return losses, trainer.state
+
+    offload = backend.offload(**regime.fields)
+    assert_identical(undisturbed(4), train(regime.around(offload)))
+    assert_moved(assert_settled(offload))
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_h10_an_exception_inside_nested_contexts_and_threads(kind: type[BaseException], backend: Backend) -> None:
+    outer, inner = backend.offload(), backend.offload()
+    trainer = Trainer()
+
+    def fail() -> None:
+        with pytest.raises(kind, match="on purpose"), outer, inner, outer:
+            trainer.step(inner, 100, forward=raising(kind))
+        assert hooks_are_gone()
+
+    fail()
+    backend.in_thread(fail)
+    losses = [trainer.step(outer if seed % 2 else inner, seed) for seed in range(4)]
+    assert_identical(undisturbed(4), (losses, trainer.state))
+    assert_moved(assert_settled(outer))
+    assert_moved(assert_settled(inner))
+
+
+# -- in the middle of pack and unpack ---------------------------------------------------------------------------------
+
+
+class Tripwire:
+    """Raises ``KeyboardInterrupt`` once, before or after the given call of a method of the library."""
+
+    def __init__(self, owner: type, name: str, *, call: int, after: bool) -> None:
+        self.owner, self.name = owner, name
+        self._call, self._after = call, after
+        self._thread = threading.current_thread()
+        self.calls = 0
+        self.tripped = False
+
+    def __enter__(self) -> Tripwire:
+        self._original = original = getattr(self.owner, self.name)
+
+        def tripping(*args: Any, **kwargs: Any) -> Any:
+            # An interrupt comes to the main thread only.
+            armed = threading.current_thread() is self._thread and not self.tripped
+            if armed:
+                self.calls += 1
+            trips = armed and self.calls == self._call
+            if trips and not self._after:
+                self.tripped = True
+                raise KeyboardInterrupt(f"before {self.name}")
+            result = original(*args, **kwargs)
+            if trips:
+                self.tripped = True
+                raise KeyboardInterrupt(f"after {self.name}")
+            return result
+
+        setattr(self.owner, self.name, tripping)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self.owner, self.name, self._original)
+
+
+#: What a pack and an unpack call of a runtime and a tier.
+CALLS = ["copy", "record", "wait", "query", "synchronize", "allocate", "current_stream", "transfer_stream", "reserve"]
+
+
+def owner_of(name: str, backend: Backend) -> type:
+    if name == "reserve":
+        return DiskTier if backend.name == "disk" else HostTier
+    return type(backend.runtime) if name in vars(type(backend.runtime)) else Runtime
+
+
+@pytest.mark.parametrize("regime", [REGIMES[0], REGIMES[2], REGIMES[3]], ids=str)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("name", CALLS)
+def test_h10_an_interrupt_in_the_middle_of_pack_or_unpack(
+    name: str, after: bool, regime: Regime, backend: Backend
+) -> None:
+    expected = undisturbed(2)
+    offload = backend.offload(**{**regime.fields, "prefetch_bytes": 1 << 12})
+    tripped = 0
+    for call in itertools.count(1, 3):
+        trainer = Trainer()
+        losses = [trainer.step(regime.around(offload), 0)]
+        with Tripwire(owner_of(name, backend), name, call=call, after=after) as wire:
+            try:
+                kept = Trainer()
+                kept.step(regime.around(offload), 100)
+            except KeyboardInterrupt as interrupt:
+                interrupt.with_traceback(None)
+            del kept
+        assert hooks_are_gone()
+        if not wire.tripped:
+            break
+        tripped += 1
+        losses.append(trainer.step(regime.around(offload), 1))
+        assert_identical(expected, (losses, trainer.state))
+        assert_settled(offload)
+    assert tripped > 0, f"{name} was never called"
+    assert_moved(assert_settled(offload))
