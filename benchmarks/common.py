@@ -43,7 +43,7 @@ MIB = 1 << 20
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,7 @@ VARIANTS = {
     ),
     "checkpoint + offload": Variant(checkpointing=True, offload=True),
     # Recomputing a block takes long, so one block's input ahead is enough; each further one only takes room.
-    "checkpoint + offload, small windows": Variant(
-        checkpointing=True, offload=True, window="small_window", memory_limit=0.18
-    ),
+    "checkpoint + offload, small": Variant(checkpointing=True, offload=True, window="small_window", memory_limit=0.18),
 }
 REFERENCE, DEFAULT_MALLOC = "none", "none, default malloc"
 
@@ -216,8 +214,8 @@ def judge(report: Report, runs: list[Run], options: argparse.Namespace) -> dict[
 
 
 def show(runs: list[Run], summary: dict[str, dict[str, Spread]]) -> None:
-    memory = table("variant", "MiB above the model's own", "of no offload", "peak MiB", "offloaded MiB/step")
-    times = table("variant", "s a step", "of no offload", "of default malloc", "stall s/step")
+    memory = table("variant", "MiB above the model", "of no offload", "peak MiB", "offloaded MiB")
+    times = table("variant", "s a step", "of no offload", "of default malloc", "stall s")
     for name, found in summary.items():
         own = [run for run in runs if run.variant == name]
         steps = len(own[0].step_seconds)
@@ -238,7 +236,8 @@ def show(runs: list[Run], summary: dict[str, dict[str, Spread]]) -> None:
             found["time to default malloc"].show() if "time to default malloc" in found else "-",
             f"{stall:.2f}",
         )
-    console.print(f"{len({run.round for run in runs})} rounds; median (least .. most)")
+    rounds = len({run.round for run in runs})
+    console.print(f"Rounds: {rounds}; median (least .. most); offloaded bytes and stalled seconds are of one step")
     console.print(memory)
     console.print(times)
 
@@ -256,7 +255,7 @@ def main() -> int:
             run = run_in_process(name, number)
             runs.append(run)
             console.print(
-                f"round {number + 1}/{options.rounds}  {name:<36} {run.above_bytes / MIB:>7,.0f} MiB above "
+                f"round {number + 1}/{options.rounds}  {name:<28} {run.above_bytes / MIB:>7,.0f} MiB above "
                 f"{run.base_bytes / MIB:>5,.0f}  {run.seconds:>6.2f} s/step  load {run.load_average:.1f}"
             )
     summary = judge(report, runs, options)

@@ -88,6 +88,8 @@ class Candidate:
     #: What surrounds the calls of pack, or the forward.
     context: Callable[[], AbstractContextManager[object]]
     offload: eo.Offload | None = None
+    #: Whether anything moves, so that there is something to wait for between the calls.
+    moves: bool = False
 
 
 def pair() -> Candidate:
@@ -101,8 +103,8 @@ def on_cpu() -> Candidate:
     return Candidate("save_on_cpu", hooks.pack_hook, hooks.unpack_hook, save_on_cpu)
 
 
-def ours(name: str, offload: eo.Offload) -> Candidate:
-    return Candidate(name, offload._hooks.pack, unpack, lambda: offload, offload)
+def ours(name: str, offload: eo.Offload, *, moves: bool) -> Candidate:
+    return Candidate(name, offload._hooks.pack, unpack, lambda: offload, offload, moves)
 
 
 def quiesce() -> None:
@@ -160,7 +162,7 @@ def run_operator(candidate: Candidate, leaf: Tensor, live: int, chunk: int, forw
 
 
 def wait_if_needed(candidate: Candidate) -> None:
-    if candidate.offload is not None:
+    if candidate.moves:
         quiesce()
 
 
@@ -207,11 +209,11 @@ def measure_kept(report: Report, options: argparse.Namespace) -> dict[str, dict[
     what: dict[str, Tensor] = {"small": small, "parameter": linear.weight, "weight.t()": linear.weight.t()}
     found: dict[str, dict[str, Costs]] = {}
     for name, tensor in what.items():
-        candidates = [pair(), on_cpu(), ours("kept", offload)]
+        candidates = [pair(), on_cpu(), ours("kept", offload, moves=False)]
         costs = repeat(candidates, lambda _, saved=tensor: [saved] * options.live, options.calls, options)
         found[name] = {candidate.name: cost for candidate, cost in zip(candidates, costs, strict=True)}
     none = Candidate("no hooks", Tensor.detach, lambda tensor: tensor, nullcontext)
-    candidates = [none, pair(), on_cpu(), ours("kept", offload)]
+    candidates = [none, pair(), on_cpu(), ours("kept", offload, moves=False)]
     costs = repeat_operator(candidates, 4096, options.calls, options)
     found["through an operator"] = {c.name: cost for c, cost in zip(candidates, costs, strict=True)}
     moved = offload.stats(synchronize=True).offloaded_bytes
@@ -240,7 +242,7 @@ def measure_offloaded(report: Report, tier: str, size: str, options: argparse.Na
         prefetch_bytes=nbytes * options.live // 4,
     )
     calls = max(min(options.calls, MOST_BYTES // nbytes), options.live)
-    candidate = ours("offloaded", offload)
+    candidate = ours("offloaded", offload, moves=True)
     direct, least = repeat([candidate, pair()], lambda _: fresh_tensors(nbytes, options.live), calls, options)
     none = Candidate("no hooks", Tensor.detach, lambda tensor: tensor, nullcontext)
     operator, alone = repeat_operator([candidate, none], nbytes, min(calls, options.calls // 4), options)

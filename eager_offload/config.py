@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -23,7 +24,8 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 _TIERS = ("auto", "host", "disk")
 _ENV_PREFIX = "EAGER_OFFLOAD_"
-_SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
+# As many digits as any size needs, and no more: a longer text is no number that Python would read.
+_SIZE_PATTERN = re.compile(r"\s*(\d{1,99}(?:\.\d{1,99})?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE | re.ASCII)
 _UNITS = {
     "B": 1,
     **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
@@ -43,8 +45,8 @@ def parse_size(value: object, field: str = "size") -> int:
         return value
     if isinstance(value, str) and (match := _SIZE_PATTERN.fullmatch(value)):
         number, unit = match.groups()
-        nbytes = float(number) * _UNITS[(unit or "B").upper()]
-        if nbytes.is_integer():
+        nbytes = Fraction(number) * _UNITS[(unit or "B").upper()]
+        if nbytes.denominator == 1:
             return int(nbytes)
     raise _refuse(field, value, _SIZE_ACCEPTED)
 
@@ -141,10 +143,14 @@ class OffloadConfig:
             ConfigError: for a variable with the prefix that names no field, or a value that is not accepted.
         """
         environ = os.environ if environ is None else environ
+        known = [f.name for f in dataclasses.fields(cls)]
         fields: dict[str, Any] = {}
         for name, text in environ.items():
             if name.startswith(_ENV_PREFIX) and text:
                 field = name.removeprefix(_ENV_PREFIX).lower()
+                if field not in known:
+                    accepted = ", ".join(_ENV_PREFIX + field.upper() for field in known)
+                    raise ConfigError(f"unknown variable {name}={text!r}: accepted are {accepted}")
                 fields[field] = _from_text(field, text)
         return cls.from_fields(fields)
 

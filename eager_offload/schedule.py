@@ -31,7 +31,7 @@ class DelayLine:
         self.nbytes = 0
         self._waiting: dict[int, int] = {}  # oldest first
         self._packed_at: dict[int, int] = {}  # the autograd sequence number at pack, of those that were not final then
-        self._urgent: set[int] = set()
+        self._urgent: dict[int, None] = {}  # a set that remembers its order
 
     def __contains__(self, key: int) -> bool:
         return key in self._waiting
@@ -48,7 +48,7 @@ class DelayLine:
         if packed_at is not None:
             self._packed_at[key] = packed_at
         if urgent:
-            self._urgent.add(key)
+            self._urgent[key] = None
 
     def postpone(self, key: int, packed_at: int) -> None:
         """The storage was saved again by an operator that may still fill it."""
@@ -60,7 +60,7 @@ class DelayLine:
         nbytes = self._waiting.pop(key, 0)
         self.nbytes -= nbytes
         self._packed_at.pop(key, None)
-        self._urgent.discard(key)
+        self._urgent.pop(key, None)
         return nbytes
 
     def due(self, sequence: int | None) -> int | None:

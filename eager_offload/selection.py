@@ -55,7 +55,7 @@ def reason_to_stay(tensor: Tensor, min_bytes: int, *, preferred: bool = False) -
     kind = type(tensor)
     if kind is not Tensor:
         return KeepReason.PARAMETER if issubclass(kind, Parameter) else KeepReason.LAYOUT
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return KeepReason.LAYOUT
     nbytes = tensor.nbytes
     if nbytes == 0 or (nbytes < min_bytes and not preferred):

@@ -7,10 +7,12 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from eager_offload.runtime.base import Runtime
+from eager_offload.runtime.base import Event, Runtime, Stream
 from eager_offload.runtime.registry import Registry
 from eager_offload.stats import Accounts
+from eager_offload.tiers.base import Fence, Slot
 
 if TYPE_CHECKING:
     from eager_offload.eager.handles import SavedStorage
@@ -47,6 +49,25 @@ class Ground:
     def let_go(self, nbytes: int) -> None:
         """The library holds ``nbytes`` less on the device."""
         self.resident_bytes -= nbytes
+
+    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream) -> Event:
+        """Enqueues a copy of bytes on ``stream``; returns the event that it is over with, which is the slot's last use.
+
+        [Note: interrupts] A KeyboardInterrupt may come when the copy is enqueued and nobody knows of it yet. Both of
+        its ends must outlive it all the same, and the slot's next owner must wait for it.
+        """
+        runtime, slot = self.runtime, dst if isinstance(dst, Slot) else src
+        assert isinstance(slot, Slot)
+        try:
+            runtime.copy(dst, src, stream)
+            event = runtime.record(stream)
+            slot.fences = (*[fence for fence in slot.fences if not fence.passed()], Fence(runtime, event))
+        except BaseException:
+            event = runtime.record(stream)
+            slot.fences = (*slot.fences, Fence(runtime, event))
+            runtime.leave_behind(event, (dst, src))
+            raise
+        return event
 
     def tell(self, message: str) -> None:
         """A warning to the user, who is told each thing once."""

@@ -17,7 +17,7 @@ from eager_offload.marks import Mark
 from eager_offload.runtime.base import Direction, Event, Stream
 from eager_offload.schedule import DelayLine, Window
 from eager_offload.stats import KeepReason, Tally
-from eager_offload.tiers.base import Fence, Slot, Tier
+from eager_offload.tiers.base import Slot, Tier
 
 __all__ = ["Offloading"]
 
@@ -130,10 +130,8 @@ class Offloading:
         for fence in slot.fences:
             if not fence.passed():
                 runtime.wait(out, fence.event)
-        runtime.copy(slot, source, out)
-        event = runtime.record(out)
-        slot.fences = (Fence(runtime, event),)
-        return event
+        slot.fences = ()  # `out` comes after all of them
+        return self._ground.copy(slot, source, out)
 
     def _reserve(self, nbytes: int) -> Slot | None:
         """Room in the first tier that has it."""

@@ -15,7 +15,6 @@ from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedVie
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.base import Direction, Layout, Stream
 from eager_offload.schedule import Plan, PrefetchOrder
-from eager_offload.tiers.base import Fence
 
 __all__ = ["Reloading"]
 
@@ -47,7 +46,12 @@ class Reloading:
             tensor = self._resident(view, stream)
             reload = self._reload_for(saved, stream) if tensor is None else None
             _credit(saved, forwarded=tensor is not None)
-            self._follow(self.order.unpacked(view.position), saved.key)
+            try:
+                self._follow(self.order.unpacked(view.position), saved.key)
+            except BaseException:
+                if reload is not None and reload is not saved.reload:
+                    self.abandon(reload)
+                raise
             if reload is None:
                 assert tensor is not None
                 return tensor
@@ -147,9 +151,7 @@ class Reloading:
         back = runtime.transfer_stream(ground.device, Direction.IN)
         runtime.wait(back, allocated)
         runtime.wait(back, saved.out_event)
-        runtime.copy(target, slot, back)
-        event = runtime.record(back)
-        slot.fences = (*[fence for fence in slot.fences if not fence.passed()], Fence(runtime, event))
+        event = ground.copy(target, slot, back)
         nbytes = target.nbytes
         ground.hold(nbytes)
         ground.accounts.tally.bytes_in += nbytes
@@ -158,8 +160,10 @@ class Reloading:
     def _await(self, saved: SavedStorage, reload: Reload, ticket: int | None, stream: Stream) -> None:
         """Makes ``stream`` wait for a reload; on a CPU device the host waits, without the lock."""
         ground = self._ground
-        started = None if ground.runtime.query(reload.event) else time.perf_counter()
+        started = None
         try:
+            if not ground.runtime.query(reload.event):
+                started = time.perf_counter()
             if ticket is None:
                 ground.runtime.wait(stream, reload.event)
             else:

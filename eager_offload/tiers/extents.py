@@ -113,11 +113,11 @@ class Extents:
         assert nbytes > 0
         recent = self._recent.get(nbytes)
         if recent:
+            start, _, fences = recent[-1]
+            passing = tuple([fence for fence in fences if not fence.passed()]) if fences else ()
+            recent.pop()
             self.free_bytes -= nbytes
-            extent = recent.pop()
-            if extent.fences:
-                return Extent(extent.start, nbytes, tuple([fence for fence in extent.fences if not fence.passed()]))
-            return extent
+            return Extent(start, nbytes, passing)
         at = bisect_left(self._by_size, (nbytes,))
         if at == len(self._by_size):
             if not self._recent:
@@ -127,19 +127,17 @@ class Extents:
             if at == len(self._by_size):
                 return None
         start = self._by_size[at][1]
-        free = self._take(start)
-        if free.nbytes == nbytes:
-            return Extent(start, nbytes, _unique(free.uses) if free.uses else ())
         stop = start + nbytes
-        if not free.uses:
-            self._put(stop, _Free(free.nbytes - nbytes, free.uses))
-            return Extent(start, nbytes, ())
-        taken = [use for use in free.uses if use.start < stop]
-        # A use that reaches over the cut guards both sides.
-        free.uses = [use for use in free.uses if use.stop > stop]
-        free.nbytes -= nbytes
-        self._put(stop, free)
-        return Extent(start, nbytes, _unique(taken))
+        free = self._by_start[start]
+        # Asked while the range is still in its place: that calls into the driver, where an interrupt may come.
+        fences = _unique(use for use in free.uses if use.start < stop) if free.uses else ()
+        self._take(start)
+        if free.nbytes > nbytes:
+            # A use that reaches over the cut guards both sides.
+            free.uses = [use for use in free.uses if use.stop > stop]
+            free.nbytes -= nbytes
+            self._put(stop, free)
+        return Extent(start, nbytes, fences)
 
     def release(self, start: int, nbytes: int, fences: Iterable[Fence] = ()) -> None:
         """Takes back a range, or a part of one, that was handed out.
@@ -186,9 +184,9 @@ class Extents:
             after = self._take(stop)
             free.nbytes += after.nbytes
             free.uses += after.uses
+        self._put(start, free)
         if len(free.uses) >= free.prune_at:
             free.prune()
-        self._put(start, free)
 
     def _put(self, start: int, free: _Free) -> None:
         self._by_start[start] = free

@@ -13,8 +13,7 @@ import torch
 import torch._dynamo  # the first dispatch mode imports it, and would leave its caller's frames in a cycle
 
 from eager_offload import Offload, OffloadStats
-from eager_offload.eager.lane import Census
-from eager_offload.eager.lane import Lane
+from eager_offload.eager.lane import Census, Lane
 from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.checker import Checker, Kind, Violation
 from eager_offload.runtime.host import host_runtime
@@ -33,7 +32,7 @@ class Backend(abc.ABC):
     def __init__(self) -> None:
         self.offloads: list[Offload] = []
         #: Set by a test whose program writes over what it saved. The copy may be reading it then, and no event orders
-        #: the two: harmless, since those bytes are either never read again or their unpack raises.
+        #: the two: harmless, since those bytes are never read again, or their unpack raises, or it serves the original.
         self.sources_change = False
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from eager_offload import Offload
 from tests.hazards.backends import Backend, assert_settled, lane_of, tracked_storages
 from tests.hazards.functions import Returned, saving
-from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf, same_gradients
+from tests.hazards.programs import REGIMES, Settled, assert_identical, assert_moved, leaf, same_gradients
 
 Around: TypeAlias = AbstractContextManager[Any]
 

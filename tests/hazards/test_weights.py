@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tests.hazards.backends import Backend, assert_settled
+from tests.hazards.backends import Backend
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Program, assert_moved, leaf, same_gradients
+from tests.hazards.programs import leaf, same_gradients
 
 Around: TypeAlias = AbstractContextManager[Any]
 

@@ -22,7 +22,7 @@ import eager_offload as eo
 
 __all__ = [
     "BINARY", "CHANGES", "LAYERS", "UNARY", "VIEWS",
-    "Backward", "Block", "Call", "Change", "Drop", "Fail", "Instruction", "Leaf", "Machine", "Mark", "Program", "Quiesce",
+    "Backward", "Block", "Call", "Change", "Drop", "Fail", "Idle", "Instruction", "Leaf", "Machine", "Mark", "Program", "Quiesce",
 ]  # fmt: skip
 
 MODIFIED = "a saved tensor was modified"
@@ -323,6 +323,14 @@ class Quiesce(Instruction):
         machine.listing.append("    quiesce")
         if machine.offload is not None:
             machine.offload.stats(synchronize=True)
+
+
+@dataclass(frozen=True)
+class Idle(Instruction):
+    """Nothing: what a failing program's other instructions are replaced with."""
+
+    def run(self, machine: Machine) -> None:
+        pass
 
 
 @dataclass(frozen=True)

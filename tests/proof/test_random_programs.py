@@ -31,6 +31,7 @@ from tests.proof.programs import (
     Change,
     Drop,
     Fail,
+    Idle,
     Instruction,
     Leaf,
     Machine,
@@ -65,7 +66,8 @@ def instructions() -> st.SearchStrategy[Instruction]:
         st.just(Quiesce()),
         st.builds(Fail),
     )
-    return st.one_of(calls(UNARY), calls(UNARY), calls(BINARY), calls(VIEWS), calls(LAYERS), backwards(), changes, some)
+    several = [calls(UNARY), calls(UNARY), calls(BINARY), calls(BINARY), calls(VIEWS), calls(LAYERS), backwards()]
+    return st.one_of(st.just(Idle()), *several, changes, some)
 
 
 def programs() -> st.SearchStrategy[Program]:
@@ -73,11 +75,11 @@ def programs() -> st.SearchStrategy[Program]:
     dtypes = st.sampled_from([torch.float32, torch.float32, torch.float32, torch.float64, torch.complex64])
     leaves = st.builds(Leaf, sides, sides, st.sampled_from(["leaf", "parameter", "buffer"]), dtypes)
     wheres = st.sampled_from(["offload", "offload", "offload", "offload", "twice", "other", "region", "bare"])
-    blocks = st.builds(Block, wheres, st.lists(instructions(), min_size=1, max_size=14).map(tuple))
+    blocks = st.builds(Block, wheres, st.lists(instructions(), min_size=5, max_size=16).map(tuple))
     # The first leaf is such that something can be learnt from every program.
     firsts = st.just(Leaf(8, 8))
     both = st.tuples(st.lists(leaves, max_size=2), firsts).map(lambda drawn: (*drawn[0], drawn[1]))
-    return st.builds(Program, both, st.lists(blocks, min_size=1, max_size=5).map(tuple))
+    return st.builds(Program, both, st.lists(blocks, min_size=2, max_size=5).map(tuple))
 
 
 def configs(tiers: list[str]) -> st.SearchStrategy[dict[str, Any]]:

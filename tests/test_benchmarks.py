@@ -1,0 +1,131 @@
+"""The benchmarks run, and leave files of the form that is promised. Their numbers are no part of this."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("rich", reason="the demo's extra is not installed")
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY_MODEL = ["--layers", "1", "--width", "64", "--sequence", "64", "--min-bytes", "4KiB", "--window", "128KiB"]
+
+
+def bench(name: str, output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(output / f"{name}.json"), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+
+
+def measured(name: str, output: Path, *arguments: str) -> dict[str, Any]:
+    """What a benchmark writes, after the checks that hold for all of them."""
+    ended = bench(name, output, *arguments)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    text = (output / f"{name}.json").read_text()
+    content: dict[str, Any] = json.loads(text)
+    assert content["benchmark"] == name
+    assert content["command"].startswith(f"python -m benchmarks.{name} --output {name}.json")
+    assert set(content["commit"]) == {"revision", "dirty"}
+    assert {"cpu", "cores", "memory_bytes", "kernel", "torch", "transparent_hugepages"} <= set(content["environment"])
+    assert content["limits"]
+    for limit in content["limits"]:
+        assert set(limit) == {"what", "measured", "bound", "most", "met"}
+        assert limit["met"] == (
+            limit["measured"] <= limit["bound"] if limit["most"] else limit["measured"] >= limit["bound"]
+        )
+        assert limit["what"] in ended.stdout
+    for private in (str(ROOT), str(output), str(Path.home()), os.uname().nodename):
+        assert private not in text, "a result names no machine and none of its paths"
+    return content
+
+
+def test_training_compares_variants_pair_by_pair_and_bit_by_bit(tmp_path: Path) -> None:
+    variants = ["none, default malloc", "none", "offload"]
+    arguments = ["--heads", "2", "--batch", "2", "--steps", "1", "--rounds", "1", "--variants", ";".join(variants)]
+    content = measured("cpu_train", tmp_path, *TINY_MODEL, *arguments)
+    runs = content["samples"]
+    assert [run["variant"] for run in runs] == variants
+    assert len({(run["losses_hash"], run["parameters_hash"]) for run in runs}) == 1
+    for run in runs:
+        assert run["peak_bytes"] >= run["base_bytes"] > 0
+        assert len(run["losses"]) == len(run["step_seconds"]) == len(run["cpu_seconds"]) == 1
+    assert runs[-1]["stats"]["offloaded_bytes"] > 0
+    assert content["environment"]["disk"]["write_bytes_per_second"] > 0
+    assert set(content["summary"]["offload"]["memory"]) == {"median", "least", "most"}
+    assert {"offload: memory", "offload: time", "offload: time to default malloc"} <= {
+        limit["what"] for limit in content["limits"]
+    }
+
+
+def test_hook_costs_are_kept_call_by_call_for_every_candidate(tmp_path: Path) -> None:
+    arguments = ["--calls", "64", "--live", "32", "--repeats", "2", "--sizes", "4KiB"]
+    content = measured("hooks", tmp_path, *arguments)
+    kept, offloaded = content["samples"]["kept"], content["samples"]["offloaded"]
+    assert set(kept) == {"small", "parameter", "weight.t()", "through an operator"}
+    assert all({"pair that detaches", "save_on_cpu", "kept"} <= set(costs) for costs in kept.values())
+    assert set(offloaded) == {"host, 4KiB", "disk, 4KiB"}
+    for costs in (*kept["small"].values(), *offloaded["disk, 4KiB"].values()):
+        assert len(costs["pack"]) == len(costs["unpack"]) == len(costs["wall"]) == 2
+
+
+def test_memory_shows_that_offloaded_bytes_are_freed_and_gradients_equal(tmp_path: Path) -> None:
+    content = measured("memory", tmp_path, *TINY_MODEL, "--heads", "2", "--batch", "2")
+    none, *others = content["samples"]
+    assert [found["tier"] for found in others] == ["host", "disk"]
+    for found in others:
+        assert found["moved_settled"] > 0
+        assert none["live_settled"] - found["live_settled"] >= 0.99 * found["moved_settled"]
+        assert found["used_at_end"] == 0
+        assert found["live_at_end"] == none["live_at_end"]
+        assert found["gradients_hash"] == none["gradients_hash"]
+
+
+def test_h25_steps_are_sampled_ten_times_and_leave_nothing_behind(tmp_path: Path) -> None:
+    content = measured("steps", tmp_path, *TINY_MODEL, "--steps", "20", "--tiers", "disk")
+    samples = content["samples"]["disk"]
+    assert [one["step"] for one in samples] == list(range(2, 21, 2))
+    assert {one["handles"] for one in samples} == {0}
+    assert {one["used_bytes"] for one in samples} == {0}
+    assert len({(one["threads"], one["descriptors"]) for one in samples}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("cpu_train", ["--variants", "nothing"], "'nothing' is not one of none, default malloc; none;"),
+        ("steps", ["--steps", "0"], "argument --steps"),
+    ],
+)
+def test_a_bad_option_is_named(name: str, arguments: list[str], says: str, tmp_path: Path) -> None:
+    ended = bench(name, tmp_path, *arguments)
+    assert ended.returncode == 2
+    assert says in ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missed_limit_fails_only_when_it_is_checked(tmp_path: Path) -> None:
+    # The spill file grows by more at once than so small a model saves.
+    arguments = [
+        "--layers",
+        "1",
+        "--width",
+        "32",
+        "--heads",
+        "2",
+        "--sequence",
+        "32",
+        "--batch",
+        "1",
+        "--tiers",
+        "disk",
+    ]
+    ended = bench("memory", tmp_path, *arguments, "--min-bytes", "4KiB", "--window", "16KiB", "--check")
+    content = json.loads((tmp_path / "memory.json").read_text())
+    missed = [limit["what"] for limit in content["limits"] if not limit["met"]]
+    assert missed == ["disk: held / moved bytes"]
+    assert ended.returncode == 1

@@ -1,0 +1,278 @@
+"""Every knob: its default, what it takes, and what it says about a value that it does not take."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eager_offload as eo
+from eager_offload.config import parse_size
+from eager_offload.malloc import release_freed_memory
+
+MIB = 1 << 20
+SIZES = ["min_bytes", "max_inflight_bytes", "prefetch_bytes"]
+SIZES_OR_AUTO = ["keep_last_bytes", "host_budget", "disk_budget"]
+DEFAULTS = {
+    "tier": "auto",
+    "min_bytes": MIB,
+    "max_inflight_bytes": 256 * MIB,
+    "prefetch_bytes": 256 * MIB,
+    "keep_last_bytes": "auto",
+    "pin_memory": "auto",
+    "host_budget": "auto",
+    "disk_budget": "auto",
+    "disk_path": None,
+    "verify": False,
+}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)
+}
+
+
+# -- defaults -------------------------------------------------------------------------------------------------------
+
+
+def test_the_fields_are_those_of_the_contract_with_their_defaults() -> None:
+    config = eo.OffloadConfig()
+    assert {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} == DEFAULTS
+
+
+def test_a_config_does_not_change_and_equal_ones_are_equal() -> None:
+    config = eo.OffloadConfig(min_bytes="4MiB", disk_path="/tmp")
+    for field in DEFAULTS:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, field, 1)
+    same = eo.OffloadConfig(min_bytes=4 * MIB, disk_path=[Path("/tmp")])
+    assert config == same
+    assert hash(config) == hash(same)
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert dataclasses.replace(config, verify=True) == eo.OffloadConfig(min_bytes="4MiB", disk_path="/tmp", verify=True)
+
+
+def test_keeping_the_last_bytes_starts_at_the_prefetch_bytes() -> None:
+    assert eo.OffloadConfig(prefetch_bytes="3MiB").delay_bytes == 3 * MIB
+    assert eo.OffloadConfig(prefetch_bytes="3MiB", keep_last_bytes="1MiB").delay_bytes == MIB
+    assert eo.OffloadConfig(prefetch_bytes="3MiB", keep_last_bytes=0).delay_bytes == 0
+
+
+# -- sizes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", SIZES + SIZES_OR_AUTO)
+@pytest.mark.parametrize(("given_size", "nbytes"), [(7, 7), ("7", 7), ("7B", 7), ("2KiB", 2048), ("1.5 MiB", 1572864)])
+def test_a_size_is_bytes_or_a_text_and_is_stored_as_bytes(field: str, given_size: int | str, nbytes: int) -> None:
+    config = eo.OffloadConfig(**{field: given_size})
+    assert config.size(field) == nbytes
+    assert type(getattr(config, field)) is int
+
+
+@settings(deadline=None)
+@given(number=st.integers(0, 10**30), unit=st.sampled_from([*UNITS, ""]), space=st.sampled_from(["", " ", "\t"]))
+def test_a_whole_number_with_any_unit_is_read_exactly(number: int, unit: str, space: str) -> None:
+    expected = number * UNITS.get(unit, 1)
+    for text in (f"{number}{space}{unit}", f" {number}{space}{unit.lower()} ", f"{number}{space}{unit.upper()}"):
+        assert parse_size(text) == expected
+    assert parse_size(number) == number
+
+
+@settings(deadline=None)
+@given(thousandths=st.integers(0, 10**12), unit=st.sampled_from(list(UNITS)))
+def test_a_fraction_is_read_exactly_and_taken_only_if_it_makes_whole_bytes(thousandths: int, unit: str) -> None:
+    text = f"{thousandths // 1000}.{thousandths % 1000:03}{unit}"
+    exact = Fraction(thousandths, 1000) * UNITS[unit]
+    if exact.denominator == 1:
+        assert parse_size(text) == exact
+    else:
+        with pytest.raises(eo.ConfigError, match="whole number of bytes"):
+            parse_size(text)
+
+
+@settings(deadline=None)
+@given(st.one_of(st.text(max_size=12), st.from_regex(r"\A\s*-?\d+\.?\d* ?[kKmMgGtT]?[i\u0130\u0131I]?[bB]?\s*\Z")))
+def test_any_other_text_is_refused_with_our_error(text: str) -> None:
+    try:
+        nbytes = parse_size(text, "min_bytes")
+    except eo.ConfigError as error:
+        said = str(error)
+    else:
+        said = f"min_bytes={text!r} " if nbytes >= 0 else "a negative size"
+    assert said.startswith(f"min_bytes={text!r} ")
+
+
+@settings(deadline=None)
+@given(
+    st.one_of(st.integers(max_value=-1), st.floats(), st.booleans(), st.none(), st.binary(), st.lists(st.integers()))
+)
+def test_what_is_neither_a_size_nor_a_text_is_refused(value: object) -> None:
+    with pytest.raises(eo.ConfigError, match="whole number of bytes"):
+        parse_size(value)
+
+
+@pytest.mark.parametrize("text", ["1\u212aB", "1\u212aiB", "1K\u0130B", "\u0663MiB", "9" * 5000, "9" * 5000 + "GiB"])
+def test_letters_and_digits_that_only_look_right_and_absurd_numbers_are_refused(text: str) -> None:
+    with pytest.raises(eo.ConfigError, match="whole number of bytes"):
+        parse_size(text)
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("tier", "gpu", '"auto" or "host" or "disk"'),
+    ("tier", None, '"auto" or "host" or "disk"'),
+    ("tier", ["disk"], '"auto" or "host" or "disk"'),
+    *(
+        (field, bad, "a whole number of bytes")
+        for field in SIZES
+        for bad in (-1, "-1", "lots", 1.5, None, True, "auto")
+    ),
+    *(
+        (field, bad, '"auto" or a whole number of bytes')
+        for field in SIZES_OR_AUTO
+        for bad in (-1, "2 cats", None, False)
+    ),
+    ("max_inflight_bytes", 0, "more than 0 bytes"),
+    ("max_inflight_bytes", "0MiB", "more than 0 bytes"),
+    ("host_budget", 0, 'more than 0 bytes, or "auto"'),
+    ("disk_budget", "0B", 'more than 0 bytes, or "auto"'),
+    ("pin_memory", "yes", 'True, False or "auto"'),
+    ("pin_memory", 1, 'True, False or "auto"'),
+    ("pin_memory", None, 'True, False or "auto"'),
+    ("verify", "auto", "True or False"),
+    ("verify", 1, "True or False"),
+    ("disk_path", "", "a directory, a list of directories, or None"),
+    ("disk_path", [], "a directory, a list of directories, or None"),
+    ("disk_path", ["/tmp", ""], "a directory, a list of directories, or None"),
+    ("disk_path", ["/tmp", 3], "a directory, a list of directories, or None"),
+    ("disk_path", 3, "a directory, a list of directories, or None"),
+    ("disk_path", b"/tmp", "a directory, a list of directories, or None"),
+    ("disk_path", {"/tmp"}, "a directory, a list of directories, or None"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "accepted"), REFUSED)
+def test_a_bad_value_names_the_field_what_was_given_and_what_is_accepted(field: str, value: Any, accepted: str) -> None:
+    given_value = 0 if accepted.startswith("more than 0") else value
+    for make in (eo.OffloadConfig, eo.Offload):
+        with pytest.raises(eo.ConfigError) as raised:
+            make(**{field: value})
+        text = str(raised.value)
+        assert text.startswith(f"{field}={given_value!r} is not accepted: {field} takes ")
+        assert accepted in text
+        assert isinstance(raised.value, ValueError)
+        assert isinstance(raised.value, eo.OffloadError)
+
+
+def test_a_host_tier_with_a_disk_path_is_an_impossible_pair() -> None:
+    with pytest.raises(eo.ConfigError, match=r"disk_path=.*/tmp.* does not go with tier=\"host\".*leave disk_path out"):
+        eo.OffloadConfig(tier="host", disk_path="/tmp")
+    with pytest.raises(eo.ConfigError, match="does not go with"):
+        eo.Offload(eo.OffloadConfig(tier="host"), disk_path="/tmp")
+
+
+@pytest.mark.parametrize("name", ["min_byte", "Tier", "", "compile", "__class__"])
+def test_an_unknown_field_is_named_together_with_those_that_are_known(name: str) -> None:
+    with pytest.raises(eo.ConfigError) as raised:
+        eo.Offload(**{name: 1})
+    assert repr(name) in str(raised.value)
+    for known in DEFAULTS:
+        assert known in str(raised.value)
+
+
+def test_a_config_that_is_no_config_is_refused() -> None:
+    for given_config in ("disk", {"tier": "disk"}, 4, eo.OffloadConfig):
+        with pytest.raises(eo.ConfigError, match="config takes an OffloadConfig or None"):
+            eo.Offload(given_config)  # type: ignore[arg-type]
+
+
+# -- where the values come from -------------------------------------------------------------------------------------
+
+
+def test_keywords_override_the_fields_of_a_config_and_leave_the_others() -> None:
+    base = eo.OffloadConfig(tier="host", min_bytes="2MiB", verify=True)
+    offload = eo.Offload(base, min_bytes=5)
+    assert offload.config == dataclasses.replace(base, min_bytes=5)
+    assert base.min_bytes == 2 * MIB
+    assert eo.Offload(base).config == base
+    assert eo.Offload(tier="host").config == eo.OffloadConfig(tier="host")
+
+
+def test_every_field_can_come_from_the_environment(tmp_path: Path) -> None:
+    environ = {
+        "EAGER_OFFLOAD_TIER": "disk",
+        "EAGER_OFFLOAD_MIN_BYTES": "4MiB",
+        "EAGER_OFFLOAD_MAX_INFLIGHT_BYTES": "64",
+        "EAGER_OFFLOAD_PREFETCH_BYTES": "1 KiB",
+        "EAGER_OFFLOAD_KEEP_LAST_BYTES": "auto",
+        "EAGER_OFFLOAD_PIN_MEMORY": "no",
+        "EAGER_OFFLOAD_HOST_BUDGET": "2GB",
+        "EAGER_OFFLOAD_DISK_BUDGET": "3GB",
+        "EAGER_OFFLOAD_DISK_PATH": f"{tmp_path}{os.pathsep}/elsewhere",
+        "EAGER_OFFLOAD_VERIFY": "True",
+        "PATH": "/bin",
+    }
+    assert {name.removeprefix("EAGER_OFFLOAD_").lower() for name in environ} - {"path"} == set(DEFAULTS)
+    assert eo.OffloadConfig.from_env(environ) == eo.OffloadConfig(
+        tier="disk",
+        min_bytes=4 * MIB,
+        max_inflight_bytes=64,
+        prefetch_bytes=1024,
+        keep_last_bytes="auto",
+        pin_memory=False,
+        host_budget=2 * 10**9,
+        disk_budget=3 * 10**9,
+        disk_path=[tmp_path, "/elsewhere"],
+        verify=True,
+    )
+
+
+def test_the_environment_is_that_of_the_process_unless_another_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("EAGER_OFFLOAD_")]:
+        monkeypatch.delenv(name)
+    assert eo.OffloadConfig.from_env() == eo.OffloadConfig()
+    monkeypatch.setenv("EAGER_OFFLOAD_MIN_BYTES", "3MiB")
+    monkeypatch.setenv("EAGER_OFFLOAD_VERIFY", "")
+    assert eo.OffloadConfig.from_env() == eo.OffloadConfig(min_bytes="3MiB")
+    assert eo.OffloadConfig() == eo.OffloadConfig(min_bytes=MIB), "only from_env looks at it"
+    assert eo.Offload(eo.OffloadConfig.from_env(), min_bytes=1).config.min_bytes == 1
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("YES", True), ("on", True), ("0", False), ("False", False)])
+def test_a_switch_in_the_environment_is_a_word(text: str, value: bool) -> None:
+    assert eo.OffloadConfig.from_env({"EAGER_OFFLOAD_VERIFY": text}).verify is value
+    assert eo.OffloadConfig.from_env({"EAGER_OFFLOAD_PIN_MEMORY": text}).pin_memory is value
+
+
+@pytest.mark.parametrize("name", ["EAGER_OFFLOAD_MIN_BYTE", "EAGER_OFFLOAD_", "EAGER_OFFLOAD_CONFIG"])
+def test_an_unknown_variable_is_named_as_it_was_written(name: str) -> None:
+    with pytest.raises(eo.ConfigError, match="EAGER_OFFLOAD_MIN_BYTES") as raised:
+        eo.OffloadConfig.from_env({name: "4MiB"})
+    assert name in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("MIN_BYTES", "lots"),
+        ("TIER", "tape"),
+        ("VERIFY", "perhaps"),
+        ("PIN_MEMORY", "2"),
+        ("DISK_PATH", f"/tmp{os.pathsep}"),
+        ("HOST_BUDGET", "-1"),
+    ],
+)
+def test_a_bad_value_in_the_environment_is_refused_like_any_other(name: str, text: str) -> None:
+    with pytest.raises(eo.ConfigError, match=f"^{name.lower()}=.* is not accepted"):
+        eo.OffloadConfig.from_env({f"EAGER_OFFLOAD_{name}": text})
+
+
+def test_a_size_that_is_no_field_is_named_too() -> None:
+    with pytest.raises(eo.ConfigError, match=r"^threshold='a lot' is not accepted: threshold takes"):
+        release_freed_memory("a lot")

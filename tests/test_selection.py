@@ -1,0 +1,303 @@
+"""Which saved tensors move, how many bytes of them, and why the others stay: pure functions of metadata."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from eager_offload.eager.handles import compact
+from eager_offload.selection import Footprint, footprint, is_parameter, own_bytes, reason_to_stay, root_of
+from eager_offload.stats import KeepReason
+
+MIB = 1 << 20
+
+
+def leaf(*size: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    return torch.ones(size, dtype=dtype, requires_grad=grad)
+
+
+def activation(*size: int) -> Tensor:
+    """What an operator made of a leaf: the ordinary saved tensor."""
+    return leaf(*size) * 2
+
+
+# -- reasons --------------------------------------------------------------------------------------------------------
+
+
+class Odd(Tensor):
+    """A subclass, of which nobody knows what its storage means."""
+
+
+def nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(1000, 300), torch.ones(1000, 200)])
+
+
+REASONS: list[tuple[Callable[[], Tensor], KeepReason | None]] = [
+    (lambda: activation(512, 512), None),
+    (lambda: activation(512, 511), KeepReason.SMALL),
+    (lambda: activation(0, 512), KeepReason.SMALL),
+    (lambda: activation(), KeepReason.SMALL),
+    (lambda: activation(1024, 1024).t(), None),
+    (lambda: activation(1024, 1024)[:512, ::2], None),
+    (lambda: activation(1024, 1024)[:, ::8], KeepReason.SMALL),
+    (lambda: activation(512, 1).expand(512, 512), KeepReason.SMALL),
+    (lambda: activation(512, 512, 1).expand(512, 512, 4), None),
+    (lambda: torch.ones(512, 512), None),
+    (lambda: torch.ones(512, 256, dtype=torch.complex64).conj(), None),
+    (lambda: torch.ones(MIB, dtype=torch.bool), None),
+    (lambda: torch.ones(MIB, dtype=torch.float8_e4m3fn), None),
+    (lambda: nn.Parameter(torch.ones(512, 512)), KeepReason.PARAMETER),
+    (lambda: nn.Parameter(torch.ones(2)), KeepReason.PARAMETER),
+    (lambda: nn.Parameter(torch.ones(512, 512), requires_grad=False), KeepReason.PARAMETER),
+    (lambda: nn.Linear(512, 512).weight.t(), KeepReason.PARAMETER),
+    (lambda: leaf(512, 512), KeepReason.PARAMETER),
+    (lambda: activation(512, 512).to_sparse(), KeepReason.LAYOUT),
+    (lambda: activation(512, 512).to_sparse_csr(), KeepReason.LAYOUT),
+    (lambda: torch.ones(512, 512).to_mkldnn(), KeepReason.LAYOUT),
+    (lambda: torch.quantize_per_tensor(torch.ones(1024, 1024), 0.1, 0, torch.qint8), KeepReason.LAYOUT),
+    (nested, KeepReason.LAYOUT),
+    (lambda: activation(512, 512).as_subclass(Odd), KeepReason.LAYOUT),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*")  # torch's own, of layouts in beta and quantization on its way out
+@pytest.mark.parametrize(("make", "reason"), REASONS)
+def test_each_kind_of_tensor_moves_or_stays_for_its_reason(
+    make: Callable[[], Tensor], reason: KeepReason | None
+) -> None:
+    assert reason_to_stay(make(), MIB) is reason
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1, 4095, 4096])
+def test_the_smallest_that_moves_has_exactly_the_bytes_that_were_asked_for(min_bytes: int) -> None:
+    assert reason_to_stay(activation(1024), min_bytes) is None
+    assert reason_to_stay(activation(1024), 4097) is KeepReason.SMALL
+    assert reason_to_stay(activation(1024).expand(4, 1024), 4096) is None
+    assert reason_to_stay(activation(1024).expand(4, 1024), 4097) is KeepReason.SMALL
+
+
+def test_nothing_is_never_worth_moving() -> None:
+    assert reason_to_stay(activation(0), 0) is KeepReason.SMALL
+    assert reason_to_stay(activation(0), 0, preferred=True) is KeepReason.SMALL
+
+
+def test_a_preferred_tensor_moves_however_small_but_neither_as_a_parameter_nor_in_a_layout_that_cannot() -> None:
+    assert reason_to_stay(activation(1), MIB, preferred=True) is None
+    assert reason_to_stay(activation(1).expand(512, 512), MIB, preferred=True) is None
+    assert reason_to_stay(leaf(512, 512), MIB, preferred=True) is KeepReason.PARAMETER
+    assert reason_to_stay(nn.Parameter(torch.ones(1)), MIB, preferred=True) is KeepReason.PARAMETER
+    assert reason_to_stay(activation(8, 8).to_sparse(), 0, preferred=True) is KeepReason.LAYOUT
+
+
+def test_a_decision_keeps_no_reference_and_reads_no_element() -> None:
+    meta = torch.empty(1 << 40, device="meta") * 2
+    assert reason_to_stay(meta, MIB) is None
+    assert footprint(meta, meta.untyped_storage().nbytes()) == Footprint(True, 0, 1 << 42, 1 << 42, False)
+
+
+# -- parameters -----------------------------------------------------------------------------------------------------
+
+WEIGHT = nn.Parameter(torch.ones(8, 8))
+FROZEN = nn.Parameter(torch.ones(8, 8), requires_grad=False)
+
+
+def without_grad(view: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def make() -> Tensor:
+        with torch.no_grad():
+            return view()
+
+    return make
+
+
+def cast_by_autocast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """What autocast makes of a weight and saves: a view of its cached cast."""
+    packed: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor
+    )
+    with torch.autocast("cpu", dtype), hooks:
+        nn.functional.linear(leaf(4, 8), weight)
+    (cast,) = [tensor for tensor in packed if tensor.size() == (8, 8)]
+    assert cast.dtype is dtype
+    return cast
+
+
+PARAMETERS: list[tuple[str, Callable[[], Tensor]]] = [
+    ("itself", lambda: WEIGHT),
+    ("frozen", lambda: FROZEN),
+    ("transposed", lambda: WEIGHT.t()),
+    ("a slice of a transpose", lambda: WEIGHT.t()[2:5].unsqueeze(0)),
+    ("a view of a frozen one", lambda: FROZEN.view(4, 16)),
+    ("a view made without grad", without_grad(lambda: WEIGHT.view(-1))),
+    ("a leaf", lambda: leaf(8)),
+    ("a view of a leaf", lambda: leaf(8, 8)[1:].t()),
+    ("a leaf in a wrapper's clothes", lambda: WEIGHT.as_subclass(nn.Parameter)),
+    ("autocast's cast", lambda: cast_by_autocast(WEIGHT, torch.bfloat16)),
+    ("autocast's cast to half", lambda: cast_by_autocast(WEIGHT, torch.float16)),
+    ("a cast of a view", lambda: WEIGHT.t().to(torch.bfloat16)),
+    ("a view of a cast of a view", lambda: WEIGHT.t().to(torch.bfloat16).unsqueeze(0)[0]),
+]
+NO_PARAMETERS: list[tuple[str, Callable[[], Tensor]]] = [
+    ("an activation", lambda: activation(8)),
+    ("a view of one", lambda: activation(8, 8).t()),
+    ("a batch", lambda: leaf(8, grad=False)),
+    ("a view of a batch", lambda: leaf(8, 8, grad=False)[1:]),
+    ("what is computed from a weight", lambda: WEIGHT * 1),
+    ("a view of what is computed from a weight", lambda: (WEIGHT * 1).t()),
+    ("a cast that autocast does not make", lambda: WEIGHT.to(torch.float64)),
+    ("a copy", lambda: WEIGHT.clone()),
+    ("a cast of an activation", lambda: activation(8).to(torch.bfloat16)),
+    ("a cast of a cast of an activation", lambda: activation(8).to(torch.float64).to(torch.bfloat16)),
+    ("a frozen weight's cast", lambda: cast_by_autocast(FROZEN, torch.bfloat16)),
+    ("its data, of which nobody knows whose they are", lambda: WEIGHT.data),
+    ("its data again", lambda: WEIGHT.detach()),
+]
+
+
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in PARAMETERS])
+def test_h06_a_parameter_is_told_by_what_it_is_a_view_or_a_cast_of(make: Callable[[], Tensor]) -> None:
+    assert is_parameter(make())
+
+
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in NO_PARAMETERS])
+def test_h06_what_is_no_parameter_may_move(make: Callable[[], Tensor]) -> None:
+    assert not is_parameter(make())
+
+
+def test_views_have_one_root_and_a_root_is_its_own() -> None:
+    base = activation(8, 8)
+    assert root_of(base) is base
+    assert root_of(base.t()[1:].unsqueeze(0)) is base
+    assert root_of(base.clone()) is not base
+
+
+# -- footprints -----------------------------------------------------------------------------------------------------
+
+
+class Strided(NamedTuple):
+    """Any view that a storage can have, overlapping ones included."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    #: Elements of the storage behind the view's last.
+    rest: int
+    dtype: torch.dtype
+
+    @property
+    def indices(self) -> list[int]:
+        """Where in the storage each element is."""
+        places = itertools.product(*(range(n) for n in self.size))
+        return [self.offset + sum(i * s for i, s in zip(at, self.stride, strict=True)) for at in places]
+
+    def tensor(self) -> Tensor:
+        count = max(self.indices) + 1 + self.rest
+        flat = torch.arange(count * self.dtype.itemsize, dtype=torch.int64).to(torch.uint8).view(self.dtype)
+        return flat.as_strided(self.size, self.stride, self.offset)
+
+
+@st.composite
+def strided(draw: st.DrawFn) -> Strided:
+    size = tuple(draw(st.lists(st.integers(1, 4), max_size=4)))
+    stride = tuple(draw(st.sampled_from([0, 1, 1, 2, 3, 4, 8, 12, 16, 64])) for _ in size)
+    return Strided(
+        size,
+        stride,
+        draw(st.integers(0, 40)),
+        draw(st.sampled_from([0, 1, 7, 60, 400])),
+        draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex64])),
+    )
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
+
+
+def bytes_at(indices: Iterator[int] | list[int], itemsize: int) -> set[int]:
+    return {i * itemsize + byte for i in indices for byte in range(itemsize)}
+
+
+@settings(deadline=None, max_examples=300)
+@given(strided())
+@example(Strided((), (), 0, 0, torch.float32))
+@example(Strided((3, 3), (1, 1), 5, 400, torch.float32))
+def test_the_range_covers_exactly_the_elements_of_the_view(view: Strided) -> None:
+    tensor, itemsize = view.tensor(), view.dtype.itemsize
+    storage_nbytes = tensor.untyped_storage().nbytes()
+    area, own = footprint(tensor, storage_nbytes), bytes_at(view.indices, itemsize)
+    if area.whole:
+        assert area == Footprint(True, 0, storage_nbytes, storage_nbytes, False)
+        return
+    assert area.start == min(own)
+    assert area.start + area.nbytes == max(own) + 1
+    assert area.moved <= area.nbytes <= storage_nbytes
+    assert len(own) <= area.moved
+    if area.gathered:
+        assert area.moved == compact(tensor).numel() * itemsize < area.nbytes
+    else:
+        assert area.moved == area.nbytes
+
+
+@settings(deadline=None, max_examples=300)
+@given(strided())
+@example(Strided((4, 4), (12, 1), 0, 400, torch.float32))
+@example(Strided((2, 2, 2), (0, 16, 1), 3, 400, torch.int16))
+def test_a_view_is_gathered_if_and_only_if_there_are_holes_in_it(view: Strided) -> None:
+    distinct = set(view.indices)
+    repeats = 1
+    for n, stride in zip(view.size, view.stride, strict=True):
+        repeats *= n if stride == 0 else 1
+    assume(len(distinct) * repeats == len(view.indices))  # its elements overlap by broadcasting alone
+    tensor, itemsize = view.tensor(), view.dtype.itemsize
+    area = footprint(tensor, tensor.untyped_storage().nbytes())
+    assert own_bytes(tensor) == len(distinct) * itemsize, "a broadcast counts once"
+    holes = len(distinct) < max(distinct) - min(distinct) + 1
+    assert area.gathered == (holes and not area.whole)
+    if not area.whole:
+        assert area.moved == len(distinct) * itemsize
+
+
+@settings(deadline=None, max_examples=300)
+@given(strided())
+def test_a_view_of_a_quarter_of_its_storage_or_more_takes_it_whole(view: Strided) -> None:
+    tensor = view.tensor()
+    storage_nbytes = tensor.untyped_storage().nbytes()
+    assert footprint(tensor, storage_nbytes).whole == (own_bytes(tensor) * 4 >= storage_nbytes)
+
+
+@settings(deadline=None, max_examples=300)
+@given(strided())
+def test_h05_what_travels_is_enough_to_build_the_view_again(view: Strided) -> None:
+    tensor = view.tensor()
+    storage = tensor.untyped_storage()
+    area = footprint(tensor, storage.nbytes())
+    first = (view.offset * view.dtype.itemsize - area.start) // view.dtype.itemsize
+    # Filled with what nothing else has: a byte that did not travel shows.
+    again = torch.full((area.nbytes,), 0xA5, dtype=torch.uint8)
+    if area.gathered:
+        places = again.view(view.dtype).as_strided(view.size, view.stride, first)
+        compact(places).copy_(compact(tensor).contiguous())
+    else:
+        again.copy_(torch.empty(0, dtype=torch.uint8).set_(storage, area.start, (area.nbytes,), (1,)))
+    rebuilt = torch.empty(0, dtype=view.dtype).set_(again.untyped_storage(), first, view.size, view.stride)
+    assert torch.equal(bits(rebuilt), bits(tensor))
+
+
+def test_h04_the_thirds_of_a_fused_projection_travel_as_one_storage() -> None:
+    fused = activation(4, 16, 96)
+    whole = Footprint(True, 0, fused.nbytes, fused.nbytes, False)
+    assert {footprint(part, fused.nbytes) for part in fused.split(32, dim=-1)} == {whole}
+
+
+def test_h05_a_slice_of_a_big_base_moves_its_own_bytes() -> None:
+    base = activation(64, 1024)
+    assert footprint(base[3], base.nbytes) == Footprint(False, 3 * 4096, 4096, 4096, False)
+    assert footprint(base[:, 5], base.nbytes) == Footprint(False, 20, 63 * 4096 + 4, 64 * 4, True)
+    assert footprint(base[5, :1].expand(1024, 1024), base.nbytes) == Footprint(False, 5 * 4096, 4, 4, False)
