@@ -30,7 +30,7 @@ test-full: $(STAMP) ## the long ones too, under 45 minutes
 gpu: $(STAMP) ## the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-bench: $(STAMP) ## every benchmark, an hour on 2 quiet cores; benchmarks/results (ARGS="--quick --check")
+bench: $(STAMP) ## every benchmark, 40 minutes on 2 quiet cores; benchmarks/results (ARGS="--quick --check")
 	@status=0; for name in hooks memory steps cpu_train; do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || status=1; done; exit $$status
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 __all__ = [
     "CapacityError",
     "ConfigError",
@@ -41,6 +44,10 @@ class TransferError(OffloadError):
         self.errno = errno
         self.tier = tier
         self.nbytes = nbytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An error travels between processes too, and what is built from keywords does not by itself.
+        return partial(type(self), errno=self.errno, tier=self.tier, nbytes=self.nbytes), self.args, self.__dict__
 
 
 class CorruptionError(OffloadError):

@@ -12,6 +12,8 @@ __all__ = ["release_freed_memory"]
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
+_INT_MAX = (1 << 31) - 1
+
 
 def release_freed_memory(threshold: int | str = 1 << 20) -> bool:
     """Has blocks of ``threshold`` bytes and more go back to the system as soon as they are freed.
@@ -27,7 +29,8 @@ def release_freed_memory(threshold: int | str = 1 << 20) -> bool:
     Returns:
         Whether the C library took it: glibc does, others have no such setting.
     """
-    nbytes = parse_size(threshold, "threshold")
+    # The C library counts in an int, and refuses what is far below its end; beyond it a size would wrap around to 0.
+    nbytes = min(parse_size(threshold, "threshold"), _INT_MAX)
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # musl and macOS have no mallopt, Windows no CDLL(None)

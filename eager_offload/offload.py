@@ -219,12 +219,12 @@ class _Context:
         self._offload = offload
         self._hooks = foreign.ours(offload._hooks.pack, unpack)
         self._watch = foreign.watch(offload._saw_foreign_hooks)  # not a method of this: a cycle for each `with`
+        self._session = offload._hooks.session
         self._nodes_before = 0
         self._packed_before = 0
 
     def __enter__(self) -> None:
-        offload = self._offload
-        session = offload._hooks.session
+        offload, session = self._offload, self._session
         if not offload._contexts.stack:
             session.begin()
         self._packed_before = session.packed
@@ -245,7 +245,8 @@ class _Context:
         with offload._accounts.lock:
             for lane, line in session.lines.items():
                 lane.flush(line)
-            if kind is None and session.packed == self._packed_before and autograd_sequence() > self._nodes_before:
+            seen = session is not self._session or session.packed != self._packed_before  # another: closed meanwhile
+            if kind is None and not seen and autograd_sequence() > self._nodes_before:
                 offload._accounts.tally.empty_forwards += 1
                 offload._tell_once(
                     "empty",

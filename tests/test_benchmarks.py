@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,8 +38,8 @@ def measured(name: str, output: Path, *arguments: str) -> dict[str, Any]:
             limit["measured"] <= limit["bound"] if limit["most"] else limit["measured"] >= limit["bound"]
         )
         assert limit["what"] in ended.stdout
-    for private in (str(ROOT), str(output), str(Path.home()), os.uname().nodename):
-        assert private not in text, "a result names no machine and none of its paths"
+    for private in (str(ROOT), str(output)):
+        assert private not in text, "a result names no path of this machine"
     return content
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TypeAlias
 
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -16,10 +17,14 @@ from eager_offload._torch import checkpoint_hooks
 
 __all__ = ["watch"]
 
+_Enter: TypeAlias = Callable[[saved_tensors_hooks], None]
+
 _lock = threading.Lock()
 _watchers = 0
-_original = saved_tensors_hooks.__enter__
 _local = threading.local()
+#: What stands in the class while somebody watches, and what it took the place of.
+_installed: _Enter | None = None
+_replaced: _Enter = saved_tensors_hooks.__enter__
 
 
 class watch:
@@ -30,30 +35,38 @@ class watch:
         self._outer: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
-        global _watchers
+        global _watchers, _installed, _replaced
         self._outer = getattr(_local, "seen", None)
         _local.seen = self._seen
         with _lock:
             _watchers += 1
             if _watchers == 1:
-                saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
+                _replaced = saved_tensors_hooks.__enter__  # torch's own, or what somebody has put in its place
+                _installed = _watching(_replaced)
+                saved_tensors_hooks.__enter__ = _installed  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        global _watchers
+        global _watchers, _installed
         _local.seen = self._outer
         with _lock:
             _watchers -= 1
-            if _watchers == 0 and saved_tensors_hooks.__enter__ is _enter:
-                saved_tensors_hooks.__enter__ = _original  # type: ignore[method-assign]
+            if _watchers == 0:
+                # Whoever has wrapped ours meanwhile goes on calling it; it only calls on, from then on.
+                if saved_tensors_hooks.__enter__ is _installed:
+                    saved_tensors_hooks.__enter__ = _replaced  # type: ignore[method-assign]
+                _installed = None
 
 
 class ours(saved_tensors_hooks):
     """The hooks of this library; never foreign."""
 
 
-def _enter(hooks: saved_tensors_hooks) -> None:
-    seen: Callable[[], None] | None = getattr(_local, "seen", None)
-    # Checkpointing hides what it will recompute, by design, and shows its inputs to the hooks outside.
-    if seen is not None and not isinstance(hooks, (ours, *checkpoint_hooks)):
-        seen()
-    _original(hooks)
+def _watching(replaced: _Enter) -> _Enter:
+    def enter(hooks: saved_tensors_hooks) -> None:
+        seen: Callable[[], None] | None = getattr(_local, "seen", None)
+        # Checkpointing hides what it will recompute, by design, and shows its inputs to the hooks outside.
+        if seen is not None and enter is _installed and not isinstance(hooks, (ours, *checkpoint_hooks)):
+            seen()
+        replaced(hooks)
+
+    return enter

@@ -69,7 +69,9 @@ class Hooks:
             if isinstance(taken, SavedView):
                 return taken
             reason = taken
-        elif reason is KeepReason.PARAMETER and tensor.is_meta and isinstance(root_of(tensor), Parameter):
+        elif reason is KeepReason.SMALL and (shared := self._share(tensor, session)) is not None:
+            return shared
+        if tensor.is_meta and isinstance(root_of(tensor), Parameter):
             raise OffloadError(
                 "the model's parameters are on the meta device and hold no values, so there is nothing to train: "
                 "materialize it first, with model.to_empty(device=...) and its weights"
@@ -88,11 +90,19 @@ class Hooks:
             return KeepReason.DEVICE
         if marks.in_no_offload_region():
             return KeepReason.REGION
-        if mark is Mark.KEEP:
-            return KeepReason.MARKED
         if _in_recomputation():
             return KeepReason.NEWEST
         return lane.take(tensor, session.line(lane), autograd_sequence(), session.sequence, mark)
+
+
+    def _share(self, tensor: Tensor, session: Session) -> SavedView | None:
+        """A small tensor whose storage leaves anyway goes with it: kept, it would hold all of that on the device."""
+        if marks.in_no_offload_region():
+            return None
+        for lane, line in session.lines.items():
+            if lane.may_know(tensor):
+                return lane.share(tensor, line, autograd_sequence(), session.sequence)
+        return None
 
 
 def unpack(handle: KeptTensor | SavedView) -> Tensor:

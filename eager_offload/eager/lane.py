@@ -138,6 +138,8 @@ class Lane:
                 return self._share(known, tensor, sequence)
             if known.takes == _MOST_TAKES:
                 return KeepReason.ALIVE
+        if mark is Mark.KEEP:
+            return KeepReason.MARKED  # not before: a mark that comes after the copy has started changes nothing
         stream, tally = self.runtime.current_stream(self.device), self._accounts.tally
         saved = SavedStorage(next(self._keys), name, tensor, area, self, stream, tally)
         saved.takes = 1 if known is None or tensor.requires_grad else known.takes + 1
@@ -151,6 +153,22 @@ class Lane:
         line.push(saved.key, area.nbytes, None if tensor.requires_grad else packed_at, urgent=urgent)
         self._offloading.start_due(line, packed_at)
         return view
+
+    def may_know(self, tensor: Tensor) -> bool:
+        """Whether the storage of ``tensor`` might be taken: a cheap question, before ``share`` asks it for good."""
+        try:
+            return tensor.untyped_storage()._cdata in self._names
+        except (NotImplementedError, RuntimeError):  # a wrapper without bytes of its own, inside a transform
+            return False
+
+    def share(self, tensor: Tensor, line: DelayLine, packed_at: int, sequence: int) -> SavedView | None:
+        """Lets a tensor that would not be taken for its own sake share what is taken; arguments as for ``take``."""
+        with self._accounts.lock:
+            storage = tensor.untyped_storage()
+            whole = self._known(storage._cdata, storage)
+            if whole is None or tensor.numel() == 0 or tensor.data_ptr() % tensor.itemsize:
+                return None
+            return self._share(whole, tensor, sequence) if self._may_share(whole, tensor, line, packed_at) else None
 
     def flush(self, line: DelayLine) -> None:
         """The context is left: every operator has run, so all that exceeds the newest bytes leaves."""

@@ -168,7 +168,7 @@ class Offloading:
         try:
             ground.registry.synchronize(leaving.ticket)
         except OffloadError as error:
-            failure = error
+            failure = error.with_traceback(None)  # it holds this frame, which holds the error: a cycle
         del self._leaving[key]
         self.window.leave(key)
         ground.let_go(leaving.nbytes)

@@ -156,7 +156,10 @@ class Runtime(abc.ABC):
     def tidy(self) -> None:
         """Lets go of what was left behind and has completed. Cheap; called at every pack and unpack."""
         while self._left_behind:
-            event, keepalive = self._left_behind.popleft()
+            try:
+                event, keepalive = self._left_behind.popleft()
+            except IndexError:  # another thread was faster: two objects share a runtime and no lock
+                return
             if not self.query(event):
                 self._left_behind.appendleft((event, keepalive))
                 return

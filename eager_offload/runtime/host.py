@@ -7,9 +7,11 @@ moves release the interpreter's lock.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -62,10 +64,17 @@ class HostEvent:
                 waiters.count -= 1
 
     def result(self) -> None:
-        """Waits, then raises what made the transfer fail."""
+        """Waits, then raises what made the transfer fail.
+
+        Everyone who waits gets an error of their own: its traceback holds their frames, and with them the bytes that
+        they were about to use, while the event lives as long as the slot.
+        """
         self.wait()
-        if self.error is not None:
-            raise self.error
+        error = self.error
+        if isinstance(error, OffloadError):
+            raise copy.copy(error) from error.__cause__
+        if error is not None:
+            raise error
 
 
 class _Waiters:
@@ -110,6 +119,8 @@ class TransferThread:
         self._waiters = _Waiters()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        #: What has failed since the last event. Not the thread's own: the event may be recorded after its end.
+        self._error: BaseException | None = None
 
     def submit(self, operation: Callable[[], None]) -> None:
         """Enqueues an operation; what it raises is carried by the next event."""
@@ -144,42 +155,52 @@ class TransferThread:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-                self._thread.start()
+                self._begin_turn()
 
-    def _may_end(self) -> bool:
-        """Ends the thread's turn unless work has come meanwhile.
+    def _begin_turn(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self._thread.start()
+
+    def _end_turn(self) -> None:
+        """Another thread takes over if work has come meanwhile: somebody may be waiting for the end of this one.
 
         Whoever enqueues puts first and looks for a thread then; this one steps down first and looks for work then. One
         of the two sees the other.
         """
         with self._lock:
             self._thread = None
-            if self._queue.empty():
-                return True
-            self._thread = threading.current_thread()
-            return False
+            if not self._queue.empty():
+                self._begin_turn()
 
     def _run(self) -> None:
-        error: BaseException | None = None
         while True:
             try:
                 item = self._queue.get(timeout=_IDLE_SECONDS)
             except Empty:
                 item = None
             if item is None:
-                if self._may_end():
-                    return
-            elif isinstance(item, HostEvent):
+                self._end_turn()
+                return
+            if isinstance(item, HostEvent):
                 self._outstanding.discard(item)
+                error, self._error = self._error, None
                 item.finish(error)
-                error = None
-            elif error is None:
+                del error
+            elif self._error is None:
                 try:
                     item()
                 except BaseException as raised:  # carried to whoever waits; a transfer thread never dies of it
-                    error = raised
+                    _forget_locals(raised)
+                    self._error = raised
             del item  # or the last copy's tensors would live until the next one comes
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Keeps the lines of a traceback, for the report, and lets go of the bytes that its frames held."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
 
 
 _Item: TypeAlias = HostEvent | Callable[[], None] | None

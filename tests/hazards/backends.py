@@ -86,7 +86,9 @@ class Backend(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for offload in self.offloads:
             offload.close()
 
@@ -181,7 +183,9 @@ class SimulatedBackend(Backend):
         self.checker = self._checking.__enter__()
         return super().__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         super().__exit__(kind, error, trace)
         self._checking.__exit__(kind, error, trace)
         if error is None:

@@ -49,7 +49,9 @@ class Transfers:
         self._runtime.copy = self._copy  # type: ignore[method-assign]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         SavedStorage.source_bytes = self._source_bytes  # type: ignore[method-assign]
         del self._runtime.copy
 

@@ -34,7 +34,9 @@ class Settled:
         self.offload.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.offload.__exit__(kind, error, trace)
         self.offload.stats(synchronize=True)
 

@@ -198,7 +198,9 @@ def test_h08_a_retained_graph_accumulates_nothing(backend: Backend) -> None:
             loss.backward(retain_graph=True)
             offload.stats(synchronize=True)
             lane = lane_of(offload)
-            held.append((lane.resident_bytes, lane.tiers[0].used_bytes, tracked_storages(offload), lane.census().pending))
+            held.append(
+                (lane.resident_bytes, lane.tiers[0].used_bytes, tracked_storages(offload), lane.census().pending)
+            )
         assert len(set(held[1:])) == 1, held
 
     program()

@@ -78,7 +78,9 @@ def undisturbed(steps: int) -> object:
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("kind", FAULTS)
-def test_h10_an_exception_in_the_users_code(kind: type[BaseException], where: str, regime: Regime, backend: Backend) -> None:
+def test_h10_an_exception_in_the_users_code(
+    kind: type[BaseException], where: str, regime: Regime, backend: Backend
+) -> None:
     def train(offload: Around) -> object:
         trainer, losses = Trainer(), []
         for seed in range(4):

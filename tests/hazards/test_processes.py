@@ -8,9 +8,9 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,218 +18,221 @@ import torch
 from tests.hazards.backends import Backend, lane_of
 from tests.hazards.programs import Settled, assert_moved, leaf
 
-#: What every child begins with. It trains with the disk tier, on the host runtime or on the simulated one.
+#: What every child process begins with. It trains with the disk tier, on the host runtime or on the simulated one.
 PRELUDE = """
-import os, signal, sys, threading
+import contextlib, os, signal, sys, threading, traceback
 import torch
 import eager_offload as eo
+from eager_offload.runtime.simulated import SimulatedRuntime
 from eager_offload.tiers.disk import DiskSlot
 
 directory, backend = sys.argv[1:]
 torch.set_num_threads(1)
+if backend == "simulated":
+    import torch._dynamo  # dispatch modes need it: once, before the forks
+
+@contextlib.contextmanager
+def checked(offload):
+    if backend == "disk":
+        yield
+    else:
+        with offload._given_runtime.checked() as checker:
+            yield
+        checker.assert_clean()
 
 def make():
-    runtime = None
-    if backend == "simulated":
-        from eager_offload.runtime.simulated import SimulatedRuntime
-        runtime = SimulatedRuntime()
+    runtime = SimulatedRuntime() if backend == "simulated" else None
     return eo.Offload(runtime=runtime, tier="disk", disk_path=directory, min_bytes=0, keep_last_bytes=0)
 
-def step(offload, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(64, 64, generator=generator).requires_grad_()
+def loss_of(x):
+    return ((x * 2).tanh() @ x.exp()).sin().sum()
+
+def data(seed):
+    return torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+def forward(offload, seed=0):
+    x = data(seed)
     with offload:
-        loss = ((x * 2).tanh() @ x.exp()).sin().sum()
-    loss.backward()
-    return x.grad
+        return loss_of(x)
 
-def expected(seed=0):
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-    ((x * 2).tanh() @ x.exp()).sin().sum().backward()
-    return x.grad
-
-def forward(offload):
-    x = torch.randn(64, 64, requires_grad=True)
-    with offload:
-        return ((x * 2).tanh() @ x.exp()).sin().sum()
-
-def ready():
-    print("ready", flush=True)
+def trains(offload, seed=0):
+    expected, x = data(seed), data(seed)
+    loss_of(expected).backward()
+    offload.reset_stats()
+    with checked(offload):
+        with offload:
+            loss = loss_of(x)
+        offload.stats(synchronize=True)
+        loss.backward()
+    assert torch.equal(expected.grad, x.grad)
+    stats = offload.stats(synchronize=True)
+    eligible = stats.saved_bytes - stats.kept_bytes.get("parameter", 0)
+    assert stats.offloaded_bytes + stats.shared_bytes >= 0.9 * eligible > 0, stats
+    assert stats.bytes_out > 0 and stats.bytes_in > 0, stats
+    return True
 
 def hold_transfers_back():
-    # A copy that never ends: everything is in flight from here on.
-    def never(slot, tensor):
-        threading.Event().wait()
-    DiskSlot.write = never
+    # From here on no copy ends. A simulated one runs in whoever waits for it: nobody does.
+    if backend == "disk":
+        DiskSlot.write = lambda slot, tensor: threading.Event().wait()
 
-def check(offload):
-    stats = offload.stats(synchronize=True)
-    assert stats.bytes_out > 0, stats
-    assert stats.offloaded_bytes + stats.shared_bytes >= 0.9 * (stats.saved_bytes - stats.kept_bytes.get("parameter", 0)), stats
+def code_of(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+"""
 
-assert torch.equal(step(make()), expected())
+#: Runs programs one after the other, each in a fork of a process in which nothing has happened yet but the imports.
+NURSERY = """
+def run(name, program, kill):
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        exec(program, {**globals(), "ready": lambda: os.write(writing, b"ready")})
+        raise SystemExit(0)  # and on to the end of the interpreter
+    os.close(writing)
+    assert os.read(reading, 5) == b"ready", name
+    assert os.listdir(directory) == [], f"{name}: the file has a name"
+    if kill is not None:
+        os.kill(pid, kill)
+    code = code_of(pid)
+    assert code == (0 if kill is None else -kill), f"{name}: ended with {code}"
+    assert os.listdir(directory) == [], f"{name}: left a file"
+    print(name, flush=True)
+
+for name, program, kill in PROGRAMS:
+    run(name, program, kill)
 """
 
 BACKENDS = ["disk", "simulated"]
 
 
-@contextmanager
-def child(program: str, directory: Path, backend: str) -> Iterator[subprocess.Popen[str]]:
-    """Runs ``program`` in a process of its own."""
-    process = subprocess.Popen(
+class Ended(NamedTuple):
+    """What a process said before it ended well."""
+
+    said: list[str]
+    complaints: str
+
+
+def run(program: str, directory: Path, backend: str) -> Ended:
+    """Runs ``program`` in a process of its own, which has to end well and leave nothing behind."""
+    root = Path(__file__).parents[2]
+    process = subprocess.run(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(program), str(directory), backend],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        timeout=200,
     )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert list(directory.iterdir()) == []
+    return Ended(process.stdout.splitlines(), process.stderr)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    """Waits for the end of a child that has to succeed, and returns what it said."""
-    said, complaints = process.communicate(timeout=120)
-    assert process.returncode == 0, complaints
-    return said
+class Life(NamedTuple):
+    """A program for a process, and how it ends: by itself, or by a signal once it is ready."""
+
+    name: str
+    program: str
+    kill: int | None = None
 
 
-def wait_until_ready(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if line.strip() != "ready":
-        _, complaints = process.communicate(timeout=120)
-        pytest.fail(complaints)
+def run_each(lives: Sequence[Life], directory: Path, backend: str) -> Ended:
+    """Runs programs one by one, each in a process of its own; see ``NURSERY``."""
+    programs = [(life.name, textwrap.dedent(life.program), life.kill) for life in lives]
+    ended = run(f"PROGRAMS = {programs!r}\n" + NURSERY, directory, backend)
+    assert ended.said == [life.name for life in lives]
+    return ended
 
 
 # -- H28 --------------------------------------------------------------------------------------------------------------
 
+IN_FLIGHT = """
+offload = make()
+trains(offload)
+hold_transfers_back()
+losses = [forward(offload) for _ in range(3)]
+ready()
+"""
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=str)
+WAITING = IN_FLIGHT + "threading.Event().wait()\n"
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_h28_a_killed_process_leaves_no_file(backend: str, number: signal.Signals, tmp_path: Path) -> None:
-    program = """
-        offload = make()
-        hold_transfers_back()
-        losses = [forward(offload) for _ in range(3)]
-        ready()
-        threading.Event().wait()
-    """
-    with child(program, tmp_path, backend) as process:
-        wait_until_ready(process)
-        assert list(tmp_path.iterdir()) == [], "the file has a name while it is used"
-        process.send_signal(number)
-        process.wait(timeout=60)
-        assert process.returncode == -number or number is signal.SIGINT
-    assert list(tmp_path.iterdir()) == []
+def test_h28_a_process_that_is_killed_leaves_no_file(backend: str, tmp_path: Path) -> None:
+    numbers = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+    run_each([Life(number.name, WAITING, int(number)) for number in numbers], tmp_path, backend)
 
 
-ENDINGS = {
-    "at the end of the program": "",
-    "by sys.exit": "sys.exit(0)",
-    "by os._exit": "os._exit(0)",
-    "by an error": "raise SystemExit(0) from RuntimeError()",
-    "in another thread's hands": "thread = threading.Thread(target=forward, args=(offload,)); thread.start(); thread.join()",
-    "with the graph in a cycle": "cycle = [losses]; cycle.append(cycle); del losses",
-    "after close": "del losses" if False else "",
-}
-del ENDINGS["after close"]
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_h28_a_process_ends_with_copies_in_flight(backend: str, ending: str, tmp_path: Path) -> None:
-    program = f"""
-        offload = make()
-        hold_transfers_back()
-        losses = [forward(offload) for _ in range(3)]
-        ready()
-        {ENDINGS[ending]}
-    """
-    with child(program, tmp_path, backend) as process:
-        said, complaints = process.communicate(timeout=120)
-        assert process.returncode == 0, complaints
-        assert said.strip() == "ready"
-        assert complaints.strip() == ""
-    assert list(tmp_path.iterdir()) == []
+def test_h28_a_process_ends_with_copies_in_flight(backend: str, tmp_path: Path) -> None:
+    lives = [
+        Life("at the end of the program", IN_FLIGHT),
+        Life("by sys.exit", IN_FLIGHT + "sys.exit(0)"),
+        Life("by os._exit", IN_FLIGHT + "os._exit(0)"),
+        Life("with a graph in a cycle", IN_FLIGHT + "cycle = [losses]; cycle.append(cycle); del losses"),
+        Life(
+            "with graphs in a thread",
+            IN_FLIGHT + "t = threading.Thread(target=forward, args=(offload,)); t.start(); t.join()",
+        ),
+        Life("with nothing but the offload", IN_FLIGHT + "del losses"),
+        Life("with nothing but the graphs", IN_FLIGHT + "del offload"),
+    ]
+    assert run_each(lives, tmp_path, backend).complaints == ""
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_h28_a_process_ends_with_offloads_that_nobody_closed(backend: str, tmp_path: Path) -> None:
     program = """
         offloads = [make() for _ in range(4)]
+        assert all(trains(offload) for offload in offloads)
         losses = [forward(offload) for offload in offloads for _ in range(3)]
-        for offload in offloads:
-            check(offload)
         offloads[0].close()
         del offloads[1]
         losses[0].backward()
+        losses[3].backward()
         ready()
     """
-    with child(program, tmp_path, backend) as process:
-        assert finish(process).strip() == "ready"
-    assert list(tmp_path.iterdir()) == []
+    assert run_each([Life("unclosed", program)], tmp_path, backend).complaints == ""
 
+
+CHILDREN = {
+    "trains on with the same offload": "trains(offload, 1)",
+    "trains on with one of its own": "own = make(); trains(own, 2); own.close(); trains(own, 3)",
+    "drops what it inherited": "del held, offload; trains(make(), 4)",
+    "closes what it inherited": "offload.close(); trains(offload, 5)",
+    "uses no offload": "loss_of(data(6)).backward()",
+    "forks again": "p = os.fork(); p or (trains(offload, 7) and os._exit(0)); assert code_of(p) == 0",
+}
 
 FORK = """
     offload = make()
-    held = forward(offload)        # offloaded before the fork, and still needed after it
-    step(offload)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            assert not [t for t in threading.enumerate() if t.name.startswith("eager_offload")]
-            {child}
+    held = forward(offload)  # offloaded before the forks, and needed after them
+    assert trains(offload)
+    for name, program in CHILDREN.items():
+        trains(offload, 8)
+        forward(offload)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                assert not [t for t in threading.enumerate() if t.name.startswith("eager_offload")], name
+                exec(program)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
             os._exit(0)
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            os._exit(1)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+        assert code_of(pid) == 0, name
+        print(name, flush=True)
     held.backward()
-    assert torch.equal(step(offload, 5), expected(5))
-    check(offload)
-    ready()
+    assert trains(offload, 9)
 """
 
-CHILDREN = {
-    "trains on with the same offload": "assert torch.equal(step(offload, 1), expected(1)); check(offload)",
-    "trains on with one of its own": "own = make(); assert torch.equal(step(own, 2), expected(2)); check(own); own.close()",
-    "drops what it inherited": "del held, offload",
-    "closes what it inherited": "offload.close(); assert torch.equal(step(offload, 3), expected(3)); check(offload)",
-    "uses no offload": "assert torch.equal(expected(4), expected(4))",
-    "forks again": "p = os.fork(); p or (step(offload, 6), os._exit(0)); assert os.waitstatus_to_exitcode(os.waitpid(p, 0)[1]) == 0",
-}
 
-
-@pytest.mark.parametrize("what", CHILDREN)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_h28_a_forked_child(backend: str, what: str, tmp_path: Path) -> None:
-    """Forked with transfer threads alive, as a data loader forks its workers."""
-    with child(FORK.format(child=CHILDREN[what]), tmp_path, backend) as process:
-        assert finish(process).strip() == "ready"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_h28_a_child_is_told_that_its_parents_bytes_are_not_its_own(tmp_path: Path) -> None:
-    program = """
-        try:
-            held.backward()
-        except eo.OffloadError as error:
-            assert "fork" in str(error), error
-        else:
-            raise AssertionError("the child read its parent's file")
-        assert torch.equal(step(offload, 1), expected(1))
-    """
-    code = textwrap.indent(textwrap.dedent(program).strip(), " " * 12).strip()
-    with child(FORK.replace("step(offload)\n", "step(offload); offload.stats(synchronize=True)\n").format(child=code), tmp_path, "disk") as process:
-        assert finish(process).strip() == "ready"
+def test_h28_a_forked_child_trains_on(backend: str, tmp_path: Path) -> None:
+    """Forked with transfer threads alive and copies in flight, as a data loader forks its workers."""
+    ended = run(f"CHILDREN = {CHILDREN!r}\n" + textwrap.dedent(FORK), tmp_path, backend)
+    assert ended.said == list(CHILDREN)
 
 
 def test_h28_a_fork_in_the_middle_of_a_transfer_does_not_hang(tmp_path: Path) -> None:
@@ -242,43 +245,55 @@ def test_h28_a_fork_in_the_middle_of_a_transfer_does_not_hang(tmp_path: Path) ->
         DiskSlot.write = held_back
         loss = forward(offload)
         assert started.wait(60)
-        pid = os.fork()                # the transfer thread holds whatever locks a transfer takes
+        pid = os.fork()  # the transfer thread holds whatever locks a transfer takes
         if pid == 0:
             DiskSlot.write = write
-            own = make()
-            ok = torch.equal(step(offload, 1), expected(1)) and torch.equal(step(own, 2), expected(2))
-            os._exit(0 if ok else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            os._exit(0 if trains(offload, 1) and trains(make(), 2) else 1)
+        assert code_of(pid) == 0
         go_on.set()
-        check(offload)
+        assert trains(offload)
         loss.backward()
-        ready()
     """
-    with child(program, tmp_path, "disk") as process:
-        assert finish(process).strip() == "ready"
-    assert list(tmp_path.iterdir()) == []
+    run(program, tmp_path, "disk")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_h28_a_data_loader_with_workers(backend: str, tmp_path: Path) -> None:
+def test_h28_a_child_is_told_that_its_parents_bytes_are_not_its_own(backend: str, tmp_path: Path) -> None:
     program = """
+        offload = make()
+        held = forward(offload)
+        offload.stats(synchronize=True)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                held.backward()
+            except eo.OffloadError as error:
+                assert "fork" in str(error), error
+                os._exit(0 if trains(offload, 1) else 1)
+            os._exit(2)
+        assert code_of(pid) == 0
+        held.backward()
+        assert trains(offload)
+    """
+    run(program, tmp_path, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_h28_a_data_loader_whose_workers_train_too(backend: str, tmp_path: Path) -> None:
+    program = """
+        offload = make()
+        assert trains(offload)
         class Squares(torch.utils.data.Dataset):
             def __len__(self):
                 return 8
             def __getitem__(self, index):
-                return step(make(), index)     # the workers train, too
-        offload = make()
-        step(offload)
+                return int(trains(offload, index) and trains(make(), index))
         loader = torch.utils.data.DataLoader(Squares(), batch_size=2, num_workers=2, multiprocessing_context="fork")
         for number, batch in enumerate(loader):
-            assert torch.equal(batch[0], expected(2 * number))
-            assert torch.equal(step(offload, number), expected(number))
-        check(offload)
-        ready()
+            assert batch.tolist() == [1, 1]
+            assert trains(offload, number)
     """
-    with child(program, tmp_path, backend) as process:
-        assert finish(process).strip() == "ready"
-    assert list(tmp_path.iterdir()) == []
+    run(program, tmp_path, backend)
 
 
 # -- H32 --------------------------------------------------------------------------------------------------------------

@@ -176,9 +176,7 @@ def test_h14_a_saved_tensor_is_read_on_other_streams(
 # -- H15 --------------------------------------------------------------------------------------------------------------
 
 
-def test_h15_the_stream_is_noted_before_any_other_is_entered(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_h15_the_stream_is_noted_before_any_other_is_entered(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for the current stream while a transfer stream is current is told the wrong one."""
     runtime, entered, asked = backend.runtime, threading.local(), []
     enter, current = runtime.enter, runtime.current_stream
@@ -217,7 +215,10 @@ def test_h15_the_stream_is_noted_before_any_other_is_entered(
 def test_h15_every_copy_out_waits_for_an_event_of_the_stream_that_packed() -> None:
     simulated, recording = SimulatedRuntime(), Recording()
     with simulated.checked(recording) as checker:
-        side, offload = simulated.new_stream("side"), Offload(runtime=simulated, tier="host", min_bytes=0, keep_last_bytes=0)
+        side, offload = (
+            simulated.new_stream("side"),
+            Offload(runtime=simulated, tier="host", min_bytes=0, keep_last_bytes=0),
+        )
         with simulated.stream(side):
             for seed in range(6):  # the pool is used again from the second step on, which is when it showed
                 step = Step(seed)
@@ -364,7 +365,12 @@ def test_h18_a_slot_is_written_again_after_its_last_read(regime: Regime, backend
 
 def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it() -> None:
     with DiskBackend() as backend:
-        offload, read, reached, opened = backend.offload(prefetch_bytes=1 << 20), DiskSlot.read, threading.Event(), threading.Event()
+        offload, read, reached, opened = (
+            backend.offload(prefetch_bytes=1 << 20),
+            DiskSlot.read,
+            threading.Event(),
+            threading.Event(),
+        )
         log: list[tuple[str, int, int]] = []
         write = DiskSlot.write
 

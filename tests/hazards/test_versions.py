@@ -12,8 +12,9 @@ import torch
 
 import eager_offload as eo
 from tests.hazards.backends import Backend, assert_settled
-from tests.hazards.changes import MODIFIED, UNMODIFIED
+from tests.hazards.changes import MODIFIED
 from tests.hazards.functions import Returned, saving
+from tests.hazards.harmless_changes import UNMODIFIED
 from tests.hazards.programs import REGIMES, Program, Regime, assert_identical, assert_moved, leaf, same_gradients
 
 #: Where nothing moves: what is too small, and what a region holds back.
@@ -75,6 +76,7 @@ def test_h01_a_change_that_backward_does_not_read_raises_nowhere(program: Progra
 @pytest.mark.parametrize("regime", [*REGIMES, KEPT], ids=str)
 def test_h01_the_error_says_what_autograd_would_have_said(regime: Regime, backend: Backend) -> None:
     backend.sources_change = True
+
     def program(offload: AbstractContextManager[Any]) -> None:
         w, x = leaf(8, 16), leaf(8, 16, seed=2, grad=False)
         with offload:
@@ -82,8 +84,10 @@ def test_h01_the_error_says_what_autograd_would_have_said(regime: Regime, backen
         x.mul_(2)
         y.sum().backward()
 
-    plain, ours = Outcome.of(program, nullcontext()), Outcome.of(program, regime.around(backend.offload(**regime.fields)))
-    assert plain.error is not None and ours.error is not None
+    plain = Outcome.of(program, nullcontext())
+    ours = Outcome.of(program, regime.around(backend.offload(**regime.fields)))
+    assert plain.error is not None
+    assert ours.error is not None
     first_sentence = str(plain.error).split(" Hint:")[0].rstrip(".")
     assert str(ours.error).startswith(first_sentence)
 

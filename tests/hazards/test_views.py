@@ -49,9 +49,17 @@ VIEWS = [
     Views("a diagonal and all of it", lambda h, w: (h.diagonal() * w.diagonal()).sum() + (h * w).sum(), (1, 2)),
     Views("columns", lambda h, w: torch.stack([h[:, i] * w[:, i] for i in range(SIDE)]), (1, SIDE)),
     Views("strided by two", lambda h, w: h[::2] * w[::2] + h[1::2] * w[1::2], (1, 2)),
-    Views("three ways to look at it", lambda h, w: h.view(16, 256).exp().sum() + (h.view(-1) * w.view(-1)).sum() + (h @ w).sum(), (1, 2)),
+    Views(
+        "three ways to look at it",
+        lambda h, w: h.view(16, 256).exp().sum() + (h.view(-1) * w.view(-1)).sum() + (h @ w).sum(),
+        (1, 2),
+    ),
     Views("as strided windows", lambda h, w: (h.view(-1).unfold(0, 8, 4) ** 2).sum() + (h * w).sum(), (1, 2)),
-    Views("chunks of a fused projection", lambda h, w: (lambda q, k, v: (q @ k.t()).softmax(-1) @ v)(*h.chunk(3, 1)), (1, 3)),
+    Views(
+        "chunks of a fused projection",
+        lambda h, w: (lambda q, k, v: (q @ k.t()).softmax(-1) @ v)(*h.chunk(3, 1)),
+        (1, 3),
+    ),
     Views("a reversed view", lambda h, w: (h.flip(0) * w).sum() + (h.t().t() * w).sum(), (1, 2)),
 ]
 

@@ -112,6 +112,9 @@ class Machine:
     def run(self, program: Program) -> None:
         """Runs all of it; then nothing of it is alive but the trace and the listing."""
         self._autograd_may_raise = self.offload is None or any(block.where == "bare" for block in program.blocks)
+        # When a backward raises, torch's queue keeps the nodes that were ready to run until a later backward comes to a
+        # node that is older than they are: this one.
+        oldest = torch.ones((), requires_grad=True) * 1
         for seed, leaf in enumerate(program.leaves):
             self.put(leaf.make(seed), repr(leaf))
             self.leaves.append(self.registers[-1].tensor)
@@ -130,6 +133,7 @@ class Machine:
         self.registers.clear()
         self.leaves.clear()
         self._layers.clear()
+        oldest.backward()
 
     def _finish(self) -> None:
         """What is left is looked at, and some of it differentiated after the rest has gone."""

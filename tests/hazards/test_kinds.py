@@ -1,0 +1,217 @@
+"""H12: every kind of tensor that autograd may save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import eager_offload as eo
+from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.functions import Returned, saving
+from tests.hazards.programs import Settled, assert_moved, leaf, same_gradients
+
+Around: TypeAlias = AbstractContextManager[Any]
+
+
+def named(case: NamedTuple) -> str:
+    return str(case[0]).replace(" ", "_")
+
+
+def noise(*size: int) -> Tensor:
+    return leaf(*size, seed=5, grad=False)
+
+
+class Payload(NamedTuple):
+    name: str
+    make: Callable[[], Tensor]
+    #: Why it stays; ``None`` for what moves.
+    kept: str | None = None
+
+
+PAYLOADS = [
+    *[
+        Payload(str(dtype).removeprefix("torch."), lambda dtype=dtype: noise(16, 16).mul(40).to(dtype))  # type: ignore[misc]
+        for dtype in (
+            torch.float32,
+            torch.float64,
+            torch.float16,
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
+            torch.float8_e8m0fnu,
+            torch.complex64,
+            torch.complex128,
+            torch.bool,
+            torch.uint8,
+            torch.int8,
+            torch.int16,
+            torch.int32,
+            torch.int64,
+            torch.uint16,
+            torch.uint32,
+            torch.uint64,
+        )
+    ],
+    Payload("complex32", lambda: noise(16, 16).to(torch.complex32)),
+    Payload("a view as float8", lambda: noise(16, 16).view(torch.float8_e5m2)),
+    Payload("a slice of float8", lambda: noise(64, 64).to(torch.float8_e4m3fn)[3]),
+    Payload("a column of bool", lambda: (noise(64, 64) > 0)[:, 5]),
+    Payload("of no dimension", lambda: noise(4).sum()),
+    Payload("of no dimension in a base", lambda: noise(64, 64)[3, 5]),
+    Payload("of one element", lambda: noise(1, 1, 1)),
+    Payload("NaN and infinity", lambda: torch.tensor([float("nan"), float("inf"), -0.0, 0.0, 1e-45] * 8)),
+    Payload("a conjugate", lambda: noise(16, 16).to(torch.complex64).mul(1 + 2j).conj()),
+    Payload("a conjugate of a slice", lambda: noise(64, 64).to(torch.complex64).mul(1 + 2j)[7].conj()),
+    Payload("a conjugate transposed", lambda: noise(16, 32).to(torch.complex64).mul(1 + 2j).mH),
+    Payload("a negative view", lambda: noise(16, 16).to(torch.complex64).mul(1 + 2j).conj().imag),
+    Payload("a negative view of a slice", lambda: noise(64, 64).to(torch.complex64).mul(1 + 2j)[5].conj().imag),
+    Payload("a real part", lambda: noise(16, 16).to(torch.complex64).mul(1 + 2j).real),
+    Payload("an offset of one byte", lambda: torch.arange(255, dtype=torch.uint8)[1:]),
+    Payload("an offset of two bytes", lambda: noise(16, 16).to(torch.bfloat16).view(-1)[1:]),
+    Payload("of a longer storage", lambda: torch.empty(0).set_(noise(64).untyped_storage(), 3, (20,), (1,))),
+    Payload("zero-size", lambda: noise(0), "small"),
+    Payload("zero-size with a shape", lambda: noise(4, 0, 3), "small"),
+    Payload("zero-size of a base", lambda: noise(16, 16)[3:3], "small"),
+    Payload("sparse coo", lambda: noise(8, 8).relu().to_sparse(), "layout"),
+    Payload("sparse csr", lambda: noise(8, 8).relu().to_sparse_csr(), "layout"),
+    Payload("sparse csc", lambda: noise(8, 8).relu().to_sparse_csc(), "layout"),
+    Payload("sparse bsr", lambda: noise(8, 8).relu().to_sparse_bsr((2, 2)), "layout"),
+    Payload("nested jagged", lambda: torch.nested.nested_tensor([noise(3), noise(5)], layout=torch.jagged), "layout"),
+    Payload("quantized", lambda: torch.quantize_per_tensor(noise(16, 16), 0.1, 3, torch.quint8), "layout"),
+    Payload(
+        "quantized by channel",
+        lambda: torch.quantize_per_channel(noise(4, 16), torch.rand(4), torch.zeros(4), 0, torch.qint8),
+        "layout",
+    ),
+    Payload("meta", lambda: torch.empty(16, 16, device="meta"), "device"),
+    Payload("a parameter", lambda: nn.Parameter(noise(16, 16)), "parameter"),
+    Payload("a buffer", lambda: nn.Buffer(noise(16, 16))),
+]
+
+
+def values_of(tensor: Tensor) -> list[Tensor]:
+    """Strided tensors that tell all that there is to tell of any tensor."""
+    if tensor.is_quantized:
+        return [tensor.int_repr(), tensor.dequantize()]
+    if tensor.is_nested:
+        return [part.clone() for part in tensor.unbind()]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout is not torch.strided:
+        return [tensor.to_dense()]
+    return [] if tensor.is_meta else [tensor.clone()]
+
+
+@pytest.mark.parametrize("case", PAYLOADS, ids=named)
+def test_h12_every_kind_of_tensor_comes_back_or_stays_for_a_reason(case: Payload, backend: Backend) -> None:
+    seen: list[list[object]] = []
+
+    def program(offload: Around) -> object:
+        class Watching(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor, payload: Tensor) -> Tensor:
+                ctx.save_for_backward(payload)
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+                (payload,) = ctx.saved_tensors
+                strided = payload.layout is torch.strided and not payload.is_nested
+                seen.append(
+                    [
+                        *values_of(payload.detach()),
+                        str(payload.dtype),
+                        str(payload.layout),
+                        str(payload.device),
+                        payload.is_conj(),
+                        payload.is_neg(),
+                        *([*payload.size(), *payload.stride()] if strided else []),
+                    ]
+                )
+                return gradient * 2, None
+
+        seen.clear()
+        x = leaf(32, 32)
+        with offload:
+            # Something that moves stands beside it, so that moving nothing does not pass.
+            y = Watching.apply((x * 3).tanh(), case.make())
+        y.sum().backward()
+        return x.grad, list(seen)
+
+    for stats in same_gradients(program, backend):
+        if case.kept is not None:
+            assert case.kept in stats.kept_bytes or case.name.startswith("zero"), stats
+            assert stats.offloaded_tensors == 1
+        else:
+            assert stats.offloaded_tensors == 2
+
+
+def test_h12_nested_tensors_in_the_operators_that_take_them(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x = leaf(8, 16)
+        with offload:
+            h = (x * 2).tanh()
+            nested = torch.nested.as_nested_tensor([h[:3] * 2, h[3:] * 3])
+            y = torch.nested.to_padded_tensor(F.gelu(nested.sin() * nested).relu().softmax(-1), 0.0)
+        del h, nested
+        y.square().sum().backward()
+        return y.detach(), x.grad
+
+    for stats in same_gradients(program, backend):
+        assert stats.kept_bytes["layout"] > 0
+
+
+def test_h12_inference_tensors(backend: Backend) -> None:
+    """Autograd refuses to save them, with offload as without; what it does not save stays out of the way."""
+
+    def program(offload: Around) -> object:
+        x, heard = leaf(16, 16), []
+        with torch.inference_mode():
+            constant = noise(16, 16) * 2
+        with offload:
+            y = (x * 3).tanh().exp()
+            try:
+                y * constant
+            except RuntimeError as error:
+                heard.append(str(error))
+            z = y + constant
+        del y
+        z.sum().backward()
+        return x.grad, heard
+
+    same_gradients(program, backend)
+
+
+def test_h12_empty_tensors_are_not_taken_for_each_other(backend: Backend) -> None:
+    """They all have the address 0."""
+
+    def program(offload: Around) -> object:
+        x, seen = leaf(32, 32), list[Returned]()
+        with offload:
+            y = saving((x * 2).tanh(), noise(0), noise(0, 7), noise(3, 0).t(), (x * 2)[:0], seen=seen)
+        y.sum().backward()
+        return x.grad, [returned.parts() for returned in seen]
+
+    same_gradients(program, backend)
+
+
+def test_h12_a_model_on_meta_is_refused_with_a_clear_error(backend: Backend) -> None:
+    offload, model = backend.offload(), nn.Linear(8, 8, device="meta")
+    with pytest.raises(eo.OffloadError, match="meta"), offload:
+        model(torch.empty(4, 8, device="meta", requires_grad=True))
+    assert hooks_are_gone()
+    x = leaf(16, 16)
+    with Settled(offload):
+        loss = (x * 2).tanh().exp().sum()
+    loss.backward()
+    del loss
+    assert_moved(assert_settled(offload))

@@ -1,0 +1,235 @@
+"""H24, H29: hooks of others inside ours and ours inside theirs; several offloads and several threads at once."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from tests.hazards.backends import Backend, assert_settled, hooks_are_gone, lane_of
+from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, Block, blocks, gradients
+from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf, same_gradients
+
+Around: TypeAlias = AbstractContextManager[Any]
+
+
+# -- H24 --------------------------------------------------------------------------------------------------------------
+
+
+class Doubling(saved_tensors_hooks):
+    """Hooks of somebody else, made the usual way."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: tensor.detach().clone(), lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("theirs", [Doubling, save_on_cpu])
+def test_h24_hooks_that_hide_ours_are_counted_and_told_of_once(
+    theirs: Callable[[], AbstractContextManager[Any]], backend: Backend
+) -> None:
+    def program(offload: Around) -> object:
+        x, results = leaf(ROWS, WIDTH), []
+        for _ in range(3):
+            with offload:
+                h = (x * 2).tanh()
+                with theirs():
+                    h = h.exp().sin()
+                loss = h.cos().sum()
+            del h
+            loss.backward()
+            results.append(x.grad.clone() if x.grad is not None else None)
+        return results
+
+    expected, offload = program(nullcontext()), backend.offload()
+    with pytest.warns(RuntimeWarning, match="other saved-tensor hooks") as told:
+        assert_identical(expected, program(Settled(offload)))
+    assert len(told) == 1
+    stats = assert_settled(offload)
+    assert stats.foreign_hooks == 3
+    assert_moved(stats)
+
+
+def test_h24_a_forward_in_which_nothing_could_be_seen_is_counted_and_told_of_once(backend: Backend) -> None:
+    offload, x = backend.offload(), leaf(ROWS, WIDTH)
+    push, pop = (
+        torch._C._autograd._push_saved_tensors_default_hooks,
+        torch._C._autograd._pop_saved_tensors_default_hooks,
+    )
+
+    def step() -> None:
+        with offload:
+            push(lambda tensor: tensor.detach(), lambda tensor: tensor)  # nobody sees it coming this way
+            try:
+                loss = (x * 2).tanh().exp().sum()
+            finally:
+                pop()
+        loss.backward()
+
+    with pytest.warns(RuntimeWarning, match="no saved tensor could be seen") as told:
+        for _ in range(3):
+            step()
+    assert len(told) == 1
+    assert offload.stats().empty_forwards == 3
+    with offload:
+        loss = (x * 2).tanh().exp().sum()
+    loss.backward()
+    del loss
+    assert_moved(assert_settled(offload))
+
+
+@pytest.mark.filterwarnings("error")
+def test_h24_ours_inside_theirs_is_the_right_order_and_says_nothing(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x = leaf(ROWS, WIDTH)
+        with Doubling():
+            before = (x * 2).tanh()
+            with offload:
+                h = before.exp().sin().exp()
+            loss = h.cos().sum()
+        del h, before
+        loss.backward()
+        return x.grad
+
+    for stats in same_gradients(program, backend):
+        assert stats.foreign_hooks == stats.empty_forwards == 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_h24_checkpoints_and_our_own_hooks_are_no_strangers(backend: Backend) -> None:
+    offload, another = backend.offload(), backend.offload()
+    model, x = blocks(2), leaf(ROWS, WIDTH)
+    with another:
+        h = (x * 2).tanh()
+        with offload:
+            h = checkpoint(model[0], h, use_reentrant=False)
+            with another:
+                h = checkpoint(model[1], h.sin(), use_reentrant=True)
+            loss = h.exp().sum()
+    loss.backward()
+    del loss, h
+    for one in (offload, another):
+        stats = assert_settled(one)
+        assert_moved(stats)
+        assert stats.foreign_hooks == stats.empty_forwards == 0
+
+
+def test_h24_the_watch_on_others_ends_with_the_context(backend: Backend) -> None:
+    original, offload = saved_tensors_hooks.__enter__, backend.offload()
+    with offload, backend.offload():
+        assert saved_tensors_hooks.__enter__ is not original
+    assert saved_tensors_hooks.__enter__ is original
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Doubling():
+            leaf(4).exp()
+    assert offload.stats().foreign_hooks == 0
+
+
+# -- H29 --------------------------------------------------------------------------------------------------------------
+
+
+def run_together(backend: Backend, jobs: list[Callable[[], object]]) -> list[object]:
+    """Runs each job in a thread of its own; they start their work at the same moment."""
+    start, results = threading.Barrier(len(jobs)), [None] * len(jobs)  # type: list[Any]
+
+    def run(index: int) -> None:
+        start.wait(60)
+        results[index] = jobs[index]()
+
+    threads = [
+        threading.Thread(target=lambda index=index: backend.in_thread(lambda: run(index))) for index in range(len(jobs))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["each its own", "one for both"])
+def test_h29_two_threads(shared: bool, regime: Regime, backend: Backend) -> None:
+    models = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    states = [[parameter.detach().clone() for parameter in model.parameters()] for model in models]
+
+    def job(index: int, offload: Around) -> Callable[[], object]:
+        def work() -> object:
+            model = models[index]
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), states[index], strict=True):
+                    parameter.copy_(value)
+                    parameter.grad = None
+            losses = []
+            for step in range(4):
+                with offload:
+                    loss = model(leaf(ROWS, WIDTH, seed=100 * index + step)).square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            return losses, [gradient.clone() for gradient in gradients(model) if gradient is not None]
+
+        return work
+
+    expected = [job(index, nullcontext())() for index in range(2)]
+    offloads = (
+        [backend.offload(**regime.fields)] * 2 if shared else [backend.offload(**regime.fields) for _ in range(2)]
+    )
+    actual = run_together(backend, [job(index, regime.around(offloads[index])) for index in range(2)])
+    assert_identical(expected, actual)
+    for offload in offloads:
+        assert_moved(assert_settled(offload))
+    assert hooks_are_gone()
+
+
+def test_h29_different_offloads_inside_one_another(backend: Backend) -> None:
+    def program(outer: Around, inner: Around) -> object:
+        x = leaf(ROWS, WIDTH)
+        with outer:
+            h = (x * 2).tanh().exp()
+            with inner:
+                h = h.sin().exp()
+                with outer:
+                    h = h.cos().exp()
+                h = h.tanh().sin()
+            loss = h.cos().exp().sum()
+        del h
+        loss.backward()
+        return x.grad
+
+    expected = program(nullcontext(), nullcontext())
+    for regime in REGIMES:
+        outer, inner = backend.offload(**regime.fields), backend.offload(**regime.fields)
+        assert_identical(expected, program(regime.around(outer), regime.around(inner)))
+        for stats in (assert_settled(outer), assert_settled(inner)):
+            assert_moved(stats)
+            assert stats.foreign_hooks == 0
+
+
+def test_h29_one_thread_waits_for_the_disk_and_the_other_goes_on(backend: Backend) -> None:
+    slow, fast = backend.offload(), backend.offload()
+    x, y = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
+    with backend.gate() as gate:
+        with slow:
+            loss = (x * 2).tanh().exp().sum()
+
+        def other() -> None:
+            with fast:
+                another = (y * 2).tanh().exp().sum()
+            another.backward()
+
+        backend.in_thread(other)
+        assert y.grad is not None
+        assert lane_of(fast).resident_bytes <= 2 * BOUNDARY
+        gate.open()
+    loss.backward()
+    del loss
+    assert torch.equal(x.grad, torch.autograd.grad((x * 2).tanh().exp().sum(), x)[0])
+    assert_moved(assert_settled(slow))
+    assert_moved(assert_settled(fast))

@@ -1,0 +1,364 @@
+"""H31, H33: operators that save in their own ways, and those that fill what they have saved already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import eager_offload as eo
+from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.programs import REGIMES, Settled, assert_identical, assert_moved, leaf, same_gradients
+
+Around: TypeAlias = AbstractContextManager[Any]
+
+
+def named(case: NamedTuple) -> str:
+    return str(case[0]).replace(" ", "_")
+
+
+def noise(*size: int) -> Tensor:
+    return leaf(*size, seed=5, grad=False)
+
+
+# -- H31 --------------------------------------------------------------------------------------------------------------
+
+
+class Model(NamedTuple):
+    name: str
+    make: Callable[[], nn.Module]
+    data: Callable[[], Tensor]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.rnn = kind(16, 16, num_layers=2, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.rnn(x)[0]
+        assert isinstance(result, Tensor)
+        return result
+
+
+class Embedded(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 16, **options), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.head((self.table(x.detach().abs().mul(3).long() % 20) * 2).tanh())
+        assert isinstance(result, Tensor)
+        return result
+
+
+MODELS = [
+    Model(
+        "batch norm 1d", lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()), lambda: leaf(16, 16)
+    ),
+    Model(
+        "batch norm 2d",
+        lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+        lambda: leaf(2, 4, 8, 8),
+    ),
+    Model("batch norm 3d", lambda: nn.Sequential(nn.Conv3d(2, 4, 3), nn.BatchNorm3d(4)), lambda: leaf(2, 2, 6, 6, 6)),
+    Model(
+        "instance norm", lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), lambda: leaf(2, 4, 8, 8)
+    ),
+    Model("group and layer norm", lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.LayerNorm(8)), lambda: leaf(2, 4, 8)),
+    Model("rms norm", lambda: nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16)), lambda: leaf(4, 16)),
+    Model("rnn", lambda: Recurrent(nn.RNN), lambda: leaf(4, 6, 16)),
+    Model("lstm", lambda: Recurrent(nn.LSTM), lambda: leaf(4, 6, 16)),
+    Model(
+        "lstm with dropout both ways",
+        lambda: Recurrent(nn.LSTM, bidirectional=True, dropout=0.2),
+        lambda: leaf(4, 6, 16),
+    ),
+    Model("gru", lambda: Recurrent(nn.GRU), lambda: leaf(4, 6, 16)),
+    Model(
+        "convolutions",
+        lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.ConvTranspose1d(8, 4, 3, stride=2)),
+        lambda: leaf(2, 4, 12),
+    ),
+    Model(
+        "depthwise convolution",
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.GELU()),
+        lambda: leaf(2, 4, 8, 8),
+    ),
+    Model("embedding", Embedded, lambda: leaf(4, 6)),
+    Model("embedding with a norm", lambda: Embedded(max_norm=1.0, padding_idx=3), lambda: leaf(4, 6)),
+    Model("sparse embedding", lambda: Embedded(sparse=True), lambda: leaf(4, 6)),
+    Model("dropout", lambda: nn.Sequential(nn.Dropout(0.3), nn.Linear(16, 16), nn.Dropout(0.5)), lambda: leaf(8, 16)),
+    Model(
+        "alpha dropout",
+        lambda: nn.Sequential(nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3)),
+        lambda: leaf(8, 4, 4, 4),
+    ),
+    Model(
+        "pooling",
+        lambda: nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(3), nn.Tanh()),
+        lambda: leaf(2, 4, 12, 12),
+    ),
+    Model("transformer", lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), lambda: leaf(2, 6, 16)),
+    Model(
+        "multihead attention", lambda: nn.TransformerDecoderLayer(16, 2, 32, batch_first=True), lambda: leaf(2, 6, 16)
+    ),
+    Model(
+        "upsampling",
+        lambda: nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.PReLU(4)),
+        lambda: leaf(2, 4, 6, 6),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", MODELS, ids=named)
+def test_h31_modules_that_save_in_their_own_ways(case: Model, backend: Backend) -> None:
+    # Normalization saves its statistics and writes to them in the next step; a GRU writes to one third of a storage,
+    # of which another third is saved and the whole travels.
+    backend.sources_change = "norm" in case.name or case.name == "gru"
+
+    def program(offload: Around) -> object:
+        model, losses, x = case.make(), [], case.data()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01) if list(model.parameters()) else None
+        for _ in range(2):
+            with offload:
+                h = (x * 1.5).sin()
+                y = model(h, h) if isinstance(model, nn.TransformerDecoderLayer) else model(h)
+                loss = (y * y.sigmoid()).mean()
+            del h, y
+            loss.backward()
+            losses.append(loss.detach())
+            if optimizer is not None:
+                optimizer.step()
+        return losses, x.grad, [p.detach() for p in model.parameters()], list(model.buffers())
+
+    same_gradients(program, backend)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=lambda kernel: kernel.name)
+def test_h31_scaled_dot_product_attention(kernel: SDPBackend, causal: bool, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, w = leaf(2, 4, 16, 8), leaf(8, 24, seed=2)
+        with offload, sdpa_kernel(kernel):
+            q, k, v = (x.tanh() @ w).chunk(3, dim=-1)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        del q, k, v
+        y.square().sum().backward()
+        return y.detach(), x.grad, w.grad
+
+    same_gradients(program, backend)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_h31_attention_with_a_mask_and_dropout(masked: bool, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x = leaf(2, 4, 16, 8)
+        mask = torch.ones(16, 16, dtype=torch.bool).tril() if masked else None
+        with offload:
+            h = (x * 2).tanh()
+            y = F.scaled_dot_product_attention(h, h.sin(), h.cos(), attn_mask=mask, dropout_p=0.2)
+        del h
+        y.square().sum().backward()
+        return y.detach(), x.grad
+
+    same_gradients(program, backend)
+
+
+class Polynomial(torch.autograd.Function):
+    """Saves an input, an intermediate and its result, and something for later that is no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, power: int) -> Tensor:
+        inner = x**power
+        result = inner + x
+        ctx.save_for_backward(x, inner, result, None)
+        ctx.power = power
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        x, inner, result, nothing = ctx.saved_tensors
+        assert nothing is None
+        return gradient * (ctx.power * inner / x + result / (inner + x)), None
+
+
+def test_h31_custom_functions(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x = leaf(16, 16).detach().abs().add(1).requires_grad_()
+        with offload:
+            y = Polynomial.apply(Polynomial.apply(x * 2, 3) / 100, 2)
+        y.sum().backward()
+        return x.grad
+
+    same_gradients(program, backend)
+
+
+TRANSFORMS: dict[str, Callable[[Tensor], object]] = {
+    "grad": lambda x: torch.func.grad(lambda x: x.sin().square().sum())(x),
+    "vjp": lambda x: torch.func.vjp(lambda x: x.sin().square(), x)[1](torch.ones_like(x)),
+    "jacrev": lambda x: torch.func.jacrev(lambda x: x.sin().square())(x),
+    "hessian": lambda x: torch.func.hessian(lambda x: x.pow(3).sum())(x),
+    "vmap of grad": lambda x: torch.func.vmap(torch.func.grad(lambda x: x.sin().square().sum()))(x.expand(3, -1)),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["transform inside", "context inside"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_h31_where_torch_forbids_hooks_the_error_is_ours_and_nothing_is_lost(
+    name: str, inside: bool, backend: Backend
+) -> None:
+    offload, x = backend.offload(), leaf(8)
+    transform = TRANSFORMS[name]
+    expected = transform(x.detach())
+
+    def around(x: Tensor) -> Tensor:
+        with offload:
+            return x.sin().square().sum()
+
+    with pytest.raises(eo.OffloadError, match="outside") as caught:
+        if inside:
+            torch.func.grad(around)(x.detach())
+        else:
+            with offload:
+                transform(x.detach())
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert not isinstance(caught.value.__cause__, eo.OffloadError)
+    caught.value.with_traceback(None)
+    assert hooks_are_gone()
+    assert_identical(expected, transform(x.detach()))
+
+    def training_goes_on(around: Around) -> object:
+        w = leaf(16, 16)
+        with around:
+            y = (w * 2).tanh().exp().sum()
+        y.backward()
+        return w.grad
+
+    assert_identical(training_goes_on(nullcontext()), training_goes_on(Settled(offload)))
+    del caught
+    assert_moved(assert_settled(offload))
+
+
+def test_h31_transforms_that_torch_allows(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, w = leaf(8, 16), leaf(16, 16, seed=2)
+        with offload:
+            h = torch.func.vmap(lambda row: (row @ w).tanh())(x * 2)
+            y, tangent = torch.func.jvp(lambda x: x.sin(), (h.detach(),), (torch.ones_like(h),))
+            z = (h.exp() * y).sum()
+        del h
+        z.backward()
+        return x.grad, w.grad, tangent
+
+    same_gradients(program, backend)
+
+
+# -- H33 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+def test_h33_rrelu_saves_its_noise_before_it_draws_it(regime: Any, inplace: bool, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x = leaf(32, 32)
+        with offload:
+            h = x * 2
+            for _ in range(3):
+                h = F.rrelu(h * 1.5, training=True, inplace=inplace)
+            y = F.rrelu(h, training=True).sum()
+        del h
+        y.backward()
+        return y.detach(), x.grad
+
+    same_gradients(program, backend, regimes=[regime])
+
+
+def test_h33_rrelu_as_the_last_operator_of_the_context(backend: Backend) -> None:
+    """No later pack tells that it has run: the end of the context does."""
+
+    def program(offload: Around) -> object:
+        x = leaf(32, 32)
+        with offload:
+            y = F.rrelu(x * 2, training=True)
+        y.sum().backward()
+        return x.grad
+
+    same_gradients(program, backend)
+
+
+class FillingLate(torch.autograd.Function):
+    """Saves two buffers, an input's neighbours in one operator, and fills them when everything is packed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *late: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *late)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, *late = ctx.saved_tensors
+        total = gradient * x
+        for part in late:
+            total = total * part
+        return total, *(None for _ in late)
+
+
+def test_h33_many_packs_of_one_operator(backend: Backend) -> None:
+    """One operator packs many tensors, so a lag of a few packs would not do."""
+
+    def program(offload: Around) -> object:
+        x = leaf(32, 32)
+        norm = nn.BatchNorm1d(32)
+        with offload:
+            h = norm(x * 2)
+            h = FillingLate.apply(h, *[noise(32, 32) * n for n in range(1, 8)])
+            h = F.rrelu(norm(h), training=True)
+            h, _ = nn.LSTM(32, 32)(h)
+            y = h.square().sum()
+        del h
+        y.backward()
+        return x.grad, norm.running_mean, norm.running_var
+
+    backend.sources_change = True
+    same_gradients(program, backend)
+
+
+@pytest.mark.parametrize("later", ["train", "eval", "train then eval", "eval then train"])
+def test_h33_batch_norm_statistics(later: str, backend: Backend) -> None:
+    """They are saved, and then written without a version bump: by the operator itself, and by the next one."""
+    backend.sources_change = True
+
+    def program(offload: Around) -> object:
+        x, norm = leaf(32, 16), nn.BatchNorm1d(16)
+        with offload:
+            h = norm.train()(x * 2)
+            for mode in later.split(" then "):
+                h = norm.train(mode == "train")((h * 1.5).sin())
+            y = (h * h.sigmoid()).sum()
+        del h
+        y.backward()
+        return x.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var
+
+    same_gradients(program, backend)
+
+
+def test_h33_instance_norm_statistics(backend: Backend) -> None:
+    backend.sources_change = True
+
+    def program(offload: Around) -> object:
+        x, norm = leaf(4, 4, 16), nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+        with offload:
+            h = norm(norm(x * 2).sin())
+            y = (norm.eval()(h) * h.sigmoid()).sum()
+        del h
+        y.backward()
+        return x.grad, norm.running_mean, norm.running_var
+
+    same_gradients(program, backend)

@@ -1,0 +1,268 @@
+"""Saved-tensor hooks of others inside our context: noticed, counted, told once; torch's class is left as it was."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import eager_offload as eo
+from eager_offload.eager import foreign
+
+TOLD = "other saved-tensor hooks were entered inside this context"
+ORIGINAL = saved_tensors_hooks.__enter__
+
+
+@pytest.fixture(autouse=True)
+def _torchs_class_is_left_as_it_was() -> Iterator[None]:
+    assert saved_tensors_hooks.__enter__ is ORIGINAL
+    yield
+    assert saved_tensors_hooks.__enter__ is ORIGINAL
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., eo.Offload]]:
+    made: list[eo.Offload] = []
+
+    def one(**fields: Any) -> eo.Offload:
+        made.append(eo.Offload(**{"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0, **fields}))
+        return made[-1]
+
+    yield one
+    for offload in made:
+        offload.close()
+
+
+def theirs() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+
+
+def leaf() -> Tensor:
+    return torch.linspace(-1, 1, 100).requires_grad_()
+
+
+def forward(x: Tensor, inside: AbstractContextManager[Any] | None = None) -> Tensor:
+    with inside or nullcontext():
+        return (x * 2).sigmoid().square().sum()
+
+
+def gradient(around: AbstractContextManager[Any], inside: AbstractContextManager[Any] | None = None) -> Tensor:
+    x = leaf()
+    with around:
+        loss = forward(x, inside) + x.exp().sum()
+    loss.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("hooks", [theirs, save_on_cpu])
+def test_h24_hooks_inside_ours_are_counted_and_told_once(
+    hooks: Callable[[], AbstractContextManager[Any]], make: Callable[..., eo.Offload]
+) -> None:
+    offload, expected = make(), gradient(nullcontext())
+    with pytest.warns(RuntimeWarning, match=TOLD) as told:
+        for _ in range(3):
+            assert torch.equal(gradient(offload, hooks()), expected)
+    assert len(told) == 1
+    assert "Enter this context inside theirs" in str(told[0].message)
+    stats = offload.stats(synchronize=True)
+    assert stats.foreign_hooks == 3
+    assert stats.bytes_out > 0, "what is saved outside theirs still moves"
+    with pytest.warns(RuntimeWarning, match=TOLD):
+        gradient(make(), hooks())  # another object tells its own user
+
+
+def test_h24_hooks_around_ours_are_not_foreign(make: Callable[..., eo.Offload]) -> None:
+    offload = make()
+    with warnings.catch_warnings(), theirs():
+        warnings.simplefilter("error")
+        assert torch.equal(gradient(offload), gradient(nullcontext()))
+    assert offload.stats(synchronize=True).foreign_hooks == 0
+    assert offload.stats().bytes_out > 0
+
+
+def test_h24_hooks_that_hide_everything_are_told_of_at_the_exit(make: Callable[..., eo.Offload]) -> None:
+    offload, x = make(), leaf()
+    with pytest.warns(RuntimeWarning) as told:
+        for _ in range(2):
+            with offload:
+                forward(x, theirs())
+    assert ["hide from it" in str(w.message) for w in told].count(True) == 1
+    assert ["no saved tensor could be seen" in str(w.message) for w in told].count(True) == 1
+    assert offload.stats().empty_forwards == 2
+    assert offload.stats().foreign_hooks == 2
+
+
+def test_a_context_without_a_forward_is_not_an_empty_one(make: Callable[..., eo.Offload]) -> None:
+    offload, x = make(), leaf()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with offload:
+            pass
+        with offload, torch.no_grad():
+            forward(x)
+        with offload:
+            loss = forward(x)
+        with offload:
+            loss.backward()
+    assert offload.stats().empty_forwards == 0
+
+
+def test_closing_inside_the_context_does_not_make_it_an_empty_one(make: Callable[..., eo.Offload]) -> None:
+    offload, x = make(), leaf()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with offload:
+            loss = forward(x)
+            offload.close()
+    assert offload.stats().empty_forwards == 0
+    loss.backward()
+    x.grad, actual = None, x.grad
+    forward(x).backward()
+    assert torch.equal(actual, x.grad)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_h23_checkpointing_hides_what_it_recomputes_by_design(
+    use_reentrant: bool, make: Callable[..., eo.Offload]
+) -> None:
+    def run(around: AbstractContextManager[Any]) -> Tensor:
+        x = leaf()
+        with around:
+            loss = checkpoint(forward, x.exp(), use_reentrant=use_reentrant) + x.exp().sum()
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    offload = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(run(offload), run(nullcontext()))
+    stats = offload.stats(synchronize=True)
+    assert stats.foreign_hooks == stats.empty_forwards == 0
+    assert stats.bytes_out > 0
+
+
+def test_h24_ours_inside_ours_are_not_foreign(make: Callable[..., eo.Offload]) -> None:
+    outer, inner = make(), make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(gradient(outer, inner), gradient(nullcontext()))
+        assert torch.equal(gradient(outer, outer), gradient(nullcontext()))
+    for offload in (outer, inner):
+        assert offload.stats(synchronize=True).foreign_hooks == 0
+        assert offload.stats().bytes_out > 0
+
+
+def test_what_another_thread_enters_does_not_concern_us(make: Callable[..., eo.Offload]) -> None:
+    offload, result = make(), []
+
+    def other() -> None:
+        with theirs():
+            result.append(gradient(nullcontext()))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with offload:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            loss = forward(leaf())
+    assert offload.stats().foreign_hooks == 0
+    assert torch.equal(result[0], gradient(nullcontext()))
+    loss.backward()
+
+
+def test_the_innermost_of_ours_is_told_and_the_outer_one_again_after_it(make: Callable[..., eo.Offload]) -> None:
+    outer, inner = make(), make()
+    with pytest.warns(RuntimeWarning), outer:
+        gradient(inner, theirs())
+        with theirs():
+            gradient(nullcontext())
+            gradient(nullcontext(), theirs())
+    assert inner.stats().foreign_hooks == 1
+    assert outer.stats().foreign_hooks == 2
+
+
+def test_torchs_class_is_changed_only_while_somebody_watches(make: Callable[..., eo.Offload]) -> None:
+    first, second = make(), make()
+    seen: list[bool] = []
+    entered, leave = threading.Event(), threading.Event()
+
+    def changed() -> bool:
+        return saved_tensors_hooks.__enter__ is not ORIGINAL
+
+    def other() -> None:
+        with second:
+            entered.set()
+            leave.wait()
+        seen.append(changed())
+
+    thread = threading.Thread(target=other)
+    with first, first:
+        thread.start()
+        entered.wait()
+        assert changed()
+    assert changed(), "the other thread still watches"
+    leave.set()
+    thread.join()
+    assert seen == [False]
+    with pytest.raises(ZeroDivisionError), first:
+        raise ZeroDivisionError
+    assert not changed()
+
+
+def test_what_others_have_put_into_torchs_class_is_called_and_put_back(
+    make: Callable[..., eo.Offload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload, calls = make(), []
+
+    def patched(hooks: saved_tensors_hooks) -> None:
+        calls.append(hooks)
+        ORIGINAL(hooks)
+
+    monkeypatch.setattr(saved_tensors_hooks, "__enter__", patched)
+    with pytest.warns(RuntimeWarning, match=TOLD):
+        gradient(offload, theirs())
+    assert saved_tensors_hooks.__enter__ is patched
+    assert len(calls) == 2, "theirs, and ours"
+
+
+def test_what_others_have_put_around_ours_stays_and_works(
+    make: Callable[..., eo.Offload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload, calls = make(), []
+    with monkeypatch.context() as patches:
+        with pytest.warns(RuntimeWarning, match=TOLD), offload:
+            ours = saved_tensors_hooks.__enter__
+
+            def around(hooks: saved_tensors_hooks) -> None:
+                calls.append(hooks)
+                ours(hooks)
+
+            patches.setattr(saved_tensors_hooks, "__enter__", around)
+            forward(leaf(), theirs())
+            forward(leaf())
+        assert saved_tensors_hooks.__enter__ is around
+        assert len(calls) == 1
+        gradient(offload, theirs())
+        assert len(calls) == 3
+        assert saved_tensors_hooks.__enter__ is around
+        assert offload.stats().foreign_hooks == 2, "each is counted once"
+    monkeypatch.setattr(saved_tensors_hooks, "__enter__", ORIGINAL)
+
+
+def test_where_torch_forbids_hooks_the_class_is_left_as_it_was(make: Callable[..., eo.Offload]) -> None:
+    offload = make()
+    with disable_saved_tensors_hooks("saved tensor hooks are off"), pytest.raises(eo.OffloadError), offload:
+        pass
+    assert foreign._watchers == 0
+    assert torch.equal(gradient(offload), gradient(nullcontext()))

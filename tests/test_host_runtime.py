@@ -1,0 +1,491 @@
+"""The runtime of a CPU device: threads with queues, events, and memory for reloads."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import eager_offload as eo
+from eager_offload.runtime import host
+from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
+from eager_offload.runtime.host import HostEvent, HostRuntime, TransferThread, host_runtime
+from eager_offload.tiers.base import Region, Slot
+
+CPU = torch.device("cpu")
+
+
+class Memory(Slot):
+    """A slot in plain memory, whose transfers a test can hold back or make fail."""
+
+    tier = "host"
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes, ())
+        self.content = torch.zeros(nbytes, dtype=torch.uint8)
+        self.before: Callable[[], object] = lambda: None
+
+    @property
+    def region(self) -> Region:
+        return Region(id(self), 0, self.nbytes)
+
+    def write(self, source: Tensor) -> None:
+        self.before()
+        self.content.copy_(source)
+
+    def read(self, target: Tensor) -> None:
+        self.before()
+        target.copy_(self.content)
+
+
+@pytest.fixture
+def runtime() -> Iterator[HostRuntime]:
+    runtime = HostRuntime()
+    yield runtime
+    for direction in Direction:
+        stream(runtime, direction).retire()
+
+
+def stream(runtime: HostRuntime, direction: Direction = Direction.OUT) -> TransferThread:
+    transfer = runtime.transfer_stream(CPU, direction)
+    assert isinstance(transfer, TransferThread)
+    return transfer
+
+
+def noise(nbytes: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def operation() -> None:
+        raise error
+
+    return operation
+
+
+# -- order ----------------------------------------------------------------------------------------------------------
+
+
+def test_operations_of_a_stream_run_in_order_and_an_event_stands_for_all_before_it(runtime: HostRuntime) -> None:
+    out, ran = stream(runtime), []
+    first = threading.Event()
+    out.submit(first.wait)
+    events = []
+    for number in range(50):
+        out.submit(lambda number=number: ran.append(number))
+        events.append(out.record())
+    assert not any(runtime.query(event) for event in events)
+    first.set()
+    for number, event in enumerate(events):
+        runtime.synchronize(event)
+        assert ran[: number + 1] == list(range(number + 1))
+        assert runtime.query(event)
+
+
+def test_compute_is_over_when_it_returns(runtime: HostRuntime) -> None:
+    compute = runtime.current_stream(CPU)
+    assert compute == runtime.current_stream(torch.device("cpu", 0))
+    event = runtime.record(compute)
+    assert runtime.query(event)
+    runtime.wait(compute, event)
+    runtime.synchronize(event)
+
+
+def test_transfer_streams_are_one_for_each_direction_and_made_once(runtime: HostRuntime) -> None:
+    made: list[object] = []
+    threads = [
+        threading.Thread(target=lambda: made.extend(runtime.transfer_stream(CPU, d) for d in Direction))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 16
+    assert len(set(made)) == 2
+    assert host_runtime() is host_runtime()
+
+
+def test_a_stream_that_waits_for_an_event_of_another_does_not_hold_the_host_up(runtime: HostRuntime) -> None:
+    out, back = stream(runtime), stream(runtime, Direction.IN)
+    opened = threading.Event()
+    slot, source = Memory(1000), noise(1000)
+    slot.before = opened.wait
+    runtime.copy(slot, source, out)
+    written = runtime.record(out)
+    target = runtime.allocate(Layout(1000, 5), CPU, runtime.current_stream(CPU))
+    runtime.wait(back, written)
+    runtime.copy(target, slot, back)
+    read = runtime.record(back)
+    assert not runtime.query(written)
+    assert not runtime.query(read)
+    opened.set()
+    runtime.wait(runtime.current_stream(CPU), read)
+    assert runtime.query(written)
+    assert torch.equal(target, source)
+
+
+def test_compute_goes_on_while_a_copy_is_under_way(runtime: HostRuntime) -> None:
+    out = stream(runtime)
+    reached, opened = threading.Event(), threading.Event()
+    slot, source = Memory(4096), noise(4096)
+
+    def before() -> None:
+        reached.set()
+        opened.wait()
+
+    slot.before = before
+    runtime.copy(slot, source, out)
+    event = runtime.record(out)
+    reached.wait()
+    product = torch.ones(64, 64) @ torch.ones(64, 64)  # in the middle of the copy
+    assert product.sum() == 64**3
+    assert not runtime.query(event)
+    assert not slot.content.any()
+    opened.set()
+    runtime.synchronize(event)
+    assert torch.equal(slot.content, source)
+
+
+def test_both_directions_move_at_the_same_time(runtime: HostRuntime) -> None:
+    meet = threading.Barrier(2, timeout=60)  # each copy waits for the other to be under way
+    slots = [Memory(100), Memory(100)]
+    for slot in slots:
+        slot.before = meet.wait
+    out, back = stream(runtime), stream(runtime, Direction.IN)
+    runtime.copy(slots[0], noise(100), out)
+    runtime.copy(noise(100), slots[1], back)
+    runtime.synchronize(runtime.record(out))
+    runtime.synchronize(runtime.record(back))
+
+
+def test_several_threads_wait_for_one_event(runtime: HostRuntime) -> None:
+    out, opened, passed = stream(runtime), threading.Event(), []
+    out.submit(opened.wait)
+    event = out.record()
+    threads = [threading.Thread(target=lambda: passed.append(event.wait())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while out._waiters.count < 4:
+        pass
+    assert passed == []
+    opened.set()
+    for thread in threads:
+        thread.join()
+    assert len(passed) == 4
+    assert out._waiters.count == 0
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_is_carried_by_the_next_event_and_by_no_other(runtime: HostRuntime) -> None:
+    out, ran = stream(runtime), []
+    before = out.record()
+    out.submit(raising(eo.TransferError("lost", errno=5, tier="disk", nbytes=3)))
+    out.submit(lambda: ran.append("behind the failure, before the event"))
+    failed = out.record()
+    out.submit(lambda: ran.append("after the event"))
+    after = out.record()
+    runtime.synchronize(after)
+    runtime.synchronize(before)
+    for _ in range(2):
+        with pytest.raises(eo.TransferError, match="lost"):
+            runtime.synchronize(failed)
+        with pytest.raises(eo.TransferError, match="lost"):
+            runtime.wait(runtime.current_stream(CPU), failed)
+    assert runtime.query(failed), "over, by failure"
+    assert ran == ["after the event"]
+
+
+def test_a_stream_that_waits_for_a_failed_event_goes_on_and_its_own_events_do_not_fail(runtime: HostRuntime) -> None:
+    out, back = stream(runtime), stream(runtime, Direction.IN)
+    opened = threading.Event()
+    out.submit(opened.wait)
+    out.submit(raising(OSError(errno.EIO, "broken")))
+    failed = out.record()
+    runtime.wait(back, failed)
+    after = back.record()
+    opened.set()
+    runtime.synchronize(after)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), MemoryError("none"), AssertionError("a bug")])
+def test_whatever_a_tier_raises_arrives_as_a_transfer_error_that_tells_its_cause(
+    runtime: HostRuntime, error: Exception
+) -> None:
+    slot = Memory(77)
+    slot.before = raising(error)
+    runtime.copy(slot, noise(77), stream(runtime))
+    event = runtime.record(stream(runtime))
+    with pytest.raises(eo.TransferError, match="moving 77 bytes to or from the host tier failed") as raised:
+        runtime.synchronize(event)
+    assert raised.value.__cause__ is error
+    assert raised.value.errno == getattr(error, "errno", None)
+    assert (raised.value.tier, raised.value.nbytes) == ("host", 77)
+    slot.before = lambda: None
+    runtime.copy(slot, noise(77), stream(runtime))
+    runtime.synchronize(runtime.record(stream(runtime)))
+    assert torch.equal(slot.content, noise(77)), "the queue goes on"
+
+
+@pytest.mark.parametrize("error", [eo.CorruptionError("changed"), SystemExit(3)])
+def test_an_error_of_ours_and_one_that_is_no_error_arrive_as_they_are(
+    runtime: HostRuntime, error: BaseException
+) -> None:
+    slot = Memory(7)
+    slot.before = raising(error)
+    runtime.copy(noise(7), slot, stream(runtime))
+    event = runtime.record(stream(runtime))
+    with pytest.raises(type(error)) as raised:
+        runtime.synchronize(event)
+    assert raised.value.args == error.args
+    assert stream(runtime)._thread is not None, "the thread lives"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_when_a_copy_is_over_its_thread_and_its_event_hold_on_to_nothing(runtime: HostRuntime, fails: bool) -> None:
+    out, slot, source = stream(runtime), Memory(5000), noise(5000)
+    if fails:
+        slot.before = raising(OSError(errno.EIO, "broken"))
+    bytes_gone, slot_gone = weakref.ref(source.untyped_storage()), weakref.ref(slot)
+    gc.disable()
+    try:
+        runtime.copy(slot, source, out)
+        event = runtime.record(out)
+        del slot, source
+        for _ in range(2):
+            if fails:
+                with pytest.raises(eo.TransferError):
+                    runtime.synchronize(event)
+            else:
+                runtime.synchronize(event)
+        assert bytes_gone() is None
+        assert slot_gone() is None
+        assert isinstance(event, HostEvent)
+    finally:
+        gc.enable()
+
+
+# -- the life of a thread -------------------------------------------------------------------------------------------
+
+
+def test_a_thread_starts_with_the_first_operation_and_ends_by_itself_when_it_is_idle(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = stream(runtime)
+    assert out._thread is None, "no thread without work"
+    monkeypatch.setattr(host, "_IDLE_SECONDS", 0.01)
+    seen: list[threading.Thread] = []
+    for _ in range(3):
+        out.submit(lambda: seen.append(threading.current_thread()))
+        runtime.synchronize(out.record())
+        seen[-1].join(60)
+        assert not seen[-1].is_alive()
+        assert out._thread is None
+    assert len(set(seen)) == 3, "later work starts a new one"
+    assert {thread.name for thread in seen} == {"eager_offload-out"}
+    assert all(thread.daemon for thread in seen), "an exiting process does not wait for it"
+
+
+def test_work_that_comes_in_the_moment_of_going_idle_is_done(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_IDLE_SECONDS", 0.0)
+    out, ran = stream(runtime), []
+    for number in range(500):
+        out.submit(lambda number=number: ran.append(number))
+    runtime.synchronize(out.record())
+    assert ran == list(range(500))
+
+
+def test_retiring_waits_for_what_is_enqueued_and_later_work_starts_a_new_thread(runtime: HostRuntime) -> None:
+    out, ran = stream(runtime), []
+    out.retire()
+    for number in range(20):
+        out.submit(lambda number=number: ran.append(number))
+    thread = out._thread
+    assert thread is not None
+    out.retire()
+    assert ran == list(range(20))
+    assert not thread.is_alive()
+    out.retire()
+    out.submit(lambda: ran.append(20))
+    runtime.synchronize(out.record())
+    assert ran[-1] == 20
+
+
+def test_a_failure_outlives_the_thread_that_it_happened_on(runtime: HostRuntime) -> None:
+    out = stream(runtime)
+    out.submit(raising(OSError(errno.EIO, "broken")))
+    out.retire()
+    event = out.record()
+    with pytest.raises(OSError, match="broken"):
+        runtime.synchronize(event)
+    runtime.synchronize(out.record())
+
+
+def test_retiring_does_not_wait_for_the_work_of_somebody_who_came_later(runtime: HostRuntime) -> None:
+    out = stream(runtime)
+    reached, first, second = threading.Event(), threading.Event(), threading.Event()
+    out.submit(lambda: (reached.set(), first.wait()))
+    reached.wait()
+    retiring = threading.Thread(target=out.retire)
+    retiring.start()
+    while out._queue.empty():
+        pass  # until the other thread has asked for the end
+    out.submit(second.wait)
+    event = out.record()
+    first.set()
+    retiring.join(60)
+    assert not retiring.is_alive()
+    assert not runtime.query(event)
+    second.set()
+    runtime.synchronize(event)
+
+
+def test_a_thread_can_ask_for_its_own_end_without_waiting_for_itself(runtime: HostRuntime) -> None:
+    out = stream(runtime)
+    out.submit(out.retire)
+    runtime.synchronize(out.record())
+
+
+def test_the_last_user_to_go_ends_the_threads(runtime: HostRuntime) -> None:
+    class User:
+        pass
+
+    first, second = User(), User()
+    runtime.attach_user(first)
+    runtime.attach_user(second)
+    runtime.synchronize(stream(runtime).record())
+    runtime.detach_user(first)
+    assert stream(runtime)._thread is not None
+    runtime.detach_user(second)
+    assert stream(runtime)._thread is None
+    runtime.detach_user(second)
+
+
+# -- forks ----------------------------------------------------------------------------------------------------------
+
+
+def in_a_process_of_its_own(program: str) -> str:
+    """Runs a program and returns what it printed."""
+    code = "import torch; torch.set_num_threads(1)\n" + textwrap.dedent(program)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environ,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_h28_a_fork_in_the_middle_of_a_transfer_leaves_the_child_with_streams_that_work() -> None:
+    printed = in_a_process_of_its_own(
+        """
+        import os, threading
+        from eager_offload import OffloadError
+        from eager_offload.runtime.base import Direction
+        from eager_offload.runtime.host import host_runtime
+
+        runtime, cpu = host_runtime(), torch.device("cpu")
+        streams = [runtime.transfer_stream(cpu, direction) for direction in Direction]
+        reached, opened = threading.Event(), threading.Event()
+        over = streams[0].record()
+        runtime.synchronize(over)
+        streams[0].submit(lambda: (reached.set(), opened.wait()))
+        pending = [stream.record() for stream in streams for _ in range(2)]
+        runtime.synchronize(pending[-1])
+        reached.wait()
+        holder = threading.Thread(target=lambda: (streams[0]._lock.acquire(), runtime._lock.acquire()))
+        holder.start(); holder.join()
+        child = os.fork()
+        if child == 0:
+            assert runtime.query(over), "what was over is over"
+            runtime.synchronize(over)
+            for event in pending[:2]:
+                assert runtime.query(event), "nobody is left who could finish it"
+                try:
+                    runtime.synchronize(event)
+                except OffloadError as error:
+                    assert "under way in the parent process when it forked" in str(error)
+                else:
+                    os._exit(3)
+            runtime.synchronize(pending[3])
+            assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+            ran = []
+            for stream in streams:
+                assert stream is runtime.transfer_stream(cpu, Direction(stream.name.split("-")[1]))
+                stream.submit(lambda: ran.append(threading.current_thread().name))
+                runtime.synchronize(stream.record())
+            assert ran == ["eager_offload-out", "eager_offload-in"], ran
+            os._exit(0)
+        streams[0]._lock.release(); runtime._lock.release()
+        assert os.waitpid(child, 0)[1] == 0
+        assert not pending[0].done
+        opened.set()
+        for event in pending:
+            runtime.synchronize(event)
+        print("parent goes on")
+        """
+    )
+    assert printed == "parent goes on\n"
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, 63, 64, 4000, 4096, 100_001, 9 << 20])
+def test_targets_have_their_size_and_phase(runtime: HostRuntime, nbytes: int) -> None:
+    compute = runtime.current_stream(CPU)
+    targets = []
+    for phase in range(ALIGNMENT) if nbytes < 1 << 20 else (0, 1, 63):
+        target = runtime.allocate(Layout(nbytes, phase), CPU, compute)
+        assert target.data_ptr() % ALIGNMENT == phase
+        assert (target.dtype, target.shape, target.is_contiguous()) == (torch.uint8, (nbytes,), True)
+        targets.append(target.fill_(phase))
+    for phase, target in zip(range(ALIGNMENT) if nbytes < 1 << 20 else (0, 1, 63), targets, strict=True):
+        assert (target == phase).all(), "no two share a byte"
+
+
+def test_a_target_goes_back_with_its_last_view(runtime: HostRuntime) -> None:
+    compute = runtime.current_stream(CPU)
+    before = runtime.arena.used_bytes
+    target = runtime.allocate(Layout(5000, 17), CPU, compute)
+    assert runtime.arena.used_bytes - before == 5017
+    view = target[3:9]
+    del target
+    runtime.tidy()
+    assert runtime.arena.used_bytes - before == 5017
+    del view
+    runtime.tidy()
+    assert runtime.arena.used_bytes == before
+
+
+def test_a_host_buffer_is_page_aligned_and_empty(runtime: HostRuntime) -> None:
+    buffer = runtime.host_buffer(12345)
+    assert buffer.data_ptr() % 4096 == 0
+    assert (buffer.dtype, buffer.shape) == (torch.uint8, (12345,))
+    assert not buffer.any()
+
+
+def test_bandwidth_is_measured_once(runtime: HostRuntime) -> None:
+    measured = runtime.bandwidth(CPU, Direction.OUT)
+    assert measured > 0
+    assert runtime.bandwidth(CPU, Direction.OUT) == measured
+    assert runtime.bandwidth(CPU, Direction.IN) > 0

@@ -1,0 +1,66 @@
+"""Freed memory goes back to the system when the C library is told to; a setting of the whole process."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import eager_offload as eo
+
+#: Trains nothing: makes many blocks, frees every one but the last, and says what stayed resident.
+PROGRAM = """
+import sys, psutil, torch
+from eager_offload import release_freed_memory
+taken = release_freed_memory(*eval(sys.argv[1]))
+me, mib = psutil.Process(), 1 << 20
+blocks = []
+for _ in range(3):  # as an allocator meets them in training: again and again
+    before = me.memory_info().rss
+    blocks = [torch.ones(mib // 2) for _ in range(64)]
+    grown = me.memory_info().rss - before
+    last = blocks.pop()
+    blocks.clear()
+    left = me.memory_info().rss - before
+    del last
+assert grown > 100 * mib, grown
+print(taken, left < 16 * mib)
+"""
+
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this setting")
+
+
+def run(arguments: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@glibc
+@pytest.mark.parametrize("arguments", ["()", "('2MiB',)", "(65536,)"])
+def test_what_is_freed_goes_back_at_once(arguments: str) -> None:
+    assert run(arguments) == ["True", "True"]
+
+
+@glibc
+def test_a_threshold_that_the_c_library_refuses_changes_nothing_and_says_so() -> None:
+    """4 GiB would wrap around to 0 in the int that it counts with, and every small block would become a mapping."""
+    assert run("('4GiB',)")[0] == "False"
+
+
+def test_a_bad_threshold_is_refused_before_anything_is_changed() -> None:
+    with pytest.raises(eo.ConfigError, match="threshold=-1 is not accepted"):
+        eo.release_freed_memory(-1)
+
+
+@pytest.mark.parametrize("missing", [OSError, TypeError, AttributeError])
+def test_a_c_library_without_the_setting_is_no_error(missing: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> Any:
+        raise missing
+
+    monkeypatch.setattr(ctypes, "CDLL", none)
+    assert eo.release_freed_memory() is False

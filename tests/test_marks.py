@@ -1,0 +1,318 @@
+"""What a user says about tensors: regions in which nothing moves, and marks on single storages."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import eager_offload as eo
+from eager_offload import marks
+from tests.hazards.backends import lane_of
+from tests.hazards.programs import assert_identical
+
+BIG = 1 << 14  # elements: 64 KiB
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> Any:
+    """Makes an ``Offload`` whose file and threads go with the test."""
+    made: list[eo.Offload] = []
+
+    def make(**fields: Any) -> eo.Offload:
+        made.append(
+            eo.Offload(**{"tier": "disk", "disk_path": tmp_path, "min_bytes": 0, "keep_last_bytes": 0, **fields})
+        )
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def leaf(elements: int = BIG, seed: int = 1) -> Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def squared(x: Tensor, mark: Callable[[Tensor], object] = lambda tensor: None) -> Tensor:
+    """``y = 2x`` and ``y * y``: one activation that is saved twice."""
+    y = x * 2
+    mark(y)
+    return (y * y).sum()
+
+
+def kept(stats: eo.OffloadStats) -> dict[str, int]:
+    """What stays apart from the leaf and the factors of torch's own."""
+    return {reason: nbytes for reason, nbytes in stats.kept_bytes.items() if reason not in ("parameter", "small")}
+
+
+# -- regions --------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_that_is_saved_in_a_region_moves(offload: Any) -> None:
+    x, tool = leaf(), offload()
+    with tool:
+        with eo.no_offload():
+            inside = squared(x)
+        outside = squared(x)
+    (inside + outside).backward()
+    stats = tool.stats(synchronize=True)
+    assert kept(stats) == {"region": 2 * 4 * BIG}
+    assert stats.offloaded_bytes == stats.shared_bytes == 4 * BIG
+    assert torch.equal(x.grad, 16 * x.detach())
+
+
+def test_regions_can_be_nested_and_one_object_can_be_used_again(offload: Any) -> None:
+    x, tool, region = leaf(), offload(), eo.no_offload()
+    with tool:
+        with region:
+            with region, eo.no_offload():
+                squared(x)
+            squared(x)
+        with region:
+            squared(x)
+    assert kept(tool.stats(synchronize=True)) == {"region": 3 * 2 * 4 * BIG}
+    assert tool.stats().bytes_out == 0
+    assert not marks.in_no_offload_region()
+
+
+def test_a_region_is_a_decorator_too(offload: Any) -> None:
+    @eo.no_offload()
+    def stay(x: Tensor, *, factor: int) -> Tensor:
+        """What it does."""
+        return squared(x) * factor
+
+    assert (stay.__name__, stay.__doc__) == ("stay", "What it does.")
+    x, tool = leaf(), offload()
+    with tool:
+        loss = stay(x, factor=3)
+    loss.backward()
+    assert torch.equal(x.grad, 24 * x.detach())
+    assert kept(tool.stats(synchronize=True)) == {"region": 2 * 4 * BIG}
+    assert tool.stats().bytes_out == 0
+
+
+def test_an_error_leaves_the_region(offload: Any) -> None:
+    @eo.no_offload()
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not marks.in_no_offload_region()
+    x, tool = leaf(), offload()
+    with tool:
+        squared(x)
+    assert tool.stats(synchronize=True).bytes_out == 4 * BIG
+
+
+def test_a_region_is_of_the_thread_that_entered_it(offload: Any) -> None:
+    x, tool = leaf(), offload()
+
+    def other() -> None:
+        assert not marks.in_no_offload_region()
+        with tool:
+            squared(x)
+
+    with eo.no_offload():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert marks.in_no_offload_region()
+    stats = tool.stats(synchronize=True)
+    assert kept(stats) == {}
+    assert stats.bytes_out == 4 * BIG
+
+
+def test_a_region_without_an_offload_does_nothing() -> None:
+    x = leaf()
+    with eo.no_offload():
+        squared(x).backward()
+    assert torch.equal(x.grad, 8 * x.detach())
+
+
+# -- marks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_mark_returns_the_tensor_itself() -> None:
+    for tensor in (leaf(), torch.nn.Parameter(torch.ones(2)), torch.ones(2, dtype=torch.int8)):
+        assert eo.keep(tensor) is tensor
+        assert eo.prefer_offload(tensor) is tensor
+
+
+def test_what_is_marked_stays_with_every_view_of_it(offload: Any) -> None:
+    x, tool = leaf(), offload()
+    with tool:
+        y = eo.keep((x * 2)[5:]).view(-1)
+        loss = (y * y).sum() + (y[:100] ** 2).sum() + squared(x)
+    stats = tool.stats(synchronize=True)
+    assert kept(stats) == {"marked": 2 * 4 * (BIG - 5) + 4 * 100}
+    assert stats.offloaded_bytes == stats.bytes_out == 4 * BIG
+    expected = torch.autograd.grad((2 * x)[5:].square().sum() + (2 * x)[5:105].square().sum() + squared(x), x)
+    loss.backward()
+    assert_identical(expected[0], x.grad)
+
+
+def test_what_is_small_moves_if_that_is_preferred(offload: Any) -> None:
+    x, tool = leaf(64), offload(min_bytes="1MiB")
+    with tool:
+        loss = squared(x, eo.prefer_offload) + squared(x)
+    stats = tool.stats(synchronize=True)
+    assert stats.offloaded_bytes == stats.bytes_out == stats.shared_bytes == 256
+    assert stats.kept_bytes["small"] >= 512
+    loss.backward()
+    assert torch.equal(x.grad, 16 * x.detach())
+
+
+def test_what_is_new_moves_if_that_is_preferred(offload: Any) -> None:
+    x, tool = leaf(), offload(keep_last_bytes="64MiB")
+    with tool:
+        loss = squared(x, eo.prefer_offload) + squared(x)
+    stats = tool.stats(synchronize=True)
+    assert stats.offloaded_bytes == stats.bytes_out == 4 * BIG
+    assert kept(stats) == {"newest": 4 * BIG}
+    loss.backward()
+    assert torch.equal(x.grad, 16 * x.detach())
+
+
+def test_a_preference_moves_neither_a_parameter_nor_what_cannot_move(offload: Any) -> None:
+    x, tool = leaf(), offload()
+    with tool:
+        (eo.prefer_offload(x) * torch.ones(BIG)).sum()
+        with eo.no_offload():
+            squared(x, eo.prefer_offload)
+    stats = tool.stats(synchronize=True)
+    assert stats.kept_bytes["parameter"] == 4 * BIG
+    assert kept(stats) == {"region": 2 * 4 * BIG}
+
+
+def test_the_last_mark_counts(offload: Any) -> None:
+    x, tool = leaf(), offload(min_bytes="1MiB")
+    with tool:
+        squared(x, lambda y: eo.prefer_offload(eo.keep(y)))
+        squared(x, lambda y: eo.keep(eo.prefer_offload(y)))
+    stats = tool.stats(synchronize=True)
+    assert stats.offloaded_bytes == stats.shared_bytes == 4 * BIG
+    assert stats.kept_bytes["small"] == 2 * 4 * BIG + 2 * 0
+
+
+def test_a_mark_that_comes_before_the_copy_has_started_is_in_force(offload: Any) -> None:
+    x, tool = leaf(), offload(keep_last_bytes=4 * BIG)
+    with tool:
+        y = x * 2
+        loss = (y * y).sum()  # y waits in line
+        eo.keep(y)
+        loss = loss + squared(x)  # and is due now
+    stats = tool.stats(synchronize=True)
+    assert kept(stats) == {"marked": 4 * BIG, "newest": 4 * BIG}
+    assert stats.bytes_out == 0
+    storage = weakref.ref(y.untyped_storage())
+    del y
+    assert storage() is not None
+    loss.backward()
+    assert torch.equal(x.grad, 16 * x.detach())
+
+
+def test_a_mark_that_comes_after_the_copy_has_started_changes_nothing(offload: Any) -> None:
+    x, tool = leaf(), offload()
+    with tool:
+        y = x * 2
+        loss = (y * y).sum()
+        eo.keep(y)
+        loss = loss + (y * y).sum()
+        storage = weakref.ref(y.untyped_storage())
+        del y
+    stats = tool.stats(synchronize=True)
+    assert kept(stats) == {}
+    assert stats.offloaded_bytes == stats.bytes_out == 4 * BIG
+    assert stats.shared_bytes == 3 * 4 * BIG
+    assert storage() is None, "the source is gone"
+    loss.backward()
+    assert torch.equal(x.grad, 16 * x.detach())
+
+
+def test_a_preference_ends_when_the_copy_starts(offload: Any) -> None:
+    x, tool = leaf(), offload(min_bytes="1MiB")
+    with tool:
+        y = eo.prefer_offload(x * 2)
+        (y * y).sum()
+        assert marks.mark_of(y.untyped_storage()) is None
+        (y * 3 * y).sum()
+    stats = tool.stats(synchronize=True)
+    assert stats.offloaded_bytes == stats.shared_bytes == 4 * BIG
+    assert stats.kept_bytes["small"] >= 2 * 4 * BIG
+
+
+def test_h11_a_mark_dies_with_its_storage_and_keeps_nothing_alive() -> None:
+    gc.disable()
+    try:
+        for _ in range(50):
+            marked = eo.keep(torch.ones(BIG))
+            gone = weakref.ref(marked.untyped_storage())
+            assert marks.mark_of(marked.untyped_storage()) is marks.Mark.KEEP
+            del marked
+            assert gone() is None
+            assert marks.mark_of(torch.ones(BIG).untyped_storage()) is None, "very likely at the same address"
+        live = eo.keep(torch.ones(1))
+        assert len(marks._marks) == 1, "those of dead storages make way"
+        marks.clear_mark(live.untyped_storage())
+        assert not marks.any_marks()
+        marks.clear_mark(live.untyped_storage())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state.*", "ignore:.*invariant checks.*")
+@pytest.mark.parametrize("mark", [eo.keep, eo.prefer_offload])
+@pytest.mark.parametrize("to_layout", [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_mkldnn])
+def test_what_has_no_storage_of_its_own_cannot_be_marked(
+    mark: Callable[[Tensor], Tensor], to_layout: Callable[[Tensor], Tensor]
+) -> None:
+    tensor = to_layout(torch.ones(3, 3))
+    with pytest.raises(eo.OffloadError, match=f"{tensor.layout} tensor of type Tensor has no storage") as raised:
+        mark(tensor)
+    assert "mark the plain tensors" in str(raised.value)
+    assert raised.value.__cause__ is not None
+
+
+def test_marks_come_and_go_in_several_threads_at_once() -> None:
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(300):
+                tensor = eo.keep(torch.ones(4))
+                assert marks.mark_of(tensor.untyped_storage()) is marks.Mark.KEEP
+                if torch.is_tensor(eo.prefer_offload(tensor)):
+                    marks.clear_mark(tensor.untyped_storage())
+        except BaseException as error:
+            caught.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not caught
+    assert not marks.any_marks()
+
+
+def test_a_marked_tensor_leaves_the_lane_empty_in_the_end(offload: Any) -> None:
+    x, tool = leaf(), offload(keep_last_bytes=4 * BIG)
+    with tool:
+        y = x * 2
+        loss = (y * y).sum()
+        eo.keep(y)
+        loss = loss + squared(x)
+    del y
+    loss.backward()
+    del loss
+    tool.stats(synchronize=True)
+    assert set(lane_of(tool).census()) == {0}
