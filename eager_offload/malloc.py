@@ -29,7 +29,7 @@ def release_freed_memory(threshold: int | str = 1 << 20) -> bool:
     Returns:
         Whether the C library took it: glibc does, others have no such setting.
     """
-    # The C library counts in an int, and refuses what is far below its end; beyond it a size would wrap around to 0.
+    # The C library counts in an int, in which a larger size would wrap around: 4 GiB to 0.
     nbytes = min(parse_size(threshold, "threshold"), _INT_MAX)
     try:
         mallopt = ctypes.CDLL(None).mallopt

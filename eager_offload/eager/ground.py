@@ -50,14 +50,13 @@ class Ground:
         """The library holds ``nbytes`` less on the device."""
         self.resident_bytes -= nbytes
 
-    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream) -> Event:
-        """Enqueues a copy of bytes on ``stream``; returns the event that it is over with, which is the slot's last use.
+    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, slot: Slot, stream: Stream) -> Event:
+        """Enqueues a copy of bytes on ``stream``; returns the event that it is over with, the last use of ``slot``.
 
         [Note: interrupts] A KeyboardInterrupt may come when the copy is enqueued and nobody knows of it yet. Both of
         its ends must outlive it all the same, and the slot's next owner must wait for it.
         """
-        runtime, slot = self.runtime, dst if isinstance(dst, Slot) else src
-        assert isinstance(slot, Slot)
+        runtime = self.runtime
         try:
             runtime.copy(dst, src, stream)
             event = runtime.record(stream)

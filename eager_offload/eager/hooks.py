@@ -94,7 +94,6 @@ class Hooks:
             return KeepReason.NEWEST
         return lane.take(tensor, session.line(lane), autograd_sequence(), session.sequence, mark)
 
-
     def _share(self, tensor: Tensor, session: Session) -> SavedView | None:
         """A small tensor whose storage leaves anyway goes with it: kept, it would hold all of that on the device."""
         if marks.in_no_offload_region():

@@ -255,7 +255,7 @@ class Lane:
             self.settle()
 
     def _bury(self, remains: Remains) -> None:
-        """Settles the accounts of a storage whose last handle is gone; one that an interrupt kept from them has none."""
+        """Settles the accounts of a storage whose last handle is gone; an interrupt may have kept it from them."""
         self._ground.storages.pop(remains.key, None)
         if self._names.get(remains.name) is remains.ref:
             del self._names[remains.name]

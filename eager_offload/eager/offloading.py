@@ -131,7 +131,7 @@ class Offloading:
             if not fence.passed():
                 runtime.wait(out, fence.event)
         slot.fences = ()  # `out` comes after all of them
-        return self._ground.copy(slot, source, out)
+        return self._ground.copy(slot, source, slot, out)
 
     def _reserve(self, nbytes: int) -> Slot | None:
         """Room in the first tier that has it."""

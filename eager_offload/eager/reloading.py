@@ -151,7 +151,7 @@ class Reloading:
         back = runtime.transfer_stream(ground.device, Direction.IN)
         runtime.wait(back, allocated)
         runtime.wait(back, saved.out_event)
-        event = ground.copy(target, slot, back)
+        event = ground.copy(target, slot, slot, back)
         nbytes = target.nbytes
         ground.hold(nbytes)
         ground.accounts.tally.bytes_in += nbytes

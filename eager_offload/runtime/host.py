@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -211,8 +211,9 @@ class HostRuntime(Runtime):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lock = threading.Lock()
-        self._streams: dict[Direction, TransferThread] = {}
+        # The threads themselves start when there is work for them.
+        self._out = TransferThread("eager_offload-out")
+        self._in = TransferThread("eager_offload-in")
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
         self._bandwidth: float | None = None
         #: Reload targets: page-aligned, so that direct I/O can fill them, and used again without new page faults.
@@ -224,11 +225,7 @@ class HostRuntime(Runtime):
         return _COMPUTE
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> Stream:
-        stream = self._streams.get(direction)
-        if stream is None:
-            with self._lock:
-                stream = self._streams.setdefault(direction, TransferThread(f"eager_offload-{direction.value}"))
-        return stream
+        return self._out if direction is Direction.OUT else self._in
 
     def attach_user(self, user: object) -> None:
         """Counts ``user`` among those for whom the threads are kept ready."""
@@ -238,8 +235,8 @@ class HostRuntime(Runtime):
         """The last user to go ends the threads."""
         self._users.discard(user)
         if not self._users:
-            for stream in list(self._streams.values()):
-                stream.retire()
+            self._out.retire()
+            self._in.retire()
 
     def tidy(self) -> None:
         super().tidy()
@@ -262,15 +259,14 @@ class HostRuntime(Runtime):
         return stream.record() if isinstance(stream, TransferThread) else _OVER
 
     def _wait(self, stream: Stream, event: Event) -> None:
-        assert isinstance(event, HostEvent)
+        event = cast(HostEvent, event)
         if not isinstance(stream, TransferThread):
             event.result()
         elif not event.done:
             stream.submit(event.wait)
 
     def _query(self, event: Event) -> bool:
-        assert isinstance(event, HostEvent)
-        return event.done
+        return cast(HostEvent, event).done
 
     def _synchronize(self, event: Event) -> None:
         assert isinstance(event, HostEvent)
@@ -278,21 +274,21 @@ class HostRuntime(Runtime):
 
     def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream) -> None:
         assert isinstance(stream, TransferThread)
-        if isinstance(dst, Slot):
-            assert isinstance(src, Tensor)
-            stream.submit(_Move(dst.write, src, dst))
+        if type(dst) is Tensor:  # asked first: Slot is abstract, and asking it takes time
+            slot = cast(Slot, src)
+            stream.submit(_Move(slot.read, dst, slot))
         else:
-            assert isinstance(src, Slot)
-            stream.submit(_Move(src.read, dst, src))
+            slot = cast(Slot, dst)
+            stream.submit(_Move(slot.write, cast(Tensor, src), slot))
 
     def _allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         # Pages are aligned to every phase; the bytes before it are slack.
-        return self.arena.lease(layout.phase + layout.nbytes)[layout.phase :]
+        target = self.arena.lease(layout.phase + layout.nbytes)
+        return target[layout.phase :] if layout.phase else target
 
     def _after_fork(self) -> None:
-        self._lock = threading.Lock()
-        for stream in self._streams.values():
-            stream.after_fork()
+        self._out.after_fork()
+        self._in.after_fork()
 
 
 class _Move:

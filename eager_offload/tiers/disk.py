@@ -196,7 +196,8 @@ class DiskTier(Tier):
             return []
 
     def _all(self) -> list[SpillFile]:
-        return [*(self._files or ()), *self._left]
+        files = self._files or []
+        return [*files, *self._left] if self._left else files
 
     def _drain(self) -> None:
         for file in self._all():

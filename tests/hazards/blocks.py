@@ -1,11 +1,15 @@
-"""A small model of blocks with residual connections."""
+"""Small models and steps that several hazards are run with."""
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BOUNDARY", "ROWS", "WIDTH", "Block", "blocks", "gradients"]
+from tests.hazards.programs import leaf
+
+__all__ = ["BOUNDARY", "ROWS", "WIDTH", "Block", "Step", "blocks", "gradients"]
 
 WIDTH, ROWS = 32, 16
 #: Bytes of what goes from one block to the next.
@@ -28,3 +32,27 @@ def blocks(count: int = 4) -> nn.ModuleList:
 
 def gradients(model: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
+
+
+class Step:
+    """A forward and its backward, to be run in pieces."""
+
+    def __init__(self, seed: int) -> None:
+        self.x, self.w = leaf(32, 32, seed=seed), leaf(32, 32, seed=seed + 100)
+        self.loss: Tensor | None = None
+
+    def forward(self, offload: AbstractContextManager[object]) -> None:
+        with offload:
+            h = (self.x * 2).tanh()
+            self.loss = ((h @ self.w).exp() * h).sin().sum()
+
+    def backward(self) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+        self.loss = None
+
+    @property
+    def result(self) -> object:
+        assert self.x.grad is not None
+        assert self.w.grad is not None
+        return self.x.grad.clone(), self.w.grad.clone()

@@ -111,7 +111,7 @@ def assert_identical(expected: object, actual: object, where: str = "") -> None:
     for index, (a, b) in enumerate(zip(left, right, strict=True)):
         assert type(a) is type(b), f"{where}: item {index} is {type(a)} without offload and {type(b)} with it"
         if isinstance(a, Tensor):
-            assert a.dtype == b.dtype and a.layout == b.layout and a.size() == b.size(), f"{where}: item {index}"
+            assert (a.dtype, a.layout, a.size()) == (b.dtype, b.layout, b.size()), f"{where}: item {index}"
             assert _same_bits(a, b), f"{where}: item {index} differs\n{a}\n{b}"
         else:
             assert a == b, f"{where}: item {index} is {a!r} without offload and {b!r} with it"

@@ -64,6 +64,10 @@ def test_h24_a_forward_in_which_nothing_could_be_seen_is_counted_and_told_of_onc
         torch._C._autograd._pop_saved_tensors_default_hooks,
     )
 
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            step()
+
     def step() -> None:
         with offload:
             push(lambda tensor: tensor.detach(), lambda tensor: tensor)  # nobody sees it coming this way
@@ -74,8 +78,7 @@ def test_h24_a_forward_in_which_nothing_could_be_seen_is_counted_and_told_of_onc
         loss.backward()
 
     with pytest.warns(RuntimeWarning, match="no saved tensor could be seen") as told:
-        for _ in range(3):
-            step()
+        train(3)
     assert len(told) == 1
     assert offload.stats().empty_forwards == 3
     with offload:

@@ -218,16 +218,19 @@ def test_h31_where_torch_forbids_hooks_the_error_is_ours_and_nothing_is_lost(
     transform = TRANSFORMS[name]
     expected = transform(x.detach())
 
-    def around(x: Tensor) -> Tensor:
+    def offloaded(x: Tensor) -> Tensor:
         with offload:
             return x.sin().square().sum()
 
-    with pytest.raises(eo.OffloadError, match="outside") as caught:
+    def forbidden() -> None:
         if inside:
-            torch.func.grad(around)(x.detach())
+            torch.func.grad(offloaded)(x.detach())
         else:
             with offload:
                 transform(x.detach())
+
+    with pytest.raises(eo.OffloadError, match="outside") as caught:
+        forbidden()
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert not isinstance(caught.value.__cause__, eo.OffloadError)
     caught.value.with_traceback(None)

@@ -1,0 +1,187 @@
+"""H16 to H18: what a copy reads, what is asked for while it runs, and who may write to its slot afterwards."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload.eager.handles import State
+from eager_offload.tiers.base import Region
+from eager_offload.tiers.disk import DiskSlot
+from tests.hazards.backends import Backend, DiskBackend, assert_settled, lane_of
+from tests.hazards.blocks import Step
+from tests.hazards.probes import Transfers
+from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
+
+Around: TypeAlias = AbstractContextManager[Any]
+
+
+# -- H16 --------------------------------------------------------------------------------------------------------------
+
+
+def test_h16_the_copy_reads_the_old_bytes_when_the_block_gets_a_new_owner(backend: Backend) -> None:
+    """Everything of the forward is dropped while its copies wait, and compute takes whatever memory is free."""
+
+    def program(offload: Around, meanwhile: Callable[[], None]) -> object:
+        step = Step(1)
+        step.forward(offload)
+        noise = [torch.full((32, 32), float("nan")) for _ in range(50)]
+        for tensor in noise:
+            tensor.mul_(2).sin_()
+        meanwhile()
+        del noise
+        again = [torch.full((32, 32), float("inf")) for _ in range(50)]
+        del again
+        step.backward()
+        return step.result
+
+    expected, offload = program(nullcontext(), lambda: None), backend.offload()
+    with backend.gate() as gate:
+
+        def let_them_leave() -> None:
+            gate.open()
+            offload.stats(synchronize=True)
+
+        assert_identical(expected, program(offload, let_them_leave))
+    stats = assert_settled(offload)
+    assert_moved(stats)
+    assert stats.bytes_in > 0
+
+
+def test_h16_a_source_lives_exactly_until_its_copy_is_over(backend: Backend) -> None:
+    offload, x = backend.offload(), leaf(32, 32)
+    with backend.gate() as gate:
+        with offload:
+            h = (x * 2).tanh()
+            y = h.exp().sum()
+        source = weakref.ref(h.untyped_storage())
+        del h
+        offload.stats()
+        assert source() is not None, "the source went before its copy was over"
+        gate.open()
+        offload.stats(synchronize=True)
+    assert source() is None, "the source stayed after its copy was over"
+    y.backward()
+    del y
+    assert_moved(assert_settled(offload))
+
+
+# -- H17 --------------------------------------------------------------------------------------------------------------
+
+
+def test_h17_an_unpack_during_its_own_copy_out_is_served_from_the_source(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        step = Step(1)
+        step.forward(offload)
+        step.backward()
+        return step.result
+
+    expected, offload = program(nullcontext()), backend.offload()
+    with backend.gate() as gate:
+        # Nothing can arrive, so an unpack that waited would wait for ever.
+        assert_identical(expected, program(offload))
+        stats = offload.stats()
+        assert stats.forwarded_bytes == stats.offloaded_bytes > 0
+        assert stats.bytes_in == 0
+        gate.open()
+    assert_moved(assert_settled(offload))
+
+
+def test_h17_a_reload_waits_for_its_own_copy_out(backend: Backend) -> None:
+    """Where the source is gone from the device the bytes have arrived, and never the other way round."""
+    offload = backend.offload(max_inflight_bytes=1)
+    step = Step(1)
+    with Transfers(backend.runtime) as transfers:
+        step.forward(offload)
+        for ref in lane_of(offload)._ground.storages.values():
+            saved = ref()
+            assert saved is not None
+            assert (saved.state is State.AWAY) == (saved.aliases == [])
+            if saved.state is State.AWAY:
+                assert saved.out_event is not None
+                assert backend.runtime.query(saved.out_event)
+        del saved
+        step.backward()
+    assert transfers.back
+    del step
+    assert_moved(assert_settled(offload))
+
+
+# -- H18 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+def test_h18_a_slot_is_written_again_after_its_last_read(regime: Regime, backend: Backend) -> None:
+    """Slots go back with reads of them still on the way; the next forward writes to the same bytes."""
+
+    def program(offload: Around) -> object:
+        x, results = leaf(32, 32), []
+        for seed in range(10):
+            w = leaf(32, 32, seed=seed)
+            with offload:
+                losses = [((x * n) @ w).tanh().exp().sum() for n in range(1, 5)]
+            losses[-1].backward()  # prefetches what the others need, and they are dropped at once
+            del losses
+            results.append(w.grad)
+        return results, x.grad
+
+    expected = program(nullcontext())
+    offload = backend.offload(**regime.fields)
+    with Transfers(backend.runtime) as transfers:
+        assert_identical(expected, program(regime.around(offload)))
+    regions = [moved.region for moved in transfers.out]
+    # Unless everything leaves before backward, a simulated copy out runs as late as it can and holds its slot.
+    assert not regime.settled or len(set(regions)) < len(regions), "no slot was ever used again"
+    assert_moved(assert_settled(offload))
+
+
+def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it() -> None:
+    with DiskBackend() as backend:
+        offload, reached, opened = backend.offload(prefetch_bytes=1 << 20), threading.Event(), threading.Event()
+        log: list[tuple[str, Region]] = []
+        read, write = DiskSlot.read, DiskSlot.write
+
+        def held_back(slot: DiskSlot, target: Tensor) -> None:
+            reached.set()
+            assert opened.wait(60)
+            read(slot, target)
+            log.append(("read", slot.region))
+
+        def noted(slot: DiskSlot, source: Tensor) -> None:
+            write(slot, source)
+            log.append(("write", slot.region))
+
+        x = leaf(32, 32)
+        with Settled(offload):
+            losses = [(x * n).exp().sum() for n in range(1, 5)]
+        DiskSlot.read, DiskSlot.write = held_back, noted  # type: ignore[method-assign]
+        try:
+            backward = threading.Thread(target=losses.pop().backward)
+            backward.start()
+            assert reached.wait(60)  # the first of several reads stands before the gate, the others behind it
+            losses.clear()
+            with offload:
+                losses = [(x * n).exp().sum() for n in range(5, 12)]
+            opened.set()
+            backward.join()
+            offload.stats(synchronize=True)
+        finally:
+            opened.set()
+            DiskSlot.read, DiskSlot.write = read, write  # type: ignore[method-assign]
+        kinds = [what for what, _ in log]
+        assert kinds.count("read") >= 4
+        assert kinds.count("write") == 7
+        for index, (what, region) in enumerate(log):
+            assert what == "read" or ("read", region) not in log[index:], f"written before its last read: {log}"
+        while losses:
+            losses.pop().backward()
+        del backward
+        assert_moved(assert_settled(offload))
+        backend.assert_nothing_is_held()
