@@ -245,13 +245,13 @@ def test_a_preference_ends_when_the_copy_starts(offload: Any) -> None:
         y = eo.prefer_offload(x * 2)
         loss = (y * y).sum()
         assert marks.mark_of(y.untyped_storage()) is None
-        loss = loss + (y * 3 * y).sum()
+        loss = loss + (y * y).sum()
     stats = tool.stats(synchronize=True)
     assert stats.offloaded_bytes == 4 * BIG
-    assert stats.shared_bytes == 2 * 4 * BIG, "whoever saves it again goes with it"
-    assert stats.kept_bytes == {"small": 4 * BIG}
+    assert stats.shared_bytes == 3 * 4 * BIG, "whoever saves it again goes with it"
+    assert stats.kept_bytes == {}
     loss.backward()
-    assert torch.equal(x.grad, 32 * x.detach())
+    assert torch.equal(x.grad, 16 * x.detach())
     del loss
     with tool:
         (y * y).sum()

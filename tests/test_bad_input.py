@@ -1,0 +1,286 @@
+"""What cannot work is one clear error before the first step; afterwards everything goes on without ``Offload``."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import eager_offload as eo
+from eager_offload._torch import require_torch
+from tests.hazards.backends import assert_settled, hooks_are_gone
+from tests.hazards.programs import assert_identical, assert_moved
+
+SHM = Path("/dev/shm")
+
+
+class Model(nn.Module):
+    """Small, with everything that saves: weights, activations, a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        out: Tensor = self.layers(batch)
+        return out.square().mean()
+
+
+BATCH = torch.linspace(-1, 1, 8 * 16).reshape(8, 16)
+
+
+def step(model: nn.Module, around: AbstractContextManager[Any] | None = None) -> list[Tensor]:
+    """One step of training; returns the parameters after it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with around or nullcontext():
+        loss = model(BATCH)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    """A model that has to train on afterwards as if nothing had happened, in this thread and in others."""
+    model = Model()
+    untouched = copy.deepcopy(model)
+    yield model
+    assert hooks_are_gone()
+    assert_identical(step(untouched), step(model), "after the error")
+    assert_identical(step(untouched), step(model), "and again")
+    other: list[Tensor] = []
+    thread = threading.Thread(target=lambda: other.extend(step(model)))
+    thread.start()
+    thread.join()
+    assert_identical(step(untouched), other, "and in another thread")
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> Iterator[eo.Offload]:
+    """An ``Offload`` that works, before and after whatever goes wrong inside it."""
+    offload = eo.Offload(tier="disk", disk_path=tmp_path, min_bytes=0, keep_last_bytes=0)
+    yield offload
+    plain, model = Model(), Model()
+    assert_identical(step(plain), step(model, offload), "with offload, after the error")
+    assert_moved(assert_settled(offload))
+    offload.close()
+
+
+# -- models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("min_bytes", [0, "1MiB"])
+def test_a_model_on_meta_is_an_error_that_says_how_to_materialize_it(
+    min_bytes: int | str, model: Model, offload: eo.Offload, tmp_path: Path
+) -> None:
+    ghost = copy.deepcopy(model).to("meta")
+    tool = eo.Offload(tier="disk", disk_path=tmp_path, min_bytes=min_bytes)
+    with pytest.raises(eo.OffloadError, match=r"parameters are on the meta device.*model\.to_empty\(device="), tool:
+        ghost(BATCH.to("meta"))
+    ghost.to_empty(device="cpu").load_state_dict(model.state_dict())
+    assert_identical(step(copy.deepcopy(model)), step(ghost, tool), "the same model, materialized")
+    tool.close()
+
+
+def test_other_tensors_on_meta_stay_where_they_are(offload: eo.Offload) -> None:
+    x = torch.ones(8, 8, requires_grad=True)
+    with offload:
+        shape_only = (x.detach().to("meta").requires_grad_() * 2).exp().sum()
+        real = (x * 2).exp().sum()
+    shape_only.backward()
+    real.backward()
+    assert offload.stats().kept_bytes["device"] > 0
+    assert torch.equal(x.grad, 2 * (torch.ones(8, 8) * 2).exp())
+
+
+# -- where bytes should go ------------------------------------------------------------------------------------------
+
+
+def no_directory(tmp_path: Path) -> Path:
+    return tmp_path / "missing"
+
+
+def a_file(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.touch()
+    return path
+
+
+def below_a_file(tmp_path: Path) -> Path:
+    return a_file(tmp_path) / "directory"
+
+
+def a_dangling_link(tmp_path: Path) -> Path:
+    path = tmp_path / "link"
+    path.symlink_to(tmp_path / "missing")
+    return path
+
+
+def not_writable(tmp_path: Path) -> Path:
+    if os.geteuid() == 0:
+        return Path("/proc")  # where even root creates no file
+    path = tmp_path / "read-only"
+    path.mkdir(mode=0o500)
+    return path
+
+
+def in_memory(_: Path) -> Path:
+    return SHM
+
+
+NO_PLACES: list[tuple[Callable[[Path], Path], str]] = [
+    (no_directory, "does not exist"),
+    (a_file, "is no directory"),
+    (below_a_file, "does not exist"),
+    (a_dangling_link, "does not exist"),
+    (not_writable, ""),
+]
+if SHM.is_dir():
+    NO_PLACES.append((in_memory, "tmpfs, which is memory itself"))
+
+
+@pytest.mark.parametrize("tier", ["disk", "auto"])
+@pytest.mark.parametrize(("place", "why"), NO_PLACES)
+def test_h27_a_path_that_cannot_serve_is_an_error_before_the_first_step(
+    tier: str, place: Callable[[Path], Path], why: str, model: Model, tmp_path: Path
+) -> None:
+    path = place(tmp_path)
+    for given in (path, str(path), [tmp_path, path]):
+        with pytest.raises(eo.ConfigError) as raised:
+            eo.Offload(tier=tier, disk_path=given)
+        text = str(raised.value)
+        assert text.startswith(f"disk_path: {str(path)!r} cannot serve: ")
+        assert why in text
+        assert "accepted is a writable directory" in text
+        assert isinstance(raised.value.__cause__, OSError)
+    assert hooks_are_gone()
+
+
+@pytest.mark.parametrize("field", ["host_budget", "disk_budget"])
+@pytest.mark.parametrize("nothing", [0, "0", "0GiB"])
+def test_a_budget_of_nothing_is_an_error_before_the_first_step(field: str, nothing: int | str, model: Model) -> None:
+    with pytest.raises(eo.ConfigError, match=rf"^{field}=0 is not accepted.*leave the context out"):
+        eo.Offload(**{field: nothing})
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.10.0+cu130", "2.10.9.dev20260101", "1.13.1", "2.9"])
+def test_a_torch_that_is_too_old_is_an_error_that_says_which_is_needed(version: str) -> None:
+    with pytest.raises(ImportError) as raised:
+        require_torch(version)
+    assert str(raised.value) == f"eager_offload needs torch 2.11 or newer, but {version} is installed: upgrade torch"
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0a0+git1234567", "2.13.0+cpu", "2.100.0", "3.0.0", "10.1", "2.11"])
+def test_a_torch_that_is_new_enough_passes(version: str) -> None:
+    require_torch(version)
+
+
+# -- transforms -----------------------------------------------------------------------------------------------------
+
+X = torch.linspace(-1, 1, 12)
+
+
+def function(x: Tensor) -> Tensor:
+    return (x * 2).sigmoid().square().sum()
+
+
+FORBIDDEN: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
+    "grad": lambda f: grad(f)(X),
+    "vjp": lambda f: vjp(f, X)[1](torch.ones(())),
+    "jacrev": lambda f: jacrev(f)(X),
+    "hessian": lambda f: hessian(f)(X),
+    "grad of grad": lambda f: grad(lambda x: grad(f)(x).sum())(X),
+    "vmap of grad": lambda f: vmap(grad(f))(X.reshape(3, 4)),
+}
+ALLOWED: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
+    "vmap": lambda f: vmap(f)(X.reshape(3, 4)),
+    "jvp": lambda f: jvp(f, (X,), (X,)),
+    "jacfwd": lambda f: jacfwd(f)(X),
+    "vmap with a backward behind it": lambda f: torch.autograd.grad(vmap(f)(ROWS).sum(), ROWS),
+    "a hessian without transforms": lambda f: torch.autograd.functional.hessian(f, X),
+}
+ROWS = X.clone().reshape(3, 4).requires_grad_()
+
+
+def around(transform: Callable[..., Any], offload: eo.Offload) -> Any:
+    with offload:
+        return transform(function)
+
+
+def inside(transform: Callable[..., Any], offload: eo.Offload) -> Any:
+    def f(x: Tensor) -> Tensor:
+        with offload:
+            return function(x)
+
+    return transform(f)
+
+
+@pytest.mark.parametrize("place", [around, inside])
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_h31_where_torch_forbids_hooks_its_error_is_ours_with_the_way_out(
+    place: Callable[..., Any], name: str, offload: eo.Offload, model: Model
+) -> None:
+    transform = FORBIDDEN[name]
+    expected = transform(function)
+    with pytest.raises(eo.OffloadError, match="torch does not allow saved-tensor hooks here") as raised:
+        place(transform, offload)
+    assert "outside `with offload:`" in str(raised.value)
+    assert type(raised.value.__cause__) is RuntimeError
+    assert str(raised.value.__cause__) in str(raised.value), "torch's own words are there"
+    assert hooks_are_gone()
+    assert_identical(expected, transform(function), "the way out")
+
+
+@pytest.mark.parametrize("place", [around, inside])
+@pytest.mark.parametrize("name", ALLOWED)
+def test_h31_transforms_that_torch_allows_are_exact(place: Callable[..., Any], name: str, offload: eo.Offload) -> None:
+    transform = ALLOWED[name]
+    assert_identical(transform(function), place(transform, offload))
+
+
+def test_h31_an_error_that_the_user_handles_inside_does_no_harm(offload: eo.Offload) -> None:
+    x = X.clone().requires_grad_()
+    with offload:
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            grad(function)(X)
+        loss = function(x)
+    loss.backward()
+    assert_identical(grad(function)(X), x.grad)
+    assert_moved(offload.stats(synchronize=True))
+
+
+def test_h31_where_hooks_are_switched_off_entering_is_the_error_and_nothing_is_left(
+    offload: eo.Offload, model: Model
+) -> None:
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("no saved tensor hooks today"),
+        pytest.raises(eo.OffloadError, match="no saved tensor hooks today") as raised,
+        offload,
+    ):
+        step(model)
+    assert type(raised.value.__cause__) is RuntimeError
+    with pytest.raises(eo.OffloadError, match="did not enter"):
+        offload.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("error", [ValueError("theirs"), RuntimeError("shapes do not match"), KeyboardInterrupt()])
+def test_h10_an_error_of_the_users_own_passes_as_it_is(error: BaseException, offload: eo.Offload, model: Model) -> None:
+    with pytest.raises(type(error)) as raised, offload:
+        model(BATCH)
+        raise error
+    assert raised.value is error
+    assert error.__cause__ is None

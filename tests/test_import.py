@@ -1,0 +1,146 @@
+"""What importing the package does: nothing but defining names. And where torch's private names are."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eager_offload as eo
+
+PACKAGE = Path(eo.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+#: Everything that a user may have and that the core does not need.
+FOREIGN = {"accelerate", "expecttest", "hypothesis", "lightning", "matplotlib", "pytest", "pytorch_lightning", "rich"}
+FOREIGN |= {"pandas", "scipy", "torchvision", "transformers", "trl"}
+
+PROGRAM = """
+import json, os, sys, threading, warnings
+import torch, psutil
+import torch.utils.checkpoint
+import torch.autograd.graph
+
+def state():
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "tasks": psutil.Process().num_threads(),
+        "files": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                        if os.path.exists(f"/proc/self/fd/{fd}")) if os.path.exists("/proc/self/fd") else [],
+        "enter": id(torch.autograd.graph.saved_tensors_hooks.__enter__),
+        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+        "filters": len(warnings.filters),
+        "random": torch.get_rng_state().tolist(),
+        "settings": [torch.get_num_threads(), torch.get_num_interop_threads(), str(torch.get_default_dtype())],
+        "environ": dict(os.environ),
+        "grad": torch.is_grad_enabled(),
+        "children": len(psutil.Process().children()),
+        "listing": sorted(os.listdir(".")),
+    }
+
+before, modules = state(), set(sys.modules)
+import eager_offload
+after = state()
+print(json.dumps([before, after, sorted(set(sys.modules) - modules)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The state of a process before and after the import, and the modules that it brought in."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path_factory.mktemp("empty"),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])},
+    )
+    assert done.returncode == 0, done.stderr
+    state: list[Any] = json.loads(done.stdout)
+    return state
+
+
+def test_importing_changes_nothing(imported: list[Any]) -> None:
+    before, after, _ = imported
+    assert after == before
+    assert after["threads"] == ["MainThread"]
+    assert after["hooks"] is True
+
+
+def test_importing_brings_in_nothing_but_the_package_and_the_standard_library(imported: list[Any]) -> None:
+    roots = {name.partition(".")[0] for name in imported[2]}
+    assert not roots & (FOREIGN | {"numpy"})
+    assert roots - sys.stdlib_module_names - {"torch", "psutil"} == {"eager_offload"}
+
+
+def test_what_the_package_asks_for_is_torch_and_psutil() -> None:
+    roots = {name.partition(".")[0] for source in SOURCES for name, _ in imports(source)}
+    assert roots - sys.stdlib_module_names == {"torch", "psutil", "eager_offload"}
+
+
+def test_private_names_of_torch_are_in_one_module() -> None:
+    found = {
+        source.relative_to(PACKAGE).as_posix(): names
+        for source in SOURCES
+        if (names := sorted(set(private_names_of_torch(source))))
+    }
+    assert list(found) == ["_torch.py"], found
+
+
+def test_every_private_name_is_listed_with_the_versions_that_have_it() -> None:
+    """``torch._C._current_autograd_node`` is listed under its last part."""
+    source = PACKAGE / "_torch.py"
+    listed = ast.get_docstring(ast.parse(source.read_text()))
+    assert listed is not None
+    rows = [row for row in listed.splitlines() if row.startswith("| ``")]
+    assert all("2.11" in row for row in rows)
+    for name in private_names_of_torch(source):
+        *_, module, last = name.split(".")
+        assert last in listed or module in listed, f"{name} is not listed"
+
+
+def imports(source: Path) -> Iterator[tuple[str, list[str]]]:
+    """The modules that a file imports, with the names that it takes from each."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, []) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{source}: a relative import"
+            assert node.module is not None
+            yield node.module, [alias.name for alias in node.names]
+
+
+def private_names_of_torch(source: Path) -> Iterator[str]:
+    """What a file imports from, or reaches into, torch under a name that begins with an underscore."""
+    for module, names in imports(source):
+        if module.partition(".")[0] == "torch":
+            yield from (f"{module}.{name}" for name in names if private(f"{module}.{name}"))
+            if not names and private(module):
+                yield module
+    inner: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Attribute) and node not in inner:
+            inner.update(ast.walk(node))
+            dotted = ast.unparse(node)
+            if dotted.startswith("torch.") and private(dotted):
+                yield dotted
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "getattr"
+            and ast.unparse(node.args[0]).startswith("torch")
+            and isinstance(node.args[1], ast.Constant)
+            and private(str(node.args[1].value))
+        ):
+            yield f"{ast.unparse(node.args[0])}.{node.args[1].value}"
+
+
+def private(dotted: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
