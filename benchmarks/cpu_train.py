@@ -1,7 +1,7 @@
 """Memory and time of training on a CPU: without offload, with checkpointing, with the disk tier, and with both.
 
     python -m benchmarks.cpu_train
-    python -m benchmarks.cpu_train --rounds 1 --variants none,offload
+    python -m benchmarks.cpu_train --rounds 1 --variants "none;offload"
 
 A decoder language model on real text, fp32, SGD. Every variant trains in a process of its own; the variants take turns,
 round after round, and ratios are taken within a round. A step on a tiny batch loads code and makes gradients, which

@@ -100,7 +100,7 @@ def measure(tier: str | None, options: argparse.Namespace) -> Found:
     before: dict[str, int] = {}
     if offload is not None:
         stats = offload.stats()  # this lets go of what has arrived, so the live bytes are counted after it
-        (lane,) = offload._lanes.values()
+        (lane,) = offload._lanes.all()
         before = {
             "offloaded_at_once": stats.offloaded_bytes,
             "moved_at_once": stats.bytes_out,

@@ -69,7 +69,7 @@ CONSTANT = ("events", "handles", "slots", "threads", "descriptors", "used_bytes"
 
 def sample(step: int, began: float, offload: eo.Offload) -> Sample:
     offload.stats(synchronize=True)
-    (lane,) = offload._lanes.values()
+    (lane,) = offload._lanes.all()
     (tier,) = lane.tiers
     assert isinstance(tier, HostTier | DiskTier)
     tier.drain()  # what dead slots leave behind is taken up at the next call, which is this one

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eager_offload._torch import weak_storage
 from eager_offload.errors import OffloadError
+from eager_offload.tiers.forking import ForkSafeLock
 
 __all__ = ["Mark", "clear_mark", "in_no_offload_region", "keep", "mark_of", "no_offload", "prefer_offload"]
 
@@ -40,7 +41,7 @@ class _Region(threading.local):
 
 _region = _Region()
 _marks: dict[int, _Marked] = {}
-_marks_lock = threading.Lock()
+_marks_lock = ForkSafeLock()
 
 
 class no_offload(ContextDecorator):

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import threading
 import warnings
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
-
-import torch
 
 from eager_offload._torch import autograd_sequence
 from eager_offload.config import OffloadConfig
 from eager_offload.eager import foreign
 from eager_offload.eager.hooks import Hooks, Session, unpack
-from eager_offload.eager.lane import Lane
+from eager_offload.eager.lanes import Lanes
 from eager_offload.errors import ConfigError, OffloadError
-from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Runtime
-from eager_offload.runtime.host import HostRuntime, host_runtime
-from eager_offload.stats import Accounts, OffloadStats, Tally
-from eager_offload.tiers.arena import Arena, HostTier
-from eager_offload.tiers.base import Tier
-from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.limits import host_budget
+from eager_offload.stats import Accounts, OffloadStats
 
 __all__ = ["Offload"]
 
@@ -55,16 +46,12 @@ class Offload:
         if config is not None and not isinstance(config, OffloadConfig):
             raise ConfigError(f"config={config!r} is not accepted: config takes an OffloadConfig or None")
         self.config = OffloadConfig.from_fields(fields, config)
-        self._given_runtime = runtime
         self._accounts = Accounts()
-        self._lanes: dict[torch.device, Lane] = {}
-        self._tiers: dict[Runtime, list[Tier]] = {}
+        self._lanes = Lanes(self.config, self._accounts, runtime)
         self._session = Session()
         self._contexts = _Contexts()
-        self._hooks = Hooks(self.config.size("min_bytes"), self._accounts, self._lane_of, self._session)
+        self._hooks = Hooks(self.config.size("min_bytes"), self._accounts, self._lanes.of, self._session)
         self._told: set[str] = set()
-        if self.config.tier == "disk" or self.config.disk_paths is not None:
-            self._open_tiers(runtime or host_runtime(), torch.device("cpu"))  # a path that cannot serve is told at once
 
     # -- around forward -------------------------------------------------------------------------------------------
 
@@ -90,22 +77,20 @@ class Offload:
             synchronize: first wait until nothing is on its way, so that every figure is final.
         """
         with self._accounts.lock:
-            for lane in self._lanes.values():
+            for lane in self._lanes.all():
                 if synchronize:
                     lane.synchronize()
                 else:
                     lane.settle()
-            self._note_peaks()
+            self._lanes.snapshot_peaks()
             return self._accounts.tally.snapshot()
 
     def reset_stats(self) -> None:
         """Starts every counter anew. What was saved before is not counted any more."""
         with self._accounts.lock:
-            for lane in self._lanes.values():
+            for lane in self._lanes.all():
                 lane.settle()
-            self._accounts.tally = Tally()
-            for tier in self._all_tiers():
-                tier.restart_peak()
+            self._lanes.new_tally()
 
     def close(self) -> None:
         """Waits for what is on its way, then gives back every tier's memory and files. Idempotent.
@@ -114,80 +99,8 @@ class Offload:
         not closed is given back when the object is garbage collected, and at the end of the process.
         """
         with self._accounts.lock:
-            lanes, self._lanes = self._lanes, {}
             self._session = self._hooks.session = Session()
-            for lane in lanes.values():
-                lane.synchronize()
-            self._note_peaks()
-            tiers, self._tiers = self._tiers, {}
-            for opened in tiers.values():
-                for tier in opened:
-                    tier.close()
-        if host_runtime() in tiers:
-            host_runtime().detach_user(self._accounts)
-
-    def _all_tiers(self) -> list[Tier]:
-        return [tier for opened in self._tiers.values() for tier in opened]
-
-    def _note_peaks(self) -> None:
-        tally = self._accounts.tally
-        for tier in self._all_tiers():
-            if tier.name == "disk":
-                tally.disk_bytes_peak = max(tally.disk_bytes_peak, tier.peak_bytes)
-            else:
-                tally.host_bytes_peak = max(tally.host_bytes_peak, tier.peak_bytes)
-
-    # -- devices --------------------------------------------------------------------------------------------------
-
-    def _lane_of(self, device: torch.device) -> Lane | None:
-        lane = self._lanes.get(device)
-        if lane is None:
-            with self._accounts.lock:
-                lane = self._lanes.get(device) or self._open_lane(device)
-        return lane
-
-    def _open_lane(self, device: torch.device) -> Lane | None:
-        if device.type == "cpu":
-            runtime = self._given_runtime or host_runtime()
-        elif (found := torch.accelerator.current_accelerator()) is not None and found.type == device.type:
-            runtime = accelerator_runtime()
-        else:
-            return None
-        lane = self._lanes[device] = Lane(
-            device, runtime, self._open_tiers(runtime, device), self.config, self._accounts
-        )
-        return lane
-
-    def _open_tiers(self, runtime: Runtime, device: torch.device) -> list[Tier]:
-        tiers = self._tiers.get(runtime)
-        if tiers is None:
-            tiers = self._tiers[runtime] = [self._open_tier(runtime, device)]
-        if isinstance(runtime, HostRuntime):
-            runtime.attach_user(self._accounts)
-        return tiers
-
-    def _open_tier(self, runtime: Runtime, device: torch.device) -> Tier:
-        config, on_host_runtime = self.config, isinstance(runtime, HostRuntime)
-        if device.type != "cpu" and (config.tier == "disk" or config.disk_paths is not None):
-            raise ConfigError(
-                f"tier={config.tier!r} with disk_path={config.disk_path} is not accepted for tensors on {device}: in "
-                'this version the disk tier serves CPU devices; take tier="host" and leave disk_path out'
-            )
-        if config.tier == "disk" or (config.tier == "auto" and (on_host_runtime or config.disk_paths is not None)):
-            return DiskTier(config.disk_paths, _bytes(config.disk_budget), verify=config.verify)
-        if on_host_runtime and not _told_about_host_tier.is_set():
-            _told_about_host_tier.set()
-            warnings.warn(
-                'eager_offload: tier="host" on a CPU device copies within host memory: it saves nothing, for tests',
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        budget = _bytes(config.host_budget) or host_budget()
-        if isinstance(runtime, AcceleratorRuntime):
-            # Pinning costs milliseconds, and the next step needs the same slabs again: none goes back before the end.
-            slabs = partial(runtime.host_buffer, pin_memory=config.pin_memory is not False)
-            return HostTier(Arena(slabs, idle_bytes=budget), budget)
-        return HostTier(Arena(runtime.host_buffer), budget)
+        self._lanes.close()
 
     def _saw_foreign_hooks(self) -> None:
         with self._accounts.lock:
@@ -202,9 +115,6 @@ class Offload:
         if what not in self._told:
             self._told.add(what)
             warnings.warn(f"eager_offload: {message}", RuntimeWarning, stacklevel=4)
-
-
-_told_about_host_tier = threading.Event()
 
 
 class _Contexts(threading.local):
@@ -243,8 +153,9 @@ class _Context:
         self._hooks.__exit__(kind, error, trace)
         session = offload._hooks.session
         with offload._accounts.lock:
-            for lane, line in session.lines.items():
-                lane.flush(line)
+            if kind is None:  # else a full window would make whoever interrupts wait; the next pack sees to the rest
+                for lane, line in session.lines.items():
+                    lane.flush(line)
             seen = session is not self._session or session.packed != self._packed_before  # another: closed meanwhile
             if kind is None and not seen and autograd_sequence() > self._nodes_before:
                 offload._accounts.tally.empty_forwards += 1
@@ -268,7 +179,3 @@ def _explained(error: RuntimeError) -> OffloadError:
         f"torch does not allow saved-tensor hooks here: {error} "
         "Call the transform outside `with offload:`, or leave the context out around it"
     )
-
-
-def _bytes(budget: int | str) -> int | None:
-    return None if isinstance(budget, str) else budget

@@ -131,6 +131,11 @@ class Tally:
         self.saved_bytes += nbytes
         self.shared_bytes += nbytes
 
+    def unshare(self, nbytes: int, reason: KeepReason) -> None:
+        """What they shared stays."""
+        self.shared_bytes -= nbytes
+        self.kept_bytes[reason] += nbytes
+
     def reclassify(self, nbytes: int, before: KeepReason | None, after: KeepReason | None) -> None:
         """Moves a save's bytes between reasons; ``None`` stands for offloaded."""
         for reason, sign in ((before, -1), (after, 1)):

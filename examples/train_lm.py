@@ -39,7 +39,7 @@ ON_CPU = DEVICE.type == "cpu"
 
 # Large enough for activations to matter, small enough for two CPU cores or for 16 GiB of accelerator memory.
 DEFAULTS = (
-    {"layers": 16, "width": 384, "heads": 6, "sequence": 768, "batch": 4, "steps": 6, "window": "32MiB"}
+    {"layers": 16, "width": 384, "heads": 6, "sequence": 768, "batch": 4, "steps": 5, "window": "32MiB"}
     if ON_CPU
     else {"layers": 8, "width": 2048, "heads": 16, "sequence": 1024, "batch": 4, "steps": 20, "window": "256MiB"}
 )
@@ -150,8 +150,11 @@ def introduce(options: argparse.Namespace, console: Console) -> str:
     text = read_text()
     where = "the CPU" if ON_CPU else f"{DEVICE}"
     tier = options.tier if options.tier != "auto" else "disk" if ON_CPU else "host"
-    title = f"{options.layers} layers, width {options.width}, {options.batch} x {options.sequence} tokens on {where}"
-    console.print(f"Model: {title}; saved tensors go to the {tier} tier")
+    title = (
+        f"{options.layers} layers, width {options.width}, {options.batch} x {options.sequence} tokens on {where}; "
+        f"what is offloaded goes to the {tier} tier"
+    )
+    console.print(f"Model: {title}", soft_wrap=True)
     console.print(f"Text: {len(text.content) / 2**20:.1f} MiB of {text.source}; a token a byte", soft_wrap=True)
     if not ON_CPU:
         console.print("Memory: the allocator's own count")

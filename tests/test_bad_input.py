@@ -53,6 +53,15 @@ def step(model: nn.Module, around: AbstractContextManager[Any] | None = None) ->
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The tensors are tiny: a second thread in a kernel would only spin."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def model() -> Iterator[Model]:
     """A model that has to train on afterwards as if nothing had happened, in this thread and in others."""
@@ -85,7 +94,7 @@ def offload(tmp_path: Path) -> Iterator[eo.Offload]:
 
 @pytest.mark.parametrize("min_bytes", [0, "1MiB"])
 def test_a_model_on_meta_is_an_error_that_says_how_to_materialize_it(
-    min_bytes: int | str, model: Model, offload: eo.Offload, tmp_path: Path
+    min_bytes: int | str, model: Model, tmp_path: Path
 ) -> None:
     ghost = copy.deepcopy(model).to("meta")
     tool = eo.Offload(tier="disk", disk_path=tmp_path, min_bytes=min_bytes)
@@ -279,8 +288,12 @@ def test_h31_where_hooks_are_switched_off_entering_is_the_error_and_nothing_is_l
 
 @pytest.mark.parametrize("error", [ValueError("theirs"), RuntimeError("shapes do not match"), KeyboardInterrupt()])
 def test_h10_an_error_of_the_users_own_passes_as_it_is(error: BaseException, offload: eo.Offload, model: Model) -> None:
-    with pytest.raises(type(error)) as raised, offload:
-        model(BATCH)
-        raise error
+    def fail() -> None:
+        with offload:
+            model(BATCH)
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        fail()
     assert raised.value is error
     assert error.__cause__ is None

@@ -189,7 +189,7 @@ def test_several_threads_wait_for_one_event(runtime: HostRuntime) -> None:
 # -- failures -------------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_is_carried_by_the_next_event_and_by_no_other(runtime: HostRuntime) -> None:
+def test_a_failure_is_carried_by_the_next_event_of_its_thread_and_by_no_other(runtime: HostRuntime) -> None:
     out, ran = stream(runtime), []
     before = out.record()
     out.submit(raising(eo.TransferError("lost", errno=5, tier="disk", nbytes=3)))
@@ -205,7 +205,33 @@ def test_a_failure_is_carried_by_the_next_event_and_by_no_other(runtime: HostRun
         with pytest.raises(eo.TransferError, match="lost"):
             runtime.wait(runtime.current_stream(CPU), failed)
     assert runtime.query(failed), "over, by failure"
-    assert ran == ["after the event"]
+    assert ran == ["behind the failure, before the event", "after the event"]
+
+
+def test_h29_a_failure_reaches_the_thread_that_enqueued_it_however_others_come_between(runtime: HostRuntime) -> None:
+    out, opened = stream(runtime), threading.Event()
+    events: dict[str, object] = {}
+    submitted, recorded = threading.Event(), threading.Event()
+
+    def other() -> None:
+        out.submit(lambda: None)
+        submitted.set()
+        assert recorded.wait(60)
+        events["other"] = out.record()
+
+    out.submit(opened.wait)
+    out.record()
+    out.submit(raising(eo.TransferError("lost", errno=5, tier="disk", nbytes=3)))
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert submitted.wait(60)
+    failed = out.record()  # in the queue: our copy, theirs, our event, their event
+    recorded.set()
+    thread.join()
+    opened.set()
+    runtime.synchronize(events["other"])
+    with pytest.raises(eo.TransferError, match="lost"):
+        runtime.synchronize(failed)
 
 
 def test_a_stream_that_waits_for_a_failed_event_goes_on_and_its_own_events_do_not_fail(runtime: HostRuntime) -> None:

@@ -14,12 +14,13 @@ from typing import TypeAlias
 from torch.autograd.graph import saved_tensors_hooks
 
 from eager_offload._torch import checkpoint_hooks
+from eager_offload.tiers.forking import ForkSafeLock
 
 __all__ = ["watch"]
 
 _Enter: TypeAlias = Callable[[saved_tensors_hooks], None]
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _watchers = 0
 _local = threading.local()
 #: What stands in the class while somebody watches, and what it took the place of.

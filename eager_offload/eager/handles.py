@@ -28,7 +28,7 @@ from eager_offload.errors import SavedTensorModifiedError
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout, Stream
 from eager_offload.schedule import DelayLine
 from eager_offload.selection import Footprint, root_of
-from eager_offload.stats import Tally
+from eager_offload.stats import KeepReason, Tally
 from eager_offload.tiers.base import Slot
 
 __all__ = [
@@ -92,6 +92,8 @@ class Reload:
     event: Event
     #: The registration that the first wait takes up; ``None`` after that.
     ticket: int | None
+    #: Whether its bytes count as held by the library.
+    held: bool = True
 
 
 class Returned(NamedTuple):
@@ -124,6 +126,7 @@ class SavedStorage:
         "asked",
         "copied_version",
         "footprint",
+        "kept",
         "key",
         "lane",
         "line",
@@ -136,6 +139,7 @@ class SavedStorage:
         "reload",
         "returned",
         "root",
+        "shared_bytes",
         "slot",
         "state",
         "stream",
@@ -178,6 +182,10 @@ class SavedStorage:
         #: How many times this storage was taken because it might have been filled anew in between.
         self.takes = 1
         self.state = State.WAITING
+        #: Why it stays, once it is in the state ``KEPT``.
+        self.kept: KeepReason | None = None
+        #: The bytes that its tally counts as shared with it.
+        self.shared_bytes = 0
         self.line: DelayLine | None = None
         self.slot: Slot | None = None
         self.out_event: Event | None = None
@@ -219,8 +227,6 @@ class SavedStorage:
         """The bytes that travel, flat: a range of the storage, or the view's own elements, gathered."""
         alias = self.aliases[0]
         storage = alias.untyped_storage()
-        if self.footprint.whole:
-            return torch.empty(0, dtype=torch.uint8, device=alias.device).set_(storage)
         if self.footprint.gathered:
             # Over the storage itself: an alias with the conjugate or negative bit would be copied with the bit applied.
             stored = torch.empty(0, dtype=alias.dtype, device=alias.device)

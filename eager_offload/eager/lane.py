@@ -64,7 +64,7 @@ class Lane:
         self._accounts = accounts
         self._ground = Ground(device, runtime, accounts)
         self._offloading = Offloading(self._ground, tiers, config.size("max_inflight_bytes"))
-        self._reloading = Reloading(self._ground, config.size("prefetch_bytes"))
+        self._reloading = Reloading(self._ground, self._offloading, config.size("prefetch_bytes"))
         self._order = self._reloading.order
         self._delay_bytes = config.delay_bytes
         self._keys = itertools.count(1)
@@ -186,15 +186,17 @@ class Lane:
         """Whether the bytes that ``saved`` has, or will have, are those that ``tensor`` has at its unpack.
 
         [Note: sharing]
-        Before its copy starts, a storage may be shared freely: the copy takes what is there by then, and if that is
-        not what an earlier save meant, the earlier one's version has changed and its unpack raises. A save that does
-        not require grad may be filled yet, so it postpones the copy; only the thread that counts the sequence numbers
-        can do that. Afterwards the copy serves only a tensor that was final at pack, of the same version counter, that
-        has not changed since. A storage that stays serves everyone.
+        Before its copy starts, a storage may be shared on the stream that the copy will be ordered after: the copy
+        takes what is there by then, and if that is not what an earlier save meant, the earlier one's version has
+        changed and its unpack raises. A save that does not require grad may be filled yet, so it postpones the copy;
+        only the thread that counts the sequence numbers can do that. Afterwards the copy serves only a tensor that was
+        final at pack, of the same version counter, that has not changed since. A storage that stays serves everyone.
         """
         if saved.state is State.KEPT:
             return True
         if saved.state is State.WAITING:
+            if self.runtime.current_stream(self.device) != saved.stream:
+                return False
             if tensor.requires_grad:
                 return True
             if saved.line is not line:
@@ -204,7 +206,13 @@ class Lane:
         return tensor.requires_grad and saved.root() is root_of(tensor) and saved.copied_version == tensor._version
 
     def _share(self, saved: SavedStorage, tensor: Tensor, sequence: int) -> SavedView:
-        self._accounts.tally.shared(tensor.nbytes)
+        tally, nbytes = self._accounts.tally, tensor.nbytes
+        if saved.kept is not None:
+            tally.kept(saved.kept, nbytes)
+        else:
+            tally.shared(nbytes)
+            if tally is saved.tally:
+                saved.shared_bytes += nbytes
         return self._view(saved, tensor, sequence)
 
     def _view(self, saved: SavedStorage, tensor: Tensor, sequence: int) -> SavedView:

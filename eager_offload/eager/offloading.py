@@ -40,7 +40,10 @@ class Offloading:
         self.window = Window(window)
         self._ground = ground
         self._leaving: dict[int, _Leaving] = {}
-        self._buried: set[int] = set()  # keys of storages that died on their way, never asked for
+        # Keys of storages whose fate was settled in one account before the other heard of it:
+        self._asked: set[int] = set()  # asked for on their way, and so counted as forwarded
+        self._buried: set[int] = set()  # died on their way, never asked for
+        self._failed: set[int] = set()  # died and did not arrive, and have not been buried yet
 
     def __len__(self) -> int:
         """How many offloads are on their way."""
@@ -71,9 +74,15 @@ class Offloading:
         while (key := self.window.oldest) is not None:
             self._arrive(key)
 
+    def asked(self, key: int) -> None:
+        """A storage on its way was asked for, for the first time."""
+        self._asked.add(key)
+
     def bury(self, remains: Remains) -> None:
         """An offloaded storage died without having been asked for."""
-        if remains.key in self._leaving:
+        if remains.key in self._failed:
+            self._failed.discard(remains.key)  # it counts as kept
+        elif remains.key in self._leaving:
             self._buried.add(remains.key)
         else:
             remains.tally.released_bytes += remains.logical_bytes
@@ -83,21 +92,26 @@ class Offloading:
         moved = saved.footprint.moved
         while not self.window.has_room(moved):
             self._make_room()
+        storage = saved.aliases[0].untyped_storage()
+        if storage.nbytes() < saved.footprint.start + saved.footprint.nbytes:
+            self.keep(saved, KeepReason.LAYOUT)  # resized since it was saved
+            return
         if marks.any_marks():
-            storage = saved.aliases[0].untyped_storage()
             if marks.mark_of(storage) is Mark.KEEP:
-                self._keep(saved, KeepReason.MARKED)
+                self.keep(saved, KeepReason.MARKED)
                 return
             marks.clear_mark(storage)
         slot = self._reserve(moved)
         if slot is None:
-            self._keep(saved, KeepReason.BUDGET)
+            self.keep(saved, KeepReason.BUDGET)
         else:
             self._send(saved, slot)
 
-    def _keep(self, saved: SavedStorage, reason: KeepReason) -> None:
-        saved.state = State.KEPT
+    def keep(self, saved: SavedStorage, reason: KeepReason) -> None:
+        """A storage that has not started to leave stays, and with it every save that shares it."""
+        saved.state, saved.kept = State.KEPT, reason
         saved.tally.reclassify(saved.logical_bytes, KeepReason.NEWEST, reason)
+        saved.tally.unshare(saved.shared_bytes, reason)
         self._ground.let_go(saved.footprint.nbytes)
 
     def _send(self, saved: SavedStorage, slot: Slot) -> None:
@@ -172,25 +186,24 @@ class Offloading:
         del self._leaving[key]
         self.window.leave(key)
         ground.let_go(leaving.nbytes)
-        saved, buried = leaving.ref(), False
-        if self._buried and key in self._buried:
-            self._buried.discard(key)
-            buried = True
-        if failure is not None:
-            self._fail(leaving, saved, buried, failure)
-        elif saved is not None:
-            saved.release_source()
-            saved.state = State.AWAY
-        elif buried:
-            leaving.tally.released_bytes += leaving.logical_bytes
-
-    def _fail(self, leaving: _Leaving, saved: SavedStorage | None, buried: bool, error: OffloadError) -> None:
-        """The bytes did not arrive. The source is still alive, so nothing is lost: it stays."""
-        if self._ground.accounts.tally.demote("write_failed"):
-            self._ground.tell(f"offloading failed, the saved tensor stays on {self._ground.device}: {error}")
+        saved, asked, buried = leaving.ref(), key in self._asked, key in self._buried
+        self._asked.discard(key)
+        self._buried.discard(key)
+        if failure is None:
+            if saved is not None:
+                saved.release_source()
+                saved.state = State.AWAY
+            elif buried:
+                leaving.tally.released_bytes += leaving.logical_bytes
+            return
+        # The bytes did not arrive. The source is still alive, so nothing is lost: it stays.
         leaving.tally.reclassify(leaving.logical_bytes, None, KeepReason.FAILED)
-        asked = saved.asked if saved is not None else not buried
-        if asked:  # and so counted as forwarded, which it is no more than any other tensor that stays
+        if asked:  # which makes it no more forwarded than any other tensor that stays
             leaving.tally.forwarded_bytes -= leaving.logical_bytes
         if saved is not None:
-            saved.state, saved.slot, saved.out_event = State.KEPT, None, None
+            saved.state, saved.kept, saved.slot, saved.out_event = State.KEPT, KeepReason.FAILED, None, None
+            leaving.tally.unshare(saved.shared_bytes, KeepReason.FAILED)
+        elif not asked and not buried:
+            self._failed.add(key)
+        if ground.accounts.tally.demote("write_failed"):
+            ground.tell(f"offloading failed, the saved tensor stays on {ground.device}: {failure}")

@@ -12,9 +12,11 @@ from torch import Tensor
 from eager_offload._torch import weak_storage
 from eager_offload.eager.ground import Ground
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, State
+from eager_offload.eager.offloading import Offloading
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.base import Direction, Layout, Stream
 from eager_offload.schedule import Plan, PrefetchOrder
+from eager_offload.stats import KeepReason
 
 __all__ = ["Reloading"]
 
@@ -29,9 +31,10 @@ class _Issued(NamedTuple):
 class Reloading:
     """The reloads of one lane."""
 
-    def __init__(self, ground: Ground, prefetch_bytes: int) -> None:
+    def __init__(self, ground: Ground, offloading: Offloading, prefetch_bytes: int) -> None:
         self.order = PrefetchOrder(prefetch_bytes)
         self._ground = ground
+        self._offloading = offloading
         self._orphans: list[Reload] = []  # reloads that nobody asked for and that may still be running
 
     def __len__(self) -> int:
@@ -45,7 +48,7 @@ class Reloading:
             stream = ground.runtime.current_stream(ground.device)
             tensor = self._resident(view, stream)
             reload = self._reload_for(saved, stream) if tensor is None else None
-            _credit(saved, forwarded=tensor is not None)
+            self._note_asked(saved, forwarded=tensor is not None)
             try:
                 self._follow(self.order.unpacked(view.position), saved.key)
             except BaseException:
@@ -59,12 +62,14 @@ class Reloading:
         self._await(saved, reload, ticket, stream)
         with ground.accounts.lock:
             issued = self._issue(view, reload, stream)
-            if saved.reload is not reload:
-                ground.let_go(reload.target.nbytes)  # this stream's own, and autograd's from here on
-            elif not self.order.holds(saved.key):
+            expected = self.order.holds(saved.key)
+            if saved.reload is reload and not expected:
                 saved.reload = None
                 saved.returned = Returned(weak_storage(issued.tensor.untyped_storage()), issued.first_byte)
-                ground.let_go(reload.target.nbytes)
+            if saved.reload is not reload:
+                self._let_go(reload)  # autograd's from here on
+                if not expected:
+                    self.drop(saved.key)  # the one on the stream of the pack, which this stream could not use
             return issued.tensor
 
     def settle(self) -> None:
@@ -88,9 +93,15 @@ class Reloading:
 
     def abandon(self, reload: Reload) -> None:
         """A reload is not wanted any more; its target goes when its copy can no longer write to it."""
-        self._ground.let_go(reload.target.nbytes)
+        self._let_go(reload)
         if reload.ticket is not None:
             self._orphans.append(reload)
+
+    def _let_go(self, reload: Reload) -> None:
+        """Once for each reload, however many threads wait for it."""
+        if reload.held:
+            reload.held = False
+            self._ground.let_go(reload.target.nbytes)
 
     def _ended(self, orphan: Reload) -> bool:
         assert orphan.ticket is not None
@@ -99,6 +110,22 @@ class Reloading:
         with contextlib.suppress(OffloadError):  # a failed read of bytes that nobody asked for harms nobody
             self._ground.registry.synchronize(orphan.ticket)
         return True
+
+    def _note_asked(self, saved: SavedStorage, *, forwarded: bool) -> None:
+        """Settles how a storage came out, the first time that it is asked for."""
+        if saved.state is State.WAITING:  # backward has come to it, so that to move it now would be in vain
+            assert saved.line is not None
+            saved.line.discard(saved.key)
+            saved.line = None
+            self._offloading.keep(saved, KeepReason.NEWEST)
+        elif saved.state is not State.KEPT and not saved.asked:
+            saved.asked = True
+            if not forwarded:
+                saved.tally.reloaded_bytes += saved.logical_bytes
+            else:
+                saved.tally.forwarded_bytes += saved.logical_bytes
+                if saved.state is State.LEAVING:
+                    self._offloading.asked(saved.key)
 
     def _resident(self, view: SavedView, stream: Stream) -> Tensor | None:
         """The tensor, if its bytes are on the device: not gone yet, kept alive by someone else, or back already."""
@@ -188,14 +215,3 @@ class Reloading:
             return _Issued(view.over(target.untyped_storage(), first_byte), first_byte)
         place = self._ground.runtime.allocate(Layout(area.nbytes, view.storage.phase), self._ground.device, stream)
         return _Issued(view.scatter(target, place), int(place.storage_offset()))
-
-
-def _credit(saved: SavedStorage, *, forwarded: bool) -> None:
-    """Counts how an offloaded storage came out, the first time that it is asked for."""
-    if saved.asked or saved.state not in (State.LEAVING, State.AWAY):
-        return
-    saved.asked = True
-    if forwarded:
-        saved.tally.forwarded_bytes += saved.logical_bytes
-    else:
-        saved.tally.reloaded_bytes += saved.logical_bytes

@@ -8,7 +8,6 @@ moves release the interpreter's lock.
 from __future__ import annotations
 
 import copy
-import os
 import threading
 import time
 import traceback
@@ -24,6 +23,7 @@ from eager_offload.errors import OffloadError, TransferError
 from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.tiers.arena import Arena, anonymous_slab
 from eager_offload.tiers.base import Slot
+from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 
 __all__ = ["HostEvent", "HostRuntime", "TransferThread", "host_runtime"]
 
@@ -36,10 +36,12 @@ _PROBE_BYTES = 64 << 20
 class HostEvent:
     """Completes when the thread that it was recorded on comes to it; carries what went wrong before."""
 
-    __slots__ = ("_waiters", "done", "error")
+    __slots__ = ("_waiters", "causes", "done", "error")
 
     def __init__(self, waiters: _Waiters) -> None:
         self._waiters = waiters
+        #: The operations whose failure is this event's.
+        self.causes: list[_Operation] = []
         self.done = False
         self.error: BaseException | None = None
 
@@ -119,22 +121,28 @@ class TransferThread:
         self._waiters = _Waiters()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        #: What has failed since the last event. Not the thread's own: the event may be recorded after its end.
-        self._error: BaseException | None = None
+        self._mine = _Mine()
 
-    def submit(self, operation: Callable[[], None]) -> None:
-        """Enqueues an operation; what it raises is carried by the next event."""
-        self._queue.put(operation)
-        if self._thread is None:
-            self._start()
+    def submit(self, call: Callable[[], None]) -> None:
+        """Enqueues an operation; what it raises is carried by the event that the calling thread records next.
+
+        Threads that enqueue side by side must not get each other's errors: a copy that failed would count as done.
+        """
+        operation = _Operation(call)
+        self._mine.operations.append(operation)
+        self._put(operation)
+
+    def wait_for(self, event: HostEvent) -> None:
+        """Has everything enqueued from here on come after ``event``, which belongs to another stream."""
+        self._put(_Operation(event.wait))
 
     def record(self) -> HostEvent:
         """Enqueues a new event."""
         event = HostEvent(self._waiters)
+        mine = self._mine
+        event.causes, mine.operations = mine.operations, []
         self._outstanding.add(event)
-        self._queue.put(event)
-        if self._thread is None:
-            self._start()
+        self._put(event)
         return event
 
     def retire(self) -> None:
@@ -152,14 +160,17 @@ class TransferThread:
             event._waiters = self._waiters
             event.finish(OffloadError("this transfer was under way in the parent process when it forked"))
 
-    def _start(self) -> None:
-        with self._lock:
-            if self._thread is None:
-                self._begin_turn()
+    def _put(self, item: HostEvent | _Operation) -> None:
+        self._queue.put(item)
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None:
+                    self._begin_turn()
 
     def _begin_turn(self) -> None:
-        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        thread.start()  # before it counts: where the system has no thread left, the next one to enqueue tries again
+        self._thread = thread
 
     def _end_turn(self) -> None:
         """Another thread takes over if work has come meanwhile: somebody may be waiting for the end of this one.
@@ -183,15 +194,10 @@ class TransferThread:
                 return
             if isinstance(item, HostEvent):
                 self._outstanding.discard(item)
-                error, self._error = self._error, None
-                item.finish(error)
-                del error
-            elif self._error is None:
-                try:
-                    item()
-                except BaseException as raised:  # carried to whoever waits; a transfer thread never dies of it
-                    _forget_locals(raised)
-                    self._error = raised
+                item.finish(next((cause.error for cause in item.causes if cause.error is not None), None))
+                item.causes = []
+            else:
+                item.run()
             del item  # or the last copy's tensors would live until the next one comes
 
 
@@ -203,7 +209,34 @@ def _forget_locals(error: BaseException) -> None:
         link = link.__cause__ or link.__context__
 
 
-_Item: TypeAlias = HostEvent | Callable[[], None] | None
+class _Operation:
+    """Something that a transfer thread does, and how it ended."""
+
+    __slots__ = ("_call", "error")
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call: Callable[[], None] | None = call
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        call, self._call = self._call, None  # or the event would hold the copy's tensors
+        assert call is not None
+        try:
+            call()
+        except BaseException as error:  # carried to whoever waits; a transfer thread never dies of it
+            _forget_locals(error)
+            # Without this frame, which holds the operation, which holds the error.
+            self.error = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+
+
+class _Mine(threading.local):
+    """What the calling thread has enqueued since it last recorded an event."""
+
+    def __init__(self) -> None:
+        self.operations: list[_Operation] = []
+
+
+_Item: TypeAlias = HostEvent | _Operation | None
 
 
 class HostRuntime(Runtime):
@@ -218,8 +251,7 @@ class HostRuntime(Runtime):
         self._bandwidth: float | None = None
         #: Reload targets: page-aligned, so that direct I/O can fill them, and used again without new page faults.
         self.arena = Arena(anonymous_slab, slab_bytes=_SLAB_BYTES, idle_bytes=2 * _SLAB_BYTES)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._after_fork)
+        tell_after_fork(self)
 
     def current_stream(self, device: torch.device) -> Stream:
         return _COMPUTE
@@ -263,7 +295,7 @@ class HostRuntime(Runtime):
         if not isinstance(stream, TransferThread):
             event.result()
         elif not event.done:
-            stream.submit(event.wait)
+            stream.wait_for(event)
 
     def _query(self, event: Event) -> bool:
         return cast(HostEvent, event).done
@@ -286,7 +318,7 @@ class HostRuntime(Runtime):
         target = self.arena.lease(layout.phase + layout.nbytes)
         return target[layout.phase :] if layout.phase else target
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         self._out.after_fork()
         self._in.after_fork()
 
@@ -314,7 +346,7 @@ class _Move:
 
 
 _runtime: HostRuntime | None = None
-_runtime_lock = threading.Lock()
+_runtime_lock = ForkSafeLock()
 
 
 def host_runtime() -> HostRuntime:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from typing import Protocol
 
-__all__ = ["Inheritable", "tell_after_fork"]
+__all__ = ["ForkSafeLock", "Inheritable", "tell_after_fork"]
 
 
 class Inheritable(Protocol):
@@ -22,6 +23,25 @@ _inheritable: weakref.WeakSet[Inheritable] = weakref.WeakSet()
 def tell_after_fork(one: Inheritable) -> None:
     """Has ``one.after_fork()`` called in every forked child, for as long as ``one`` lives."""
     _inheritable.add(one)
+
+
+class ForkSafeLock:
+    """A lock for a ``with``, which is free in a forked child whoever held it in the parent."""
+
+    __slots__ = ("__weakref__", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        tell_after_fork(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
 
 
 def _after_fork() -> None:

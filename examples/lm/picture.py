@@ -56,7 +56,7 @@ def draw(path: Path, results: Sequence[Result], subtitle: str, measured: str) ->
         )
         panels: list[Axes] = list(grid[:, 0])
         for panel, run in zip(panels, results, strict=True):
-            _draw_run(panel, run, first)
+            _draw_run(panel, run, first, label_at=0.01 * longest)
         panels[0].set_xlim(0, 1.005 * longest)
         panels[0].set_ylim(0, 1.08 * max(run.peak_bytes for run in results) / MIB)
         panels[-1].set_xlabel("seconds since the first step began")
@@ -68,7 +68,7 @@ def draw(path: Path, results: Sequence[Result], subtitle: str, measured: str) ->
         plt.close(figure)
 
 
-def _draw_run(panel: Axes, run: Result, first: Result) -> None:
+def _draw_run(panel: Axes, run: Result, first: Result, label_at: float) -> None:
     colour = COLOURS[run.mode]
     end = sum(run.step_seconds)
     samples = [sample for sample in run.samples if sample.seconds <= end]
@@ -88,9 +88,10 @@ def _draw_run(panel: Axes, run: Result, first: Result) -> None:
     panel.set_title(title, loc="left", color=colour, fontsize=11, fontweight="bold", pad=5)
     if run is first:
         label = "model, gradients, optimizer, code; above it: activations"
-        panel.text(0.01 * end, model / 2, label, va="center", fontsize=9.5)
+        behind = {"facecolor": MODEL_COLOUR, "linewidth": 0, "pad": 2}
+        panel.text(label_at, model / 2, label, va="center", fontsize=9.5, bbox=behind)
     else:
-        panel.text(0.01 * end, 0.97 * first.peak_bytes / MIB, f"peak of {NAMES[first.mode]}", va="top", fontsize=9.5)
+        panel.text(label_at, 0.97 * first.peak_bytes / MIB, f"peak of {NAMES[first.mode]}", va="top", fontsize=9.5)
         if first.activation_bytes > 0:
             activations, time = run.activation_bytes / first.activation_bytes, run.step_time / first.step_time
             note = f"{activations:.0%} of the activations' memory, {time:.0%} of the time"

@@ -211,19 +211,19 @@ def _changes_a_source(found: Violation) -> bool:
 
 def lane_of(offload: Offload) -> Lane:
     """The lane of the CPU device, which every test here runs on."""
-    (lane,) = offload._lanes.values()
+    (lane,) = offload._lanes.all()
     return lane
 
 
 def tracked_storages(offload: Offload) -> int:
     """How many saved storages an ``Offload`` knows."""
-    return sum(lane.census().storages for lane in offload._lanes.values())
+    return sum(lane.census().storages for lane in offload._lanes.all())
 
 
 def assert_settled(offload: Offload) -> OffloadStats:
     """Asserts that an ``Offload`` all of whose graphs are gone holds nothing; returns its stats."""
     stats = offload.stats(synchronize=True)
-    for lane in offload._lanes.values():
+    for lane in offload._lanes.all():
         assert lane.census() == Census(0, 0, 0, 0, 0, 0, 0, 0, 0), "something is still held"
         assert lane.inflight_bytes == 0
         for tier in lane.tiers:

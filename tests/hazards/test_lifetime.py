@@ -163,6 +163,7 @@ def test_h09_a_graph_in_a_cycle_waits_for_the_collector_and_no_longer(backend: B
     finally:
         gc.set_threshold(*threshold)
     gc.collect()
+    offload.stats(synchronize=True)
     assert storages.alive == 0
     assert_moved(assert_settled(offload))
 

@@ -341,7 +341,7 @@ def offload() -> Iterator[eo.Offload]:
     yield offload
     stats = offload.stats(synchronize=True)
     assert stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes
-    for lane in offload._lanes.values():
+    for lane in offload._lanes.all():
         assert lane.resident_bytes == 0
         assert lane.inflight_bytes == 0
         assert [tier.used_bytes for tier in lane.tiers] == [0]

@@ -1,0 +1,140 @@
+"""Which device has which runtime, tiers and lane, for one ``Offload``."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from functools import partial
+
+import torch
+
+from eager_offload.config import OffloadConfig
+from eager_offload.eager.lane import Lane
+from eager_offload.errors import ConfigError
+from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.base import Runtime
+from eager_offload.runtime.host import HostRuntime, host_runtime
+from eager_offload.stats import Accounts, Tally
+from eager_offload.tiers.arena import Arena, HostTier
+from eager_offload.tiers.base import Tier
+from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.limits import host_budget
+
+__all__ = ["Lanes"]
+
+_told_about_host_tier = threading.Event()
+
+
+class Lanes:
+    """The lanes of one ``Offload``, opened when a tensor of their device is first saved. Methods take the lock."""
+
+    def __init__(self, config: OffloadConfig, accounts: Accounts, given: Runtime | None) -> None:
+        self._config = config
+        self._accounts = accounts
+        self._given = given
+        self._lanes: dict[torch.device, Lane] = {}
+        self._outlived: list[Lane] = []  # closed, and graphs of theirs are still alive
+        self._tiers: dict[Runtime, list[Tier]] = {}
+        if config.tier == "disk" or config.disk_paths is not None:
+            self._open_tiers(given or host_runtime(), torch.device("cpu"))  # a path that cannot serve is told at once
+
+    def of(self, device: torch.device) -> Lane | None:
+        """The lane of ``device``, or ``None`` where its tensors cannot move.
+
+        Raises:
+            ConfigError: the configuration cannot work with this device.
+        """
+        lane = self._lanes.get(device)
+        if lane is None:
+            with self._accounts.lock:
+                lane = self._lanes.get(device) or self._open(device)
+        return lane
+
+    def all(self) -> list[Lane]:
+        """Every lane that is open or that graphs have outlived: what becomes of them still counts."""
+        self._outlived = [lane for lane in self._outlived if any(lane.census())]
+        return [*self._lanes.values(), *self._outlived]
+
+    def snapshot_peaks(self) -> None:
+        """Brings what the tiers measure into the tally."""
+        tally = self._accounts.tally
+        for tier in self._all_tiers():
+            if tier.name == "disk":
+                tally.disk_bytes_peak = max(tally.disk_bytes_peak, tier.peak_bytes)
+            else:
+                tally.host_bytes_peak = max(tally.host_bytes_peak, tier.peak_bytes)
+
+    def new_tally(self) -> None:
+        """Starts counting anew, with the peaks at what is held now."""
+        with self._accounts.lock:
+            tally = self._accounts.tally = Tally()
+            tally.resident_bytes_peak = sum(lane.resident_bytes for lane in self.all())
+            tally.inflight_bytes_peak = max((lane.inflight_bytes for lane in self.all()), default=0)
+            for tier in self._all_tiers():
+                tier.restart_peak()
+
+    def close(self) -> None:
+        """Waits for what is on its way and gives every tier back; lanes open again when they are needed."""
+        with self._accounts.lock:
+            for lane in self.all():
+                lane.synchronize()
+            self._outlived += self._lanes.values()
+            self._lanes = {}
+            self.snapshot_peaks()
+            tiers, self._tiers = self._tiers, {}
+            for opened in tiers.values():
+                for tier in opened:
+                    tier.close()
+        for runtime in tiers:
+            if isinstance(runtime, HostRuntime):
+                runtime.detach_user(self._accounts)
+
+    def _all_tiers(self) -> list[Tier]:
+        return [tier for opened in self._tiers.values() for tier in opened]
+
+    def _open(self, device: torch.device) -> Lane | None:
+        if device.type == "cpu":
+            runtime = self._given or host_runtime()
+        elif (found := torch.accelerator.current_accelerator()) is not None and found.type == device.type:
+            runtime = accelerator_runtime()
+        else:
+            return None
+        lane = self._lanes[device] = Lane(
+            device, runtime, self._open_tiers(runtime, device), self._config, self._accounts
+        )
+        return lane
+
+    def _open_tiers(self, runtime: Runtime, device: torch.device) -> list[Tier]:
+        tiers = self._tiers.get(runtime)
+        if tiers is None:
+            tiers = self._tiers[runtime] = [self._open_tier(runtime, device)]
+        if isinstance(runtime, HostRuntime):
+            runtime.attach_user(self._accounts)
+        return tiers
+
+    def _open_tier(self, runtime: Runtime, device: torch.device) -> Tier:
+        config, on_host_runtime = self._config, isinstance(runtime, HostRuntime)
+        if device.type != "cpu" and (config.tier == "disk" or config.disk_paths is not None):
+            raise ConfigError(
+                f"tier={config.tier!r} with disk_path={config.disk_path} is not accepted for tensors on {device}: in "
+                'this version the disk tier serves CPU devices; take tier="host" and leave disk_path out'
+            )
+        if config.tier == "disk" or (config.tier == "auto" and (on_host_runtime or config.disk_paths is not None)):
+            return DiskTier(config.disk_paths, _bytes(config.disk_budget), verify=config.verify)
+        if on_host_runtime and not _told_about_host_tier.is_set():
+            _told_about_host_tier.set()
+            warnings.warn(
+                'eager_offload: tier="host" on a CPU device copies within host memory: it saves nothing, for tests',
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        budget = _bytes(config.host_budget) or host_budget()
+        if isinstance(runtime, AcceleratorRuntime):
+            # Pinning costs milliseconds, and the next step needs the same slabs again: none goes back before the end.
+            slabs = partial(runtime.host_buffer, pin_memory=config.pin_memory is not False)
+            return HostTier(Arena(slabs, idle_bytes=budget), budget)
+        return HostTier(Arena(runtime.host_buffer), budget)
+
+
+def _bytes(budget: int | str) -> int | None:
+    return None if isinstance(budget, str) else budget
