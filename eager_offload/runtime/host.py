@@ -227,6 +227,8 @@ class _Operation:
             _forget_locals(error)
             # Without this frame, which holds the operation, which holds the error.
             self.error = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+        finally:
+            del call  # frames of the traceback lead back to this one
 
 
 class _Mine(threading.local):
