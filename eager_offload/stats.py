@@ -58,7 +58,7 @@ class OffloadStats:
     bytes_in: int = 0
     """Bytes that came back, in reality."""
     stall_seconds: float = 0.0
-    """Time that compute has waited for transfers."""
+    """Time that the host has waited for transfers; on a CPU device that is all that compute has waited."""
     inflight_bytes_peak: int = 0
     """Most bytes that were on their way out at one time."""
     resident_bytes_peak: int = 0

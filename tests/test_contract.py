@@ -481,12 +481,12 @@ def device(x: Tensor) -> tuple[Tensor, int]:
 
 
 def layout(x: Tensor) -> tuple[Tensor, int]:
-    mask = torch.eye(N // 8).to_sparse()
-    return torch.sparse.mm(mask, x.view(N // 8, 8)).sum(), N // 8 * (4 + 16)
+    sparse = torch.eye(64).to_sparse()
+    return torch.sparse.mm(sparse, x.view(64, -1)).sum(), 64 * 64 * 4  # as a sparse tensor counts its bytes
 
 
 def marked(x: Tensor) -> tuple[Tensor, int]:
-    return eo.keep(x.sigmoid()).square().sum(), 2 * NBYTES
+    return eo.keep(x * 2).square().sum() + eo.keep(x * 3).square().sum(), 2 * NBYTES
 
 
 def region(x: Tensor) -> tuple[Tensor, int]:

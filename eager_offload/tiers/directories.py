@@ -82,6 +82,8 @@ def _first_that_serves(room: int, file_type: type[RawFile]) -> SpillFile:
 
 def _open(path: Path, room: int, file_type: type[RawFile]) -> SpillFile:
     """Raises ``OSError`` where the directory cannot take a spill file."""
+    if not hasattr(os, "pwritev"):
+        raise OSError('this system has no pwritev, which the disk tier needs: take tier="host"')
     if not path.exists():
         raise FileNotFoundError("it does not exist")
     if not path.is_dir():

@@ -58,8 +58,8 @@ def read_text(root: Path | None = None, *, least: int = MIB, most: int = 4 * MIB
             f"train_lm.py: {directory} holds {len(content):,} bytes of *.py files, and at least {least:,} are needed: "
             f"this Python comes without the sources of its standard library; run with one that has them"
         )
-    library = f"the standard library of Python {platform.python_version()}" if root is None else "text"
-    source = f"{library} ({files} files of {directory})"
+    library = f"the standard library of Python {platform.python_version()}" if root is None else str(directory)
+    source = f"{library} ({files} files)"
     return Text(content=bytes(content[:most]), source=source)
 
 

@@ -7,6 +7,7 @@ autograd or an operator refuses becomes an entry of the trace, which has to be t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import eager_offload as eo
 
 __all__ = [
-    "BINARY", "CHANGES", "LAYERS", "UNARY", "VIEWS",
+    "BINARY", "CHANGES", "LAYERS", "RANDOM", "UNARY", "VIEWS",
     "Backward", "Block", "Call", "Change", "Drop", "Fail", "Idle", "Instruction", "Leaf", "Machine", "Mark", "Program", "Quiesce",
 ]  # fmt: skip
 
@@ -29,6 +30,10 @@ MODIFIED = "a saved tensor was modified"
 
 #: More registers than this, and the oldest go: a program of many views would grow without end.
 _MOST_REGISTERS = 10
+
+
+#: Torch's own generator of random numbers is everybody's; a thread that seeds it takes this.
+_generator = threading.Lock()
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------
@@ -179,9 +184,6 @@ class Machine:
             self.trace.append(message)
             self.listing.append(f"    {text}  # {message}")
 
-    def seed(self, text: str) -> None:
-        torch.default_generator.manual_seed(sum(map(ord, text)))
-
     def layer(self, shape: Sequence[int], kind: str = "parameter") -> Tensor:
         """A weight, shared by all layers of the same shape."""
         key = (kind, *shape)
@@ -221,9 +223,12 @@ class Call(Instruction):
         text = f"{self.name}({one.name}, {two.name})" if self.name in BINARY else f"{self.name}({one.name})"
 
         def call() -> None:
-            machine.seed(text)
-            if self.name in BINARY:
-                result: object = BINARY[self.name](one.tensor, two.tensor)
+            if self.name in RANDOM:
+                with _generator:
+                    torch.default_generator.manual_seed(_seed(text))
+                    result: object = RANDOM[self.name](one.tensor)
+            elif self.name in BINARY:
+                result = BINARY[self.name](one.tensor, two.tensor)
             elif self.name in LAYERS:
                 result = LAYERS[self.name](one.tensor, machine)
             else:
@@ -277,8 +282,8 @@ class Backward(Instruction):
             machine.attempt(text, lambda: self._backward(machine, register.tensor, text))
 
     def _backward(self, machine: Machine, result: Tensor, text: str) -> None:
-        machine.seed(text)
-        weight = torch.randn(result.shape, dtype=result.dtype)
+        generator = torch.Generator().manual_seed(_seed(text))
+        weight = torch.randn(result.shape, dtype=result.dtype, generator=generator)
         flags = {"retain_graph": self.retain or self.create, "create_graph": self.create}
         if self.accumulate:
             # A graph in `.grad` would be a cycle through the leaf; torch itself warns of that.
@@ -345,6 +350,10 @@ class Fail(Instruction):
         raise Stop
 
 
+def _seed(text: str) -> int:
+    return sum(map(ord, text))
+
+
 # -- what can be called -----------------------------------------------------------------------------------------------
 
 
@@ -363,6 +372,22 @@ class Twice(torch.autograd.Function):
         tensor, middle, _ = context.saved_tensors
         again, _, result = context.saved_tensors
         return gradient * (middle + again.cos() * tensor + 0 * result)
+
+
+class Spoil(torch.autograd.Function):
+    """Changes what it saved in its own backward, so that a second backward must not use it."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        middle = tensor.cos()
+        context.save_for_backward(tensor, middle)
+        return middle * tensor
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        tensor, middle = context.saved_tensors
+        with torch.no_grad():
+            return gradient * middle.mul_(0.5) + tensor.detach().add_(0.25)
 
 
 def _segment(tensor: Tensor) -> Tensor:
@@ -392,16 +417,20 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "largest": lambda t: t.amax(-1, keepdim=True),
     "norm": lambda t: t / (t.norm(dim=-1, keepdim=True) + 1),
     "sorted": lambda t: t.sort(-1)[0],
-    "dropout": lambda t: F.dropout(t, 0.4),
-    "rrelu": lambda t: F.rrelu(t, training=True),
     "clone": torch.clone,
     "detach": torch.detach,
     "double": lambda t: t.to(torch.float64),
     "complex": lambda t: torch.complex(t, t.sin()),
     "picked": _picked,
     "twice": Twice.apply,
+    "spoil": Spoil.apply,
     "checkpoint": lambda t: checkpoint(_segment, t, use_reentrant=False),
     "checkpoint_reentrant": lambda t: checkpoint(_segment, t, use_reentrant=True),
+}
+
+RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda t: F.dropout(t, 0.4),
+    "rrelu": lambda t: F.rrelu(t, training=True),
 }
 
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

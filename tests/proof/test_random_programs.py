@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from tests.proof.programs import (
     CHANGES,
     LAYERS,
     MODIFIED,
+    RANDOM,
     UNARY,
     VIEWS,
     Backward,
@@ -66,7 +68,7 @@ def instructions() -> st.SearchStrategy[Instruction]:
         st.just(Quiesce()),
         st.builds(Fail),
     )
-    several = [calls(UNARY), calls(UNARY), calls(BINARY), calls(BINARY), calls(VIEWS), calls(LAYERS), backwards()]
+    several = [calls(UNARY | RANDOM), calls(UNARY | RANDOM), calls(BINARY), calls(BINARY), calls(VIEWS), calls(LAYERS), backwards()]
     return st.one_of(st.just(Idle()), *several, changes, some)
 
 
@@ -132,11 +134,7 @@ class Seen:
 
     counts: Counter[str] = field(default_factory=Counter)
 
-    def add(self, stats: eo.OffloadStats, trace: list[Any]) -> None:
-        self.counts["programs"] += 1
-        self.counts["modified"] += trace.count(MODIFIED)
-        self.counts["trace"] += len(trace)
-        self.counts.update(t for t in trace if isinstance(t, str))
+    def add(self, stats: eo.OffloadStats) -> None:
         for name in ("offloaded", "shared", "reloaded", "forwarded", "released"):
             self.counts[name] += getattr(stats, f"{name}_bytes")
         self.counts["bytes in"] += stats.bytes_in
@@ -144,7 +142,7 @@ class Seen:
             self.counts[reason] += nbytes
 
 
-def check(program: Program, backend: Backend, fields: dict[str, Any], seen: Seen) -> None:
+def check(program: Program, backend: Backend, fields: dict[str, Any], seen: Seen, threads: int = 1) -> None:
     """The program gives the same under ``backend``, and nothing of it is left."""
     plain = Machine()
     with Passing() if isinstance(backend, SimulatedBackend) else nullcontext():
@@ -152,15 +150,29 @@ def check(program: Program, backend: Backend, fields: dict[str, Any], seen: Seen
     note("\n".join(plain.listing))
     with backend:
         backend.sources_change = True
-        machine = Machine(backend.offload(**fields), backend.offload(prefetch_bytes=4000))
-        machine.run(program)
-        assert len(machine.trace) == len(plain.trace)
-        for ours, theirs in zip(machine.trace, plain.trace, strict=True):
-            assert same(ours, theirs), f"{ours} in place of {theirs}"
+        offload, other = backend.offload(**fields), backend.offload(prefetch_bytes=4000)
+        machines = [Machine(offload, other) for _ in range(threads)]
+        together(backend, [lambda machine=machine: machine.run(program) for machine in machines])
+        for machine in machines:
+            assert len(machine.trace) == len(plain.trace)
+            for ours, theirs in zip(machine.trace, plain.trace, strict=True):
+                assert same(ours, theirs), f"{ours} in place of {theirs}"
         if not autograd_leaks(program):
             backend.assert_nothing_is_held()
         for offload in backend.offloads:
-            seen.add(offload.stats(), machine.trace)
+            seen.add(offload.stats())
+        seen.counts["programs"] += threads
+        seen.counts["modified"] += plain.trace.count(MODIFIED)
+
+
+def together(backend: Backend, works: list[Callable[[], object]]) -> None:
+    """Runs each in a thread of its own at the same time; a single one here."""
+    if len(works) == 1:
+        works[0]()
+        return
+    with ThreadPoolExecutor(len(works)) as pool:
+        for done in [pool.submit(backend.in_thread, work) for work in works]:
+            done.result()
 
 
 def autograd_leaks(program: Program) -> bool:
@@ -188,9 +200,9 @@ def explore(make: Callable[..., Backend], tiers: list[str], rates: st.SearchStra
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(programs(), configs(tiers), rates)
-    def every_program(program: Program, fields: dict[str, Any], rates: dict[str, Any]) -> None:
-        check(program, make(**rates), fields, seen)
+    @given(programs(), configs(tiers), rates, st.sampled_from([1, 1, 1, 2]))
+    def every_program(program: Program, fields: dict[str, Any], rates: dict[str, Any], threads: int) -> None:
+        check(program, make(**rates), fields, seen, threads)
 
     every_program()
     print(seen.counts)
