@@ -30,6 +30,9 @@ class _Leaving(NamedTuple):
     nbytes: int
     logical_bytes: int
     tally: Tally
+    #: Bytes that the link carries, and where they are counted as moved.
+    moved: int
+    link: Tally
 
 
 class Offloading:
@@ -126,11 +129,12 @@ class Offloading:
         saved.slot, saved.out_event, saved.state = slot, event, State.LEAVING
         saved.copied_version = saved.aliases[0]._version
         ticket = ground.registry.register(event, (source, saved.aliases, slot))
-        self._leaving[saved.key] = _Leaving(ticket, saved.ref, area.nbytes, saved.logical_bytes, saved.tally)
-        window = self.window
+        window, tally = self.window, ground.accounts.tally
+        self._leaving[saved.key] = _Leaving(
+            ticket, saved.ref, area.nbytes, saved.logical_bytes, saved.tally, area.moved, tally
+        )
         window.enter(saved.key, area.moved)
         saved.tally.reclassify(saved.logical_bytes, KeepReason.NEWEST, None)
-        tally = ground.accounts.tally
         tally.bytes_out += area.moved
         if window.nbytes > tally.inflight_bytes_peak:
             tally.inflight_bytes_peak = window.nbytes
@@ -198,6 +202,7 @@ class Offloading:
             return
         # The bytes did not arrive. The source is still alive, so nothing is lost: it stays.
         leaving.tally.reclassify(leaving.logical_bytes, None, KeepReason.FAILED)
+        leaving.link.bytes_out -= leaving.moved
         if asked:  # which makes it no more forwarded than any other tensor that stays
             leaving.tally.forwarded_bytes -= leaving.logical_bytes
         if saved is not None:

@@ -184,6 +184,17 @@ class TransferThread:
                 self._begin_turn()
 
     def _run(self) -> None:
+        try:
+            self._carry_out()
+        except BaseException as bug:  # of ours: nothing else comes this far. Whoever waits must hear of it.
+            for event in list(self._outstanding):
+                self._outstanding.discard(event)
+                event.finish(bug)
+            with self._lock:
+                self._thread = None
+            raise
+
+    def _carry_out(self) -> None:
         while True:
             try:
                 item = self._queue.get(timeout=_IDLE_SECONDS)
