@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload.runtime.base import Runtime
+from eager_offload.runtime.host import HostEvent
 from eager_offload.tiers.arena import HostTier
 from eager_offload.tiers.disk import DiskSlot, DiskTier
 from tests.hazards.backends import Backend, DiskBackend, assert_settled, hooks_are_gone
@@ -199,19 +200,25 @@ def test_h10_an_interrupt_in_the_middle_of_pack_or_unpack(
 
 @contextmanager
 def interrupted_at_the_gate(name: str) -> Iterator[threading.Event]:
-    """Holds reads or writes of the disk tier back; the first that comes has the main thread interrupted."""
-    original, opened, reached = getattr(DiskSlot, name), threading.Event(), threading.Event()
+    """Holds reads or writes of the disk tier back, and interrupts the main thread once it waits for one of them."""
+    original, wait = getattr(DiskSlot, name), HostEvent.wait
+    opened, waiting = threading.Event(), threading.Event()
 
     def held_back(slot: DiskSlot, tensor: Tensor) -> None:
-        reached.set()
         assert opened.wait(60)
         original(slot, tensor)
 
+    def noticed(event: HostEvent) -> None:
+        if threading.current_thread() is threading.main_thread() and not event.done:
+            waiting.set()
+        wait(event)
+
     def interrupt() -> None:
-        assert reached.wait(60)
+        assert waiting.wait(60)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     setattr(DiskSlot, name, held_back)
+    HostEvent.wait = noticed  # type: ignore[method-assign]
     sender = threading.Thread(target=interrupt)
     sender.start()
     try:
@@ -220,6 +227,7 @@ def interrupted_at_the_gate(name: str) -> Iterator[threading.Event]:
         opened.set()
         sender.join()
         setattr(DiskSlot, name, original)
+        HostEvent.wait = wait  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("name", ["write", "read"])

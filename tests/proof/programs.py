@@ -23,7 +23,7 @@ import eager_offload as eo
 
 __all__ = [
     "BINARY", "CHANGES", "LAYERS", "RANDOM", "UNARY", "VIEWS",
-    "Backward", "Block", "Call", "Change", "Drop", "Fail", "Idle", "Instruction", "Leaf", "Machine", "Mark", "Program", "Quiesce",
+    "Abandon", "Backward", "Block", "Call", "Change", "Drop", "Fail", "Idle", "Instruction", "Leaf", "Machine", "Mark", "Program", "Quiesce",
 ]  # fmt: skip
 
 MODIFIED = "a saved tensor was modified"
@@ -109,7 +109,7 @@ class Machine:
     trace: list[Tensor | str | None] = field(default_factory=list)
     #: The program as it was run, in Python's words.
     listing: list[str] = field(default_factory=list)
-    _layers: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    _weights: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     _named: int = 0
     #: Whether something was saved without our hooks, so that autograd checks it itself.
     _autograd_may_raise: bool = True
@@ -132,12 +132,12 @@ class Machine:
             except Stop:
                 self.listing.append("left by an exception")
         self._finish()
-        for leaf in (*self.leaves, *self._layers.values()):
+        for leaf in (*self.leaves, *self._weights.values()):
             self.note(leaf)
             self.note(leaf.grad)
         self.registers.clear()
         self.leaves.clear()
-        self._layers.clear()
+        self._weights.clear()
         oldest.backward()
 
     def _finish(self) -> None:
@@ -184,18 +184,16 @@ class Machine:
             self.trace.append(message)
             self.listing.append(f"    {text}  # {message}")
 
-    def layer(self, shape: Sequence[int], kind: str = "parameter") -> Tensor:
-        """A weight, shared by all layers of the same shape."""
-        key = (kind, *shape)
-        if key not in self._layers:
-            generator = torch.Generator().manual_seed(len(self._layers))
-            values = torch.randn(*shape, generator=generator)
-            self._layers[key] = Parameter(values) if kind == "parameter" else values.abs()
-        return self._layers[key]
+    def weight(self, *shape: int) -> Tensor:
+        """A parameter, shared by all layers that want one of this shape."""
+        if shape not in self._weights:
+            generator = torch.Generator().manual_seed(len(self._weights))
+            self._weights[shape] = Parameter(torch.randn(shape, generator=generator))
+        return self._weights[shape]
 
     def sources(self) -> list[Tensor]:
         """All that gradients are taken for."""
-        return [t for t in (*self.leaves, *self._layers.values()) if t.requires_grad]
+        return [t for t in (*self.leaves, *self._weights.values()) if t.requires_grad]
 
     def _told(self, error: Exception) -> str:
         if "modified by an inplace operation" in str(error):
@@ -296,6 +294,27 @@ class Backward(Instruction):
             machine.note(gradient)
         for gradient in [g for g in gradients if g is not None and g.requires_grad][:2]:
             machine.put(gradient, f"a gradient of {text}")
+
+
+@dataclass(frozen=True)
+class Abandon(Instruction):
+    """One of two branches is differentiated; the other, of which backward may have brought something back, goes."""
+
+    of: int = 0
+
+    def run(self, machine: Machine) -> None:
+        register = machine.get(self.of)
+        text = f"abandon({register.name})"
+
+        def abandon() -> None:
+            other = (register.tensor.tanh() * register.tensor).sin()
+            branch = (register.tensor.sigmoid() * register.tensor).cos()
+            for gradient in torch.autograd.grad(branch.sum(), machine.sources(), retain_graph=True, allow_unused=True):
+                machine.note(gradient)
+            del other
+            machine.listing.append(f"    {text}")
+
+        machine.attempt(text, abandon)
 
 
 @dataclass(frozen=True)
@@ -421,6 +440,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "detach": torch.detach,
     "double": lambda t: t.to(torch.float64),
     "complex": lambda t: torch.complex(t, t.sin()),
+    "conjugated": lambda t: (torch.complex(t, t.sin()).conj() * torch.complex(t.cos(), t)).real,
+    "negated": lambda t: torch.complex(t.cos(), t).conj().imag * t,
     "picked": _picked,
     "twice": Twice.apply,
     "spoil": Spoil.apply,
@@ -452,6 +473,7 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "transpose": lambda t: t.mT,
     "after_first": lambda t: t[1:],
+    "late_part": lambda t: t.reshape(-1)[5 : 5 + t.numel() // 72 * 8].view(-1, 8),
     "shifted": lambda t: t.reshape(-1)[1:].unsqueeze(0),
     "every_other": lambda t: t[:, ::2],
     "few_columns": lambda t: t[:, :2],
@@ -472,26 +494,25 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def _linear(tensor: Tensor, machine: Machine) -> Tensor:
-    return F.linear(tensor, machine.layer((8, tensor.shape[-1])), machine.layer((8,)))
+    return F.linear(tensor, machine.weight(8, tensor.shape[-1]), machine.weight(8))
 
 
 def _conv(tensor: Tensor, machine: Machine) -> Tensor:
-    return F.conv1d(tensor.unsqueeze(0), machine.layer((4, tensor.shape[0], 3)), padding=1).squeeze(0)
+    return F.conv1d(tensor.unsqueeze(0), machine.weight(4, tensor.shape[0], 3), padding=1).squeeze(0)
 
 
 def _batch_norm(tensor: Tensor, machine: Machine) -> Tensor:
-    width = tensor.shape[1]
-    mean, var = machine.layer((width,), "mean"), machine.layer((width,), "var")
-    return F.batch_norm(tensor, mean, var, machine.layer((width,)), training=True)
+    mean, variance = torch.zeros(tensor.shape[1]), torch.ones(tensor.shape[1])
+    return F.batch_norm(tensor, mean, variance, machine.weight(tensor.shape[1]), training=True)
 
 
 def _attention(tensor: Tensor, machine: Machine) -> Tensor:
-    q, k, v = F.linear(tensor, machine.layer((24, tensor.shape[-1]))).chunk(3, dim=-1)
+    q, k, v = F.linear(tensor, machine.weight(24, tensor.shape[-1])).chunk(3, dim=-1)
     return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
 
 
 def _embedding(tensor: Tensor, machine: Machine) -> Tensor:
-    return F.embedding(torch.arange(tensor.shape[0]) % 5, machine.layer((5, tensor.shape[-1]))) * tensor
+    return F.embedding(torch.arange(tensor.shape[0]) % 5, machine.weight(5, tensor.shape[-1])) * tensor
 
 
 LAYERS: dict[str, Callable[[Tensor, Machine], Tensor]] = {
