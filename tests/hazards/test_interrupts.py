@@ -202,7 +202,7 @@ def test_h10_an_interrupt_in_the_middle_of_pack_or_unpack(
 def interrupted_at_the_gate(name: str) -> Iterator[threading.Event]:
     """Holds reads or writes of the disk tier back, and interrupts the main thread once it waits for one of them."""
     original, wait = getattr(DiskSlot, name), HostEvent.wait
-    opened, waiting = threading.Event(), threading.Event()
+    opened, waiting, arrived = threading.Event(), threading.Event(), threading.Event()
 
     def held_back(slot: DiskSlot, tensor: Tensor) -> None:
         assert opened.wait(60)
@@ -215,17 +215,25 @@ def interrupted_at_the_gate(name: str) -> Iterator[threading.Event]:
 
     def interrupt() -> None:
         assert waiting.wait(60)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        while not arrived.wait(0.1):  # again: one that comes right before a system call does not end it
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        arrived.set()
+        raise KeyboardInterrupt
 
     setattr(DiskSlot, name, held_back)
     HostEvent.wait = noticed  # type: ignore[method-assign]
-    sender = threading.Thread(target=interrupt)
+    sender, handler = threading.Thread(target=interrupt), signal.signal(signal.SIGINT, on_interrupt)
     sender.start()
     try:
         yield opened
     finally:
         opened.set()
+        waiting.set()
+        arrived.set()
         sender.join()
+        signal.signal(signal.SIGINT, handler)
         setattr(DiskSlot, name, original)
         HostEvent.wait = wait  # type: ignore[method-assign]
 
