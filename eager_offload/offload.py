@@ -137,6 +137,7 @@ class _Context:
         offload, session = self._offload, self._session
         if not offload._contexts.stack:
             session.begin()
+            offload._lanes.trim()
         self._packed_before = session.packed
         self._nodes_before = autograd_sequence()
         try:

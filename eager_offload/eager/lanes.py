@@ -55,6 +55,11 @@ class Lanes:
         self._outlived = [lane for lane in self._outlived if any(lane.census())]
         return [*self._lanes.values(), *self._outlived]
 
+    def trim(self) -> None:
+        """A forward begins."""
+        for lane in self.all():
+            lane.runtime.trim()
+
     def snapshot_peaks(self) -> None:
         """Brings what the tiers measure into the tally."""
         tally = self._accounts.tally

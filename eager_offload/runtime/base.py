@@ -164,6 +164,9 @@ class Runtime(abc.ABC):
                 self._left_behind.appendleft((event, keepalive))
                 return
 
+    def trim(self) -> None:
+        """A forward begins, in which nothing comes back: gives back to the system what only reloads need."""
+
     def enter(self, stream: Stream) -> AbstractContextManager[object]:
         """Makes ``stream`` the current one of the calling thread, for compute that belongs to it."""
         return nullcontext()

@@ -205,6 +205,12 @@ class Arena:
         with self._lock:
             self._drain()
 
+    def trim(self) -> None:
+        """Gives everything that is idle back to the system."""
+        with self._lock:
+            self._drain()
+            self._give_back(0)
+
     @property
     def has_returns(self) -> bool:
         """Whether ``drain`` would find something; takes no lock."""

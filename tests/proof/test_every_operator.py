@@ -186,7 +186,9 @@ def run(
         return Run(error=told(error, under_offload=offload is not None))
 
 
-def forward(operator: Operator, sample: SampleInput, context: AbstractContextManager[Any], bump: Bump | None) -> Forward:
+def forward(
+    operator: Operator, sample: SampleInput, context: AbstractContextManager[Any], bump: Bump | None
+) -> Forward:
     torch.default_generator.manual_seed(SEED)
     arguments = Arguments.of(sample, as_leaves=bump is not None and bump.what == "leaf")
     with context:
@@ -210,7 +212,9 @@ def all_left(offload: eo.Offload | None) -> None:
         offload.stats(synchronize=True)
 
 
-def gradients_of(results: list[Tensor], leaves: list[Tensor], *, create_graph: bool = False) -> tuple[Tensor | None, ...]:
+def gradients_of(
+    results: list[Tensor], leaves: list[Tensor], *, create_graph: bool = False
+) -> tuple[Tensor | None, ...]:
     weights = [
         torch.randn(result.shape, dtype=result.dtype) if result.layout is torch.strided else result.detach().clone()
         for result in results

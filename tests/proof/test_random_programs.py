@@ -71,7 +71,15 @@ def instructions() -> st.SearchStrategy[Instruction]:
         st.just(Quiesce()),
         st.builds(Fail),
     )
-    several = [calls(UNARY | RANDOM), calls(UNARY | RANDOM), calls(BINARY), calls(BINARY), calls(VIEWS), calls(LAYERS), backwards()]
+    several = [
+        calls(UNARY | RANDOM),
+        calls(UNARY | RANDOM),
+        calls(BINARY),
+        calls(BINARY),
+        calls(VIEWS),
+        calls(LAYERS),
+        backwards(),
+    ]
     return st.one_of(st.just(Idle()), *several, changes, some)
 
 
@@ -209,7 +217,9 @@ def same(ours: Any, theirs: Any) -> bool:
     return same_bits(ours, theirs)
 
 
-def explore(make: Callable[..., Backend], tiers: list[str], rates: st.SearchStrategy[dict[str, Any]], examples: int) -> None:
+def explore(
+    make: Callable[..., Backend], tiers: list[str], rates: st.SearchStrategy[dict[str, Any]], examples: int
+) -> None:
     seen = Seen()
 
     @settings(

@@ -1,0 +1,322 @@
+"""What is counted in real steps, to the byte, and the bounds that the counters show to be kept."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import eager_offload as eo
+from eager_offload.runtime.base import Direction
+from eager_offload.runtime.host import TransferThread, host_runtime
+from tests.hazards.backends import DiskBackend, Gate, lane_of
+from tests.hazards.programs import leaf
+
+N = 1 << 14
+NBYTES = 4 * N
+DEPTH = 10
+ALL = DEPTH * NBYTES
+
+
+@pytest.fixture
+def disk() -> Iterator[DiskBackend]:
+    """Makes offloads to the disk that move everything; nothing may be held in the end."""
+    with DiskBackend() as backend:
+        yield backend
+        backend.assert_nothing_is_held()
+
+
+def chain(x: Tensor, depth: int = DEPTH) -> Tensor:
+    """Saves ``depth`` activations of ``NBYTES`` bytes each, and nothing else."""
+    for _ in range(depth):
+        x = x.sigmoid()
+    return x.sum()
+
+
+def gradient(x: Tensor) -> Tensor:
+    """Of ``chain``, without offload."""
+    return torch.autograd.grad(chain(x), x)[0]
+
+
+def adds_up(stats: eo.OffloadStats) -> bool:
+    return stats.saved_bytes == stats.offloaded_bytes + stats.shared_bytes + sum(stats.kept_bytes.values())
+
+
+def settles(stats: eo.OffloadStats) -> bool:
+    return stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes
+
+
+def test_a_step_is_counted_to_the_byte(disk: DiskBackend) -> None:
+    offload, x = disk.offload(), leaf(N)
+    with offload:
+        loss = chain(x)
+    forward = offload.stats(synchronize=True)
+    assert (forward.saved_tensors, forward.saved_bytes) == (DEPTH, ALL)
+    assert (forward.offloaded_tensors, forward.offloaded_bytes) == (DEPTH, ALL)
+    assert (forward.bytes_out, forward.bytes_in) == (ALL, 0)
+    assert forward.kept_bytes == forward.demotions == {}
+    assert forward.shared_bytes == forward.reloaded_bytes == forward.forwarded_bytes == forward.released_bytes == 0
+    assert 0 < forward.inflight_bytes_peak <= ALL
+    assert forward.disk_bytes_peak >= ALL
+    assert forward.host_bytes_peak == 0
+    loss.backward()
+    stats = offload.stats(synchronize=True)
+    assert torch.equal(x.grad, gradient(x))
+    assert (stats.reloaded_bytes, stats.forwarded_bytes, stats.released_bytes) == (ALL, 0, 0)
+    assert (stats.bytes_out, stats.bytes_in) == (ALL, ALL)
+    assert stats.stall_seconds >= 0
+    assert (stats.foreign_hooks, stats.empty_forwards) == (0, 0)
+    assert adds_up(stats)
+
+
+def test_what_is_asked_for_while_it_is_still_resident_is_forwarded(disk: DiskBackend) -> None:
+    offload, x = disk.offload(), leaf(N)
+    with disk.gate() as gate:
+        with offload:
+            loss = chain(x)
+        before = offload.stats()
+        assert before.offloaded_bytes == before.inflight_bytes_peak == ALL, "on its way"
+        loss.backward()
+        gate.open()
+    assert torch.equal(x.grad, gradient(x))
+    del loss
+    stats = offload.stats(synchronize=True)
+    assert (stats.forwarded_bytes, stats.reloaded_bytes, stats.released_bytes) == (ALL, 0, 0)
+    assert stats.bytes_in == 0
+    assert stats.bytes_out == ALL
+
+
+def test_what_is_never_asked_for_is_released(disk: DiskBackend) -> None:
+    offload, x = disk.offload(), leaf(N)
+    with offload:
+        dropped, kept = chain(x), chain(x)
+    assert offload.stats(synchronize=True).released_bytes == 0
+    del dropped
+    stats = offload.stats()
+    assert (stats.released_bytes, stats.bytes_in) == (ALL, 0)
+    kept.backward()
+    del kept
+    assert offload.stats().reloaded_bytes == ALL
+    with disk.gate() as gate:
+        with offload:
+            chain(x)  # gone before it has arrived
+        assert offload.stats().released_bytes == ALL
+        gate.open()
+        stats = offload.stats(synchronize=True)
+    assert stats.released_bytes == 2 * ALL
+    assert adds_up(stats)
+    assert settles(stats)
+
+
+def test_a_retained_graph_is_counted_once_and_moves_twice(disk: DiskBackend) -> None:
+    offload, x = disk.offload(), leaf(N)
+    with offload:
+        loss = chain(x)
+    offload.stats(synchronize=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    del loss
+    stats = offload.stats(synchronize=True)
+    assert torch.equal(x.grad, 2 * gradient(x))
+    assert stats.bytes_out == stats.offloaded_bytes == stats.reloaded_bytes == ALL
+    assert stats.bytes_in == 2 * ALL
+    assert adds_up(stats)
+    assert settles(stats)
+
+
+def test_bytes_are_of_tensors_as_saved_and_the_link_carries_a_storage_once(disk: DiskBackend) -> None:
+    offload, x = disk.offload(), leaf(N)
+    with offload:
+        y = x * 2
+        loss = (y * y).sum() + y[: N // 2].square().sum() + y.expand(3, N).exp().sum()
+        del y
+    stats = offload.stats(synchronize=True)
+    assert stats.saved_bytes == 2 * NBYTES + NBYTES // 2 + 3 * NBYTES
+    assert stats.offloaded_bytes == NBYTES + 3 * NBYTES
+    assert stats.shared_bytes == NBYTES + NBYTES // 2
+    assert stats.bytes_out == NBYTES + 3 * NBYTES
+    loss.backward()
+    del loss
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_in == stats.bytes_out
+    assert settles(stats)
+
+
+def test_a_broadcast_counts_as_large_as_it_looks_and_moves_as_small_as_it_is(disk: DiskBackend) -> None:
+    offload, x = disk.offload(), leaf(N)
+    factor = torch.linspace(0, 1, 8).reshape(8, 1)
+    with offload:
+        loss = (x.view(8, -1) * factor.expand(8, N // 8)).sum()
+    stats = offload.stats(synchronize=True)
+    assert stats.saved_bytes == stats.offloaded_bytes == NBYTES
+    assert stats.bytes_out == 8 * 4
+    loss.backward()
+    assert torch.equal(x.grad, factor.expand(8, N // 8).reshape(-1))
+
+
+def test_counting_anew_in_mid_step_leaves_no_debts(disk: DiskBackend) -> None:
+    offload, x = disk.offload(keep_last_bytes=2 * NBYTES), leaf(N)
+    with disk.gate() as gate:
+        with offload:
+            loss = chain(x)
+        offload.reset_stats()
+        stats = offload.stats()
+        held = eo.OffloadStats(
+            inflight_bytes_peak=ALL - 2 * NBYTES, resident_bytes_peak=ALL, disk_bytes_peak=stats.disk_bytes_peak
+        )
+        assert stats == held, "the peaks start at what is held now"
+        assert stats.disk_bytes_peak > 0
+        gate.open()
+    offload.stats(synchronize=True)
+    offload.reset_stats()
+    with offload:
+        again = chain(x)
+    (loss + again).backward()
+    del loss, again
+    stats = offload.stats(synchronize=True)
+    assert torch.equal(x.grad, 2 * gradient(x))
+    assert stats.saved_bytes == ALL
+    assert stats.kept_bytes == {"newest": 2 * NBYTES}
+    assert stats.bytes_out == ALL, "the newest of the first forward had to make way for the second's"
+    assert adds_up(stats)
+    assert settles(stats)
+
+
+def test_synchronizing_waits_for_what_is_on_its_way_and_looking_does_not(disk: DiskBackend) -> None:
+    offload, x, final = disk.offload(), leaf(N), list[eo.OffloadStats]()
+    with disk.gate() as gate:
+        with offload:
+            loss = chain(x, 3)
+        assert lane_of(offload).inflight_bytes == 3 * NBYTES
+        assert offload.stats().stall_seconds == 0
+        gate.wait_until_reached()
+        waiting = threading.Thread(target=lambda: final.append(offload.stats(synchronize=True)))
+        waiting.start()
+        assert not final
+        gate.open()
+        waiting.join()
+    assert lane_of(offload).inflight_bytes == 0
+    assert final[0].offloaded_bytes == final[0].bytes_out == 3 * NBYTES
+    loss.backward()
+
+
+# -- bounds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, NBYTES, 3 * NBYTES, 3 * NBYTES + 1])
+def test_what_is_on_its_way_stays_within_the_window_and_a_full_one_stalls(window: int, disk: DiskBackend) -> None:
+    offload, x = disk.offload(max_inflight_bytes=window), leaf(N)
+    allowed = max(window // NBYTES, 1) * NBYTES
+    with disk.gate() as gate:
+        gate_keeper = threading.Thread(target=open_when_somebody_waits, args=(gate, offload))
+        gate_keeper.start()
+        with offload:
+            loss = chain(x)
+        gate_keeper.join()
+    stats = offload.stats(synchronize=True)
+    assert stats.inflight_bytes_peak == allowed
+    assert stats.resident_bytes_peak == allowed + NBYTES, "and the one that waits to leave"
+    assert stats.stall_seconds > 0
+    loss.backward()
+    assert torch.equal(x.grad, gradient(x))
+    assert stats.offloaded_bytes == ALL
+
+
+def open_when_somebody_waits(gate: Gate, offload: eo.Offload) -> None:
+    gate.wait_until_reached()
+    out = host_runtime().transfer_stream(torch.device("cpu"), Direction.OUT)
+    assert isinstance(out, TransferThread)
+    while not out._waiters.count:
+        pass
+    gate.open()
+
+
+@pytest.mark.parametrize("prefetch", [0, NBYTES - 1, NBYTES, 3 * NBYTES])
+def test_what_comes_back_early_stays_within_its_bound(prefetch: int, disk: DiskBackend) -> None:
+    offload, x = disk.offload(prefetch_bytes=prefetch), leaf(N)
+    with offload:
+        loss = chain(x)
+    offload.stats(synchronize=True)
+    offload.reset_stats()
+    loss.backward()
+    stats = offload.stats(synchronize=True)
+    assert torch.equal(x.grad, gradient(x))
+    assert stats.resident_bytes_peak == (prefetch // NBYTES + 1) * NBYTES, "and the one that is asked for"
+    assert stats.bytes_in == ALL
+
+
+@pytest.mark.parametrize("newest", [0, NBYTES - 1, NBYTES, 4 * NBYTES, ALL, 2 * ALL])
+def test_the_newest_bytes_stay_within_theirs(newest: int, disk: DiskBackend) -> None:
+    offload, x = disk.offload(keep_last_bytes=newest, max_inflight_bytes=NBYTES), leaf(N)
+    with offload:
+        loss = chain(x)
+    stats = offload.stats(synchronize=True)
+    staying = min(newest // NBYTES * NBYTES, ALL)
+    assert stats.kept_bytes.get("newest", 0) == staying
+    assert stats.offloaded_bytes == stats.bytes_out == ALL - staying
+    assert stats.resident_bytes_peak <= staying + NBYTES + NBYTES
+    assert lane_of(offload).resident_bytes == staying
+    loss.backward()
+    assert torch.equal(x.grad, gradient(x))
+    del loss
+    stats = offload.stats(synchronize=True)
+    assert adds_up(stats)
+    assert settles(stats)
+    assert stats.bytes_in == stats.offloaded_bytes
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. tier=.host. on a CPU device")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("room", [1, NBYTES - 1, NBYTES, 4 * NBYTES, 5 * NBYTES - 1])
+def test_a_budget_in_bytes_is_kept_and_the_rest_stays(tier: str, room: int, disk: DiskBackend) -> None:
+    offload, x = disk.offload(**{"tier": tier, f"{tier}_budget": room}), leaf(N)
+    fits = room // NBYTES
+
+    def step() -> eo.OffloadStats:
+        x.grad = None
+        with offload:
+            loss = chain(x)
+        stats = offload.stats(synchronize=True)
+        (held,) = (one.held_bytes for one in lane_of(offload).tiers)
+        assert held <= room
+        loss.backward()
+        assert torch.equal(x.grad, gradient(x))
+        return stats
+
+    with pytest.warns(RuntimeWarning, match=f"no room for {NBYTES} bytes in the {tier} tier: they stay on cpu"):
+        stats = step()
+    assert stats.offloaded_bytes == stats.bytes_out == fits * NBYTES
+    assert stats.kept_bytes == {"budget": ALL - fits * NBYTES}
+    assert stats.demotions == {"budget": DEPTH - fits}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # told once
+        for _ in range(3):
+            step()
+    stats = offload.stats(synchronize=True)
+    assert stats.offloaded_bytes == 4 * fits * NBYTES, "the room is used again"
+    peaks = (stats.host_bytes_peak, stats.disk_bytes_peak)
+    assert max(peaks) <= room
+    assert peaks[tier == "host"] == 0
+    assert adds_up(stats)
+    assert settles(stats)
+
+
+def test_budgets_are_kept_by_what_is_held_across_graphs_that_live_side_by_side(disk: DiskBackend) -> None:
+    offload, leaves = disk.offload(disk_budget=6 * NBYTES), [leaf(N, seed=seed) for seed in range(3)]
+    losses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for x in leaves:
+            with offload:
+                losses.append(chain(x, 4))
+    stats = offload.stats(synchronize=True)
+    assert stats.offloaded_bytes == 6 * NBYTES
+    assert stats.kept_bytes == {"budget": 6 * NBYTES}
+    for x, loss in zip(leaves, losses, strict=True):
+        loss.backward()
+        assert torch.equal(x.grad, torch.autograd.grad(chain(x, 4), x)[0])
+    assert offload.stats(synchronize=True).disk_bytes_peak <= 6 * NBYTES

@@ -1,0 +1,281 @@
+"""What a user is told when something fails, what becomes of the bytes, and why a saved tensor stays."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import gc
+import os
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import eager_offload as eo
+from eager_offload.tiers.disk import DiskTier
+from tests.hazards.backends import DiskBackend, assert_balanced, assert_settled, lane_of
+from tests.hazards.programs import assert_identical, assert_moved, leaf
+from tests.tiers.files import Watched
+
+N = 1 << 14
+NBYTES = 4 * N
+
+
+@pytest.fixture
+def disk() -> Iterator[DiskBackend]:
+    """Makes offloads to the disk that move everything; nothing may be held in the end."""
+    with DiskBackend() as backend:
+        yield backend
+        backend.assert_nothing_is_held()
+
+
+def chain(x: Tensor, depth: int = 4) -> Tensor:
+    """Saves ``depth`` activations of ``NBYTES`` bytes each, and nothing else."""
+    for _ in range(depth):
+        x = x.sigmoid()
+    return x.sum()
+
+
+def gradient(x: Tensor, depth: int = 4) -> Tensor:
+    """Of ``chain``, without offload."""
+    return torch.autograd.grad(chain(x, depth), x)[0]
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "bases"),
+    [
+        (eo.OffloadError, (RuntimeError,)),
+        (eo.ConfigError, (eo.OffloadError, ValueError)),
+        (eo.CapacityError, (eo.OffloadError,)),
+        (eo.TransferError, (eo.OffloadError,)),
+        (eo.CorruptionError, (eo.OffloadError,)),
+        (eo.SavedTensorModifiedError, (eo.OffloadError,)),
+    ],
+)
+def test_errors_are_of_the_kinds_that_the_contract_names(
+    kind: type[eo.OffloadError], bases: tuple[type[Exception], ...]
+) -> None:
+    for base in bases:
+        assert issubclass(kind, base)
+
+
+def test_errors_travel_between_processes() -> None:
+    error = eo.TransferError("lost", errno=errno.EIO, tier="disk", nbytes=77)
+    error.add_note("on node 3")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is eo.TransferError
+    assert (str(again), again.errno, again.tier, again.nbytes) == ("lost", errno.EIO, "disk", 77)
+    assert again.__notes__ == ["on node 3"]
+    for kind in (eo.ConfigError, eo.CapacityError, eo.CorruptionError, eo.SavedTensorModifiedError):
+        assert str(pickle.loads(pickle.dumps(kind("why")))) == "why"
+
+
+@pytest.fixture
+def watched(disk: DiskBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[eo.Offload, Watched]]]:
+    """Makes an ``Offload`` on a disk whose calls a test can make fail."""
+    monkeypatch.setattr("eager_offload.eager.lanes.DiskTier", functools.partial(DiskTier, file_type=Watched))
+
+    def make(**fields: Any) -> tuple[eo.Offload, Watched]:
+        return disk.offload(**fields), Watched.opened[-1]
+
+    yield make
+    Watched.opened.clear()
+
+
+Make = Callable[..., tuple[eo.Offload, Watched]]
+
+
+def test_h27_a_write_that_fails_keeps_what_it_could_not_move_and_is_told_once(watched: Make) -> None:
+    (offload, file), x = watched(), leaf(N)
+    file.on_write = OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def step() -> None:
+        with offload:
+            loss = chain(x)
+        offload.stats(synchronize=True)
+        x.grad = None
+        loss.backward()
+        assert torch.equal(x.grad, gradient(x))
+
+    with pytest.warns(RuntimeWarning, match=r"offloading failed.*stays on cpu.*Input/output error"):
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+    stats = assert_settled(offload)
+    assert stats.kept_bytes == {"failed": 8 * NBYTES}
+    assert stats.demotions == {"write_failed": 8}
+    assert stats.offloaded_bytes == stats.bytes_out == stats.bytes_in == 0
+    file.on_write = None
+    with offload:
+        loss = chain(x)
+    assert offload.stats(synchronize=True).offloaded_bytes == 4 * NBYTES, "it moves again once the disk does"
+    loss.backward()
+
+
+def test_h27_what_a_failed_write_leaves_behind_needs_no_garbage_collector(watched: Make) -> None:
+    (offload, file), x = watched(), leaf(N)
+    file.on_write = OSError(errno.EIO, os.strerror(errno.EIO))
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings(), offload:
+            warnings.simplefilter("ignore")
+            h = x
+            for _ in range(4):
+                h = h.sigmoid()
+                storages.append(weakref.ref(h.untyped_storage()))
+            loss = h.sum()
+            offload.stats(synchronize=True)
+        del h
+        assert all(storage() is not None for storage in storages)
+        del loss
+        assert [storage() for storage in storages] == [None] * 4
+        assert set(lane_of(offload).census()) == {0}
+    finally:
+        gc.enable()
+    assert offload.stats().kept_bytes == {"failed": 4 * NBYTES}
+
+
+def test_h27_a_read_that_fails_is_raised_from_backward_and_a_second_try_may_succeed(watched: Make) -> None:
+    (offload, file), x = watched(prefetch_bytes=0), leaf(N)
+    with offload:
+        loss = chain(x)
+    assert_moved(offload.stats(synchronize=True), 1.0)
+    file.on_read = OSError(errno.EIO, os.strerror(errno.EIO))
+    with pytest.raises(eo.TransferError, match=f"could not read {NBYTES} bytes") as raised:
+        loss.backward(retain_graph=True)
+    assert (raised.value.errno, raised.value.tier, raised.value.nbytes) == (errno.EIO, "disk", NBYTES)
+    assert x.grad is None
+    file.on_read = None
+    loss.backward()
+    assert torch.equal(x.grad, gradient(x))
+    del raised, loss
+    assert_settled(offload)
+
+
+def test_what_comes_back_changed_is_never_used(watched: Make) -> None:
+    (offload, file), x = watched(verify=True), leaf(N)
+    with offload:
+        loss = chain(x, 1)
+    assert_moved(offload.stats(synchronize=True), 1.0)
+    file.overwrite(100, b"\xff\xff\xff\xff")
+    with pytest.raises(eo.CorruptionError, match="checksum does not match"):
+        loss.backward()
+    assert x.grad is None
+
+
+def test_h01_a_change_in_place_raises_in_the_words_of_autograd(disk: DiskBackend) -> None:
+    offload = disk.offload()
+    messages = []
+    for around in (nullcontext(), offload):
+        x = leaf(N)
+        with around:
+            y = x.sigmoid()
+            loss = y.sum()
+        y.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+            loss.backward()
+        messages.append(str(raised.value).split(", which is")[0].split(" instead")[0])
+        assert isinstance(raised.value, eo.SavedTensorModifiedError) == (around is offload)
+        del loss, y, raised
+    assert messages[0].split("[")[1].split("]")[0] == messages[1].split("[")[1].split("]")[0]
+    assert offload.stats(synchronize=True).bytes_out == NBYTES
+
+
+# -- reasons --------------------------------------------------------------------------------------------------------
+
+
+def small(x: Tensor) -> tuple[Tensor, int]:
+    return x[: N // 8].sigmoid().sum(), NBYTES // 8
+
+
+def parameter(x: Tensor) -> tuple[Tensor, int]:
+    return x.square().sum() + x.view(2, -1).square().sum(), 2 * NBYTES
+
+
+def device(x: Tensor) -> tuple[Tensor, int]:
+    return x.to("meta").sigmoid().sum(), NBYTES
+
+
+def layout(x: Tensor) -> tuple[Tensor, int]:
+    sparse = torch.eye(64).to_sparse()
+    return torch.sparse.mm(sparse, x.view(64, -1)).sum(), 64 * 64 * 4  # as a sparse tensor counts its bytes
+
+
+def marked(x: Tensor) -> tuple[Tensor, int]:
+    return eo.keep(x * 2).square().sum() + eo.keep(x * 3).square().sum(), 2 * NBYTES
+
+
+def region(x: Tensor) -> tuple[Tensor, int]:
+    with eo.no_offload():
+        return chain(x, 3), 3 * NBYTES
+
+
+def newest(x: Tensor) -> tuple[Tensor, int]:
+    return chain(x, 9), 2 * NBYTES
+
+
+def alive(x: Tensor) -> tuple[Tensor, int]:
+    factor, h = torch.full((N,), 1.5), x
+    for _ in range(7):
+        h = (h * factor).sigmoid()
+    return h.sum(), (7 - 3) * NBYTES
+
+
+def budget(x: Tensor) -> tuple[Tensor, int]:
+    return chain(x, 9), 4 * NBYTES
+
+
+def failed(x: Tensor) -> tuple[Tensor, int]:
+    Watched.opened[-1].on_write = OSError(errno.EIO, "broken")
+    return chain(x, 2), 2 * NBYTES
+
+
+REASONS: list[tuple[Callable[[Tensor], tuple[Tensor, int]], dict[str, Any]]] = [
+    (small, {"min_bytes": NBYTES}),
+    (parameter, {}),
+    (device, {}),
+    (layout, {}),
+    (marked, {}),
+    (region, {}),
+    (newest, {"keep_last_bytes": 2 * NBYTES}),
+    (alive, {}),
+    (budget, {"disk_budget": 5 * NBYTES}),
+    (failed, {}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload", "ignore:Sparse")
+@pytest.mark.parametrize(("program", "fields"), [pytest.param(p, f, id=p.__name__) for p, f in REASONS])
+def test_each_reason_to_stay_is_counted_where_it_occurs(
+    program: Callable[[Tensor], tuple[Tensor, int]], fields: dict[str, Any], watched: Make
+) -> None:
+    (offload, _), x = watched(**fields), leaf(N)
+    with offload:
+        loss, expected = program(x)
+        moving = chain(x, 0 if program in (newest, budget, failed) else 2)
+    stats = offload.stats(synchronize=True)
+    assert stats.kept_bytes.get(program.__name__) == expected
+    assert_balanced(stats)
+    (loss + moving).backward() if not loss.is_meta else moving.backward()
+    actual, x.grad = x.grad, None
+    Watched.opened[-1].on_write = None
+    again, _ = program(x)
+    moving = chain(x, 0 if program in (newest, budget, failed) else 2)
+    (again + moving).backward() if not again.is_meta else moving.backward()
+    assert_identical(x.grad, actual)
+    del loss, moving, again
+    stats = assert_settled(offload)
+    assert (stats.bytes_out > 0) == (program is not failed)
+    assert set(stats.kept_bytes) <= {program.__name__}

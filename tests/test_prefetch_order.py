@@ -1,0 +1,292 @@
+"""What comes back next: the prefetch order against a model that is too simple to be wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from eager_offload.schedule import Plan, PrefetchOrder
+
+SIZE = st.integers(1, 8)
+STEPS = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def is_empty(machine: object) -> bool:
+    """Whether none of a machine's collections has anything left in it."""
+    return not any(value for value in vars(machine).values() if isinstance(value, dict | set | list))
+
+
+class Use(NamedTuple):
+    """A save, as the model knows it."""
+
+    storage: int
+    sequence: int
+
+
+class PrefetchMachine(RuleBasedStateMachine):
+    """Saves, unpacks and handles that go, in any order; ``resident`` does what the plans say."""
+
+    @initialize(limit=st.integers(0, 20))
+    def begin(self, limit: int) -> None:
+        self.order, self.limit = PrefetchOrder(limit), limit
+        self.weights: dict[int, int] = {}
+        self.uses: dict[int, Use] = {}
+        self.resident: set[int] = set()
+        self.position = 0
+        self.walks: int | None = None
+
+    @rule(nbytes=SIZE, sequence=st.integers(1, 3))
+    def save_a_new_storage(self, nbytes: int, sequence: int) -> None:
+        storage = 1000 + len(self.weights)
+        self.weights[storage] = nbytes
+        self._save(storage, sequence)
+
+    @precondition(lambda self: self.uses)
+    @rule(data=st.data(), sequence=st.integers(1, 3))
+    def save_a_storage_again(self, data: st.DataObject, sequence: int) -> None:
+        self._save(data.draw(st.sampled_from(sorted({use.storage for use in self.uses.values()}))), sequence)
+
+    def _save(self, storage: int, sequence: int) -> None:
+        self.position += 1
+        self.uses[self.position] = Use(storage, sequence)
+        self.order.add(self.position, storage, self.weights[storage], sequence)
+
+    @precondition(lambda self: self.uses)
+    @rule(data=st.data(), goes=st.booleans())
+    def ask(self, data: st.DataObject, goes: bool) -> None:
+        position = data.draw(st.sampled_from(sorted(self.uses)))
+        if position not in self.order._promised:
+            self.walks = self.uses[position].sequence
+        self._carry_out(self.order.unpacked(position))
+        if goes:
+            self._remove(position)
+
+    @precondition(lambda self: self.uses)
+    @rule(goes=st.booleans())
+    def ask_for_the_newest(self, goes: bool) -> None:
+        position = max(self.uses)
+        if position not in self.order._promised:
+            self.walks = self.uses[position].sequence
+        self._carry_out(self.order.unpacked(position))
+        if goes:
+            self._remove(position)
+
+    @precondition(lambda self: self.uses)
+    @rule(data=st.data())
+    def a_handle_goes(self, data: st.DataObject) -> None:
+        self._remove(data.draw(st.sampled_from(sorted(self.uses))))
+
+    def _remove(self, position: int) -> None:
+        dropped = self.order.remove(position)
+        if dropped is not None:
+            assert dropped == self.uses[position].storage
+            self.resident.remove(dropped)
+        del self.uses[position]
+
+    def _carry_out(self, plan: Plan) -> None:
+        for storage in plan.drop:
+            self.resident.discard(storage)
+        brought = {use.storage for use in self.uses.values() if use.sequence == self.walks}
+        assert set(plan.bring) <= brought, "the walk stays within the forward that was asked for last"
+        assert len(set(plan.bring)) == len(plan.bring)
+        self.resident.update(plan.bring)
+
+    @invariant()
+    def what_is_promised_is_held_within_the_limit(self) -> None:
+        if not hasattr(self, "order"):
+            return
+        order = self.order
+        assert len(order) == len(self.uses)
+        promised = {self.uses[position].storage for position in order._promised}
+        assert {storage for storage in self.weights if order.holds(storage)} == promised
+        assert promised == self.resident, "the plans bring and drop exactly what is promised"
+        assert order.promised_bytes == sum(self.weights[storage] for storage in promised) <= self.limit
+
+    def teardown(self) -> None:
+        for position in sorted(getattr(self, "uses", ()), key=lambda position: hash((position, 7))):
+            self._remove(position)
+        if hasattr(self, "order"):
+            assert not self.resident
+            assert len(self.order) == self.order.promised_bytes == 0
+            assert is_empty(self.order)
+            assert self.order._next is None
+
+
+TestPrefetchOrder = PrefetchMachine.TestCase
+TestPrefetchOrder.settings = STEPS
+
+
+def packed(order: PrefetchOrder, saves: list[tuple[int, int]], sequence: int = 1, first: int = 1) -> None:
+    """Takes in one forward: (storage, bytes) by position."""
+    for position, (storage, nbytes) in enumerate(saves, first):
+        order.add(position, storage, nbytes, sequence)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    weights=st.lists(SIZE, min_size=1, max_size=8),
+    limit=st.integers(0, 30),
+    picks=st.lists(st.integers(0, 7), min_size=1, max_size=40),
+)
+def test_backward_in_reverse_finds_everything_that_fits_promised_and_nothing_further_ahead(
+    weights: list[int], limit: int, picks: list[int]
+) -> None:
+    storages = [pick % len(weights) for pick in picks]
+    order = PrefetchOrder(limit)
+    packed(order, [(storage, weights[storage]) for storage in storages])
+    for position in range(len(storages), 0, -1):
+        order.unpacked(position)
+        order.remove(position)
+        ahead: set[int] = set()
+        for storage in reversed(storages[: position - 1]):
+            if sum(weights[s] for s in ahead | {storage}) > limit:
+                break
+            ahead.add(storage)
+        assert {s for s in range(len(weights)) if order.holds(s)} == ahead
+    assert len(order) == order.promised_bytes == 0
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_uses_that_go_in_any_order_leave_nothing(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 30))
+    order = PrefetchOrder(data.draw(st.integers(0, 40)))
+    packed(order, [(position // 2, 1 + position // 2 % 5) for position in range(count)])
+    for position in data.draw(st.permutations(range(1, count + 1))):
+        if data.draw(st.booleans()):
+            order.unpacked(position)
+        order.remove(position)
+    assert is_empty(order)
+    assert order.promised_bytes == 0
+    assert order._next is None
+
+
+def test_a_storage_that_weighs_more_than_the_limit_stops_the_walk_and_is_asked_for_itself() -> None:
+    order = PrefetchOrder(10)
+    packed(order, [(1, 4), (2, 11), (3, 4), (4, 4)])
+    assert order.unpacked(4) == Plan(bring=[3])
+    assert order.unpacked(3) == Plan(drop=[3])
+    assert order.unpacked(2) == Plan(bring=[1])
+    assert order.unpacked(1) == Plan(drop=[1])
+
+
+def test_without_a_limit_in_bytes_nothing_is_promised() -> None:
+    order = PrefetchOrder(0)
+    packed(order, [(1, 1), (2, 1), (3, 1)])
+    assert [order.unpacked(position) for position in (3, 2, 1)] == [Plan(), Plan(), Plan()]
+
+
+def test_forwards_do_not_mix_although_they_were_packed_in_turns() -> None:
+    order = PrefetchOrder(100)
+    for position in range(1, 9):
+        order.add(position, 10 + position, 1, sequence=position % 2)
+    assert order.unpacked(8) == Plan(bring=[16, 14, 12])
+    assert order.unpacked(7) == Plan(bring=[15, 13, 11])
+    assert order.unpacked(6) == Plan(drop=[16])
+
+
+def test_a_jump_brings_what_comes_before_the_place_it_leads_to() -> None:
+    order = PrefetchOrder(2)
+    packed(order, [(storage, 1) for storage in range(1, 10)])
+    assert order.unpacked(4) == Plan(bring=[3, 2])
+    assert order.unpacked(9) == Plan()
+    assert order.unpacked(3) == Plan(drop=[3], bring=[8])
+    assert order.unpacked(2) == Plan(drop=[2], bring=[7])
+    assert order.unpacked(8) == Plan(drop=[8], bring=[6])
+
+
+def test_h19_promises_that_nobody_takes_up_are_given_up_once_they_are_overdue_and_room_is_needed() -> None:
+    order, patience = PrefetchOrder(2), PrefetchOrder.PATIENCE
+    packed(order, [(1, 1), (2, 1), (3, 1)], sequence=1)
+    packed(order, [(storage, 1) for storage in range(100, 140)], sequence=2, first=10)
+    assert order.unpacked(3) == Plan(bring=[2, 1])
+    newest = 10 + 39
+    for late in range(patience + 1):
+        assert order.unpacked(newest - late) == Plan(), "they may come yet"
+    assert order.holds(1)
+    assert order.holds(2)
+    following = newest - patience - 1
+    assert order.unpacked(following) == Plan(drop=[2, 1], bring=[following + 89, following + 88])
+    assert order.promised_bytes == 2
+
+
+def test_promises_along_the_order_are_not_overdue_as_long_as_it_is_followed() -> None:
+    order = PrefetchOrder(64)
+    packed(order, [(storage, 1) for storage in range(1, 1000)])
+    order.unpacked(999)
+    for position in range(998, 64, -1):
+        plan = order.unpacked(position)
+        order.remove(position)
+        assert plan == Plan(drop=[position], bring=[position - 64])
+
+
+class Counting(dict[Any, Any]):
+    """Counts how often somebody looks something up."""
+
+    steps = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.steps += 1
+        return super().__getitem__(key)
+
+    def items(self) -> Any:
+        self.steps += len(self)
+        return super().items()
+
+
+def counted(limit: float, saves: int) -> tuple[PrefetchOrder, Counting]:
+    order = PrefetchOrder(limit)  # type: ignore[arg-type]
+    order._uses = uses = Counting()
+    packed(order, [(storage, 1) for storage in range(saves)])
+    uses.steps = 0
+    return order, uses
+
+
+@pytest.mark.parametrize("limit", [0, 1, 50, 1000, math.inf])
+def test_the_walk_costs_the_same_for_each_unpack_however_far_it_looks_ahead(limit: float) -> None:
+    saves = 4000
+    order, uses = counted(limit, saves)
+    for position in range(saves, 0, -1):
+        order.unpacked(position)
+        order.remove(position)
+    assert uses.steps <= 10 * saves
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 2**32), st.sampled_from([0, 1, 7, 40]))
+def test_an_order_that_jumps_costs_each_unpack_no_more_than_the_look_ahead(seed: int, limit: int) -> None:
+    saves = 300
+    order, uses = counted(limit, saves)
+    for position in shuffled(saves, seed):
+        before = uses.steps
+        order.unpacked(position)
+        order.remove(position)
+        assert uses.steps - before <= 10 + 4 * limit
+
+
+def shuffled(count: int, seed: int) -> Iterator[int]:
+    """The positions from 1 to ``count`` in an order of its own for each seed."""
+    remaining = list(range(1, count + 1))
+    while remaining:
+        seed = (seed * 6364136223846793005 + 1442695040888963407) % 2**64
+        yield remaining.pop((seed >> 33) % len(remaining))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(0, 20), st.integers(1, 8))
+def test_what_is_retained_is_found_promised_again_by_a_second_backward(saves: int, limit: int, weight: int) -> None:
+    assume(weight <= limit)
+    order = PrefetchOrder(limit)
+    packed(order, [(storage, weight) for storage in range(1, saves + 1)])
+    for _ in range(3):
+        for position in range(saves, 0, -1):
+            if position < saves:
+                assert order.holds(position)
+            order.unpacked(position)
+        assert order.promised_bytes == 0
