@@ -166,6 +166,7 @@ class Runtime(abc.ABC):
 
     def trim(self) -> None:
         """A forward begins, in which nothing comes back: gives back to the system what only reloads need."""
+        self.tidy()
 
     def enter(self, stream: Stream) -> AbstractContextManager[object]:
         """Makes ``stream`` the current one of the calling thread, for compute that belongs to it."""

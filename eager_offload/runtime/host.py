@@ -291,6 +291,7 @@ class HostRuntime(Runtime):
             self.arena.drain()
 
     def trim(self) -> None:
+        super().trim()
         self.arena.trim()
 
     def host_buffer(self, nbytes: int) -> Tensor:

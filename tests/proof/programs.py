@@ -8,7 +8,7 @@ autograd or an operator refuses becomes an entry of the trace, which has to be t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +22,27 @@ from torch.utils.checkpoint import checkpoint
 import eager_offload as eo
 
 __all__ = [
-    "BINARY", "CHANGES", "LAYERS", "RANDOM", "UNARY", "VIEWS",
-    "Abandon", "Backward", "Block", "Call", "Change", "Drop", "Fail", "Idle", "Instruction", "Leaf", "Machine", "Mark", "Program", "Quiesce",
-]  # fmt: skip
+    "BINARY",
+    "CHANGES",
+    "LAYERS",
+    "RANDOM",
+    "UNARY",
+    "VIEWS",
+    "Abandon",
+    "Backward",
+    "Block",
+    "Call",
+    "Change",
+    "Drop",
+    "Fail",
+    "Idle",
+    "Instruction",
+    "Leaf",
+    "Machine",
+    "Mark",
+    "Program",
+    "Quiesce",
+]
 
 MODIFIED = "a saved tensor was modified"
 
