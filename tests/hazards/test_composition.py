@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from eager_offload import Offload
-from tests.hazards.backends import Backend, assert_settled
+from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, blocks, gradients
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, assert_identical, leaf, same_gradients
+from tests.hazards.programs import REGIMES, assert_identical, assert_moved, leaf, same_gradients
 
 Around: TypeAlias = AbstractContextManager[Any]
 
@@ -171,7 +171,7 @@ def test_h23_checkpointing_inside_the_context(kind: str, inside: bool, backend: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_h23_checkpointing_around_the_context(kind: str, backend: Backend) -> None:
-    """A reentrant checkpoint runs what is inside with nothing to save, and again in backward, where all is needed at once."""
+    """A reentrant one runs what is inside with nothing to save, and again in backward, where all is needed at once."""
 
     def program(offload: Around) -> object:
         model, x = blocks(), leaf(ROWS, WIDTH)
