@@ -241,7 +241,17 @@ def explore(
         assert seen.counts[way] > 0, f"no program led to: {way}"
 
 
-COMMON_WAYS = ("offloaded", "shared", "reloaded", "forwarded", "released", "bytes in", "modified", "parameter", "newest")
+COMMON_WAYS = (
+    "offloaded",
+    "shared",
+    "reloaded",
+    "forwarded",
+    "released",
+    "bytes in",
+    "modified",
+    "parameter",
+    "newest",
+)
 RARE_WAYS = ("small", "marked", "region", "budget")
 
 
