@@ -26,6 +26,8 @@ _local = threading.local()
 #: What stands in the class while somebody watches, and what it took the place of.
 _installed: _Enter | None = None
 _replaced: _Enter = saved_tensors_hooks.__enter__
+#: Ours around `_replaced`, made once: it refers to itself, and one for each `with` would be garbage in a cycle.
+_wrapper: _Enter | None = None
 
 
 class watch:
@@ -36,14 +38,16 @@ class watch:
         self._outer: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
-        global _watchers, _installed, _replaced
+        global _watchers, _installed, _replaced, _wrapper
         self._outer = getattr(_local, "seen", None)
         _local.seen = self._seen
         with _lock:
             _watchers += 1
             if _watchers == 1:
-                _replaced = saved_tensors_hooks.__enter__  # torch's own, or what somebody has put in its place
-                _installed = _watching(_replaced)
+                current = saved_tensors_hooks.__enter__  # torch's own, or what somebody has put in its place
+                if _wrapper is None or current is not _replaced:
+                    _replaced, _wrapper = current, _watching(current)
+                _installed = _wrapper
                 saved_tensors_hooks.__enter__ = _installed  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
