@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.eager.handles import State
+from eager_offload.runtime.host import HostEvent
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, DiskBackend, assert_settled, lane_of
@@ -144,12 +145,11 @@ def test_h18_a_slot_is_written_again_after_its_last_read(regime: Regime, backend
 
 def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it() -> None:
     with DiskBackend() as backend:
-        offload, reached, opened = backend.offload(prefetch_bytes=1 << 20), threading.Event(), threading.Event()
+        offload, waiting, opened = backend.offload(prefetch_bytes=1 << 20), threading.Event(), threading.Event()
         log: list[tuple[str, Region]] = []
-        read, write = DiskSlot.read, DiskSlot.write
+        read, write, wait = DiskSlot.read, DiskSlot.write, HostEvent.wait
 
         def held_back(slot: DiskSlot, target: Tensor) -> None:
-            reached.set()
             assert opened.wait(60)
             read(slot, target)
             log.append(("read", slot.region))
@@ -158,14 +158,19 @@ def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it() -> N
             write(slot, source)
             log.append(("write", slot.region))
 
+        def noticed(event: HostEvent) -> None:
+            if threading.current_thread() is backward:
+                waiting.set()  # by now it has asked for everything that it expects
+            wait(event)
+
         x = leaf(32, 32)
         with Settled(offload):
             losses = [(x * n).exp().sum() for n in range(1, 5)]
-        DiskSlot.read, DiskSlot.write = held_back, noted  # type: ignore[method-assign]
+        backward = threading.Thread(target=losses.pop().backward)
+        DiskSlot.read, DiskSlot.write, HostEvent.wait = held_back, noted, noticed  # type: ignore[method-assign]
         try:
-            backward = threading.Thread(target=losses.pop().backward)
             backward.start()
-            assert reached.wait(60)  # the first of several reads stands before the gate, the others behind it
+            assert waiting.wait(60)  # the first of four reads stands before the gate, the others behind it
             losses.clear()
             with offload:
                 losses = [(x * n).exp().sum() for n in range(5, 12)]
@@ -174,7 +179,7 @@ def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it() -> N
             offload.stats(synchronize=True)
         finally:
             opened.set()
-            DiskSlot.read, DiskSlot.write = read, write  # type: ignore[method-assign]
+            DiskSlot.read, DiskSlot.write, HostEvent.wait = read, write, wait  # type: ignore[method-assign]
         kinds = [what for what, _ in log]
         assert kinds.count("read") >= 4
         assert kinds.count("write") == 7
@@ -182,6 +187,5 @@ def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it() -> N
             assert what == "read" or ("read", region) not in log[index:], f"written before its last read: {log}"
         while losses:
             losses.pop().backward()
-        del backward
         assert_moved(assert_settled(offload))
         backend.assert_nothing_is_held()
