@@ -12,8 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from eager_offload import Offload
 from eager_offload.eager.handles import State
+from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import HostEvent
+from eager_offload.runtime.recording import Recorded, Recording, Waited
+from eager_offload.runtime.simulated import SimulatedRuntime
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, DiskBackend, assert_settled, lane_of
@@ -141,6 +145,29 @@ def test_h18_a_slot_is_written_again_after_its_last_read(regime: Regime, backend
     # Unless everything leaves before backward, a simulated copy out runs as late as it can and holds its slot.
     assert not regime.settled or len(set(regions)) < len(regions), "no slot was ever used again"
     assert_moved(assert_settled(offload))
+
+
+def test_h18_an_offload_waits_for_the_last_read_of_its_slot() -> None:
+    """Reading is so slow here that the next forward comes to the slots while they are still being read."""
+    simulated, recording = SimulatedRuntime(in_bandwidth=1e4), Recording()
+    cpu = torch.device("cpu")
+    with simulated.checked(recording) as checker:
+        offload = Offload(runtime=simulated, tier="host", min_bytes=0, keep_last_bytes=0)
+        for seed in range(4):
+            expected, step = Step(seed), Step(seed)
+            expected.forward(nullcontext())
+            expected.backward()
+            step.forward(Settled(offload))
+            step.backward()
+            assert_identical(expected.result, step.result)
+            del step
+        assert_moved(assert_settled(offload))
+        offload.close()
+    checker.assert_clean()
+    out, back = (simulated.transfer_stream(cpu, direction) for direction in (Direction.OUT, Direction.IN))
+    reads = {entry.event for entry in recording.entries if isinstance(entry, Recorded) and entry.stream is back}
+    waits = [entry for entry in recording.entries if isinstance(entry, Waited) and entry.stream is out]
+    assert any(entry.event in reads for entry in waits), "no slot was used again while it was being read"
 
 
 def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it() -> None:

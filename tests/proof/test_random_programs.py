@@ -66,7 +66,6 @@ def instructions() -> st.SearchStrategy[Instruction]:
     changes = st.builds(Change, st.sampled_from(sorted(CHANGES)), AGES, AGES, st.booleans())
     some = st.one_of(
         st.builds(Drop, AGES),
-        st.builds(Abandon, AGES),
         st.builds(Mark, st.booleans(), AGES),
         st.just(Quiesce()),
         st.builds(Fail),
@@ -80,7 +79,7 @@ def instructions() -> st.SearchStrategy[Instruction]:
         calls(LAYERS),
         backwards(),
     ]
-    return st.one_of(st.just(Idle()), *several, changes, some)
+    return st.one_of(st.just(Idle()), *several, st.builds(Abandon, AGES), changes, some)
 
 
 def programs() -> st.SearchStrategy[Program]:
