@@ -44,7 +44,7 @@ def measured(name: str, output: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_training_compares_variants_pair_by_pair_and_bit_by_bit(tmp_path: Path) -> None:
-    variants = ["none, default malloc", "none", "offload"]
+    variants = ["none, default malloc", "none", "offload", "none, huge pages", "offload, huge pages"]
     arguments = ["--heads", "2", "--batch", "2", "--steps", "1", "--rounds", "1", "--variants", ";".join(variants)]
     content = measured("cpu_train", tmp_path, *TINY_MODEL, *arguments)
     runs = content["samples"]
@@ -56,9 +56,9 @@ def test_training_compares_variants_pair_by_pair_and_bit_by_bit(tmp_path: Path) 
     assert runs[-1]["stats"]["offloaded_bytes"] > 0
     assert content["environment"]["disk"]["write_bytes_per_second"] > 0
     assert set(content["summary"]["offload"]["memory"]) == {"median", "least", "most"}
-    assert {"offload: memory", "offload: time", "offload: time to default malloc"} <= {
-        limit["what"] for limit in content["limits"]
-    }
+    limits = {limit["what"] for limit in content["limits"]}
+    assert {f"offload{pages}: {what}" for pages in ("", ", huge pages") for what in ("memory", "time")} <= limits
+    assert "offload, huge pages: time to default malloc" in limits
 
 
 def test_hook_costs_are_kept_call_by_call_for_every_candidate(tmp_path: Path) -> None:

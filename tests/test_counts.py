@@ -230,7 +230,7 @@ def open_when_somebody_waits(gate: Gate, offload: eo.Offload) -> None:
     gate.wait_until_reached()
     out = host_runtime().transfer_stream(torch.device("cpu"), Direction.OUT)
     assert isinstance(out, TransferThread)
-    while not out._waiters.count:
+    while not out.waiters:
         pass
     gate.open()
 

@@ -171,26 +171,24 @@ def test_several_threads_wait_for_one_event(runtime: HostRuntime) -> None:
     threads = [threading.Thread(target=lambda: passed.append(event.wait())) for _ in range(4)]
     for thread in threads:
         thread.start()
-    while out._waiters.count < 4:
+    while out.waiters < 4:
         pass
     assert passed == []
     opened.set()
     for thread in threads:
         thread.join()
     assert len(passed) == 4
-    assert out._waiters.count == 0
+    assert out.waiters == 0
 
 
 # -- failures -------------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_is_carried_by_the_next_event_of_its_thread_and_by_no_other(runtime: HostRuntime) -> None:
+def test_a_failure_is_carried_by_its_own_event_and_by_no_other(runtime: HostRuntime) -> None:
     out, ran = stream(runtime), []
     before = out.record()
-    out.submit(raising(eo.TransferError("lost", errno=5, tier="disk", nbytes=3)))
-    out.submit(lambda: ran.append("behind the failure, before the event"))
-    failed = out.record()
-    out.submit(lambda: ran.append("after the event"))
+    failed = out.submit(raising(eo.TransferError("lost", errno=5, tier="disk", nbytes=3)))
+    out.submit(lambda: ran.append("behind the failure"))
     after = out.record()
     runtime.synchronize(after)
     runtime.synchronize(before)
@@ -200,41 +198,44 @@ def test_a_failure_is_carried_by_the_next_event_of_its_thread_and_by_no_other(ru
         with pytest.raises(eo.TransferError, match="lost"):
             runtime.wait(runtime.current_stream(CPU), failed)
     assert runtime.query(failed), "over, by failure"
-    assert ran == ["behind the failure, before the event", "after the event"]
+    assert ran == ["behind the failure"]
 
 
 def test_h29_a_failure_reaches_the_thread_that_enqueued_it_however_others_come_between(runtime: HostRuntime) -> None:
     out, opened = stream(runtime), threading.Event()
-    events: dict[str, object] = {}
-    submitted, recorded = threading.Event(), threading.Event()
-
-    def other() -> None:
-        out.submit(lambda: None)
-        submitted.set()
-        assert recorded.wait(60)
-        events["other"] = out.record()
-
+    copied: dict[str, object] = {}
+    broken, sound = Memory(3), Memory(3)
+    broken.before = raising(eo.TransferError("lost", errno=5, tier="disk", nbytes=3))
     out.submit(opened.wait)
-    out.record()
-    out.submit(raising(eo.TransferError("lost", errno=5, tier="disk", nbytes=3)))
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert submitted.wait(60)
-    failed = out.record()  # in the queue: our copy, theirs, our event, their event
-    recorded.set()
-    thread.join()
+    copied["failed"] = runtime.copy(broken, noise(3), out)
+    other = threading.Thread(target=lambda: copied.update(other=runtime.copy(sound, noise(3), out)))
+    other.start()
+    other.join()
     opened.set()
-    runtime.synchronize(events["other"])
+    runtime.synchronize(copied["other"])
     with pytest.raises(eo.TransferError, match="lost"):
-        runtime.synchronize(failed)
+        runtime.synchronize(copied["failed"])
+
+
+def test_a_copy_comes_after_the_events_that_it_is_told_to_wait_for(runtime: HostRuntime) -> None:
+    out, back = stream(runtime), stream(runtime, Direction.IN)
+    opened = threading.Event()
+    slot, source, target = Memory(1000), noise(1000), noise(1000, seed=1)
+    slot.before = opened.wait
+    written = runtime.copy(slot, source, out)
+    earlier = runtime.record(runtime.current_stream(CPU))
+    read = runtime.copy(target, slot, back, after=(earlier, written))
+    assert not runtime.query(read)
+    opened.set()
+    runtime.synchronize(read)
+    assert torch.equal(target, source)
 
 
 def test_a_stream_that_waits_for_a_failed_event_goes_on_and_its_own_events_do_not_fail(runtime: HostRuntime) -> None:
     out, back = stream(runtime), stream(runtime, Direction.IN)
     opened = threading.Event()
     out.submit(opened.wait)
-    out.submit(raising(OSError(errno.EIO, "broken")))
-    failed = out.record()
+    failed = out.submit(raising(OSError(errno.EIO, "broken")))
     runtime.wait(back, failed)
     after = back.record()
     opened.set()
@@ -247,16 +248,14 @@ def test_whatever_a_tier_raises_arrives_as_a_transfer_error_that_tells_its_cause
 ) -> None:
     slot = Memory(77)
     slot.before = raising(error)
-    runtime.copy(slot, noise(77), stream(runtime))
-    event = runtime.record(stream(runtime))
+    event = runtime.copy(slot, noise(77), stream(runtime))
     with pytest.raises(eo.TransferError, match="moving 77 bytes to or from the host tier failed") as raised:
         runtime.synchronize(event)
     assert raised.value.__cause__ is error
     assert raised.value.errno == getattr(error, "errno", None)
     assert (raised.value.tier, raised.value.nbytes) == ("host", 77)
     slot.before = lambda: None
-    runtime.copy(slot, noise(77), stream(runtime))
-    runtime.synchronize(runtime.record(stream(runtime)))
+    runtime.synchronize(runtime.copy(slot, noise(77), stream(runtime)))
     assert torch.equal(slot.content, noise(77)), "the queue goes on"
 
 
@@ -266,8 +265,7 @@ def test_an_error_of_ours_and_one_that_is_no_error_arrive_as_they_are(
 ) -> None:
     slot = Memory(7)
     slot.before = raising(error)
-    runtime.copy(noise(7), slot, stream(runtime))
-    event = runtime.record(stream(runtime))
+    event = runtime.copy(noise(7), slot, stream(runtime))
     with pytest.raises(type(error)) as raised:
         runtime.synchronize(event)
     assert raised.value.args == error.args
@@ -282,8 +280,7 @@ def test_when_a_copy_is_over_its_thread_and_its_event_hold_on_to_nothing(runtime
     bytes_gone, slot_gone = weakref.ref(source.untyped_storage()), weakref.ref(slot)
     gc.disable()
     try:
-        runtime.copy(slot, source, out)
-        event = runtime.record(out)
+        event = runtime.copy(slot, source, out)
         del slot, source
         for _ in range(2):
             if fails:

@@ -34,8 +34,7 @@ class Transfers(NamedTuple):
     def start(self, operation: Callable[[], object]) -> tuple[int, weakref.ref[Keepalive], HostEvent]:
         """Enqueues ``operation`` and registers its completion: the ticket, the keepalive, the event."""
         keepalive = Keepalive()
-        self.out.submit(operation)
-        event = self.out.record()
+        event = self.out.submit(operation)
         return self.registry.register(event, keepalive), weakref.ref(keepalive), event
 
     def take_up(self, ticket: int, how: str) -> None:
@@ -151,7 +150,7 @@ def test_h10_an_interrupt_in_a_wait_keeps_the_keepalive_of_a_copy_that_goes_on(t
     assert main is not None
 
     def interrupt() -> None:
-        while not transfers.out._waiters.count:
+        while not transfers.out.waiters:
             pass  # until the main thread stands in its wait
         signal.pthread_kill(main, signal.SIGINT)
 

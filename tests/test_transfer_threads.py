@@ -73,6 +73,35 @@ def test_work_that_comes_in_the_moment_of_going_idle_is_done(
     assert ran == list(range(500))
 
 
+def test_a_thread_that_dozes_is_not_woken_by_work_but_by_whoever_waits_for_it(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_DOZE_SECONDS", 3600.0)
+    out, ran = stream(runtime), []
+    for number in range(20):
+        runtime.synchronize(out.submit(lambda number=number: ran.append(number)))
+        while not out._dozes:
+            pass
+        first = out.submit(lambda: ran.append(None))
+        assert out._bell.empty(), "nobody rang"
+        assert not runtime.query(first)
+        runtime.synchronize(first)
+        assert ran == [number, None]
+        ran.clear()
+
+
+def test_a_thread_that_sleeps_is_woken_by_work(runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_DOZE_SECONDS", 0.0)
+    monkeypatch.setattr(host, "_IDLE_SECONDS", 3600.0)
+    out = stream(runtime)
+    for _ in range(20):
+        done = threading.Event()
+        out.submit(done.set)
+        assert done.wait(60)
+        while not out._sleeps:
+            pass
+
+
 def test_retiring_waits_for_what_is_enqueued_and_later_work_starts_a_new_thread(runtime: HostRuntime) -> None:
     out, ran = stream(runtime), []
     out.retire()
@@ -91,9 +120,8 @@ def test_retiring_waits_for_what_is_enqueued_and_later_work_starts_a_new_thread(
 
 def test_a_failure_outlives_the_thread_that_it_happened_on(runtime: HostRuntime) -> None:
     out = stream(runtime)
-    out.submit(raising(OSError(errno.EIO, "broken")))
+    event = out.submit(raising(OSError(errno.EIO, "broken")))
     out.retire()
-    event = out.record()
     with pytest.raises(OSError, match="broken"):
         runtime.synchronize(event)
     runtime.synchronize(out.record())
@@ -106,7 +134,7 @@ def test_retiring_does_not_wait_for_the_work_of_somebody_who_came_later(runtime:
     reached.wait()
     retiring = threading.Thread(target=out.retire)
     retiring.start()
-    while out._queue.empty():
+    while None not in out._items:
         pass  # until the other thread has asked for the end
     out.submit(second.wait)
     event = out.record()

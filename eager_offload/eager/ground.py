@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,7 +51,7 @@ class Ground:
         """The library holds ``nbytes`` less on the device."""
         self.resident_bytes -= nbytes
 
-    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, slot: Slot, stream: Stream) -> Event:
+    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, slot: Slot, stream: Stream, after: Sequence[Event]) -> Event:
         """Enqueues a copy of bytes on ``stream``; returns the event that it is over with, the last use of ``slot``.
 
         [Note: interrupts] A KeyboardInterrupt may come when the copy is enqueued and nobody knows of it yet. Both of
@@ -58,9 +59,10 @@ class Ground:
         """
         runtime = self.runtime
         try:
-            runtime.copy(dst, src, stream)
-            event = runtime.record(stream)
-            slot.fences = (*[fence for fence in slot.fences if not fence.passed()], Fence(runtime, event))
+            event = runtime.copy(dst, src, stream, after)
+            # Whatever is written comes after all earlier uses, so that its event stands for them.
+            earlier = [] if dst is slot else [fence for fence in slot.fences if not fence.passed()]
+            slot.fences = (*earlier, Fence(runtime, event))
         except BaseException:
             event = runtime.record(stream)
             slot.fences = (*slot.fences, Fence(runtime, event))

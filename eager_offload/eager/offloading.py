@@ -144,12 +144,8 @@ class Offloading:
         runtime = self._ground.runtime
         ordering = runtime.record(stream)
         out = runtime.transfer_stream(self._ground.device, Direction.OUT)
-        runtime.wait(out, ordering)
-        for fence in slot.fences:
-            if not fence.passed():
-                runtime.wait(out, fence.event)
-        slot.fences = ()  # `out` comes after all of them
-        return self._ground.copy(slot, source, slot, out)
+        earlier = [fence.event for fence in slot.fences if not fence.passed()]
+        return self._ground.copy(slot, source, slot, out, (ordering, *earlier))
 
     def _reserve(self, nbytes: int) -> Slot | None:
         """Room in the first tier that has it."""

@@ -176,9 +176,7 @@ class Reloading:
         # on `stream`. The transfer stream writes to it, so it waits for an event recorded after the allocation.
         allocated = runtime.record(stream)
         back = runtime.transfer_stream(ground.device, Direction.IN)
-        runtime.wait(back, allocated)
-        runtime.wait(back, saved.out_event)
-        event = ground.copy(target, slot, slot, back)
+        event = ground.copy(target, slot, slot, back, (allocated, saved.out_event))
         nbytes = target.nbytes
         ground.hold(nbytes)
         ground.accounts.tally.bytes_in += nbytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -227,7 +227,7 @@ class AcceleratorRuntime(Runtime):
         assert isinstance(event, AcceleratorEvent)
         event.synchronize()
 
-    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream) -> None:
+    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event]) -> Event:
         assert isinstance(stream, AcceleratorStream)
         assert isinstance(dst, Slot) != isinstance(src, Slot), "one end of a copy rests in a tier, the other does not"
         target, source = _bytes_of(dst), _bytes_of(src)
@@ -236,8 +236,11 @@ class AcceleratorRuntime(Runtime):
         assert self._api.device_of(on_device) == stream.device, (
             "a copy runs on a transfer stream of the tensor's device"
         )
+        for event in after:
+            self._wait(stream, event)
         with torch.no_grad(), self.enter(stream):
             self._api.copy(target, source)
+        return self._record(stream)
 
     def _allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         assert isinstance(stream, AcceleratorStream)

@@ -174,18 +174,28 @@ class Runtime(abc.ABC):
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
-    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream) -> None:
+    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
         """Enqueues a copy of bytes on ``stream``: a tensor into a slot (offload) or a slot into a tensor (reload).
 
         Args:
             dst, src: one slot and one flat ``uint8`` tensor on the device, of equal size in bytes. The caller keeps
-                both alive until the event that it records next has completed.
+                both alive until the copy is over.
+            after: what ``stream`` waits for first.
+
+        Returns:
+            A new event, recorded behind the copy; it carries what makes the copy fail.
         """
-        if self._log is not None and self._naming is not None:
-            self._log.access(
-                stream, [self._region(src)], [self._region(dst)], "offload" if isinstance(dst, Slot) else "reload"
-            )
-        self._copy(dst, src, stream)
+        log = self._log
+        if log is not None:
+            for event in after:
+                log.wait(stream, event)
+            if self._naming is not None:
+                what = "offload" if isinstance(dst, Slot) else "reload"
+                log.access(stream, [self._region(src)], [self._region(dst)], what)
+        over = self._copy(dst, src, stream, after)
+        if log is not None:
+            log.record(stream, over)
+        return over
 
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         """A flat ``uint8`` tensor of ``layout.nbytes`` on ``device``, owned by ``stream`` as allocators mean it.
@@ -227,7 +237,7 @@ class Runtime(abc.ABC):
     def _synchronize(self, event: Event) -> None: ...
 
     @abc.abstractmethod
-    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream) -> None: ...
+    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event]) -> Event: ...
 
     @abc.abstractmethod
     def _allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor: ...

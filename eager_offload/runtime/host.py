@@ -12,9 +12,10 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Final, TypeAlias, cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ __all__ = ["HostEvent", "HostRuntime", "TransferThread", "host_runtime"]
 
 #: Seconds without work after which a transfer thread ends; the next copy starts a new one.
 _IDLE_SECONDS = 10.0
+#: Seconds for which a transfer thread without work does not want to be woken; a small part of what a transfer takes
+#: that is worth its while.
+_DOZE_SECONDS = 2e-4
 _SLAB_BYTES = 16 << 20
 #: Reload targets that are kept for the next reload: filling fresh pages takes the system two to three times as long.
 _IDLE_BYTES = 64 << 20
@@ -36,36 +40,56 @@ _PROBE_BYTES = 64 << 20
 
 
 class HostEvent:
-    """Completes when the thread that it was recorded on comes to it; carries what went wrong before."""
+    """Something that a transfer thread comes to, and how it ended; without work it only marks a place in the queue."""
 
-    __slots__ = ("_waiters", "causes", "done", "error")
+    __slots__ = ("_thread", "_work", "done", "error")
 
-    def __init__(self, waiters: _Waiters) -> None:
-        self._waiters = waiters
-        #: The operations whose failure is this event's.
-        self.causes: list[_Operation] = []
+    def __init__(self, thread: TransferThread | None, work: Callable[[], None] | None = None) -> None:
+        self._thread = thread
+        self._work = work
         self.done = False
         self.error: BaseException | None = None
 
+    def carry_out(self) -> None:
+        """Does the work; an error is carried to whoever waits."""
+        self.finish(None if self._work is None else self._attempt())
+
+    def _attempt(self) -> BaseException | None:
+        work, self._work = self._work, None  # or the event would hold the copy's tensors
+        assert work is not None
+        try:
+            work()
+        except BaseException as error:  # a transfer thread never dies of it
+            _forget_locals(error)
+            # Without this frame, which holds the event, which holds the error.
+            return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+        else:
+            return None
+        finally:
+            del work  # frames of the traceback lead back to this one
+
     def finish(self, error: BaseException | None) -> None:
+        self._work = None
         self.error = error
         self.done = True
         # Whoever counts itself among the waiters only now looks at `done` afterwards: it is not missed.
-        if self._waiters.count:
-            with self._waiters.changed:
-                self._waiters.changed.notify_all()
+        thread = self._thread
+        if thread is not None and thread.waiters:
+            with thread.changed:
+                thread.changed.notify_all()
 
     def wait(self) -> None:
-        if self.done:
+        thread = self._thread
+        if self.done or thread is None:
             return
-        waiters = self._waiters
-        with waiters.changed:
-            waiters.count += 1
+        thread.hurry()
+        with thread.changed:
+            thread.waiters += 1
             try:
                 while not self.done:
-                    waiters.changed.wait()
+                    thread.changed.wait()
             finally:
-                waiters.count -= 1
+                thread.waiters -= 1
 
     def result(self) -> None:
         """Waits, then raises what made the transfer fail.
@@ -81,16 +105,6 @@ class HostEvent:
             raise error
 
 
-class _Waiters:
-    """Those who wait for events of one thread; events are made often and waited for seldom."""
-
-    __slots__ = ("changed", "count")
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.count = 0
-
-
 class _Compute:
     """The stream that stands for every thread that computes: its work is over when the call returns."""
 
@@ -99,12 +113,18 @@ class _Compute:
 
 
 _COMPUTE: Final = _Compute()
-_OVER: Final = HostEvent(_Waiters())
+_OVER: Final = HostEvent(None)
 _OVER.finish(None)
 
 
 class TransferThread:
     """A transfer stream: operations in order, carried out by one thread that starts when there is work.
+
+    [Note: handing over]
+    To wake a thread is a system call, and then it wants the interpreter's lock while the caller still computes: for a
+    small tensor both cost more than everything else that is done for it. So a thread that has run out of work *dozes*
+    for a moment before it sleeps. Whoever enqueues meanwhile does not wake it, and it carries out what has come
+    together when the moment is over, or as soon as somebody waits for it.
 
     The thread is a daemon and ends by itself when it is idle, so an exiting process never waits for it, and a process
     that stopped offloading has no thread left.
@@ -118,56 +138,62 @@ class TransferThread:
         return self.name
 
     def _reset(self) -> None:
-        self._queue: SimpleQueue[_Item] = SimpleQueue()
-        self._outstanding: set[HostEvent] = set()
-        self._waiters = _Waiters()
+        #: Those who wait for an event of this thread. Events are made often and waited for seldom: they share one.
+        self.changed = threading.Condition()
+        self.waiters = 0
+        # What the thread is at or has not come to; only the thread itself takes out, when it is done. `None` ends it.
+        self._items: deque[HostEvent | None] = deque()
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._dozes = self._sleeps = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._mine = _Mine()
 
-    def submit(self, call: Callable[[], None]) -> None:
-        """Enqueues an operation; what it raises is carried by the event that the calling thread records next.
-
-        Threads that enqueue side by side must not get each other's errors: a copy that failed would count as done.
-        """
-        operation = _Operation(call)
-        self._mine.operations.append(operation)
-        self._put(operation)
-
-    def wait_for(self, event: HostEvent) -> None:
-        """Has everything enqueued from here on come after ``event``, which belongs to another stream."""
-        self._put(_Operation(event.wait))
-
-    def record(self) -> HostEvent:
-        """Enqueues a new event."""
-        event = HostEvent(self._waiters)
-        mine = self._mine
-        event.causes, mine.operations = mine.operations, []
-        self._outstanding.add(event)
+    def submit(self, work: Callable[[], None]) -> HostEvent:
+        """Enqueues an operation; the event is over when that is, and carries what it raised."""
+        event = HostEvent(self, work)
         self._put(event)
         return event
+
+    def record(self) -> HostEvent:
+        """Enqueues a new event, which is over when everything enqueued before it is."""
+        event = HostEvent(self)
+        self._put(event)
+        return event
+
+    def hurry(self) -> None:
+        """Somebody waits: has the thread go on at once if it rests."""
+        if self._dozes or self._sleeps:
+            self._ring()
 
     def retire(self) -> None:
         """Has the thread carry out what is enqueued and end, and waits for that. Later work starts a new one."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            self._queue.put(None)
+            self._items.append(None)
+            self._ring()
             thread.join()
 
     def after_fork(self) -> None:
         """In a forked child the thread does not exist: what it still had to do has failed there."""
-        outstanding = list(self._outstanding)
+        items = list(self._items)
         self._reset()
-        for event in outstanding:
-            event._waiters = self._waiters
-            event.finish(OffloadError("this transfer was under way in the parent process when it forked"))
+        for event in items:
+            if event is not None and not event.done:
+                event.finish(OffloadError("this transfer was under way in the parent process when it forked"))
 
-    def _put(self, item: HostEvent | _Operation) -> None:
-        self._queue.put(item)
-        if self._thread is None:
+    def _put(self, event: HostEvent) -> None:
+        # Put first and look at the thread then; the thread says that it rests, or steps down, and looks for work then.
+        # One of the two sees the other.
+        self._items.append(event)
+        if self._sleeps:
+            self._ring()
+        elif self._thread is None:
             with self._lock:
                 if self._thread is None:
                     self._begin_turn()
+
+    def _ring(self) -> None:
+        self._bell.put(None)  # one too many only makes the thread look once more
 
     def _begin_turn(self) -> None:
         thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -175,43 +201,58 @@ class TransferThread:
         self._thread = thread
 
     def _end_turn(self) -> None:
-        """Another thread takes over if work has come meanwhile: somebody may be waiting for the end of this one.
-
-        Whoever enqueues puts first and looks for a thread then; this one steps down first and looks for work then. One
-        of the two sees the other.
-        """
+        """Another thread takes over if work has come meanwhile: somebody may be waiting for the end of this one."""
         with self._lock:
             self._thread = None
-            if not self._queue.empty():
+            if self._items:
                 self._begin_turn()
 
     def _run(self) -> None:
         try:
             self._carry_out()
         except BaseException as bug:  # of ours: nothing else comes this far. Whoever waits must hear of it.
-            for event in list(self._outstanding):
-                self._outstanding.discard(event)
-                event.finish(bug)
+            items = list(self._items)
+            self._items.clear()
+            for event in items:
+                if event is not None:
+                    event.finish(bug)
             with self._lock:
                 self._thread = None
             raise
 
     def _carry_out(self) -> None:
+        items = self._items
         while True:
-            try:
-                item = self._queue.get(timeout=_IDLE_SECONDS)
-            except Empty:
-                item = None
-            if item is None:
+            while items:
+                event = items[0]
+                if event is None:
+                    items.popleft()
+                    self._end_turn()
+                    return
+                event.carry_out()
+                del event
+                items.popleft()
+            self._dozes = True
+            self._rest(_DOZE_SECONDS)
+            self._dozes = False
+            if items:
+                continue
+            self._sleeps = True
+            rung = self._rest(_IDLE_SECONDS)
+            self._sleeps = False
+            if not rung and not items:
                 self._end_turn()
                 return
-            if isinstance(item, HostEvent):
-                self._outstanding.discard(item)
-                item.finish(next((cause.error for cause in item.causes if cause.error is not None), None))
-                item.causes = []
-            else:
-                item.run()
-            del item  # or the last copy's tensors would live until the next one comes
+
+    def _rest(self, seconds: float) -> bool:
+        """Waits until someone rings, unless there is work; whether there was any reason to go on."""
+        if self._items:
+            return True
+        try:
+            self._bell.get(timeout=seconds)
+        except Empty:
+            return False
+        return True
 
 
 def _forget_locals(error: BaseException) -> None:
@@ -220,38 +261,6 @@ def _forget_locals(error: BaseException) -> None:
     while link is not None:
         traceback.clear_frames(link.__traceback__)
         link = link.__cause__ or link.__context__
-
-
-class _Operation:
-    """Something that a transfer thread does, and how it ended."""
-
-    __slots__ = ("_call", "error")
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        call, self._call = self._call, None  # or the event would hold the copy's tensors
-        assert call is not None
-        try:
-            call()
-        except BaseException as error:  # carried to whoever waits; a transfer thread never dies of it
-            _forget_locals(error)
-            # Without this frame, which holds the operation, which holds the error.
-            self.error = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
-        finally:
-            del call  # frames of the traceback lead back to this one
-
-
-class _Mine(threading.local):
-    """What the calling thread has enqueued since it last recorded an event."""
-
-    def __init__(self) -> None:
-        self.operations: list[_Operation] = []
-
-
-_Item: TypeAlias = HostEvent | _Operation | None
 
 
 class HostRuntime(Runtime):
@@ -314,7 +323,7 @@ class HostRuntime(Runtime):
         if not isinstance(stream, TransferThread):
             event.result()
         elif not event.done:
-            stream.wait_for(event)
+            stream.submit(event.wait)
 
     def _query(self, event: Event) -> bool:
         return cast(HostEvent, event).done
@@ -323,14 +332,14 @@ class HostRuntime(Runtime):
         assert isinstance(event, HostEvent)
         event.result()
 
-    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream) -> None:
+    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event]) -> Event:
         assert isinstance(stream, TransferThread)
+        pending = [event for event in cast(Sequence[HostEvent], after) if not event.done]
         if type(dst) is Tensor:  # asked first: Slot is abstract, and asking it takes time
             slot = cast(Slot, src)
-            stream.submit(_Move(slot.read, dst, slot))
-        else:
-            slot = cast(Slot, dst)
-            stream.submit(_Move(slot.write, cast(Tensor, src), slot))
+            return stream.submit(_Move(slot.read, dst, slot, pending))
+        slot = cast(Slot, dst)
+        return stream.submit(_Move(slot.write, cast(Tensor, src), slot, pending))
 
     def _allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         # Pages are aligned to every phase; the bytes before it are slack.
@@ -345,12 +354,14 @@ class HostRuntime(Runtime):
 class _Move:
     """A copy on a transfer thread. It owns its tensor and slot until it is done."""
 
-    __slots__ = ("_call", "_slot", "_tensor")
+    __slots__ = ("_after", "_call", "_slot", "_tensor")
 
-    def __init__(self, call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> None:
-        self._call, self._tensor, self._slot = call, tensor, slot
+    def __init__(self, call: Callable[[Tensor], None], tensor: Tensor, slot: Slot, after: Sequence[HostEvent]) -> None:
+        self._call, self._tensor, self._slot, self._after = call, tensor, slot, after
 
     def __call__(self) -> None:
+        for event in self._after:
+            event.wait()
         try:
             self._call(self._tensor)
         except OffloadError:

@@ -18,7 +18,7 @@ import mmap
 import random
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -289,7 +289,7 @@ class SimulatedRuntime(Runtime):
             self._carry_out(event.stream, event.position)
             event.raise_failure()
 
-    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream) -> None:
+    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event]) -> Event:
         assert isinstance(stream, SimulatedStream)
         outward = isinstance(dst, Slot)
         slot, tensor = (dst, src) if outward else (src, dst)
@@ -298,6 +298,8 @@ class SimulatedRuntime(Runtime):
         direction = Direction.OUT if outward else Direction.IN
         what = "offload" if outward else "reload"
         move = Move(slot, tensor, direction, self._entry(stream, what, tensor, direction))
+        for event in after:
+            self._wait(stream, event)
         with self._lock:
             self._launch()
             self._occupy(stream, slot.nbytes / self._bandwidths[direction], what, slot.nbytes)
@@ -305,6 +307,7 @@ class SimulatedRuntime(Runtime):
             stream.fresh.append(move)
             if self._at_once or not stream.is_transfer:
                 self._carry_out(stream, stream.enqueued)
+        return self._record(stream)
 
     def _allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         assert 0 <= layout.phase < ALIGNMENT

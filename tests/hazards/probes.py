@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.eager.handles import SavedStorage
-from eager_offload.runtime.base import Runtime, Stream
+from eager_offload.runtime.base import Event, Runtime, Stream
 from eager_offload.tiers.base import Region, Slot
 
 __all__ = ["Moved", "Transfers"]
@@ -62,8 +63,8 @@ class Transfers:
     def _note(self, storage: torch.UntypedStorage) -> None:
         self.sources.append(weakref.ref(storage))
 
-    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream) -> None:
-        type(self._runtime).copy(self._runtime, dst, src, stream)
+    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
+        over = type(self._runtime).copy(self._runtime, dst, src, stream, after)
         if isinstance(dst, Slot):
             assert isinstance(src, Tensor)
             self._note(src.untyped_storage())
@@ -73,3 +74,4 @@ class Transfers:
             self.back.append(Moved(weakref.ref(dst.untyped_storage()), src.region, dst.nbytes))
             alive = Counter(moved.region for moved in self.back if moved.storage() is not None)
             self.most_targets_of_one_slot = max(self.most_targets_of_one_slot, *alive.values())
+        return over

@@ -119,9 +119,8 @@ def test_h15_copy_enters_its_stream_around_the_copy_alone_and_never_makes_the_ho
     source, slot = double.empty(NBYTES, DEVICE), host_slot(runtime, NBYTES)
     out = runtime.transfer_stream(DEVICE, Direction.OUT)
     double.calls.clear()
-    runtime.wait(out, runtime.record(compute))
-    runtime.copy(slot, source, out)
-    runtime.wait(compute, runtime.record(out))
+    over = runtime.copy(slot, source, out, after=[runtime.record(compute)])
+    runtime.wait(compute, over)
     assert double.calls == [
         "record_event 0/0",
         f"wait_event 0/{out.stream_id}",
@@ -306,9 +305,8 @@ def test_synchronize_waits_for_what_the_event_stands_for_and_no_more(
     source, slot = double.empty(NBYTES, DEVICE), host_slot(runtime, NBYTES)
     double.launch(compute, lambda x: x.copy_(pattern(NBYTES, 1)), source, what="forward")
     runtime.wait(out, runtime.record(compute))
-    runtime.copy(slot, source, out)
-    copied = runtime.record(out)
+    copied = runtime.copy(slot, source, out)
     runtime.copy(slot, source, out)
     runtime.synchronize(copied)
     assert torch.equal(slot.tensor, pattern(NBYTES, 1))
-    assert double.pending(out) == 1
+    assert double.pending(out) == 2, "the second copy and its event"

@@ -144,8 +144,7 @@ def test_h27_a_failed_transfer_is_raised_by_whoever_waits_for_it(rig: Rig, how: 
     source, slot = torch.randn(16), DistantSlot(64)
     slot.failing = True
     before = rig.runtime.record(rig.out)
-    rig.runtime.copy(slot, flat(source), rig.out)
-    failed = rig.runtime.record(rig.out)
+    failed = rig.runtime.copy(slot, flat(source), rig.out)
     after = rig.runtime.record(rig.out)
     rig.runtime.synchronize(before)
     for _ in range(2):
@@ -160,8 +159,7 @@ def test_operators_of_slots_are_not_seen_as_the_users(rig: Rig) -> None:
     with rig.runtime.checked(recording):
         source = torch.randn(16)
         before = len(recording.entries)
-        rig.runtime.copy(DistantSlot(64), flat(source), rig.out)
-        rig.runtime.synchronize(rig.runtime.record(rig.out))
+        rig.runtime.synchronize(rig.runtime.copy(DistantSlot(64), flat(source), rig.out))
         assert [type(entry).__name__ for entry in recording.entries[before:]] == [
             "Operation",
             "Recorded",
