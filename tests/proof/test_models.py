@@ -1,0 +1,189 @@
+"""Whole models, trained for three steps: not one bit of a loss, a weight or a statistic differs with offload."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eager_offload import OffloadStats
+from tests.hazards.backends import Backend
+from tests.hazards.programs import REGIMES, Program, Regime, same_gradients
+from tests.proof.models import FAMILIES, Checkpointing, Discriminator, Generator
+from tests.proof.models.gan import LATENT, SIZE
+
+Around: TypeAlias = AbstractContextManager[Any]
+
+STEPS = 3
+#: Everything leaves and comes back; then both windows are too small for more than a few tensors at a time.
+TWO_REGIMES = (
+    Regime("everything comes back", settled=True),
+    Regime("small windows", settled=False, fields={"max_inflight_bytes": 1 << 13, "prefetch_bytes": 1 << 14}),
+)
+
+
+class Case(NamedTuple):
+    """One way to train one family."""
+
+    family: str
+    checkpointing: Checkpointing
+    autocast: bool
+    micro_batches: int
+
+    def __str__(self) -> str:
+        precision = "bf16" if self.autocast else "fp32"
+        accumulation = ", accumulating" if self.micro_batches > 1 else ""
+        return f"{self.family}, {precision}, {self.checkpointing.value}{accumulation}".replace(" ", "_")
+
+
+NONE, REENTRANT, NON_REENTRANT = Checkpointing
+#: Each family meets each precision, each kind of checkpointing and accumulation.
+FEW = [
+    case
+    for family in FAMILIES
+    for case in (
+        Case(family, NONE, False, 1),
+        Case(family, NON_REENTRANT, True, 1),
+        Case(family, REENTRANT, False, 2),
+    )
+]
+EVERY = [
+    Case(family, checkpointing, autocast, micro_batches)
+    for family, checkpointing, autocast, micro_batches in itertools.product(
+        FAMILIES, Checkpointing, (False, True), (1, 2)
+    )
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The tensors are tiny: a second thread in a kernel would only spin."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def trained(case: Case) -> Program:
+    """Three steps of AdamW; returns the losses, the parameters, the statistics and what the optimizer keeps."""
+
+    def program(offload: Around) -> object:
+        model = FAMILIES[case.family]()
+        model.checkpointing = case.checkpointing
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses = []
+        for step in range(STEPS):
+            for micro in range(case.micro_batches):
+                with offload, torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                    # Nobody else holds the batch: what somebody holds stays, once that is learnt.
+                    loss = model(*model.batch(10 * step + micro)) / case.micro_batches
+                loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        state = [kept for parameter in optimizer.state.values() for kept in parameter.values()]
+        return losses, [parameter.detach() for parameter in model.parameters()], list(model.buffers()), state
+
+    return program
+
+
+def assert_exact(case: Case, backend: Backend, regimes: tuple[Regime, ...]) -> list[OffloadStats]:
+    backend.sources_change = FAMILIES[case.family].changes_what_it_saves
+    every = same_gradients(trained(case), backend, regimes=regimes)
+    for stats in every:
+        assert stats.foreign_hooks == 0, "checkpointing is no stranger"
+        assert stats.demotions == {}
+    return every
+
+
+#: All of these with real files; under the checker, which takes most of the time, one of each family.
+WHERE = [("disk", case) for case in FEW] + [
+    ("simulated", FEW[3 * family + (family + 2) % 3]) for family in range(len(FAMILIES))
+]
+
+
+@pytest.mark.parametrize(("backend", "case"), WHERE, ids=str, indirect=["backend"])
+def test_a_model_trains_to_the_same_bits(case: Case, backend: Backend) -> None:
+    assert_exact(case, backend, TWO_REGIMES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_a_model_trains_to_the_same_bits_in_every_way(case: Case, backend: Backend) -> None:
+    assert_exact(case, backend, REGIMES)
+
+
+def adversaries(*, one_context: bool) -> Program:
+    """Two optimizers and two graphs: the generator's is alive while the discriminator is trained on what it made.
+
+    Args:
+        one_context: whether both forwards of the discriminator's step are inside the context of the generator's.
+    """
+
+    def program(offload: Around) -> object:
+        generator, discriminator = Generator(), Discriminator()
+        of_generator = torch.optim.AdamW(generator.parameters(), lr=1e-2)
+        of_discriminator = torch.optim.AdamW(discriminator.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(STEPS):
+            real = torch.rand(3, 3, SIZE, SIZE) * 2 - 1
+            with offload:
+                made = generator(torch.randn(3, LATENT))
+                if one_context:
+                    verdict = judged(discriminator, real, made.detach())
+            if not one_context:
+                with offload:
+                    verdict = judged(discriminator, real, made.detach())
+            del real
+            verdict.backward()  # leaves the generator's graph as it is
+            of_discriminator.step()
+            of_discriminator.zero_grad()
+            with offload:
+                loss = F.softplus(-discriminator(made)).mean()
+            del made
+            loss.backward()  # through both
+            of_generator.step()
+            of_generator.zero_grad()
+            of_discriminator.zero_grad()
+            losses += [verdict.detach(), loss.detach()]
+        return losses, weights(generator), weights(discriminator)
+
+    return program
+
+
+def judged(discriminator: Discriminator, real: Tensor, made: Tensor) -> Tensor:
+    """The discriminator's loss: a penalty on its slope makes backward save for a backward of its own."""
+    loss = F.softplus(discriminator(made)).mean() + F.softplus(-discriminator(real)).mean()
+    return loss + 0.1 * discriminator.slope_penalty(real)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [*(parameter.detach() for parameter in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize("one_context", [True, False], ids=["one context", "a context for each"])
+def test_a_gan_with_two_optimizers_and_two_graphs_trains_to_the_same_bits(one_context: bool, backend: Backend) -> None:
+    backend.sources_change = True  # BatchNorm's statistics, and the vectors of spectral normalization
+    # What was made is held by the program while the discriminator learns, and once that is learnt it stays.
+    for stats in same_gradients(adversaries(one_context=one_context), backend, regimes=TWO_REGIMES, moved=0.8):
+        assert set(stats.kept_bytes) <= {"parameter", "alive"}
+
+
+def test_a_mixture_of_experts_has_other_shapes_in_every_step() -> None:
+    model = FAMILIES["experts"]()
+    lengths = {tuple(model.batch(10 * step).inputs.shape) for step in range(STEPS)}
+    assert len(lengths) == STEPS
+
+
+def test_an_adapted_model_trains_its_adapters_alone() -> None:
+    model = FAMILIES["lora"]()
+    model(*model.batch(0)).backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained
+    assert all(name.split(".")[-2] in ("down", "up") for name in trained)
