@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full gpu bench lint clean
+.PHONY: help demo test test-full gpu mutants bench lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -30,8 +30,11 @@ test-full: $(STAMP) ## the long ones too, under 45 minutes
 gpu: $(STAMP) ## the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
+mutants: $(STAMP) ## which test notices each wait, record, keepalive and release that is taken out, under 30 minutes
+	$(BIN)/python -m tools.mutants $(ARGS)
+
 bench: $(STAMP) ## every benchmark, 40 minutes on 2 quiet cores; benchmarks/results (ARGS="--quick --check")
-	@status=0; for name in hooks memory steps cpu_train; do \
+	@status=0; for name in hooks memory steps simulate cpu_train cpu_floor; do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || status=1; done; exit $$status
 
 lint: $(STAMP) ## ruff (lint and format) and mypy --strict

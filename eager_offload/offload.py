@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from eager_offload.eager.lanes import Lanes
 from eager_offload.errors import ConfigError, OffloadError
 from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, OffloadStats
+from eager_offload.tiers.base import Tier
 
 __all__ = ["Offload"]
 
@@ -36,18 +38,27 @@ class Offload:
         config: an :class:`OffloadConfig`; the defaults where it is left out.
         runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For proof and planning with
             ``eager_offload.runtime.simulated``; training leaves it out.
+        around_tier: stands something in front of each tier that is opened, such as the token bucket of
+            ``eager_offload.tiers.throttle``. For benchmarks and tests; training leaves it out.
         **fields: fields of :class:`OffloadConfig`, in place of those of ``config``.
 
     Raises:
         ConfigError: a field that does not exist, a value that is not accepted, or a ``disk_path`` that cannot serve.
     """
 
-    def __init__(self, config: OffloadConfig | None = None, *, runtime: Runtime | None = None, **fields: Any) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig | None = None,
+        *,
+        runtime: Runtime | None = None,
+        around_tier: Callable[[Tier], Tier] | None = None,
+        **fields: Any,
+    ) -> None:
         if config is not None and not isinstance(config, OffloadConfig):
             raise ConfigError(f"config={config!r} is not accepted: config takes an OffloadConfig or None")
         self.config = OffloadConfig.from_fields(fields, config)
         self._accounts = Accounts()
-        self._lanes = Lanes(self.config, self._accounts, runtime)
+        self._lanes = Lanes(self.config, self._accounts, runtime, around_tier)
         self._session = Session()
         self._contexts = _Contexts()
         self._hooks = Hooks(self.config.size("min_bytes"), self._accounts, self._lanes.of, self._session)

@@ -93,11 +93,37 @@ def test_h25_steps_are_sampled_ten_times_and_leave_nothing_behind(tmp_path: Path
     assert len({(one["threads"], one["descriptors"]) for one in samples}) == 1
 
 
+def test_the_simulation_compares_every_step_with_its_floor_and_the_best_that_could_be_done(tmp_path: Path) -> None:
+    content = measured("simulate", tmp_path, "--quick", "--layers", "2", "--tokens", "8k,128k", "--waits")
+    assert set(content["samples"]) == {"8k", "128k"}
+    for name, steps in content["samples"].items():
+        assert len({step["gradients_hash"] for step in steps}) == 1
+        for step in steps:
+            assert step["bytes_out"] > 0.5 * content["summary"][name]["saved_bytes"]
+            assert step["step_seconds"] >= step["forward_seconds"] + step["backward_seconds"]
+            assert step["best_seconds"] > 0.0
+            assert step["floor_seconds"] > 0.0
+    assert [limit["bound"] for limit in content["limits"] if limit["what"].endswith("step over floor")] == [1.03, 1.03]
+
+
+def test_steps_behind_a_token_bucket_are_compared_with_the_floor_of_their_round(tmp_path: Path) -> None:
+    arguments = ["--heads", "2", "--batch", "2", "--quick", "--ratios", "0.5,2"]
+    content = measured("cpu_floor", tmp_path, *TINY_MODEL, *arguments)
+    steps, floors = content["samples"]["steps"], content["samples"]["floors"]
+    assert len({step["gradients_hash"] for step in steps}) == 1
+    assert [one["ratio"] for one in floors] == [0.5, 2.0]
+    assert all(step["bytes_out"] > 0 for step in steps if step["ratio"] is not None)
+    assert all(one["floor_seconds"] > 0 for one in floors)
+    assert {"0.5 x free: step over floor", "2 x free: step over floor"} <= {one["what"] for one in content["limits"]}
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
         ("cpu_train", ["--variants", "nothing"], "'nothing' is not one of none, default malloc; none;"),
         ("steps", ["--steps", "0"], "argument --steps"),
+        ("simulate", ["--tokens", "9k"], "'9k' is not one of 8k, 32k, 128k"),
+        ("cpu_floor", ["--ratios", "0"], "a link moves more than nothing"),
     ],
 )
 def test_a_bad_option_is_named(name: str, arguments: list[str], says: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -28,10 +29,17 @@ _told_about_host_tier = threading.Event()
 class Lanes:
     """The lanes of one ``Offload``, opened when a tensor of their device is first saved. Methods take the lock."""
 
-    def __init__(self, config: OffloadConfig, accounts: Accounts, given: Runtime | None) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        accounts: Accounts,
+        given: Runtime | None,
+        around_tier: Callable[[Tier], Tier] | None = None,
+    ) -> None:
         self._config = config
         self._accounts = accounts
         self._given = given
+        self._around_tier = around_tier
         self._lanes: dict[torch.device, Lane] = {}
         self._outlived: list[Lane] = []  # closed, and graphs of theirs are still alive
         self._tiers: dict[Runtime, list[Tier]] = {}
@@ -112,7 +120,8 @@ class Lanes:
     def _open_tiers(self, runtime: Runtime, device: torch.device) -> list[Tier]:
         tiers = self._tiers.get(runtime)
         if tiers is None:
-            tiers = self._tiers[runtime] = [self._open_tier(runtime, device)]
+            tier = self._open_tier(runtime, device)
+            tiers = self._tiers[runtime] = [tier if self._around_tier is None else self._around_tier(tier)]
         if isinstance(runtime, HostRuntime):
             runtime.attach_user(self._accounts)
         return tiers

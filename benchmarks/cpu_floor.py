@@ -1,0 +1,275 @@
+"""How close a training step comes to its floor on a CPU, where transfers are as fast as a token bucket lets them be.
+
+    python -m benchmarks.cpu_floor
+    python -m benchmarks.cpu_floor --rounds 1 --ratios 1
+
+A step is forward and backward of the demo's model. Without offload it takes T_f and T_b. A step with offload moves D
+bytes out and back. Offloading would be free if the link moved D in T_f; the bucket around the disk tier gives it 0.5, 1
+and 2 times that. The floor is max(T_f, D/BW) + max(T_b, D/BW), all measured in the same round. The bits of all
+gradients must be those without offload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+
+import torch
+
+import eager_offload as eo
+from benchmarks.common import MIB, Report, Spread, add_common_options, console, positive, table
+from eager_offload.tiers.base import Tier
+from eager_offload.tiers.disk import Bandwidth, DiskTier
+from eager_offload.tiers.throttle import ThrottledTier
+
+from lm.data import Batch, batches, read_text
+from lm.model import LanguageModel
+
+#: The most that a step may take, as a multiple of its floor, by how fast the link is: 1 is where it is just free.
+LIMITS = {0.5: 1.15, 1.0: 1.15, 2.0: 1.10}
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One forward and its backward. Seconds and bytes."""
+
+    #: Of the free point; ``None``: without offload.
+    ratio: float | None
+    round: int
+    forward_seconds: float
+    backward_seconds: float
+    stall_seconds: float
+    bytes_out: int
+    bytes_in: int
+    gradients_hash: str
+    load_average: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A step behind a bucket beside the one without offload of the same round."""
+
+    ratio: float
+    round: int
+    #: Bytes a second: of the bucket, or of the disk where that is slower.
+    bandwidth: Bandwidth
+    floor_seconds: float
+    step_seconds: float
+
+    @property
+    def over_floor(self) -> float:
+        return self.step_seconds / self.floor_seconds
+
+
+class Trainer:
+    """The model and its batch; parameters never change, so that every step is the same."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self.options = options
+        self.model = LanguageModel(options.layers, options.width, options.heads, options.sequence, checkpointing=False)
+        (self.batch,) = batches(read_text(), count=1, batch=options.batch, sequence=options.sequence, seed=1)
+
+    def step(self, ratio: float | None, number: int, offload: eo.Offload | None) -> Timed:
+        """One step, timed."""
+        self.model.zero_grad(set_to_none=False)
+        if offload is not None:
+            offload.reset_stats()
+        began = time.perf_counter()
+        between = self._train(self.batch, offload)
+        ended = time.perf_counter()
+        stats = None if offload is None else offload.stats(synchronize=True)
+        return Timed(
+            ratio=ratio,
+            round=number,
+            forward_seconds=between - began,
+            backward_seconds=ended - between,
+            stall_seconds=0.0 if stats is None else stats.stall_seconds,
+            bytes_out=0 if stats is None else stats.bytes_out,
+            bytes_in=0 if stats is None else stats.bytes_in,
+            gradients_hash=self._hash_gradients(),
+            load_average=os.getloadavg()[0],
+        )
+
+    def offload(self, around: Callable[[Tier], Tier] | None = None) -> eo.Offload:
+        size = self.options.window
+        return eo.Offload(
+            tier="disk",
+            disk_path=self.options.disk_path,
+            min_bytes=self.options.min_bytes,
+            max_inflight_bytes=size,
+            prefetch_bytes=size,
+            around_tier=around,
+        )
+
+    def _train(self, batch: Batch, offload: eo.Offload | None) -> float:
+        """Forward and backward; returns the time between them."""
+        with offload or nullcontext():
+            loss = self.model(batch.inputs, batch.targets)
+        between = time.perf_counter()
+        loss.backward()
+        return between
+
+    def _hash_gradients(self) -> str:
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            digest.update(parameter.grad.numpy(force=True).tobytes())
+        return digest.hexdigest()[:16]
+
+
+class Buckets:
+    """An ``Offload`` behind a token bucket for each ratio, at rates that one step without it has shown.
+
+    Args:
+        free_rate: bytes a second at which a step's bytes leave in the time of its forward.
+    """
+
+    def __init__(self, trainer: Trainer, free_rate: float, ratios: list[float]) -> None:
+        self.rates = {ratio: ratio * free_rate for ratio in ratios}
+        self.offloads = {ratio: trainer.offload(_throttle(rate)) for ratio, rate in self.rates.items()}
+
+    def close(self) -> None:
+        for offload in self.offloads.values():
+            offload.close()
+
+
+def _throttle(rate: float) -> Callable[[Tier], Tier]:
+    return lambda tier: ThrottledTier(tier, rate, rate)
+
+
+def measure(options: argparse.Namespace, bandwidth: Bandwidth) -> tuple[list[Timed], list[Comparison]]:
+    """All steps, and every one behind a bucket beside the one without offload of its round."""
+    trainer = Trainer(options)
+    trainer.step(None, -1, None)  # loads code and makes the gradients
+    plain = trainer.step(None, -1, None)
+    natural = trainer.offload()
+    moved = [trainer.step(None, -1, natural) for _ in range(2)][-1].bytes_out
+    natural.close()
+    buckets = Buckets(trainer, moved / plain.forward_seconds, options.ratios)
+    for offload in buckets.offloads.values():
+        trainer.step(None, -1, offload)  # a first step knows nothing of the order that is to come
+    timed, compared = [plain], []
+    for number in range(options.rounds):
+        plain = trainer.step(None, number, None)
+        timed.append(plain)
+        for ratio, offload in buckets.offloads.items():
+            one = trainer.step(ratio, number, offload)
+            timed.append(one)
+            compared.append(compare(one, plain, moved, buckets.rates[ratio], bandwidth))
+            console.print(
+                f"round {number + 1}/{options.rounds}  {ratio:>4g} x free  {one.seconds:>6.2f} s a step, "
+                f"{compared[-1].over_floor:.3f} of its floor; stalled {one.stall_seconds:.2f} s; "
+                f"load {one.load_average:.1f}"
+            )
+    buckets.close()
+    return timed, compared
+
+
+def compare(one: Timed, plain: Timed, nbytes: int, rate: float, disk: Bandwidth) -> Comparison:
+    """A step beside its floor.
+
+    Args:
+        nbytes: what a step moves out, and back.
+        rate: of the bucket, bytes a second.
+    """
+    assert one.ratio is not None
+    reached = Bandwidth(min(rate, disk.write), min(rate, disk.read))
+    floor = max(plain.forward_seconds, nbytes / reached.write) + max(plain.backward_seconds, nbytes / reached.read)
+    return Comparison(one.ratio, one.round, reached, floor, one.seconds)
+
+
+def judge(report: Report, timed: list[Timed], compared: list[Comparison]) -> dict[str, dict[str, Spread]]:
+    summary = {}
+    for ratio in sorted({one.ratio for one in compared}):
+        own = [one for one in compared if one.ratio == ratio]
+        over_floor = Spread.of([one.over_floor for one in own])
+        report.at_most(f"{ratio:g} x free: step over floor", over_floor.median, LIMITS.get(ratio, max(LIMITS.values())))
+        summary[f"{ratio:g}"] = {
+            "step over floor": over_floor,
+            "step_seconds": Spread.of([one.step_seconds for one in own]),
+            "floor_seconds": Spread.of([one.floor_seconds for one in own]),
+            "stall_seconds": Spread.of([one.stall_seconds for one in timed if one.ratio == ratio]),
+            "bytes_out": Spread.of([one.bytes_out for one in timed if one.ratio == ratio]),
+        }
+    report.at_most("different gradients", len({one.gradients_hash for one in timed}), 1)
+    return summary
+
+
+def show(timed: list[Timed], summary: dict[str, dict[str, Spread]]) -> None:
+    plain = [one for one in timed if one.ratio is None]
+    forward, backward = (
+        Spread.of([getattr(one, f"{half}_seconds") for one in plain]).show(2) for half in ("forward", "backward")
+    )
+    console.print(f"Without offload: forward {forward} s, backward {backward} s; median (least .. most)")
+    shown = table("link, of the free point", "s a step", "floor s", "over floor", "stall s", "MiB out")
+    for ratio, found in summary.items():
+        shown.add_row(
+            ratio,
+            found["step_seconds"].show(2),
+            f"{found['floor_seconds'].median:,.2f}",
+            found["step over floor"].show(),
+            f"{found['stall_seconds'].median:,.2f}",
+            f"{found['bytes_out'].median / MIB:,.0f}",
+        )
+    console.print(shown)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch reads it when it first allocates; see the README on huge pages
+    torch.set_num_threads(options.threads)
+    eo.release_freed_memory()
+    report = Report("cpu_floor", options)
+    tier = DiskTier(None if options.disk_path is None else [options.disk_path], None)
+    bandwidth = tier.measure()
+    tier.close()
+    report.environment["disk"] = {"write_bytes_per_second": bandwidth.write, "read_bytes_per_second": bandwidth.read}
+    timed, compared = measure(options, bandwidth)
+    summary = judge(report, timed, compared)
+    show(timed, summary)
+    samples = {"steps": [asdict(one) for one in timed], "floors": [asdict(one) for one in compared]}
+    return report.finish(samples, summary)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--ratios", type=ratios, default="0.5,1,2", help="links, in multiples of the free point")
+    parser.add_argument("--layers", type=positive, default=8)
+    parser.add_argument("--width", type=positive, default=768)
+    parser.add_argument("--heads", type=positive, default=12)
+    parser.add_argument("--sequence", type=positive, default=1024)
+    parser.add_argument("--batch", type=positive, default=4)
+    parser.add_argument("--threads", type=positive, default=2, help="of torch")
+    parser.add_argument("--window", default="64MiB", help="max_inflight_bytes and prefetch_bytes")
+    parser.add_argument("--min-bytes", default="1MiB")
+    add_common_options(parser)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds = 1
+    return options
+
+
+def ratios(text: str) -> list[float]:
+    """Numbers above 0 with commas between."""
+    found = [float(word) for word in text.split(",")]
+    if min(found) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: a link moves more than nothing")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

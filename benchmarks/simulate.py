@@ -1,0 +1,320 @@
+"""How well transfers hide behind compute, on a virtual clock: 32 decoder blocks at the rates of an H200 and PCIe 5 x16.
+
+    python -m benchmarks.simulate
+    python -m benchmarks.simulate --tokens 32k --jitter 0
+
+The library itself runs, through its own hooks, on a small model that stands for the large one (see
+``simulation/device.py``). Every operator takes a time that differs by up to 30 percent from the one before. The step is
+compared with its floor and with a schedule that knows all times in advance and has the same room on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from statistics import median
+
+import torch
+
+import eager_offload as eo
+from benchmarks.common import Report, Spread, add_common_options, console, positive, table
+from benchmarks.simulation.device import Machine, Op, OperatorClock, Scale
+from benchmarks.simulation.model import Shape, Stack
+from benchmarks.simulation.oracle import Link, Program, best_step, floor, watch
+from eager_offload.config import parse_size
+from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.runtime.timeline import Span, Timeline
+
+GIB = 1 << 30
+#: What is simulated, and the tokens of the small model that stands for any of them.
+LARGE = Shape(layers=32, width=4096, hidden=11008, heads=32)
+SMALL_WIDTH, SMALL_TOKENS = 64, 128
+LIMIT = 1.03
+SEQUENCES = {"8k": 8 << 10, "32k": 32 << 10, "128k": 128 << 10}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Compute had nothing to run: why, when in its half of the step, and before which operator. Seconds."""
+
+    half: str
+    begin: float
+    seconds: float
+    before: str
+    #: ``"transfer"``: it waited for an event; ``"host"``: the host, waiting itself, had given it nothing.
+    reason: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. Seconds, and bytes of the large model."""
+
+    tokens: int
+    number: int
+    step_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    floor_seconds: float
+    best_seconds: float
+    bytes_out: float
+    bytes_in: float
+    #: Bytes that left although they were asked for before their source was gone.
+    wasted_bytes: float
+    stall_seconds: float
+    host_wait_seconds: float
+    #: Most bytes of saved tensors that the library held on the device at one time.
+    resident_bytes_peak: float
+    longest_waits: list[Wait]
+    gradients_hash: str
+
+    @property
+    def over_floor(self) -> float:
+        return self.step_seconds / self.floor_seconds
+
+    @property
+    def over_best(self) -> float:
+        return self.step_seconds / self.best_seconds
+
+
+class Simulation:
+    """One sequence length: the small model, its scale, and the program of a step.
+
+    Args:
+        tokens: of the large model's one sequence.
+        options: the command line.
+    """
+
+    def __init__(self, tokens: int, options: argparse.Namespace) -> None:
+        self.tokens = tokens
+        self.options = options
+        self.machine = Machine(launch_seconds=options.launch_seconds)
+        self.scale = Scale(tokens / SMALL_TOKENS, LARGE.width / SMALL_WIDTH)
+        small = Shape(options.layers, SMALL_WIDTH, round(LARGE.hidden / self.scale.width), 1)
+        self.model = Stack(small)
+        self.data = torch.randn(SMALL_TOKENS, SMALL_WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+        self.min_bytes = self.small(parse_size(options.min_bytes))
+        self.link = Link(self.machine.link, self.machine.link)
+        self.program, self.forward_ops, self.expected_hash = self._look()
+        largest = max(self.program.nbytes)
+        window = options.window_tensors * largest if options.window is None else self.small(parse_size(options.window))
+        self.window = int(window)
+
+    def small(self, nbytes: float) -> int:
+        """Bytes of the tensors at hand that stand for ``nbytes``."""
+        return int(nbytes / self.scale.nbytes)
+
+    def large(self, nbytes: float) -> float:
+        """Bytes that ``nbytes`` at hand stand for."""
+        return nbytes * self.scale.nbytes
+
+    def run(self) -> Iterator[Step]:
+        """Steps of one training, each with other operator times."""
+        runtime = self._runtime()
+        offload = eo.Offload(
+            runtime=runtime,
+            tier="host",
+            min_bytes=self.min_bytes,
+            max_inflight_bytes=self.window,
+            prefetch_bytes=self.window,
+            keep_last_bytes=self.window if self.options.fixed else "auto",
+        )
+        for number in range(1, self.options.steps + 1):
+            yield self._step(number, runtime, offload)
+        offload.close()
+
+    def _runtime(self) -> SimulatedRuntime:
+        bandwidth = self.machine.link / self.scale.nbytes
+        return SimulatedRuntime(
+            out_bandwidth=bandwidth, in_bandwidth=bandwidth, launch_seconds=self.machine.launch_seconds
+        )
+
+    def _clock(self, runtime: SimulatedRuntime, seed: int) -> OperatorClock:
+        return OperatorClock(runtime, self.machine, self.scale, self.options.jitter, seed)
+
+    def _look(self) -> tuple[Program, int, str]:
+        """What a step saves and asks for, how many operators its forward has, and what its gradients are."""
+        clock = self._clock(self._runtime(), 0)
+        with clock, watch(clock.ops, self.min_bytes) as program:
+            forward_ops = self._train(clock.ops, None)
+        return program, forward_ops, self._hash_gradients()
+
+    def _train(self, ops: list[Op], offload: eo.Offload | None) -> int:
+        """Forward and backward; returns how many operators forward has."""
+        self.model.zero_grad(set_to_none=True)
+        with offload or nullcontext():
+            out = self.model(self.data)
+        forward_ops = len(ops)
+        out.backward(torch.ones_like(out))
+        return forward_ops
+
+    def _step(self, number: int, runtime: SimulatedRuntime, offload: eo.Offload) -> Step:
+        runtime.drain()
+        runtime.timeline = Timeline()
+        offload.reset_stats()
+        begun = runtime.now
+        clock = self._clock(runtime, seed=1000 * number + self.options.seed)
+        with clock:
+            forward_ops = self._train(clock.ops, offload)
+        seconds = [op.seconds for op in clock.ops]
+        forward, backward = sum(seconds[:forward_ops]), sum(seconds[forward_ops:])
+        moving = max(0.0, self.large(self.program.total_bytes - self.window))
+        stats = offload.stats()
+        waits = self._waits(runtime, begun, forward_ops)
+        return Step(
+            tokens=self.tokens,
+            number=number,
+            step_seconds=runtime.default_stream.tail - begun,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            floor_seconds=floor(forward, backward, moving, self.link),
+            best_seconds=best_step(self.program, seconds, forward_ops, self._small_link(), stats.resident_bytes_peak),
+            bytes_out=self.large(stats.bytes_out),
+            bytes_in=self.large(stats.bytes_in),
+            wasted_bytes=self.large(stats.forwarded_bytes),
+            stall_seconds=runtime.stall_seconds,
+            host_wait_seconds=runtime.timeline.host_wait_seconds,
+            resident_bytes_peak=self.large(stats.resident_bytes_peak),
+            longest_waits=sorted(waits, key=lambda wait: -wait.seconds)[:8],
+            gradients_hash=self._hash_gradients(),
+        )
+
+    def _small_link(self) -> Link:
+        return Link(self.link.out / self.scale.nbytes, self.link.back / self.scale.nbytes)
+
+    def _waits(self, runtime: SimulatedRuntime, begun: float, forward_ops: int) -> Iterator[Wait]:
+        """Every time at which compute had nothing to run."""
+        work = [span for span in _on(runtime.timeline, runtime) if not span.is_stall]
+        stalled = {span.stop: span.seconds for span in _on(runtime.timeline, runtime) if span.is_stall}
+        before, half_begun = begun, begun
+        for at, span in enumerate(work):
+            half = "forward" if at < forward_ops else "backward"
+            if at == forward_ops:
+                half_begun = before
+            gap, stall = span.start - before, stalled.get(span.start, 0.0)
+            for seconds, reason in ((stall, "transfer"), (gap - stall, "host")):
+                if seconds > 2 * self.machine.launch_seconds:
+                    where = at if half == "forward" else at - forward_ops
+                    name = f"{span.what} ({half} operator {where})"
+                    yield Wait(half, before - half_begun, seconds, name, reason)
+            before = span.stop
+
+    def _hash_gradients(self) -> str:
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            digest.update(parameter.grad.view(torch.uint8).numpy(force=True).tobytes())
+        return digest.hexdigest()[:16]
+
+
+def _on(timeline: Timeline, runtime: SimulatedRuntime) -> list[Span]:
+    return [span for span in timeline.spans if span.stream is runtime.default_stream]
+
+
+def judge(report: Report, name: str, simulation: Simulation, steps: list[Step]) -> dict[str, object]:
+    learnt = steps[1:] or steps
+    over_floor = Spread.of([step.over_floor for step in learnt])
+    report.at_most(f"{name}: step over floor", over_floor.median, LIMIT)
+    report.at_most(
+        f"{name}: different gradients", len({simulation.expected_hash, *(s.gradients_hash for s in steps)}), 1
+    )
+    return {
+        "window_bytes": simulation.large(simulation.window),
+        "largest_saved_bytes": simulation.large(max(simulation.program.nbytes)),
+        "saved_bytes": simulation.large(simulation.program.total_bytes),
+        "step over floor": over_floor,
+        "step over floor, first step": steps[0].over_floor,
+        "best over floor": Spread.of([step.best_seconds / step.floor_seconds for step in learnt]),
+        "step over best": Spread.of([step.over_best for step in learnt]),
+    }
+
+
+def show(found: dict[str, list[Step]], summary: dict[str, dict[str, object]]) -> None:
+    shown = table(
+        "tokens", "saved GiB", "window GiB", "compute s", "floor s", "step s", "over floor", "first", "over best"
+    )
+    for name, steps in found.items():
+        learnt = steps[1:] or steps
+        told = summary[name]
+        over_floor, over_best = told["step over floor"], told["step over best"]
+        assert isinstance(over_floor, Spread)
+        assert isinstance(over_best, Spread)
+        shown.add_row(
+            name,
+            f"{told['saved_bytes'] / GIB:,.1f}",  # type: ignore[operator]
+            f"{told['window_bytes'] / GIB:,.2f}",  # type: ignore[operator]
+            f"{median(s.forward_seconds + s.backward_seconds for s in learnt):,.3f}",
+            f"{median(s.floor_seconds for s in learnt):,.3f}",
+            f"{median(s.step_seconds for s in learnt):,.3f}",
+            over_floor.show(),
+            f"{steps[0].over_floor:,.3f}",
+            over_best.show(),
+        )
+    console.print("Medians of all steps but the first; times of the virtual clock")
+    console.print(shown)
+
+
+def show_waits(name: str, step: Step) -> None:
+    shown = table(f"{name}: the longest waits of compute, last step", "ms", "after ms", "for")
+    for wait in step.longest_waits:
+        shown.add_row(wait.before, f"{1e3 * wait.seconds:,.2f}", f"{1e3 * wait.begin:,.1f}", wait.reason)
+    console.print(shown)
+    console.print(
+        f"  in all {1e3 * step.stall_seconds:,.1f} ms for transfers; the host waited for "
+        f"{1e3 * step.host_wait_seconds:,.1f} ms; {step.bytes_out / GIB:,.1f} GiB out, {step.bytes_in / GIB:,.1f} in, "
+        f"{step.wasted_bytes / GIB:,.2f} for nothing"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    torch.set_num_threads(1)
+    report = Report("simulate", options)
+    found, summary = {}, {}
+    for name in options.tokens:
+        simulation = Simulation(SEQUENCES[name], options)
+        found[name] = list(simulation.run())
+        summary[name] = judge(report, name, simulation, found[name])
+    show(found, summary)
+    if options.waits:
+        for name, steps in found.items():
+            show_waits(name, steps[-1])
+    return report.finish({name: [asdict(step) for step in steps] for name, steps in found.items()}, summary)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--tokens", type=sequences, default=",".join(SEQUENCES))
+    parser.add_argument("--steps", type=positive, default=5, help="the first knows nothing and is shown apart")
+    parser.add_argument("--layers", type=positive, default=LARGE.layers)
+    parser.add_argument("--jitter", type=float, default=0.3, help="how far operator times vary; a part of them")
+    parser.add_argument("--seed", type=int, default=0, help="of that")
+    parser.add_argument("--window-tensors", type=float, default=5.0, help="all windows, in largest saved tensors")
+    parser.add_argument("--window", help="all windows, in bytes instead")
+    parser.add_argument("--fixed", action="store_true", help="keep_last_bytes is a window too, and nothing is learnt")
+    parser.add_argument("--min-bytes", default="1MiB")
+    parser.add_argument("--launch-seconds", type=float, default=5e-6, help="of the host, for each call")
+    parser.add_argument("--waits", action="store_true", help="show where compute waited")
+    add_common_options(parser)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.steps, options.layers = min(options.steps, 2), min(options.layers, 4)
+    return options
+
+
+def sequences(text: str) -> list[str]:
+    """Names from ``SEQUENCES`` with commas between."""
+    chosen = [name.strip() for name in text.split(",")]
+    for name in chosen:
+        if name not in SEQUENCES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(SEQUENCES)}")
+    return chosen
+
+
+if __name__ == "__main__":
+    sys.exit(main())

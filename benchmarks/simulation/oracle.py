@@ -1,0 +1,174 @@
+"""The best that could be done: the floor of two numbers, and a schedule that knows how long everything takes.
+
+Plain arithmetic; nothing of the library is in it but the question of which saved tensors are eligible.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eager_offload.selection import reason_to_stay
+
+__all__ = ["Link", "Program", "best_step", "floor", "watch"]
+
+
+@dataclass
+class Program:
+    """What a step saves and asks for: storages by number, each at the number of operators that ran before.
+
+    Every storage is named once in each list: when it is saved first, and when it is asked for last. In between it has
+    to be there from the first time that it is asked for.
+    """
+
+    #: Bytes of each storage, in the order of saving.
+    nbytes: list[int] = field(default_factory=list)
+    saved_at: list[int] = field(default_factory=list)
+    first_asked_at: dict[int, int] = field(default_factory=dict)
+    last_asked_at: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.nbytes)
+
+
+@contextmanager
+def watch(ops: Sequence[object], min_bytes: int) -> Iterator[Program]:
+    """Takes down the program of one forward and its backward.
+
+    Args:
+        ops: grows by one for every operator that runs.
+    """
+    program, numbers = Program(), dict[int, int]()
+    alive: list[Tensor] = []  # no address is used twice
+
+    def pack(tensor: Tensor) -> tuple[Tensor, int | None]:
+        if reason_to_stay(tensor, min_bytes) is not None:
+            return tensor, None
+        address = tensor.untyped_storage().data_ptr()
+        if address not in numbers:
+            numbers[address] = len(program.nbytes)
+            program.nbytes.append(tensor.untyped_storage().nbytes())
+            program.saved_at.append(len(ops))
+            alive.append(tensor.detach())
+        return tensor.detach(), numbers[address]
+
+    def unpack(handle: tuple[Tensor, int | None]) -> Tensor:
+        tensor, number = handle
+        if number is not None:
+            program.first_asked_at.setdefault(number, len(ops))
+            program.last_asked_at[number] = len(ops)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield program
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bytes a second, each way."""
+
+    out: float
+    back: float
+
+
+def floor(forward_seconds: float, backward_seconds: float, nbytes: float, link: Link) -> float:
+    """Each half of a step takes as long as its compute or as its transfers, whichever is longer."""
+    return max(forward_seconds, nbytes / link.out) + max(backward_seconds, nbytes / link.back)
+
+
+def best_step(program: Program, seconds: Sequence[float], forward_ops: int, link: Link, room: int) -> float:
+    """How long a step takes under a schedule that knows the time of every operator.
+
+    Copies start the moment that their bytes and the link are ready, reloads the moment that there is room; the newest
+    storages that fit stay, as many as turn out best. The host takes no time.
+
+    Args:
+        seconds: of every operator, forward first.
+        forward_ops: how many of them are forward's.
+        room: bytes of saved storages on the device at any time, on their way included.
+    """
+    kept, choices = 0, [len(program.nbytes)]
+    for number in reversed(range(len(program.nbytes))):
+        kept += program.nbytes[number]
+        if kept > room:
+            break
+        choices.append(number)
+    return min(_step(program, seconds, forward_ops, link, room, leaving) for leaving in choices)
+
+
+class _Going(NamedTuple):
+    when: float
+    nbytes: int
+
+
+@dataclass
+class _Held:
+    """Bytes on the device, and when the next of them go."""
+
+    room: int
+    nbytes: int = 0
+    going: list[_Going] = field(default_factory=list)  # a heap
+
+    def take(self, nbytes: int, ready: float) -> float:
+        """When ``nbytes`` more fit, not before ``ready``. What is larger than the room has it alone."""
+        while self.going and (self.going[0].when <= ready or self.nbytes + nbytes > self.room):
+            gone = heapq.heappop(self.going)
+            ready = max(ready, gone.when)
+            self.nbytes -= gone.nbytes
+        self.nbytes += nbytes
+        return ready
+
+    def let_go(self, nbytes: int, when: float) -> None:
+        heapq.heappush(self.going, _Going(when, nbytes))
+
+
+def _step(program: Program, seconds: Sequence[float], forward_ops: int, link: Link, room: int, leaving: int) -> float:
+    """The first ``leaving`` storages leave, the others stay."""
+    held, now, link_free = _Held(room), 0.0, 0.0
+    away_at: dict[int, float] = {}
+    at = 0
+    for number, nbytes in enumerate(program.nbytes):
+        while at < program.saved_at[number]:
+            now += seconds[at]
+            at += 1
+        now = held.take(nbytes, now)
+        if number < leaving:
+            link_free = away_at[number] = max(link_free, now) + nbytes / link.out
+            held.let_go(nbytes, link_free)
+    now += sum(seconds[at:forward_ops])
+    return _backward(program, seconds, forward_ops, link, held, now, away_at)
+
+
+def _backward(
+    program: Program,
+    seconds: Sequence[float],
+    forward_ops: int,
+    link: Link,
+    held: _Held,
+    now: float,
+    away_at: dict[int, float],
+) -> float:
+    firsts: dict[int, list[int]] = {}
+    for number, position in program.first_asked_at.items():
+        firsts.setdefault(position, []).append(number)
+    lasts: dict[int, list[int]] = {}
+    for number, position in program.last_asked_at.items():
+        lasts.setdefault(position, []).append(number)
+    begun, link_free = now, now
+    for position in range(forward_ops, len(seconds)):
+        for number in firsts.get(position, ()):
+            if number in away_at:
+                nbytes = program.nbytes[number]
+                link_free = held.take(nbytes, max(begun, link_free, away_at[number])) + nbytes / link.back
+                now = max(now, link_free)
+        now += seconds[position]
+        for number in lasts.get(position, ()):
+            held.let_go(program.nbytes[number], now)
+    return now

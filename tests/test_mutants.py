@@ -1,0 +1,152 @@
+"""What counts as a site that orders copies or keeps memory, and what its module becomes without it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tools.mutants.sites import KINDS, STALE, Site, find, find_in, mutate
+from tools.mutants.suites import suites_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "eager_offload"
+
+
+def mutants(text: str) -> list[str]:
+    """The module ``text`` without each of its sites, in order."""
+    return [mutate(text, site) for site in find_in(text, "module.py")]
+
+
+def only(text: str, kind: str) -> str:
+    (mutant,) = mutants(text)
+    (site,) = find_in(text, "module.py")
+    assert site.kind == kind
+    return mutant
+
+
+def test_a_wait_is_not_called_but_its_arguments_are_worked_out() -> None:
+    assert only("runtime.wait(stream, next(events))\n", "wait") == "(lambda *_, **__: None)(stream, next(events))\n"
+
+
+def test_a_wait_that_is_handed_on_does_nothing_when_it_is_called() -> None:
+    assert only("stream.submit(event.wait)\n", "wait") == "stream.submit((lambda *_, **__: None))\n"
+
+
+def test_a_record_whose_event_is_used_gives_the_first_event_again() -> None:
+    class Runtime:
+        def __init__(self) -> None:
+            self.events = 0
+
+        def record(self, stream: str) -> int:
+            self.events += 1
+            return self.events
+
+    mutant = only("def events(runtime):\n    return [runtime.record(s) for s in 'aabba']\n", "record")
+    assert mutant.endswith(STALE)
+    namespace: dict[str, object] = {}
+    exec(mutant, namespace)
+    events = namespace["events"]
+    assert callable(events)
+    assert events(Runtime()) == [1, 1, 2, 2, 1]
+    assert events(Runtime()) == [1, 1, 2, 2, 1], "each runtime has its own"
+
+
+def test_a_record_that_is_a_statement_is_left_out() -> None:
+    assert only("log.record(stream, event)\n", "record") == "(lambda *_, **__: None)(stream, event)\n"
+
+
+def test_every_element_of_what_a_copy_waits_for_is_taken_out_singly() -> None:
+    found = mutants("event = ground.copy(slot, source, slot, out, (ordering, *earlier))\n")
+    assert found == [
+        "event = ground.copy(slot, source, slot, out, (ordering, ))\n",
+        "event = ground.copy(slot, source, slot, out, (*earlier, ))\n",
+    ]
+    assert mutants("runtime.copy(a, b, stream, after=events)\n") == ["runtime.copy(a, b, stream, after=())\n"]
+    assert mutants("copy.copy(error)\ntarget.copy(source)\nruntime.copy(a, b, stream, ())\n") == []
+
+
+def test_every_element_of_a_keepalive_is_taken_out_singly() -> None:
+    assert mutants("registry.register(event, (target, slot))\n") == [
+        "registry.register(event, (target, ))\n",
+        "registry.register(event, (slot, ))\n",
+    ]
+    assert mutants("runtime.leave_behind(event, (dst, src))\n") == [
+        "(lambda *_, **__: None)(event, (dst, src))\n",
+        "runtime.leave_behind(event, (src, ))\n",
+        "runtime.leave_behind(event, (dst, ))\n",
+    ]
+    assert only("self._pending[ticket] = pending\n", "keepalive") == "pass\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "without"),
+    [
+        ("if tensor._version != self.version:\n    fail()\n", "if False:\n    fail()\n"),
+        ("same = a and copied == tensor._version\n", "same = a and True\n"),
+        ("view.check_version()\n", "(lambda *_, **__: None)()\n"),
+    ],
+)
+def test_a_version_is_always_as_expected(text: str, without: str) -> None:
+    assert only(text, "version") == without
+
+
+def test_fences_are_taken_out_wherever_they_are_handed_on() -> None:
+    assert mutants("slot.fences = (*earlier, Fence(runtime, event))\n") == [
+        "slot.fences = (Fence(runtime, event), )\n",
+        "slot.fences = (*earlier, )\n",
+    ]
+    assert only("slab.fences = remains.fences\n", "fence") == "slab.fences = ()\n"
+    assert only("super().__init__(nbytes, extent.fences)\n", "fence") == "super().__init__(nbytes, ())\n"
+    assert only("extent._replace(fences=self.fences)\n", "fence") == "extent._replace(fences=())\n"
+    assert mutants("fences = ()\n") == []
+
+
+def test_what_is_given_back_is_not() -> None:
+    assert only("saved.release_source()\n", "release") == "(lambda *_, **__: None)()\n"
+    assert only("self.lane.graveyard.append(position)\n", "release") == "(lambda *_, **__: None)(position)\n"
+    assert only("Lease(view, self._returns.leases.append)\n", "release") == "Lease(view, (lambda *_, **__: None))\n"
+    assert mutants("self._lock.release()\nself._permits.release()\nslots.append(slot)\nitems.append(1)\n") == []
+
+
+def test_text_before_a_site_may_hold_any_characters() -> None:
+    text = 'message = "größer — ∞"; runtime.wait(stream, event)\n'
+    assert mutants(text) == ['message = "größer — ∞"; (lambda *_, **__: None)(stream, event)\n']
+
+
+def test_a_site_inside_another_is_one_of_its_own() -> None:
+    assert len(mutants("self._record(compute).hold_back(stream)\n")) == 2
+
+
+def test_every_mutant_of_the_library_is_another_program_that_compiles() -> None:
+    sites = find(PACKAGE)
+    texts = {path: (ROOT / path).read_text() for path in {site.path for site in sites}}
+    assert {site.kind for site in sites} == set(KINDS)
+    for site in sites:
+        mutant = mutate(texts[site.path], site)
+        assert ast.dump(ast.parse(mutant)) != ast.dump(ast.parse(texts[site.path])), site
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "source"),
+    [
+        ("eager_offload/eager/offloading.py", "record", "runtime.record(stream)"),
+        ("eager_offload/eager/reloading.py", "wait", "ground.registry.wait(ticket, stream)"),
+        ("eager_offload/eager/lane.py", "version", "view.check_version()"),
+        ("eager_offload/eager/handles.py", "release", "self.storage.lane.graveyard.append(self.position)"),
+        ("eager_offload/tiers/disk.py", "fence", "self._extent._replace(fences=self.fences)"),
+    ],
+)
+def test_the_sites_that_matter_most_are_among_them(path: str, kind: str, source: str) -> None:
+    found: list[Site] = [site for site in find(PACKAGE) if (site.path, site.kind) == (path, kind)]
+    assert source in [site.source for site in found]
+
+
+def test_every_module_with_a_site_has_tests_and_those_of_its_own_come_first() -> None:
+    for site in find(PACKAGE):
+        assert suites_of(site.path), site.path
+    assert suites_of("eager_offload/tiers/arena.py")[0] == "tests/tiers/test_arena.py"
+    assert suites_of("eager_offload/runtime/accelerator.py")[0] == "tests/runtime/test_accelerator.py"
+    listed = suites_of("eager_offload/eager/lane.py")
+    assert len(set(listed)) == len(listed)

@@ -1,0 +1,107 @@
+"""What the simulation is judged by: the floor, the schedule that knows all times, and how long operators take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eager_offload.runtime.simulated import SimulatedRuntime
+
+pytest.importorskip("rich", reason="the demo's extra is not installed")
+
+from benchmarks.simulation.device import Machine, OperatorClock, Scale
+from benchmarks.simulation.oracle import Link, Program, best_step, floor, watch
+
+
+def chain(nbytes: list[int]) -> Program:
+    """One operator saves one storage, and backward asks for them in reverse."""
+    count = len(nbytes)
+    asked = {number: 2 * count - 1 - number for number in range(count)}
+    return Program(nbytes, list(range(1, count + 1)), dict(asked), dict(asked))
+
+
+def test_the_floor_is_compute_or_transfers_whichever_is_longer_in_each_half() -> None:
+    link = Link(out=10.0, back=5.0)
+    assert floor(1.0, 2.0, 100, link) == 10.0 + 20.0
+    assert floor(100.0, 2.0, 100, link) == 100.0 + 20.0
+    assert floor(100.0, 200.0, 100, link) == 300.0
+
+
+def test_where_everything_fits_nothing_moves() -> None:
+    assert best_step(chain([10, 10, 10]), [1.0] * 6, 3, Link(1e-9, 1e-9), room=30) == 6.0
+
+
+def test_a_link_that_is_fast_enough_costs_nothing() -> None:
+    assert best_step(chain([10] * 8), [1.0] * 16, 8, Link(100.0, 100.0), room=30) == 16.0
+
+
+def test_a_slow_link_is_waited_for_once_the_room_is_full() -> None:
+    # Two of four storages stay; the others leave in 2 s each, from 1 s on, and come back in 2 s each.
+    step = best_step(chain([10] * 4), [1.0] * 8, 4, Link(5.0, 5.0), room=20)
+    # Forward has room for a third storage when the first has left, at 3 s, and for the fourth at 5 s. Backward begins
+    # at 5 s with the newest two; each operator that ends makes room for one that comes back.
+    assert step == pytest.approx(5.0 + 1.0 + 2.0 + 2.0 + 1.0)
+
+
+sizes = st.lists(st.integers(1, 50), min_size=1, max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes, st.floats(0.5, 50), st.floats(0.5, 50), st.integers(1, 300), st.randoms(use_true_random=False))
+def test_no_schedule_is_faster_than_its_compute_nor_made_slower_by_more_room(
+    nbytes: list[int], out: float, back: float, room: int, random: object
+) -> None:
+    seconds = [random.uniform(0.1, 2.0) for _ in range(2 * len(nbytes))]  # type: ignore[attr-defined]
+    link, program = Link(out, back), chain(nbytes)
+    step = best_step(program, seconds, len(nbytes), link, room)
+    assert step >= sum(seconds) - 1e-9
+    assert best_step(program, seconds, len(nbytes), link, 2 * room + 50) <= step + 1e-9
+    moved = max(0, sum(nbytes) - max(room, max(nbytes)))
+    assert step >= moved / out - 1e-9
+    assert step >= moved / back - 1e-9
+
+
+def test_a_program_names_each_storage_once_however_many_views_are_saved() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    ops: list[int] = []
+    with watch(ops, min_bytes=0) as program:
+        x = torch.randn(8, 8).mm(weight)
+        ops.append(1)
+        y = (x.exp() * x.t()).sum()
+        ops.append(2)
+        y.backward()
+    assert program.nbytes == [256, 256, 256], "the input, x with its transpose, and exp's result"
+    assert all(asked == 2 for asked in program.first_asked_at.values())
+    assert set(program.first_asked_at) == {0, 1, 2}
+    assert program.total_bytes == 768
+
+
+def test_operators_take_the_time_of_the_large_ones_that_they_stand_for() -> None:
+    machine, scale = Machine(flops=1e6, memory=1e5, link=1.0), Scale(tokens=10.0, width=2.0)
+    runtime = SimulatedRuntime(launch_seconds=0.0)
+    clock = OperatorClock(runtime, machine, scale, jitter=0.0, seed=0)
+    tokens, weight = torch.ones(4, 8), torch.ones(8, 8)
+    with clock:
+        tokens.mm(weight)
+        tokens + tokens
+        tokens.t()
+    product, added = clock.ops
+    assert product.seconds == pytest.approx(2 * 4 * 8 * 8 * (10 * 2 * 2) / 1e6)
+    assert added.seconds == pytest.approx(3 * 128 * (10 * 2) / 1e5)
+    assert runtime.default_stream.tail == pytest.approx(product.seconds + added.seconds)
+
+
+def test_operator_times_vary_by_the_seed_alone() -> None:
+    def seconds(seed: int) -> list[float]:
+        clock = OperatorClock(SimulatedRuntime(), Machine(), Scale(1.0, 1.0), jitter=0.3, seed=seed)
+        with clock:
+            for _ in range(50):
+                torch.ones(64)
+        return [op.seconds for op in clock.ops]
+
+    first = seconds(1)
+    assert first == seconds(1) != seconds(2)
+    middle = 256 / Machine().memory
+    assert all(0.7 * middle <= one <= 1.3 * middle for one in first)

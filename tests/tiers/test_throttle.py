@@ -1,0 +1,214 @@
+"""The token bucket, and a tier behind it, on a clock that only sleeping moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eager_offload import Offload
+from eager_offload.errors import TransferError
+from eager_offload.tiers.arena import Arena, HostTier
+from eager_offload.tiers.base import Fence, Tier
+from eager_offload.tiers.throttle import ThrottledTier, TokenBucket
+from tests.tiers.rig import noise
+
+KIB = 1 << 10
+
+
+class FakeClock:
+    """Time that passes when somebody sleeps, or when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.sleeps: list[float] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float, /) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+
+
+def throttled(clock: FakeClock, *, write_rate: float = 1024.0, read_rate: float = 1024.0) -> ThrottledTier:
+    return ThrottledTier(HostTier(Arena(), 1 << 24), write_rate, read_rate, clock=clock)
+
+
+# -- the bucket ---------------------------------------------------------------------------------------------------
+
+
+def test_a_transfer_waits_for_the_bytes_that_are_missing() -> None:
+    bucket = TokenBucket(rate=100.0)
+    assert bucket.take(50, now=10.0) == 10.5
+
+
+def test_transfers_queue_one_behind_the_other() -> None:
+    bucket = TokenBucket(rate=100.0)
+    assert [bucket.take(100, now=0.0) for _ in range(3)] == [1.0, 2.0, 3.0]
+
+
+def test_an_idle_link_saves_nothing_up_beyond_its_burst() -> None:
+    bucket = TokenBucket(rate=100.0, burst=50.0)
+    assert bucket.take(50, now=0.0) == 0.0, "a full bucket lets its burst through at once"
+    assert bucket.take(100, now=0.0) == 1.0
+    assert bucket.take(100, now=1000.0) == 1000.5, "as full as on the first day, no fuller"
+
+
+def test_a_full_bucket_answers_with_the_present() -> None:
+    assert TokenBucket(rate=100.0, burst=1000.0).take(1, now=7.0) == 7.0
+
+
+def test_what_a_late_sleeper_has_missed_is_made_up_for() -> None:
+    bucket = TokenBucket(rate=100.0, burst=20.0)
+    assert bucket.take(120, now=0.0) == 1.0
+    assert bucket.take(100, now=1.25) == pytest.approx(2.05), "0.2 s of the 0.25 s were kept"
+
+
+arrivals = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2000)), min_size=1, max_size=30)
+
+
+@given(arrivals, st.floats(1, 1000), st.floats(0, 500))
+def test_no_more_gets_through_than_the_rate_and_one_burst(
+    drawn: list[tuple[float, int]], rate: float, burst: float
+) -> None:
+    bucket, now, ends = TokenBucket(rate, burst), 0.0, []
+    for gap, nbytes in drawn:
+        now += gap
+        ends.append((now, bucket.take(nbytes, now), nbytes))
+    assert all(end >= begin for begin, end, _ in ends)
+    assert [end for _, end, _ in ends] == sorted(end for _, end, _ in ends)
+    for first, (begin, _, _) in enumerate(ends):
+        moved = 0
+        for _, end, nbytes in ends[first:]:
+            moved += nbytes
+            assert moved <= rate * (end - begin) + burst + 1e-6 * (1 + moved)
+
+
+# -- a tier behind it ---------------------------------------------------------------------------------------------
+
+
+def test_writes_and_reads_take_their_time_at_rates_of_their_own() -> None:
+    clock = FakeClock()
+    tier = throttled(clock, write_rate=1024.0, read_rate=4096.0)
+    source, target = noise(8 * KIB), torch.zeros(8 * KIB, dtype=torch.uint8)
+    slot = tier.reserve(8 * KIB)
+    assert slot is not None
+    slot.write(source)
+    assert clock.now - 100.0 == pytest.approx(8.0, abs=0.01)
+    written = clock.now
+    slot.read(target)
+    assert clock.now - written == pytest.approx(2.0, abs=0.01)
+    assert torch.equal(target, source)
+
+
+def test_the_time_that_the_bytes_really_take_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    tier = throttled(clock)
+    slot = tier.reserve(2 * KIB)
+    assert slot is not None
+    inside = type(slot._slot)
+    write = inside.write
+
+    def slow(self: object, source: Tensor) -> None:
+        clock.now += pause
+        write(slot._slot, source)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(inside, "write", slow)
+    pause = 1.5
+    slot.write(noise(2 * KIB))
+    assert clock.sleeps == [pytest.approx(0.5, abs=0.01)], "two seconds in all"
+    pause = 10.0
+    slot.write(noise(2 * KIB))
+    assert len(clock.sleeps) == 1, "slower than the bucket already"
+
+
+def test_a_failed_transfer_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    slot = throttled(clock).reserve(KIB)
+    assert slot is not None
+
+    def fail(self: object, source: Tensor) -> None:
+        raise TransferError("no", errno=5, tier="host", nbytes=KIB)
+
+    monkeypatch.setattr(type(slot._slot), "write", fail)
+    with pytest.raises(TransferError):
+        slot.write(noise(KIB))
+    assert clock.sleeps == []
+
+
+def test_a_throttled_slot_is_its_own_in_all_but_time() -> None:
+    tier = throttled(FakeClock())
+    slot = tier.reserve(8 * KIB)
+    assert slot is not None
+    assert (tier.name, slot.tier, slot.nbytes) == ("host", "host", 8 * KIB)
+    assert slot.region == slot._slot.region
+    assert tier.used_bytes == tier.tier.used_bytes == 8 * KIB
+    assert tier.held_bytes == tier.peak_bytes == tier.tier.held_bytes > 0
+    del slot
+    assert tier.used_bytes == 0
+    tier.close()
+    tier.restart_peak()
+    assert tier.held_bytes == tier.peak_bytes == 0
+
+
+def test_h18_fences_of_a_throttled_slot_reach_the_next_owner() -> None:
+    class Pending:
+        def query(self, event: object) -> bool:
+            return False
+
+    tier, fence = throttled(FakeClock()), Fence(Pending(), "the last read")
+    slot = tier.reserve(8 * KIB)
+    assert slot is not None
+    slot.fences = (fence,)
+    region = slot.region
+    del slot
+    again = tier.reserve(8 * KIB)
+    assert again is not None
+    assert again.region == region
+    assert again.fences == (fence,)
+
+
+def test_no_room_is_no_room() -> None:
+    assert throttled(FakeClock()).reserve(1 << 25) is None
+
+
+def test_training_behind_a_bucket_is_exact_and_moves_its_bytes(tmp_path: Path) -> None:
+    clocks = []
+
+    def around(tier: Tier) -> Tier:
+        clocks.append(FakeClock())
+        return ThrottledTier(tier, 1e6, 2e6, clock=clocks[-1])
+
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64, requires_grad=True)
+    data = torch.randn(32, 64)
+
+    def gradient(offload: Offload | None) -> Tensor:
+        x = data
+        if offload is None:
+            for _ in range(4):
+                x = (x @ weight).sigmoid()
+        else:
+            with offload:
+                for _ in range(4):
+                    x = (x @ weight).sigmoid()
+            offload.stats(synchronize=True)
+        (found,) = torch.autograd.grad(x.sum(), weight)
+        return found
+
+    expected = gradient(None)
+    offload = Offload(tier="disk", disk_path=tmp_path, min_bytes=0, keep_last_bytes=0, around_tier=around)
+    assert torch.equal(gradient(offload), expected)
+    stats = offload.stats(synchronize=True)
+    eligible = stats.saved_bytes - stats.kept_bytes.get("parameter", 0)
+    assert stats.offloaded_bytes + stats.shared_bytes >= 0.9 * eligible > 0
+    assert stats.bytes_out > 0
+    (clock,) = clocks
+    slept = stats.bytes_out / 1e6 + stats.bytes_in / 2e6
+    assert sum(clock.sleeps) == pytest.approx(slept, abs=0.005), "but for one burst each way"
+    offload.close()

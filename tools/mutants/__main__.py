@@ -1,0 +1,142 @@
+"""Tries every site; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tools.mutants.sites import KINDS, Site, find
+from tools.mutants.suites import suites_of
+from tools.mutants.trial import ROOT, Verdict, Workplace
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A site and its verdict."""
+
+    site: Site
+    verdict: Verdict
+
+    def show(self) -> str:
+        found = self.verdict
+        caught = "SURVIVED" if found.survived else f"{'timeout in ' if found.timeout else ''}{found.caught_by}"
+        return f"{self.site.kind:<9} {self.site.name}  {self.site.source}\n          {caught}  ({found.seconds:.0f} s)"
+
+    def as_json(self) -> dict[str, object]:
+        site = {name: value for name, value in asdict(self.site).items() if name not in ("start", "stop")}
+        found = self.verdict
+        return {**site, "caught_by": found.caught_by, "timeout": found.timeout, "seconds": round(found.seconds, 1)}
+
+
+class Workplaces:
+    """One for each thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._count = 0
+        self._local = threading.local()
+
+    def mine(self) -> Workplace:
+        if not hasattr(self._local, "workplace"):
+            with self._lock:
+                self._count += 1
+                self._local.workplace = Workplace(self._directory / f"worker-{self._count}")
+        workplace: Workplace = self._local.workplace
+        return workplace
+
+
+def chosen(options: argparse.Namespace) -> list[Site]:
+    """The sites that the command line asks for."""
+    sites = [
+        site
+        for site in find(ROOT / "eager_offload")
+        if site.kind in options.kind and (not options.only or any(only in site.name for only in options.only))
+    ]
+    return sites[:: options.every][: options.limit]
+
+
+def check_whole(workplaces: Workplaces, sites: list[Site], limit: float) -> list[str]:
+    """The tests that fail although nothing was taken out; with them, nothing could be told."""
+    workplace = workplaces.mine()
+    imported = workplace.module_file()
+    assert imported.is_relative_to(workplace.directory), f"the tests would see {imported}"
+    suites = list(dict.fromkeys(suite for site in sites for suite in suites_of(site.path)))
+    found = workplace.run(suites, 10 * limit, all_of_them=True)
+    if found.survived:
+        print(f"{len(suites)} test files pass in {found.seconds:.0f} s with nothing taken out", flush=True)
+        return []
+    failing = [line for line in found.output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failing or [str(found.caught_by)]
+
+
+def try_all(
+    workplaces: Workplaces, sites: list[Site], options: argparse.Namespace, tell: Callable[[Tried], None]
+) -> list[Tried]:
+    def try_one(site: Site) -> Tried:
+        tried = Tried(site, workplaces.mine().try_out(site, suites_of(site.path), options.timeout))
+        tell(tried)
+        return tried
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        return list(pool.map(try_one, sites))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    sites = chosen(options)
+    if options.list:
+        for site in sites:
+            print(f"{site.kind:<9} {site.name}  {site.source}")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        workplaces = Workplaces(Path(directory))
+        if not options.no_baseline and (failing := check_whole(workplaces, sites, options.timeout)):
+            print("these fail with nothing taken out:", *failing, sep="\n  ")
+            return 2
+        tried = try_all(workplaces, sites, options, lambda one: print(one.show(), flush=True))
+    survivors = [one for one in tried if one.verdict.survived]
+    counts = Counter(one.site.kind for one in tried)
+    print(f"\n{len(tried)} sites: " + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind]))
+    print(f"{len(survivors)} survived")
+    for one in survivors:
+        print(f"  {one.site.kind:<9} {one.site.name}  {one.site.source}")
+    if options.json:
+        content = {"sites": len(tried), "survived": len(survivors), "mutants": [one.as_json() for one in tried]}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    return int(bool(survivors))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mutants", description="Takes out what keeps order, a call site at a time.")
+    parser.add_argument("-j", "--jobs", type=int, default=2, help="how many at once (2)")
+    parser.add_argument("--only", action="append", metavar="TEXT", help="sites whose path:line holds this; repeatable")
+    parser.add_argument("--kind", type=kinds, default=KINDS, help=f"some of {','.join(KINDS)}")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="each Nth site")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N sites")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one mutant; a hang is caught (120)")
+    parser.add_argument("--no-baseline", action="store_true", help="do not first see whether the tests pass as it is")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the list as JSON too")
+    parser.add_argument("--list", action="store_true", help="show the sites and try nothing")
+    return parser.parse_args(arguments)
+
+
+def kinds(text: str) -> tuple[str, ...]:
+    """Kinds with commas between."""
+    found = tuple(text.split(","))
+    for kind in found:
+        if kind not in KINDS:
+            raise argparse.ArgumentTypeError(f"{kind!r} is not one of {', '.join(KINDS)}")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

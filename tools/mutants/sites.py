@@ -1,0 +1,222 @@
+"""Finds the places in the library's source that order copies or keep memory, and how each is taken out.
+
+    record     an event is recorded             the event of the first record on that stream stands in its place
+    wait       somebody waits                   nobody does
+    after      what a copy waits for first      one of it is left out
+    keepalive  what has to outlive a copy       one of it is left out
+    version    a version is compared            it is always as expected
+    fence      last uses that a slot carries    one is left out
+    release    something is given back          it is not
+
+Call sites are changed, never what they call: a function with three callers has three sites.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["KINDS", "STALE", "Site", "find", "mutate"]
+
+KINDS = ("record", "wait", "after", "keepalive", "version", "fence", "release")
+
+_RECORDS = {"record", "_record", "record_event"}
+_WAITS = {"wait", "_wait", "wait_event", "hold_back", "synchronize", "_synchronize"}
+_COPIES = {"copy", "_copy", "_Move"}
+_RELEASES = {
+    "_bury",
+    "_let_go",
+    "_take_back",
+    "abandon",
+    "bury",
+    "drop",
+    "forget_bytes",
+    "leave_behind",
+    "let_go",
+    "release",
+    "release_source",
+}
+#: Queues through which finalizers give things back.
+_QUEUES = {"_left_behind", "_orphans", "graveyard", "leases", "returned", "slots"}
+#: What else has a method of such a name, and is about threads rather than bytes.
+_OTHERS = ("_lock", "_permits")
+
+_NOTHING = "(lambda *_, **__: None)"
+#: Goes behind a mutated module that records: without its record, an event stands where it stood before.
+STALE = """
+
+import weakref as _weakref
+
+_first_events = _weakref.WeakKeyDictionary()
+
+
+def _stale(record):
+    def first(*args, **kwargs):
+        events = _first_events.setdefault(record.__self__, {})
+        if args not in events:
+            events[args] = record(*args, **kwargs)
+        return events[args]
+
+    return first
+"""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place, and what stands there instead once it is taken out."""
+
+    kind: str
+    #: Of the module, from the package's parent.
+    path: str
+    line: int
+    #: What is taken out, on one line.
+    source: str
+    start: int
+    stop: int
+    replacement: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+def find(package: Path) -> list[Site]:
+    """Every site of every module under ``package``, by path and line."""
+    sites: list[Site] = []
+    for module in sorted(package.rglob("*.py")):
+        path = module.relative_to(package.parent).as_posix()
+        sites += find_in(module.read_text(), path)
+    return sites
+
+
+def find_in(text: str, path: str) -> list[Site]:
+    """Every site of one module's ``text``."""
+    finder = _Finder(text, path)
+    finder.visit(ast.parse(text))
+    return sorted(set(finder.sites), key=lambda site: (site.line, site.start, site.source))
+
+
+def mutate(text: str, site: Site) -> str:
+    """The module's ``text`` without ``site``."""
+    raw = text.encode()
+    mutated = (raw[: site.start] + site.replacement.encode() + raw[site.stop :]).decode()
+    return mutated + STALE if site.replacement.startswith("_stale(") else mutated
+
+
+class _Finder(ast.NodeVisitor):
+    def __init__(self, text: str, path: str) -> None:
+        self.sites: list[Site] = []
+        self._path = path
+        self._raw = text.encode()
+        self._line_starts = [0]
+        for line in self._raw.splitlines(keepends=True):
+            self._line_starts.append(self._line_starts[-1] + len(line))
+
+    # -- what is looked at ----------------------------------------------------------------------------------------
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        # A record whose event nobody takes orders by itself, as in a log.
+        if isinstance(node.value, ast.Call) and _called(node.value) in _RECORDS:
+            self._take_out("record", node.value, node.value.func, _NOTHING)
+            for child in ast.iter_child_nodes(node.value):
+                self.visit(child)
+        else:
+            self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = _called(node)
+        if name in _RECORDS:
+            self._take_out("record", node, node.func, f"_stale({self._text(node.func)})")
+        elif name in _WAITS:
+            self._take_out("wait", node, node.func, _NOTHING)
+        elif name == "check_version":
+            self._take_out("version", node, node.func, _NOTHING)
+        elif name in _RELEASES and not self._owner(node).endswith(_OTHERS):
+            self._take_out("keepalive" if name == "leave_behind" else "release", node, node.func, _NOTHING)
+        elif name == "append" and self._is_queue(self._owner(node)):
+            self._take_out("release", node, node.func, _NOTHING)
+        if name in _COPIES:
+            self._leave_out("after", node, _argument(node, "after", 3))
+        elif name in ("register", "leave_behind", "Pending"):
+            self._leave_out("keepalive", node, _argument(node, "keepalive", 1))
+        for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
+            self._visit_argument(node, argument)
+        self.generic_visit(node)
+
+    def _visit_argument(self, call: ast.Call, argument: ast.expr) -> None:
+        """What is handed on: a wait or a release to be called later, and fences."""
+        if not isinstance(argument, ast.Attribute):
+            return
+        if argument.attr in _WAITS:
+            self._take_out("wait", call, argument, _NOTHING)
+        elif argument.attr == "append" and self._is_queue(self._text(argument.value)):
+            self._take_out("release", call, argument, _NOTHING)
+        elif argument.attr == "fences":
+            self._take_out("fence", call, argument, "()")
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        target = node.targets[0]
+        if isinstance(target, ast.Attribute) and target.attr == "fences":
+            self._leave_out("fence", node, node.value)
+        elif isinstance(target, ast.Subscript) and self._text(target.value).endswith("_pending"):
+            self._take_out("keepalive", node, node, "pass")
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        sides = [node.left, *node.comparators]
+        if any(isinstance(side, ast.Attribute) and side.attr == "_version" for side in sides):
+            self._take_out("version", node, node, "False" if isinstance(node.ops[0], ast.NotEq) else "True")
+        self.generic_visit(node)
+
+    # -- what becomes of it ---------------------------------------------------------------------------------------
+
+    def _leave_out(self, kind: str, shown: ast.AST, several: ast.expr | None) -> None:
+        """Each element of a display, singly; anything else as a whole."""
+        if several is None or (isinstance(several, ast.Tuple | ast.List) and not several.elts):
+            return
+        if not isinstance(several, ast.Tuple | ast.List):
+            self._take_out(kind, shown, several, "()", self._text(several))
+            return
+        for left_out in several.elts:
+            others = "".join(f"{self._text(element)}, " for element in several.elts if element is not left_out)
+            self._take_out(kind, shown, several, f"({others})", self._text(left_out))
+
+    def _take_out(self, kind: str, shown: ast.AST, taken: ast.AST, replacement: str, what: str | None = None) -> None:
+        source = " ".join(self._text(shown).split())
+        if what is not None:
+            source = f"{source}  without  {' '.join(what.split())}"
+        line: int = taken.lineno  # type: ignore[attr-defined]
+        start, stop = self._span(taken)
+        self.sites.append(Site(kind, self._path, line, source, start, stop, replacement))
+
+    def _span(self, node: ast.AST) -> tuple[int, int]:
+        start = self._line_starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
+        stop = self._line_starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+        return start, stop
+
+    def _text(self, node: ast.AST) -> str:
+        start, stop = self._span(node)
+        return self._raw[start:stop].decode()
+
+    def _is_queue(self, owner: str) -> bool:
+        holder, _, name = owner.rpartition(".")
+        return bool(holder) and name in _QUEUES
+
+    def _owner(self, call: ast.Call) -> str:
+        return self._text(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+
+
+def _called(call: ast.Call) -> str:
+    """The last part of what is called."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
+    """An argument by its name, or the last one if it stands at ``position`` or later."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    return call.args[-1] if len(call.args) > position else None

@@ -1,0 +1,69 @@
+"""Which tests are asked about a site: those of its module first, then those of whole training steps."""
+
+from __future__ import annotations
+
+__all__ = ["suites_of"]
+
+_STEPS = [
+    "tests/hazards/test_streams.py",
+    "tests/hazards/test_copies.py",
+    "tests/hazards/test_lifetime.py",
+    "tests/test_prefetch_order.py",
+    "tests/hazards/test_graphs.py",
+    "tests/hazards/test_versions.py",
+    "tests/hazards/test_interrupts.py",
+    "tests/hazards/test_steady_state.py",
+    "tests/test_counts.py",
+    "tests/hazards/test_mutant_survivors.py",
+    "tests/test_contract.py",
+    "tests/proof/test_random_programs.py",
+]
+_SIMULATED = [
+    "tests/runtime/test_simulated.py",
+    "tests/runtime/test_simulated_order.py",
+    "tests/runtime/test_simulated_clock.py",
+    "tests/runtime/test_checker.py",
+    "tests/runtime/test_observer.py",
+    "tests/runtime/test_checker_memory.py",
+    "tests/runtime/test_checker_reachability.py",
+    "tests/runtime/test_simulated_agreement.py",
+]
+_ACCELERATOR = [
+    "tests/runtime/test_accelerator.py",
+    "tests/runtime/test_accelerator_memory.py",
+    "tests/runtime/test_accelerator_step.py",
+]
+_HOST = ["tests/test_host_runtime.py", "tests/test_transfer_threads.py"]
+
+#: By the beginning of the module's path in the package; the longest that fits counts.
+_FIRST: dict[str, list[str]] = {
+    "": [],
+    "eager/handles": ["tests/hazards/test_versions.py", "tests/hazards/test_lifetime.py"],
+    "eager/lane": ["tests/hazards/test_versions.py", "tests/hazards/test_lifetime.py"],
+    "eager/hooks": ["tests/hazards/test_versions.py", "tests/test_contract.py"],
+    "eager/reloading": ["tests/hazards/test_streams.py", "tests/test_prefetch_order.py"],
+    "offload": ["tests/test_contract.py", "tests/test_counts.py"],
+    "runtime/accelerator": _ACCELERATOR,
+    "runtime/base": ["tests/runtime/test_simulated.py", "tests/runtime/test_checker.py", *_ACCELERATOR],
+    "runtime/checker": _SIMULATED,
+    "runtime/deferred": _SIMULATED,
+    "runtime/host": _HOST,
+    "runtime/observer": _SIMULATED,
+    "runtime/recording": ["tests/runtime/test_simulated_order.py", *_SIMULATED],
+    "runtime/registry": ["tests/test_registry.py"],
+    "runtime/simulated": _SIMULATED,
+    "tiers/arena": ["tests/tiers/test_arena.py", "tests/tiers/test_leases.py", "tests/hazards/test_copies.py"],
+    "tiers/base": ["tests/tiers/test_arena.py", "tests/tiers/test_disk.py"],
+    "tiers/disk": ["tests/tiers/test_disk.py", "tests/tiers/test_disk_files.py", "tests/tiers/test_disk_failures.py"],
+    "tiers/extents": ["tests/tiers/test_extents.py"],
+    "tiers/slabs": ["tests/tiers/test_arena.py"],
+    "tiers/spill": ["tests/tiers/test_disk.py", "tests/tiers/test_disk_files.py", "tests/tiers/test_disk_failures.py"],
+    "tiers/throttle": ["tests/tiers/test_throttle.py"],
+}
+
+
+def suites_of(path: str) -> list[str]:
+    """Test files for a module, such as ``eager_offload/tiers/arena.py``, the one that is likeliest to notice first."""
+    module = path.partition("/")[2]
+    beginning = max((known for known in _FIRST if module.startswith(known)), key=len)
+    return list(dict.fromkeys([*_FIRST[beginning], *_STEPS]))

@@ -1,0 +1,121 @@
+"""One mutant, tried: a copy of the project in a temporary directory, and pytest over it until something fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.mutants.sites import Site, mutate
+
+__all__ = ["ROOT", "Verdict", "Workplace"]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+_COPIED = ("eager_offload", "tests", "examples", "benchmarks", "tools")
+#: Hypothesis neither remembers what failed nor looks for a smaller example of it: one failure is enough here.
+_CONFTEST = """
+from hypothesis import Phase, settings
+
+settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), database=None, derandomize=True)
+settings.load_profile("mutants")
+"""
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_BEGUN = re.compile(r"^(tests/\S+::.*?)(?: (?:PASSED|SKIPPED|XFAIL).*)?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant."""
+
+    #: The test that failed, or hung; ``None``: nothing noticed.
+    caught_by: str | None
+    #: Whether it was stopped rather than failed.
+    timeout: bool
+    seconds: float
+    output: str
+
+    @property
+    def survived(self) -> bool:
+        return self.caught_by is None
+
+
+class Workplace:
+    """A copy of the project for one mutant at a time. The tree itself is never written to."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        for name in _COPIED:
+            ignored = shutil.ignore_patterns("__pycache__", ".*")
+            shutil.copytree(ROOT / name, directory / name, ignore=ignored)
+        shutil.copy(ROOT / "pyproject.toml", directory)
+        (directory / "conftest.py").write_text(_CONFTEST)
+
+    def try_out(self, site: Site, suites: Sequence[str], limit: float) -> Verdict:
+        """Runs ``suites`` without ``site``, for at most ``limit`` seconds."""
+        module = self.directory / site.path
+        original = module.read_text()
+        module.write_text(mutate(original, site))
+        try:
+            return self.run(suites, limit)
+        finally:
+            module.write_text(original)
+
+    def run(self, suites: Sequence[str], limit: float, *, all_of_them: bool = False) -> Verdict:
+        """Runs ``suites``, in order, up to the first failure unless ``all_of_them``."""
+        present = [suite for suite in suites if (self.directory / suite).exists()]
+        command = [
+            *(sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"),
+            *("-m", "not long and not gpu", "--timeout", str(limit / 2)),
+            *([] if all_of_them else ["-x"]),
+            *present,
+        ]
+        begun = time.monotonic()
+        try:
+            ended = subprocess.run(
+                command,
+                cwd=self.directory,
+                env=self._environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=limit,
+            )
+        except subprocess.TimeoutExpired as expired:
+            output = (expired.stdout or b"").decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
+            last = _BEGUN.findall(output)
+            return Verdict(last[-1].strip() if last else "the import", True, time.monotonic() - begun, output)
+        seconds = time.monotonic() - begun
+        if ended.returncode == 0:
+            return Verdict(None, False, seconds, ended.stdout)
+        failed = _FAILED.findall(ended.stdout)
+        return Verdict(failed[0] if failed else _crash(ended), False, seconds, ended.stdout)
+
+    def module_file(self) -> Path:
+        """Where the package that is tested comes from."""
+        command = [sys.executable, "-c", "import eager_offload; print(eager_offload.__file__)"]
+        ended = subprocess.run(
+            command, cwd=self.directory, env=self._environment(), check=True, capture_output=True, text=True
+        )
+        return Path(ended.stdout.strip())
+
+    def _environment(self) -> dict[str, str]:
+        here = self.directory
+        return {
+            **os.environ,
+            "PYTHONPATH": f"{here}{os.pathsep}{here / 'examples'}",
+            # A mutant may have the size and the second of the one before: no bytecode is kept.
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+
+
+def _crash(ended: subprocess.CompletedProcess[str]) -> str:
+    """A process that died without a summary: of what, and in which test."""
+    last = _BEGUN.findall(ended.stdout)
+    return f"{last[-1].strip() if last else 'the import'} (exit status {ended.returncode})"
