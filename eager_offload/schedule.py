@@ -11,6 +11,7 @@ callers carry out what is answered.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 __all__ = ["DelayLine", "Plan", "PrefetchOrder", "Window"]
@@ -111,7 +112,7 @@ class Window:
 
 @dataclass(slots=True)
 class _Use:
-    """One save of a storage: a link of its forward's chain, in the order of packing."""
+    """One save of a storage: a link of its forward's chain, by default in the order of packing."""
 
     storage: int
     nbytes: int
@@ -132,9 +133,9 @@ class PrefetchOrder:
     """Looks ahead along the reverse of packing, by bytes.
 
     Every save is a *use* of a storage, named by a position that grows with every pack. Backward is expected to ask for
-    uses in reverse. The uses ahead whose storages weigh at most ``limit`` bytes together are *promised*: their storages
-    are resident, or are being brought back. A storage that several uses share weighs once, and stays for as long as
-    one of its uses is promised.
+    uses in reverse, unless somebody knows better (``arrange``). The uses ahead whose storages weigh at most ``limit``
+    bytes together are *promised*: their storages are resident, or are being brought back. A storage that several uses
+    share weighs once, and stays for as long as one of its uses is promised.
 
         packed     1  2  3  4  5  6  7  8  9          asked for: 9, 8, then 7
                       ^     [promised]  ^
@@ -156,6 +157,7 @@ class PrefetchOrder:
         self._promised: OrderedDict[int, int] = OrderedDict()  # position -> the unpack by which it is expected
         self._holders: dict[int, int] = {}  # storage -> how many promised uses it has
         self._next: int | None = None  # the position that the walk comes to next
+        self._lost = False  # whether the chains have changed under the walk
         self._unpacks = 0
 
     def __len__(self) -> int:
@@ -186,25 +188,51 @@ class PrefetchOrder:
             self._uses[use.before].after = use.after
         if use.after is not None:
             self._uses[use.after].before = use.before
-        elif use.before is not None:
-            self._newest[use.sequence] = use.before
-        else:
-            del self._newest[use.sequence]
+        elif self._newest.get(use.sequence) == position:  # else it is in no chain
+            if use.before is not None:
+                self._newest[use.sequence] = use.before
+            else:
+                del self._newest[use.sequence]
         del self._uses[position]
         return dropped
+
+    def arrange(self, sequence: int, positions: Iterable[int]) -> None:
+        """From now on the saves of a forward are expected to be asked for in this order.
+
+        Args:
+            positions: in the order of need; those that are not known (any more) are passed over, and the forward's
+                others are not expected at all.
+        """
+        position = self._newest.pop(sequence, None)
+        while position is not None:
+            use = self._uses[position]
+            position, use.before, use.after = use.before, None, None
+        previous: int | None = None
+        for position in positions:
+            following = self._uses.get(position)
+            if following is None:
+                continue
+            if previous is None:
+                self._newest[sequence] = position
+            else:
+                self._uses[previous].before, following.after = position, previous
+            previous = position
+        self._lost = True
 
     def unpacked(self, position: int) -> Plan:
         """The use at ``position`` is asked for now."""
         self._unpacks += 1
         plan = Plan()
-        if position in self._promised:
+        promised = position in self._promised
+        if promised:
             dropped = self._unpromise(position)
             if dropped is not None:
                 plan.drop.append(dropped)
-        else:
-            if position != self._next:
-                self._expect_all_by_now()
+        elif position != self._next:
+            self._expect_all_by_now()
+        if self._lost or not promised:
             self._next = self._uses[position].before
+            self._lost = False
         self._look_ahead(plan)
         return plan
 

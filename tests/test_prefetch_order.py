@@ -61,7 +61,7 @@ class PrefetchMachine(RuleBasedStateMachine):
     @rule(data=st.data(), goes=st.booleans())
     def ask(self, data: st.DataObject, goes: bool) -> None:
         position = data.draw(st.sampled_from(sorted(self.uses)))
-        if position not in self.order._promised:
+        if position not in self.order._promised or self.order._lost:
             self.walks = self.uses[position].sequence
         self._carry_out(self.order.unpacked(position))
         if goes:
@@ -71,7 +71,7 @@ class PrefetchMachine(RuleBasedStateMachine):
     @rule(goes=st.booleans())
     def ask_for_the_newest(self, goes: bool) -> None:
         position = max(self.uses)
-        if position not in self.order._promised:
+        if position not in self.order._promised or self.order._lost:
             self.walks = self.uses[position].sequence
         self._carry_out(self.order.unpacked(position))
         if goes:
@@ -81,6 +81,13 @@ class PrefetchMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_handle_goes(self, data: st.DataObject) -> None:
         self._remove(data.draw(st.sampled_from(sorted(self.uses))))
+
+    @precondition(lambda self: self.uses)
+    @rule(data=st.data(), sequence=st.integers(1, 3))
+    def another_order_is_expected(self, data: st.DataObject, sequence: int) -> None:
+        mine = [position for position, use in self.uses.items() if use.sequence == sequence]
+        known = data.draw(st.permutations(mine))[: data.draw(st.integers(0, len(mine)))]
+        self.order.arrange(sequence, [0, *known, 10_000])
 
     def _remove(self, position: int) -> None:
         dropped = self.order.remove(position)
@@ -290,3 +297,25 @@ def test_what_is_retained_is_found_promised_again_by_a_second_backward(saves: in
                 assert order.holds(position)
             order.unpacked(position)
         assert order.promised_bytes == 0
+
+
+def test_what_is_arranged_is_brought_in_that_order_and_nothing_else() -> None:
+    order = PrefetchOrder(2)
+    packed(order, [(10 * position, 1) for position in range(1, 7)])
+    order.arrange(1, [3, 1, 99, 5, 2])
+    assert order.unpacked(3) == Plan(bring=[10, 50])
+    assert order.unpacked(1) == Plan(drop=[10], bring=[20])
+    assert order.unpacked(6) == Plan(), "it is in no chain: nothing is known of what comes next"
+    order.arrange(1, [6, 5, 4, 2])
+    assert order.unpacked(5) == Plan(drop=[50], bring=[40]), "the walk goes on along the new chain"
+
+
+def test_a_save_after_an_arrangement_is_expected_before_all_others() -> None:
+    order = PrefetchOrder(3)
+    packed(order, [(10, 1), (20, 1), (30, 1)])
+    order.arrange(1, [1, 3])
+    order.add(4, 40, 1, 1)
+    assert order.unpacked(4) == Plan(bring=[10, 30])
+    for position in (1, 2, 3, 4):
+        order.remove(position)
+    assert is_empty(order)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from eager_offload._torch import neg_view, weak_storage
 from eager_offload.errors import SavedTensorModifiedError
+from eager_offload.learning import Forward, Notes
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout, Stream
 from eager_offload.schedule import DelayLine
 from eager_offload.selection import Footprint, root_of
@@ -49,7 +50,7 @@ class Keeper(Protocol):
     """What handles need of the lane that they belong to."""
 
     #: Where finalizers leave what they know. Appending to a deque takes no lock.
-    graveyard: deque[int | Remains]
+    graveyard: deque[int | Remains | Notes]
 
     def give(self, view: SavedView) -> Tensor:
         """The saved tensor again, for the stream that is current now."""
@@ -126,12 +127,14 @@ class SavedStorage:
         "asked",
         "copied_version",
         "footprint",
+        "forward",
         "kept",
         "key",
         "lane",
         "line",
         "logical_bytes",
         "name",
+        "number",
         "origin",
         "out_event",
         "phase",
@@ -156,6 +159,8 @@ class SavedStorage:
         lane: Keeper,
         stream: Stream,
         tally: Tally,
+        forward: Forward,
+        number: int,
     ) -> None:
         storage = tensor.untyped_storage()
         #: Names it in the schedule.
@@ -167,6 +172,9 @@ class SavedStorage:
         #: The address of the footprint's first byte, modulo the alignment that reloads keep.
         self.phase = (storage.data_ptr() + footprint.start) % ALIGNMENT
         self.lane = lane
+        #: The forward that took it, and the number of the save in that.
+        self.forward = forward
+        self.number = number
         #: Where it is counted.
         self.tally = tally
         #: The compute stream noted at pack: reload targets are allocated on it.
@@ -244,7 +252,9 @@ class SavedView:
         "alias",
         "conj",
         "dtype",
+        "forward",
         "neg",
+        "number",
         "offset",
         "position",
         "size",
@@ -253,8 +263,11 @@ class SavedView:
         "version",
     )
 
-    def __init__(self, storage: SavedStorage, tensor: Tensor, position: int) -> None:
+    def __init__(self, storage: SavedStorage, tensor: Tensor, position: int, forward: Forward, number: int) -> None:
         self.storage = storage
+        #: The forward that saved it, and the number of the save in that.
+        self.forward = forward
+        self.number = number
         #: Names this use of the storage in the prefetch order.
         self.position = position
         self.size = tensor.size()

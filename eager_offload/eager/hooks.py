@@ -15,6 +15,7 @@ from eager_offload._torch import autograd_sequence, current_autograd_node
 from eager_offload.eager.handles import KeptTensor, SavedView
 from eager_offload.eager.lane import Lane
 from eager_offload.errors import OffloadError
+from eager_offload.learning import Forward
 from eager_offload.marks import Mark
 from eager_offload.schedule import DelayLine
 from eager_offload.selection import reason_to_stay, root_of
@@ -34,17 +35,26 @@ class Session(threading.local):
         #: How many tensors were packed in it.
         self.packed = 0
         self.lines: dict[Lane, DelayLine] = {}
+        self._forwards: dict[Lane, Forward] = {}
 
     def begin(self) -> None:
         """A new forward begins."""
         self.sequence = next(_sequences)
         self.packed = 0
+        self._forwards = {}
 
     def line(self, lane: Lane) -> DelayLine:
         line = self.lines.get(lane)
         if line is None:
             line = self.lines[lane] = lane.new_line()
         return line
+
+    def forward(self, lane: Lane) -> Forward:
+        """The current forward, as far as it concerns one device."""
+        forward = self._forwards.get(lane)
+        if forward is None:
+            forward = self._forwards[lane] = lane.new_forward(self.sequence)
+        return forward
 
 
 class Hooks:
@@ -69,7 +79,7 @@ class Hooks:
             if isinstance(taken, SavedView):
                 return taken
             reason = taken
-        elif reason is KeepReason.SMALL and (shared := self._share(tensor, session)) is not None:
+        elif reason is KeepReason.SMALL and session.lines and (shared := self._share(tensor, session)) is not None:
             return shared
         if tensor.is_meta and isinstance(root_of(tensor), Parameter):
             raise OffloadError(
@@ -92,7 +102,7 @@ class Hooks:
             return KeepReason.REGION
         if _in_recomputation():
             return KeepReason.NEWEST
-        return lane.take(tensor, session.line(lane), autograd_sequence(), session.sequence, mark)
+        return lane.take(tensor, session.line(lane), autograd_sequence(), session.forward(lane), mark)
 
     def _share(self, tensor: Tensor, session: Session) -> SavedView | None:
         """A small tensor whose storage leaves anyway goes with it: kept, it would hold all of that on the device."""
@@ -100,7 +110,7 @@ class Hooks:
             return None
         for lane, line in session.lines.items():
             if lane.may_know(tensor):
-                return lane.share(tensor, line, autograd_sequence(), session.sequence)
+                return lane.share(tensor, line, autograd_sequence(), session.forward(lane))
         return None
 
 

@@ -23,8 +23,9 @@ from eager_offload.eager.ground import Ground
 from eager_offload.eager.handles import Remains, SavedStorage, SavedView, State
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.reloading import Reloading
+from eager_offload.learning import Advice, Forward, Lessons, Link, Notes
 from eager_offload.marks import Mark
-from eager_offload.runtime.base import Runtime
+from eager_offload.runtime.base import Direction, Runtime
 from eager_offload.schedule import DelayLine
 from eager_offload.selection import footprint, root_of
 from eager_offload.stats import Accounts, KeepReason
@@ -60,19 +61,25 @@ class Lane:
         self.device = device
         self.runtime = runtime
         self.tiers = tiers
-        self.graveyard: deque[int | Remains] = deque()
+        self.graveyard: deque[int | Remains | Notes] = deque()
+        self._lessons = Lessons()
         self._accounts = accounts
         self._ground = Ground(device, runtime, accounts)
         self._offloading = Offloading(self._ground, tiers, config.size("max_inflight_bytes"))
         self._reloading = Reloading(self._ground, self._offloading, config.size("prefetch_bytes"))
         self._order = self._reloading.order
         self._delay_bytes = config.delay_bytes
+        self._learns_what_stays = config.keep_last_bytes == "auto"
         self._keys = itertools.count(1)
         self._names: dict[Hashable, weakref.ref[SavedStorage]] = {}
 
     def new_line(self) -> DelayLine:
         """A delay line, for one thread."""
         return DelayLine(self._delay_bytes)
+
+    def new_forward(self, sequence: int) -> Forward:
+        """A forward, for one thread; ``sequence`` names it in the prefetch order."""
+        return Forward(sequence, self._lessons, self.graveyard.append)
 
     @property
     def inflight_bytes(self) -> int:
@@ -101,7 +108,7 @@ class Lane:
             )
 
     def take(
-        self, tensor: Tensor, line: DelayLine, packed_at: int, sequence: int, mark: Mark | None
+        self, tensor: Tensor, line: DelayLine, packed_at: int, forward: Forward, mark: Mark | None
     ) -> SavedView | KeepReason:
         """Takes a saved tensor in; a reason where it has to stay after all.
 
@@ -109,14 +116,14 @@ class Lane:
             tensor: strided, not empty, on this lane's device.
             line: the calling thread's delay line.
             packed_at: the calling thread's autograd sequence number.
-            sequence: names the forward, for the prefetch order.
+            forward: the calling thread's current one.
             mark: what the user asked of its storage.
         """
         with self._accounts.lock:
-            return self._take(tensor, line, packed_at, sequence, mark)
+            return self._take(tensor, line, packed_at, forward, mark)
 
     def _take(
-        self, tensor: Tensor, line: DelayLine, packed_at: int, sequence: int, mark: Mark | None
+        self, tensor: Tensor, line: DelayLine, packed_at: int, forward: Forward, mark: Mark | None
     ) -> SavedView | KeepReason:
         try:
             storage = tensor.untyped_storage()
@@ -130,26 +137,30 @@ class Lane:
         if not area.whole:
             whole = self._known(name, storage)
             if whole is not None and self._may_share(whole, tensor, line, packed_at):
-                return self._share(whole, tensor, sequence)
+                return self._share(whole, tensor, forward)
             name = (name, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         known = self._known(name, storage)
         if known is not None:
             if self._may_share(known, tensor, line, packed_at):
-                return self._share(known, tensor, sequence)
+                return self._share(known, tensor, forward)
             if known.takes == _MOST_TAKES:
                 return KeepReason.ALIVE
         if mark is Mark.KEEP:
             return KeepReason.MARKED  # not before: a mark that comes after the copy has started changes nothing
         stream, tally = self.runtime.current_stream(self.device), self._accounts.tally
-        saved = SavedStorage(next(self._keys), name, tensor, area, self, stream, tally)
+        number = len(forward.notes.sizes)
+        advice = forward.save(area.nbytes, None, self.runtime.clock(stream), self._offloading.window.nbytes)
+        if advice is Advice.ALIVE and mark is not Mark.PREFER:
+            return KeepReason.ALIVE
+        saved = SavedStorage(next(self._keys), name, tensor, area, self, stream, tally, forward, number)
         saved.takes = 1 if known is None or tensor.requires_grad else known.takes + 1
         saved.line = line
         self._ground.storages[saved.key] = saved.ref
         self._names[name] = saved.ref
-        view = self._view(saved, tensor, sequence)
+        view = self._view(saved, tensor, forward, number)
         tally.kept(KeepReason.NEWEST, saved.logical_bytes)
         self._ground.hold(area.nbytes)
-        urgent = mark is Mark.PREFER
+        urgent = mark is Mark.PREFER or (advice is Advice.LEAVE and self._learns_what_stays)
         line.push(saved.key, area.nbytes, None if tensor.requires_grad else packed_at, urgent=urgent)
         self._offloading.start_due(line, packed_at)
         return view
@@ -161,14 +172,14 @@ class Lane:
         except (NotImplementedError, RuntimeError):  # a wrapper without bytes of its own, inside a transform
             return False
 
-    def share(self, tensor: Tensor, line: DelayLine, packed_at: int, sequence: int) -> SavedView | None:
+    def share(self, tensor: Tensor, line: DelayLine, packed_at: int, forward: Forward) -> SavedView | None:
         """Lets a tensor that would not be taken for its own sake share what is taken; arguments as for ``take``."""
         with self._accounts.lock:
             storage = tensor.untyped_storage()
             whole = self._known(storage._cdata, storage)
             if whole is None or tensor.numel() == 0 or tensor.data_ptr() % tensor.itemsize:
                 return None
-            return self._share(whole, tensor, sequence) if self._may_share(whole, tensor, line, packed_at) else None
+            return self._share(whole, tensor, forward) if self._may_share(whole, tensor, line, packed_at) else None
 
     def flush(self, line: DelayLine) -> None:
         """The context is left: every operator has run, so all that exceeds the newest bytes leaves."""
@@ -205,7 +216,7 @@ class Lane:
             return True
         return tensor.requires_grad and saved.root() is root_of(tensor) and saved.copied_version == tensor._version
 
-    def _share(self, saved: SavedStorage, tensor: Tensor, sequence: int) -> SavedView:
+    def _share(self, saved: SavedStorage, tensor: Tensor, forward: Forward) -> SavedView:
         tally, nbytes = self._accounts.tally, tensor.nbytes
         if saved.kept is not None:
             tally.kept(saved.kept, nbytes)
@@ -213,16 +224,20 @@ class Lane:
             tally.shared(nbytes)
             if tally is saved.tally:
                 saved.shared_bytes += nbytes
-        return self._view(saved, tensor, sequence)
+        number = len(forward.notes.sizes)
+        owner = saved.number if saved.forward is forward else -1
+        forward.save(saved.footprint.nbytes, owner, self.runtime.clock(saved.stream), self._offloading.window.nbytes)
+        return self._view(saved, tensor, forward, number)
 
-    def _view(self, saved: SavedStorage, tensor: Tensor, sequence: int) -> SavedView:
+    def _view(self, saved: SavedStorage, tensor: Tensor, forward: Forward, number: int) -> SavedView:
         position = next(self._keys)
-        view = SavedView(saved, tensor, position)
+        view = SavedView(saved, tensor, position, forward, number)
+        forward.positions[number] = position
         if saved.state is State.AWAY:
             view.forget_bytes()
         else:
             saved.aliases.append(view.alias)
-        self._order.add(position, saved.key, saved.footprint.nbytes, sequence)
+        self._order.add(position, saved.key, saved.footprint.nbytes, forward.sequence)
         return view
 
     # -- backward -------------------------------------------------------------------------------------------------
@@ -249,6 +264,8 @@ class Lane:
                 gone = graveyard.popleft()
                 if isinstance(gone, int):
                     self._reloading.drop(self._order.remove(gone))
+                elif isinstance(gone, Notes):
+                    self._lessons.learn(gone, self._link())
                 else:
                     self._bury(gone)
             self._offloading.settle()
@@ -261,6 +278,17 @@ class Lane:
             self._offloading.synchronize()
             self._reloading.synchronize()
             self.settle()
+
+    def _link(self) -> Link | None:
+        """What the link to the tiers does; ``None`` as long as nothing has used it."""
+        if not self._offloading.rate.nbytes:
+            return None
+        try:
+            out = self._offloading.rate.value or self.runtime.bandwidth(self.device, Direction.OUT)
+            back = self._reloading.rate.value or self.runtime.bandwidth(self.device, Direction.IN)
+        except (torch.OutOfMemoryError, MemoryError):
+            return None  # a device that is full to the last byte is not measured now
+        return Link(out, back)
 
     def _bury(self, remains: Remains) -> None:
         """Settles the accounts of a storage whose last handle is gone; an interrupt may have kept it from them."""

@@ -13,6 +13,7 @@ from eager_offload import marks
 from eager_offload.eager.ground import Ground
 from eager_offload.eager.handles import Remains, SavedStorage, State
 from eager_offload.errors import OffloadError
+from eager_offload.learning import Rate
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Direction, Event, Stream
 from eager_offload.schedule import DelayLine, Window
@@ -26,6 +27,7 @@ class _Leaving(NamedTuple):
     """An offload on its way. The storage may die before it arrives; its accounts are settled then."""
 
     ticket: int
+    event: Event
     ref: weakref.ref[SavedStorage]
     nbytes: int
     logical_bytes: int
@@ -41,6 +43,7 @@ class Offloading:
     def __init__(self, ground: Ground, tiers: Sequence[Tier], window: int) -> None:
         self.tiers = tiers
         self.window = Window(window)
+        self.rate = Rate()
         self._ground = ground
         self._leaving: dict[int, _Leaving] = {}
         # Keys of storages whose fate was settled in one account before the other heard of it:
@@ -68,7 +71,7 @@ class Offloading:
     def settle(self) -> None:
         """Takes up what has arrived; never blocks."""
         while (key := self.window.oldest) is not None:
-            if not self._ground.registry.arrived(self._leaving[key].ticket):
+            if not self._ground.runtime.query(self._leaving[key].event):
                 return
             self._arrive(key)
 
@@ -131,7 +134,7 @@ class Offloading:
         ticket = ground.registry.register(event, (source, saved.aliases, slot))
         window, tally = self.window, ground.accounts.tally
         self._leaving[saved.key] = _Leaving(
-            ticket, saved.ref, area.nbytes, saved.logical_bytes, saved.tally, area.moved, tally
+            ticket, event, saved.ref, area.nbytes, saved.logical_bytes, saved.tally, area.moved, tally
         )
         window.enter(saved.key, area.moved)
         saved.tally.reclassify(saved.logical_bytes, KeepReason.NEWEST, None)
@@ -190,6 +193,7 @@ class Offloading:
         self._asked.discard(key)
         self._buried.discard(key)
         if failure is None:
+            self.rate.add(leaving.moved, ground.runtime.seconds(leaving.event))
             if saved is not None:
                 saved.release_source()
                 saved.state = State.AWAY

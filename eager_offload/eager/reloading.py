@@ -14,6 +14,7 @@ from eager_offload.eager.ground import Ground
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, State
 from eager_offload.eager.offloading import Offloading
 from eager_offload.errors import OffloadError
+from eager_offload.learning import Rate
 from eager_offload.runtime.base import Direction, Layout, Stream
 from eager_offload.schedule import Plan, PrefetchOrder
 from eager_offload.stats import KeepReason
@@ -33,6 +34,7 @@ class Reloading:
 
     def __init__(self, ground: Ground, offloading: Offloading, prefetch_bytes: int) -> None:
         self.order = PrefetchOrder(prefetch_bytes)
+        self.rate = Rate()
         self._ground = ground
         self._offloading = offloading
         self._orphans: list[Reload] = []  # reloads that nobody asked for and that may still be running
@@ -49,6 +51,7 @@ class Reloading:
             tensor = self._resident(view, stream)
             reload = self._reload_for(saved, stream) if tensor is None else None
             self._note_asked(saved, forwarded=tensor is not None)
+            self._follow_lesson(view, stream)
             try:
                 self._follow(self.order.unpacked(view.position), saved.key)
             except BaseException:
@@ -61,6 +64,8 @@ class Reloading:
             ticket, reload.ticket = reload.ticket, None
         self._await(saved, reload, ticket, stream)
         with ground.accounts.lock:
+            if ticket is not None:
+                self.rate.add(reload.target.nbytes, ground.runtime.seconds(reload.event))
             issued = self._issue(view, reload, stream)
             expected = self.order.holds(saved.key)
             if saved.reload is reload and not expected:
@@ -127,6 +132,13 @@ class Reloading:
                 if saved.state is State.LEAVING:
                     self._offloading.asked(saved.key)
 
+    def _follow_lesson(self, view: SavedView, stream: Stream) -> None:
+        """Has what is expected next be what was asked for next the last time."""
+        forward = view.forward
+        expected = forward.asked(view.number, self._ground.runtime.clock(stream))
+        if expected is not None:
+            self.order.arrange(forward.sequence, expected)
+
     def _resident(self, view: SavedView, stream: Stream) -> Tensor | None:
         """The tensor, if its bytes are on the device: not gone yet, kept alive by someone else, or back already."""
         saved = view.storage
@@ -134,6 +146,8 @@ class Reloading:
             return view.alias.detach()
         storage, first_byte = saved.origin(), saved.footprint.start
         if storage is not None and storage.nbytes() >= first_byte + saved.footprint.nbytes:
+            if not saved.asked:
+                saved.forward.was_alive(saved.number)
             return view.over(storage, first_byte)
         if saved.returned is not None and stream == saved.stream:
             storage = saved.returned.storage()

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import abc
 import enum
+import time
+import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -97,6 +99,7 @@ class Runtime(abc.ABC):
         self._log: Log | None = None
         self._naming: Naming | None = None
         self._left_behind: deque[tuple[Event, object]] = deque()
+        self._users: weakref.WeakSet[object] = weakref.WeakSet()
 
     def attach(self, log: Log | None, naming: Naming | None) -> None:
         """Starts (or, with ``None``, ends) writing a log of every call below."""
@@ -146,6 +149,17 @@ class Runtime(abc.ABC):
         if self._log is not None:
             self._log.synchronize(event)
 
+    def clock(self, stream: Stream) -> float:
+        """Seconds, from any beginning: when ``stream`` comes to what is enqueued next, as far as this runtime knows.
+
+        Where it does not, this is the host's clock, which runs ahead of a device.
+        """
+        return time.perf_counter()
+
+    def seconds(self, event: Event) -> float | None:
+        """How long the copy took that ``event`` stands behind and that is over; ``None`` where nobody knows."""
+        return None
+
     def leave_behind(self, event: Event, keepalive: object) -> None:
         """Holds ``keepalive`` until ``event`` has completed, for a transfer whose owner is gone.
 
@@ -171,6 +185,19 @@ class Runtime(abc.ABC):
     def enter(self, stream: Stream) -> AbstractContextManager[object]:
         """Makes ``stream`` the current one of the calling thread, for compute that belongs to it."""
         return nullcontext()
+
+    def attach_user(self, user: object) -> None:
+        """Counts ``user`` among those for whom threads and buffers are kept ready."""
+        self._users.add(user)
+
+    def detach_user(self, user: object) -> None:
+        """``user`` has given its memory back. With the last one goes what was kept ready."""
+        self._users.discard(user)
+        if not self._users:
+            self._retire()
+
+    def _retire(self) -> None:
+        self.tidy()
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
@@ -217,6 +244,13 @@ class Runtime(abc.ABC):
     @abc.abstractmethod
     def bandwidth(self, device: torch.device, direction: Direction) -> float:
         """Bytes a second between ``device`` and host memory in ``direction``; measured once, then cached."""
+
+    def duplex_bandwidth(self, device: torch.device, direction: Direction) -> float:
+        """Bytes a second in ``direction`` while as much travels the other way; measured once, then cached.
+
+        Where the two ways do not share a link, this is what ``bandwidth`` says.
+        """
+        return self.bandwidth(device, direction)
 
     def _region(self, end: Tensor | Slot) -> Region:
         if isinstance(end, Slot):

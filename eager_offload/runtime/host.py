@@ -11,7 +11,6 @@ import copy
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
@@ -42,13 +41,15 @@ _PROBE_BYTES = 64 << 20
 class HostEvent:
     """Something that a transfer thread comes to, and how it ended; without work it only marks a place in the queue."""
 
-    __slots__ = ("_thread", "_work", "done", "error")
+    __slots__ = ("_thread", "_work", "done", "error", "seconds")
 
     def __init__(self, thread: TransferThread | None, work: Callable[[], None] | None = None) -> None:
         self._thread = thread
         self._work = work
         self.done = False
         self.error: BaseException | None = None
+        #: How long the work took.
+        self.seconds: float | None = None
 
     def carry_out(self) -> None:
         """Does the work; an error is carried to whoever waits."""
@@ -57,8 +58,10 @@ class HostEvent:
     def _attempt(self) -> BaseException | None:
         work, self._work = self._work, None  # or the event would hold the copy's tensors
         assert work is not None
+        began = time.perf_counter()
         try:
             work()
+            self.seconds = time.perf_counter() - began
         except BaseException as error:  # a transfer thread never dies of it
             _forget_locals(error)
             # Without this frame, which holds the event, which holds the error.
@@ -271,7 +274,6 @@ class HostRuntime(Runtime):
         # The threads themselves start when there is work for them.
         self._out = TransferThread("eager_offload-out")
         self._in = TransferThread("eager_offload-in")
-        self._users: weakref.WeakSet[object] = weakref.WeakSet()
         self._bandwidth: float | None = None
         #: Reload targets: page-aligned, so that direct I/O can fill them, and used again without new page faults.
         self.arena = Arena(anonymous_slab, slab_bytes=_SLAB_BYTES, idle_bytes=_IDLE_BYTES)
@@ -283,16 +285,9 @@ class HostRuntime(Runtime):
     def transfer_stream(self, device: torch.device, direction: Direction) -> Stream:
         return self._out if direction is Direction.OUT else self._in
 
-    def attach_user(self, user: object) -> None:
-        """Counts ``user`` among those for whom the threads are kept ready."""
-        self._users.add(user)
-
-    def detach_user(self, user: object) -> None:
-        """The last user to go ends the threads."""
-        self._users.discard(user)
-        if not self._users:
-            self._out.retire()
-            self._in.retire()
+    def _retire(self) -> None:
+        self._out.retire()
+        self._in.retire()
 
     def tidy(self) -> None:
         super().tidy()
@@ -302,6 +297,9 @@ class HostRuntime(Runtime):
     def trim(self) -> None:
         super().trim()
         self.arena.trim()
+
+    def seconds(self, event: Event) -> float | None:
+        return cast(HostEvent, event).seconds
 
     def host_buffer(self, nbytes: int) -> Tensor:
         return anonymous_slab(nbytes)

@@ -244,6 +244,11 @@ class SimulatedRuntime(Runtime):
         assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
         return self._transfers[direction]
 
+    def clock(self, stream: Stream) -> float:
+        assert isinstance(stream, SimulatedStream)
+        with self._lock:
+            return max(stream.tail, stream.clear_from, self.now)
+
     def host_buffer(self, nbytes: int) -> Tensor:
         with without_dispatch_modes(), torch.inference_mode(False):
             buffer = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, device="cpu")

@@ -1,0 +1,139 @@
+"""What a step costs once the steps before it have taught something: on the simulated device, and exact all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eager_offload import Offload, OffloadStats
+from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.runtime.timeline import Timeline
+from tests.hazards.backends import assert_settled
+
+N = 64
+NBYTES = N * N * 4
+DEPTH = 8
+
+
+class Step(NamedTuple):
+    """What one step did, and how long compute waited for transfers in it."""
+
+    stats: OffloadStats
+    exposed: float
+
+
+class Graphs(NamedTuple):
+    """What a forward leaves: losses in the order in which backward takes them, and what the program holds on to."""
+
+    losses: list[Tensor]
+    held: list[Tensor]
+
+
+def tower(x: Tensor, held: list[Tensor] | None = None) -> Tensor:
+    for _ in range(DEPTH):
+        x = x.exp()  # which saves its result
+        if held is not None:
+            held.append(x)
+        x = x.neg()
+    return x.sum()
+
+
+def towers_in_the_order_of_forward(x: Tensor) -> Graphs:
+    return Graphs([tower(x * scale) for scale in (0.1, 0.2, 0.3)], [])
+
+
+def one_tower(x: Tensor) -> Graphs:
+    return Graphs([tower(x * 0.1)], [])
+
+
+def one_tower_whose_results_are_held(x: Tensor) -> Graphs:
+    held: list[Tensor] = []
+    return Graphs([tower(x * 0.1, held)], held)
+
+
+def steps(
+    program: Callable[[Tensor], Graphs],
+    runtime: SimulatedRuntime,
+    *,
+    rows: Sequence[int] = (N, N, N),
+    synchronize: bool = False,
+    **fields: object,
+) -> list[Step]:
+    """Trains on a device with virtual streams, one step for each of ``rows``; every step must be exact and in order.
+
+    Args:
+        synchronize: whether the host waits for all transfers between forward and backward.
+    """
+    found = []
+    with runtime.checked() as checker:
+        offload = Offload(runtime=runtime, tier="host", min_bytes=0, **fields)
+        for height in rows:
+            x, expected = (torch.linspace(-1, 1, height * N).view(height, N).requires_grad_() for _ in range(2))
+            for loss in program(expected).losses:
+                loss.backward()
+            runtime.timeline = Timeline()
+            offload.reset_stats()
+            with offload:
+                graphs = program(x)
+            if synchronize:
+                offload.stats(synchronize=True)
+            while graphs.losses:
+                graphs.losses.pop(0).backward()
+            del graphs
+            assert x.grad is not None
+            assert expected.grad is not None
+            assert torch.equal(x.grad, expected.grad)
+            found.append(Step(offload.stats(synchronize=True), runtime.timeline.stall_seconds))
+        assert_settled(offload)
+        offload.close()
+    checker.assert_clean()
+    return found
+
+
+def test_the_true_order_of_need_is_learnt_so_that_less_is_waited_for() -> None:
+    first, _, third = steps(
+        towers_in_the_order_of_forward,
+        SimulatedRuntime(in_bandwidth=1e9),
+        synchronize=True,
+        keep_last_bytes=0,
+        prefetch_bytes=4 * NBYTES,
+    )
+    assert first.stats.reloaded_bytes == third.stats.reloaded_bytes == 3 * DEPTH * NBYTES
+    assert third.exposed < first.exposed
+    assert third.stats.bytes_in == first.stats.bytes_in == 3 * DEPTH * NBYTES
+
+
+def test_what_is_asked_for_too_soon_stays_and_the_rest_leaves_at_once() -> None:
+    first, second, third = steps(one_tower, SimulatedRuntime(), prefetch_bytes=6 * NBYTES)
+    assert first.stats.kept_bytes["newest"] == 6 * NBYTES
+    for step in (second, third):
+        assert 0 < step.stats.kept_bytes["newest"] <= 3 * NBYTES
+        assert step.exposed <= first.exposed
+        assert step.stats.resident_bytes_peak <= first.stats.resident_bytes_peak
+
+
+def test_a_size_that_was_given_is_no_matter_of_learning() -> None:
+    found = steps(one_tower, SimulatedRuntime(), prefetch_bytes=6 * NBYTES, keep_last_bytes=4 * NBYTES)
+    assert [step.stats.kept_bytes["newest"] for step in found] == [4 * NBYTES] * 3
+
+
+def test_what_someone_else_keeps_alive_is_served_without_a_reload_and_not_taken_again() -> None:
+    first, second, third = steps(
+        one_tower_whose_results_are_held, SimulatedRuntime(), synchronize=True, keep_last_bytes=0
+    )
+    assert first.stats.forwarded_bytes == DEPTH * NBYTES
+    assert first.stats.bytes_in == 0, "what lives needs no reload"
+    for step in (second, third):
+        assert step.stats.bytes_out == step.stats.offloaded_bytes == 0
+        assert step.stats.kept_bytes == {"alive": DEPTH * NBYTES}
+
+
+def test_h21_shapes_that_change_with_every_step_learn_nothing_wrong() -> None:
+    known = steps(towers_in_the_order_of_forward, SimulatedRuntime(), rows=(N, N, N), keep_last_bytes=0)
+    changing = steps(towers_in_the_order_of_forward, SimulatedRuntime(), rows=(N, N + 1, N - 1, N), keep_last_bytes=0)
+    for step, height in zip(changing, (N, N + 1, N - 1, N), strict=True):
+        assert step.stats.offloaded_bytes == 3 * DEPTH * height * N * 4
+    assert changing[0] == known[0]
