@@ -6,6 +6,7 @@
 | ``torch._C._current_autograd_node`` | 2.11 to 2.15 | a reentrant checkpoint's recomputation is offloaded again |
 | ``torch._neg_view`` | 2.11 to 2.15 | the import fails |
 | ``torch._ops.OpOverload``, ``torch.utils._python_dispatch`` | 2.11 to 2.15 | the import fails |
+| ``torch.cuda.cudart().cudaHostRegister`` | 2.11 to 2.15 | host memory is pinned by torch, which rounds sizes up |
 | ``_checkpoint_hook``, ``_recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.utils.checkpoint
@@ -23,11 +24,13 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "HostRegistration",
     "OpOverload",
     "TorchDispatchMode",
     "autograd_sequence",
     "checkpoint_hooks",
     "current_autograd_node",
+    "host_registration",
     "neg_view",
     "require_torch",
     "weak_storage",
@@ -67,6 +70,24 @@ checkpoint_hooks: tuple[type, ...] = tuple(
     for name in ("_checkpoint_hook", "_recomputation_hook")
     if (kind := getattr(torch.utils.checkpoint, name, None)) is not None
 )
+
+
+class HostRegistration(NamedTuple):
+    """The driver's own calls that pin memory where it lies; each returns 0, or the number of an error."""
+
+    #: Address, bytes and flags.
+    register: Callable[[int, int, int], object]
+    #: The address.
+    unregister: Callable[[int], object]
+
+
+def host_registration() -> HostRegistration | None:
+    """How to pin memory that torch did not allocate, or ``None`` where this torch or this machine cannot."""
+    if not torch.cuda.is_available():
+        return None
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    register, unregister = (getattr(runtime, name, None) for name in ("cudaHostRegister", "cudaHostUnregister"))
+    return None if register is None or unregister is None else HostRegistration(register, unregister)
 
 
 def weak_storage(storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:

@@ -11,7 +11,6 @@ import torch
 
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.lane import Lane
-from eager_offload.errors import ConfigError
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.host import HostRuntime, host_runtime
@@ -44,7 +43,7 @@ class Lanes:
         self._outlived: list[Lane] = []  # closed, and graphs of theirs are still alive
         self._tiers: dict[Runtime, list[Tier]] = {}
         if config.tier == "disk" or config.disk_paths is not None:
-            self._open_tiers(given or host_runtime(), torch.device("cpu"))  # a path that cannot serve is told at once
+            self._open_tiers(given or host_runtime())  # a path that cannot serve is told at once
 
     def of(self, device: torch.device) -> Lane | None:
         """The lane of ``device``, or ``None`` where its tensors cannot move.
@@ -99,8 +98,7 @@ class Lanes:
                 for tier in opened:
                     tier.close()
         for runtime in tiers:
-            if isinstance(runtime, HostRuntime):
-                runtime.detach_user(self._accounts)
+            runtime.detach_user(self._accounts)
 
     def _all_tiers(self) -> list[Tier]:
         return [tier for opened in self._tiers.values() for tier in opened]
@@ -112,29 +110,25 @@ class Lanes:
             runtime = accelerator_runtime()
         else:
             return None
-        lane = self._lanes[device] = Lane(
-            device, runtime, self._open_tiers(runtime, device), self._config, self._accounts
-        )
+        lane = self._lanes[device] = Lane(device, runtime, self._open_tiers(runtime), self._config, self._accounts)
         return lane
 
-    def _open_tiers(self, runtime: Runtime, device: torch.device) -> list[Tier]:
+    def _open_tiers(self, runtime: Runtime) -> list[Tier]:
         tiers = self._tiers.get(runtime)
         if tiers is None:
-            tier = self._open_tier(runtime, device)
-            tiers = self._tiers[runtime] = [tier if self._around_tier is None else self._around_tier(tier)]
-        if isinstance(runtime, HostRuntime):
-            runtime.attach_user(self._accounts)
+            around = self._around_tier or (lambda tier: tier)
+            tiers = self._tiers[runtime] = [around(tier) for tier in self._new_tiers(runtime)]
+        runtime.attach_user(self._accounts)
         return tiers
 
-    def _open_tier(self, runtime: Runtime, device: torch.device) -> Tier:
-        config, on_host_runtime = self._config, isinstance(runtime, HostRuntime)
-        if device.type != "cpu" and (config.tier == "disk" or config.disk_paths is not None):
-            raise ConfigError(
-                f"tier={config.tier!r} with disk_path={config.disk_path} is not accepted for tensors on {device}: in "
-                'this version the disk tier serves CPU devices; take tier="host" and leave disk_path out'
-            )
+    def _new_tiers(self, runtime: Runtime) -> list[Tier]:
+        """The tiers of ``runtime``, the one that is to be filled first in front."""
+        config, on_device = self._config, isinstance(runtime, AcceleratorRuntime)
+        if config.tier == "auto" and on_device and config.disk_paths is not None:
+            return [self._host_tier(runtime), self._disk_tier()]
+        on_host_runtime = isinstance(runtime, HostRuntime)
         if config.tier == "disk" or (config.tier == "auto" and (on_host_runtime or config.disk_paths is not None)):
-            return DiskTier(config.disk_paths, _bytes(config.disk_budget), verify=config.verify)
+            return [self._disk_tier()]
         if on_host_runtime and not _told_about_host_tier.is_set():
             _told_about_host_tier.set()
             warnings.warn(
@@ -142,11 +136,20 @@ class Lanes:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        budget = _bytes(config.host_budget) or host_budget()
+        return [self._host_tier(runtime)]
+
+    def _disk_tier(self) -> DiskTier:
+        config = self._config
+        return DiskTier(config.disk_paths, _bytes(config.disk_budget), verify=config.verify)
+
+    def _host_tier(self, runtime: Runtime) -> HostTier:
+        budget = _bytes(self._config.host_budget) or host_budget()
         if isinstance(runtime, AcceleratorRuntime):
             # Pinning costs milliseconds, and the next step needs the same slabs again: none goes back before the end.
-            slabs = partial(runtime.host_buffer, pin_memory=config.pin_memory is not False)
-            return HostTier(Arena(slabs, idle_bytes=budget), budget)
+            pin_memory = self._config.pin_memory is not False
+            slabs = partial(runtime.host_buffer, pin_memory=pin_memory)
+            sizes = runtime.slab_sizes(pin_memory=pin_memory)
+            return HostTier(Arena(slabs, idle_bytes=budget, sizes=sizes), budget)
         return HostTier(Arena(runtime.host_buffer), budget)
 
 

@@ -5,13 +5,17 @@ Every decision is in ``accelerator.py``, above this line, where a double of thes
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Protocol
+from contextlib import AbstractContextManager, suppress
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
+from eager_offload._torch import host_registration
+
 __all__ = ["AcceleratorApi", "TorchAcceleratorApi"]
+
+_PORTABLE = 1  # cudaHostRegisterPortable
 
 
 class AcceleratorApi(Protocol):
@@ -46,6 +50,12 @@ class AcceleratorApi(Protocol):
 
     def empty_pinned(self, nbytes: int) -> Tensor:
         """A new flat ``uint8`` CPU tensor in pinned memory. Raises ``RuntimeError`` where that cannot be had."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pins memory where it lies. Raises ``NotImplementedError`` or ``RuntimeError`` where that cannot be done."""
+
+    def unregister(self, address: int) -> None:
+        """Unpins what was registered at ``address``."""
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         """Enqueues ``dst.copy_(src)`` on the current stream of the one that is on the accelerator."""
@@ -83,6 +93,23 @@ class TorchAcceleratorApi:
 
     def empty_pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def register(self, address: int, nbytes: int) -> None:
+        registration = host_registration()
+        if registration is None:
+            raise NotImplementedError("this torch cannot register memory")
+        # Portable: for every device of the process.
+        if code := int(cast(int, registration.register(address, nbytes, _PORTABLE))):
+            # The error stays behind, and the next kernel would be taken for its cause. To launch one takes it away.
+            with suppress(RuntimeError):
+                torch.empty(1, device="cuda").fill_(1)
+            raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
+
+    def unregister(self, address: int) -> None:
+        registration = host_registration()
+        assert registration is not None
+        # After an error of the device nothing can be unpinned any more, and the process has heard of it elsewhere.
+        registration.unregister(address)
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         dst.copy_(src, non_blocking=True)

@@ -20,16 +20,12 @@ from eager_offload.tiers.base import Fence, Region, Slot, Tier
 from eager_offload.tiers.extents import Extent
 from eager_offload.tiers.forking import tell_after_fork
 from eager_offload.tiers.memory import PAGE, anonymous_slab, move, round_up
-from eager_offload.tiers.slabs import Idle, Slab, Space
+from eager_offload.tiers.slabs import ExactSizes, Idle, Slab, SlabSizes, Space
 
 __all__ = ["Arena", "HostSlot", "HostTier", "anonymous_slab"]
 
 #: Bytes; requests below a page share slabs of their own, cut to multiples of this.
 _LINE = 64
-#: A new shared slab is at most this part of what the arena holds, so that the empty rest of the newest one stays small.
-_SLAB_SHARE = 32
-#: Bytes; below these a shared slab would cost more in calls than it saves in room.
-_SMALLEST_SLAB = {PAGE: 1 << 20, _LINE: 1 << 16}
 #: An idle slab serves a request that is smaller by at most this part, as long as all such slack together stays below
 #: that part of what is used.
 _SLACK, _TOTAL_SLACK = 8, 32
@@ -125,7 +121,7 @@ class Arena:
 
     A slab without slots is idle. Idle slabs are kept up to ``idle_bytes``, since the next step asks for the same sizes
     again; beyond that the oldest go back to the system, none before its fences have passed. All that is idle goes
-    back before a request fails.
+    back before a request fails. Where the system rounds sizes up, ``sizes`` says so, and all slabs are shared.
 
     Slots that die are taken up at the next call of any method; ``drain()`` is the call that does nothing else.
 
@@ -134,6 +130,7 @@ class Arena:
             back with its storage. Raises ``MemoryError`` or ``RuntimeError`` where there is none.
         slab_bytes: the largest slab that is shared.
         idle_bytes: how much idle memory is kept for reuse.
+        sizes: how large slabs are, in place of ``slab_bytes``.
     """
 
     def __init__(
@@ -142,9 +139,10 @@ class Arena:
         *,
         slab_bytes: int = 64 << 20,
         idle_bytes: int = 256 << 20,
+        sizes: SlabSizes | None = None,
     ) -> None:
         self._allocate_slab = allocate_slab
-        self._slab_bytes = slab_bytes
+        self._sizes = ExactSizes(slab_bytes) if sizes is None else sizes
         self._idle_bytes = idle_bytes
         self._reset()
         tell_after_fork(self)
@@ -257,15 +255,14 @@ class Arena:
 
     def _carve(self, nbytes: int, limit: int | None) -> HostSlot:
         self._drain()
-        if nbytes >= self._slab_bytes // 2:
+        if self._sizes.alone(nbytes):
             slab = self._whole_slab(nbytes, limit)
             return self._hand_out(slab, Extent(0, slab.nbytes, slab.fences), nbytes)
         space = self._pages if nbytes >= PAGE else self._lines
         size = round_up(nbytes, space.grain)
         extent = space.extents.allocate(size)
         if extent is None:
-            most = min(max(self._held // _SLAB_SHARE, _SMALLEST_SLAB[space.grain]), self._slab_bytes)
-            space.add(self._new_memory(max(most // size, 1) * size, size, limit))
+            space.add(self._new_memory(size, limit))
             extent = space.extents.allocate(size)
             assert extent is not None
         return self._hand_out(space.slab_at(extent.start), extent, nbytes)
@@ -287,20 +284,21 @@ class Arena:
             affordable = self._slack + slack <= (self._used + nbytes) // _TOTAL_SLACK
             if slab.nbytes == size or (slack <= size // _SLACK and affordable):
                 return slab
-        return Slab(self._new_memory(size, size, limit), None, 0)
+        return Slab(self._new_memory(size, limit), None, 0)
 
-    def _new_memory(self, wish: int, need: int, limit: int | None) -> Tensor:
-        """A slab of ``wish`` bytes, or of a smaller multiple of ``need`` where that is all there is room for."""
-        if limit is not None and self._held + round_up(wish, PAGE) > limit:
+    def _new_memory(self, need: int, limit: int | None) -> Tensor:
+        """A slab of the size that ``need`` calls for, or of a smaller one where that is all there is room for."""
+        wanted = self._sizes.wanted(need, self._held)
+        if limit is not None and self._held + wanted > limit:
             self._give_back(0)
-            wish = min(wish, (limit - self._held) // PAGE * PAGE // need * need)
-            if wish <= 0:
+            wanted = min(wanted, self._sizes.within(need, limit - self._held))
+            if wanted <= 0:
                 raise MemoryError(f"{need} more bytes would go beyond the limit of {limit} bytes")
         try:
-            tensor = self._allocate_slab(round_up(wish, PAGE))
+            tensor = self._allocate_slab(wanted)
         except (MemoryError, RuntimeError):
             self._give_back(0)
-            tensor = self._allocate_slab(round_up(need, PAGE))
+            tensor = self._allocate_slab(self._sizes.least(need))
         self._held += tensor.numel()
         self.peak_bytes = max(self.peak_bytes, self._held)
         self._slabs += 1

@@ -4,16 +4,111 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right, insort
+from typing import Protocol
 
 from torch import Tensor
 
 from eager_offload.tiers.base import Fence
 from eager_offload.tiers.extents import Extents
-from eager_offload.tiers.memory import PAGE, view_of
+from eager_offload.tiers.memory import PAGE, round_up, view_of
 
-__all__ = ["Idle", "Slab", "Space"]
+__all__ = ["ExactSizes", "Idle", "PowersOfTwo", "Slab", "SlabSizes", "Space"]
 
 _serial = itertools.count()
+
+#: A new shared slab is at most this part of what is held, so that the empty rest of the newest one stays small.
+_SHARE = 32
+#: Bytes; shared slabs are no smaller: they would cost more in calls than they save in room.
+_LEAST_PAGES, _LEAST_LINES = 1 << 20, 1 << 16
+
+
+# -- how large a slab is --------------------------------------------------------------------------------------------
+
+
+class SlabSizes(Protocol):
+    """How large the slabs are that an arena asks the system for; all sizes in bytes."""
+
+    def alone(self, nbytes: int) -> bool:
+        """Whether a request gets a slab of its own."""
+
+    def wanted(self, need: int, held: int) -> int:
+        """The size of the slab that ``need``, a whole number of grains, calls for while the arena holds ``held``."""
+
+    def within(self, need: int, room: int) -> int:
+        """The largest size up to ``room``, or 0 where none holds ``need``."""
+
+    def least(self, need: int) -> int:
+        """The smallest size that holds ``need``."""
+
+
+class ExactSizes:
+    """For a system that gives what is asked for, to the page.
+
+    Args:
+        most: bytes; the largest slab that is shared. Half of it or more gets a slab of its own.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def alone(self, nbytes: int) -> bool:
+        return nbytes >= self._most // 2
+
+    def wanted(self, need: int, held: int) -> int:
+        if self.alone(need):
+            return round_up(need, PAGE)
+        least = _LEAST_PAGES if need >= PAGE else _LEAST_LINES
+        most = min(max(held // _SHARE, least), self._most)
+        return round_up(max(most // need, 1) * need, PAGE)
+
+    def within(self, need: int, room: int) -> int:
+        room = room // PAGE * PAGE
+        return round_up(room // need * need, PAGE) if room >= need else 0
+
+    def least(self, need: int) -> int:
+        return round_up(need, PAGE)
+
+
+class PowersOfTwo:
+    """For a system that rounds everything up to a power of two, as torch's allocator of pinned memory does.
+
+    Nothing is rounded if a power of two is asked for, so every slab is one and all requests share them. What is left
+    over behind the last whole multiple of a request serves smaller ones at best, so a slab is so large that this is at
+    most a 20th of it, as long as it does not double what is held (nor goes beyond 1 GiB at first): the end of the last
+    slab is empty too.
+    """
+
+    _LEAST, _SHARE, _FREELY = 1 << 20, 8, 1 << 30
+    _LEFT_OVER = 20
+
+    def alone(self, nbytes: int) -> bool:
+        return False
+
+    def wanted(self, need: int, held: int) -> int:
+        most = max(self._FREELY, _power_of_two(held + 1) // 2)
+        best = size = max(self.least(need), min(max(_power_of_two(held // self._SHARE), self._LEAST), self._FREELY))
+        while size <= most:
+            if size % need * self._LEFT_OVER <= size:
+                return size
+            if size % need * best < best % need * size:
+                best = size
+            size *= 2
+        return best
+
+    def within(self, need: int, room: int) -> int:
+        size = _power_of_two(room + 1) // 2
+        return size if size >= need else 0
+
+    def least(self, need: int) -> int:
+        return _power_of_two(need)
+
+
+def _power_of_two(nbytes: int) -> int:
+    """The smallest one that is not below ``nbytes``, and not below a page."""
+    return max(1 << max(nbytes - 1, 0).bit_length(), PAGE)
+
+
+# -- slabs ----------------------------------------------------------------------------------------------------------
 
 
 class Slab:

@@ -21,7 +21,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,34 +30,11 @@ from eager_offload.runtime.accelerator import AcceleratorStream
 from eager_offload.runtime.base import Log, Stream
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.memory import PAGE
+from tests.doubles.recording_streams import Key, Mark, RecordingEvent, RecordingStream, Step
 
-__all__ = ["RecordingAccelerator", "RecordingEvent", "RecordingStream"]
+__all__ = ["RecordingAccelerator"]
 
-_CUDA = 1  # torch's number of the device type
 _BLOCK_ALIGNMENT = 512  # cudaMalloc's
-
-
-class _Key(NamedTuple):
-    device_index: int
-    stream_id: int
-
-
-@dataclass(eq=False)
-class _Mark:
-    """One record of an event; a wait waits for the record that there was when it was called."""
-
-    key: _Key
-    passed: bool = False
-    seconds: float = 0.0
-
-
-@dataclass(eq=False)
-class _Step:
-    """What a stream does next: wait for a mark, set one, or run."""
-
-    awaits: _Mark | None = None
-    marks: _Mark | None = None
-    run: Callable[[], object] | None = None
 
 
 @dataclass(eq=False)
@@ -65,63 +42,9 @@ class _Block:
     """Memory that the double never gives back, so that its address names it for good."""
 
     memory: Tensor
-    key: _Key
+    key: Key
     name: object = field(default_factory=object)
     announced: bool = False
-
-
-class RecordingEvent(torch.Event):
-    """An event by its methods; nothing of torch's own is behind it."""
-
-    def __new__(cls, machine: RecordingAccelerator, enable_timing: bool) -> RecordingEvent:
-        return super().__new__(cls, device="cpu")
-
-    def __init__(self, machine: RecordingAccelerator, enable_timing: bool) -> None:
-        self._machine = machine
-        self._enable_timing = enable_timing
-        self.mark: _Mark | None = None
-
-    def query(self) -> bool:
-        self._machine.note("query")
-        return self.mark is None or self.mark.passed
-
-    def synchronize(self) -> None:
-        self._machine.note("synchronize")
-        if self.mark is not None:
-            self._machine.run_until(self.mark)
-
-    def elapsed_time(self, other: torch.Event) -> float:
-        assert isinstance(other, RecordingEvent)
-        if not (self._machine.can_time and self._enable_timing and other._enable_timing):
-            raise RuntimeError("these events do not tell the time")
-        return (_passed(other.mark).seconds - _passed(self.mark).seconds) * 1e3
-
-
-class RecordingStream(torch.Stream):
-    """A stream by its name; its queue is the machine's, since torch has many objects for one stream."""
-
-    def __new__(cls, machine: RecordingAccelerator, key: _Key) -> RecordingStream:
-        return super().__new__(cls, stream_id=key.stream_id, device_index=key.device_index, device_type=_CUDA)
-
-    def __init__(self, machine: RecordingAccelerator, key: _Key) -> None:
-        self._machine = machine
-        self.key = key
-
-    def record_event(self, event: torch.Event | None = None) -> torch.Event:
-        assert isinstance(event, RecordingEvent)
-        self._machine.note(f"record_event {self.key.device_index}/{self.key.stream_id}")
-        event.mark = _Mark(self.key)
-        self._machine.enqueue(self.key, _Step(marks=event.mark))
-        return event
-
-    def wait_event(self, event: torch.Event) -> None:
-        assert isinstance(event, RecordingEvent)
-        self._machine.note(f"wait_event {self.key.device_index}/{self.key.stream_id}")
-        if event.mark is not None:
-            self._machine.enqueue(self.key, _Step(awaits=event.mark))
-
-    def __enter__(self) -> RecordingStream:
-        raise RuntimeError("a stream that is shared by threads must not be entered: the object keeps what to restore")
 
 
 class RecordingAccelerator:
@@ -133,7 +56,11 @@ class RecordingAccelerator:
         rate: bytes a second of a copy, on the machine's own clock.
         can_time: whether its events tell the time.
         can_stream: whether streams can be created.
+        can_register: whether memory can be pinned where it lies.
     """
+
+    #: The kind of device that it says to be.
+    kind: ClassVar[str] = "cuda"
 
     def __init__(
         self,
@@ -143,12 +70,17 @@ class RecordingAccelerator:
         rate: float = 1e9,
         can_time: bool = True,
         can_stream: bool = True,
+        can_register: bool = False,
     ) -> None:
         self.devices = devices
         self.skew = skew
         self.rate = rate
         self.can_time = can_time
         self.can_stream = can_stream
+        self.can_register = can_register
+        #: Bytes that are registered, by address; and those that torch would have pinned, each block a power of two.
+        self.registered: dict[int, int] = {}
+        self.pinned_by_torch = 0
         #: Runs inside every ``copy``, on the thread that makes it.
         self.during_copy: Callable[[], object] = lambda: None
         #: Every call, in order, with the stream or device that it was about.
@@ -158,17 +90,17 @@ class RecordingAccelerator:
         self.clock = 0.0
         self._selected = threading.local()
         self._lock = threading.RLock()
-        self._queues: dict[_Key, deque[_Step]] = defaultdict(deque)
+        self._queues: dict[Key, deque[Step]] = defaultdict(deque)
         self._created = 0
         self._faults: dict[str, deque[Exception | None]] = defaultdict(deque)
         self._blocks: list[_Block] = []
         self._addresses: list[int] = []
-        self._idle: dict[_Key, list[_Block]] = defaultdict(list)
+        self._idle: dict[Key, list[_Block]] = defaultdict(list)
 
     # -- AcceleratorApi ---------------------------------------------------------------------------------------------
 
     def current_accelerator(self) -> torch.device | None:
-        return torch.device("cuda") if self.devices else None
+        return torch.device(self.kind) if self.devices else None
 
     def current_device_index(self) -> int:
         return getattr(self._selected, "index", 0)
@@ -186,7 +118,7 @@ class RecordingAccelerator:
 
     def current_stream(self, device: torch.device) -> torch.Stream:
         assert 0 <= device.index < self.devices
-        return RecordingStream(self, _Key(device.index, self._stream_ids().get(device.index, 0)))
+        return RecordingStream(self, self.selected(device.index))
 
     def set_stream(self, stream: torch.Stream) -> None:
         assert isinstance(stream, RecordingStream)
@@ -200,13 +132,13 @@ class RecordingAccelerator:
             raise NotImplementedError("this device has one stream")
         with self._lock:
             self._created += 1
-            return RecordingStream(self, _Key(device.index, self._created))
+            return RecordingStream(self, Key(device.index, self._created))
 
     def event(self, device: torch.device, enable_timing: bool) -> torch.Event:
         return RecordingEvent(self, enable_timing)
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        key = _Key(device.index, self._stream_ids().get(device.index, 0))
+        key = self.selected(device.index)
         self.note(f"empty {nbytes} on {key.device_index}/{key.stream_id}")
         with self._lock:
             fitting = [block for block in self._idle[key] if block.memory.numel() >= nbytes]
@@ -222,12 +154,26 @@ class RecordingAccelerator:
         # Pinned memory starts at a page; this memory is not pinned, nothing here could tell.
         # Filled, so that a copy that comes too early cannot find the right bytes left there by chance.
         room = torch.full((nbytes + 2 * PAGE,), 0xEE, dtype=torch.uint8, device="cpu")
+        rounded = 1 << (nbytes - 1).bit_length()
+        self.pinned_by_torch += rounded
+        weakref.finalize(room.untyped_storage(), self._unpinned, rounded).atexit = False
         start = (self.skew - room.data_ptr()) % PAGE
         return room[start : start + nbytes]
 
+    def register(self, address: int, nbytes: int) -> None:
+        self.note(f"register {nbytes}")
+        if not self.can_register:
+            raise NotImplementedError("this device cannot register memory")
+        assert not any(start < address + nbytes and address < start + n for start, n in self.registered.items())
+        self.registered[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        self.note("unregister")
+        del self.registered[address]
+
     def copy(self, dst: Tensor, src: Tensor) -> None:
         key = (self._block_of(dst) or self._block_of(src) or _nowhere()).key
-        current = _Key(key.device_index, self._stream_ids().get(key.device_index, 0))
+        current = self.selected(key.device_index)
         self.note(f"copy {dst.numel()} on {current.device_index}/{current.stream_id}")
         self.during_copy()
         to, by = self._memory(dst), self._memory(src)
@@ -236,7 +182,7 @@ class RecordingAccelerator:
             to.copy_(by)
             self.clock += to.numel() / self.rate
 
-        self.enqueue(current, _Step(run=run))
+        self.enqueue(current, Step(run=run))
 
     def device_of(self, tensor: Tensor) -> torch.device:
         return torch.device("cuda", (self._block_of(tensor) or _nowhere()).key.device_index)
@@ -262,7 +208,7 @@ class RecordingAccelerator:
             regions = [self.region(tensor) for tensor in args]
             self.log.access(stream, regions[1:], regions[:1], what)
         memory = [self._memory(tensor) for tensor in args]
-        self.enqueue(_Key(stream.device.index, stream.stream_id), _Step(run=lambda: kernel(*memory)))
+        self.enqueue(Key(stream.device.index, stream.stream_id), Step(run=lambda: kernel(*memory)))
 
     def fail(self, call: str, error: Exception, *, after: int = 0) -> None:
         """Lets a call (by its first word in ``calls``) raise, once, after so many that succeed."""
@@ -270,22 +216,45 @@ class RecordingAccelerator:
 
     def run_all(self, first: Sequence[AcceleratorStream] = ()) -> None:
         """Runs everything: of what may run next, the streams of ``first`` go as far ahead as events let them."""
-        preferred = [_Key(stream.device.index, stream.stream_id) for stream in first]
+        preferred = [Key(stream.device.index, stream.stream_id) for stream in first]
         while any(self._queues.values()):
             keys = [*preferred, *(key for key in self._queues if key not in preferred)]
             assert any(self._step(key) for key in keys), "streams wait for each other"
 
-    def run_until(self, mark: _Mark) -> None:
+    def run_until(self, mark: Mark) -> None:
         """Runs no more than what it takes for ``mark`` to pass."""
-        while not mark.passed:
-            if not self._step(mark.key):
-                awaited = self._queues[mark.key][0].awaits
-                assert awaited is not None
-                self.run_until(awaited)
+        with self._lock:
+            while not mark.passed:
+                if not self._step(mark.key):
+                    awaited = self._queues[mark.key][0].awaits
+                    assert awaited is not None
+                    self.run_until(awaited)
 
     def pending(self, stream: AcceleratorStream) -> int:
         """How many steps of ``stream`` have not run."""
-        return len(self._queues[_Key(stream.device.index, stream.stream_id)])
+        return len(self._queues[Key(stream.device.index, stream.stream_id)])
+
+    def selected(self, device_index: int) -> Key:
+        """The stream that the calling thread has selected on a device."""
+        return Key(device_index, self._stream_ids().get(device_index, 0))
+
+    # -- for those who write down what is called --------------------------------------------------------------------
+
+    def on_record(self, key: Key, mark: Mark) -> None:
+        """An event was recorded."""
+
+    def on_wait(self, key: Key, event: Mark | RecordingEvent) -> None:
+        """A stream was told to wait for an event: one record of it, or itself where it never was recorded."""
+
+    def admits(self, mark: Mark) -> bool:
+        """Whether a query says that a mark has passed."""
+        return mark.passed
+
+    def on_over(self, event: Mark | RecordingEvent) -> None:
+        """The host was told that an event is over."""
+
+    def _unpinned(self, nbytes: int) -> None:
+        self.pinned_by_torch -= nbytes
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -297,11 +266,11 @@ class RecordingAccelerator:
         if error is not None:
             raise error
 
-    def enqueue(self, key: _Key, step: _Step) -> None:
+    def enqueue(self, key: Key, step: Step) -> None:
         with self._lock:
             self._queues[key].append(step)
 
-    def _step(self, key: _Key) -> bool:
+    def _step(self, key: Key) -> bool:
         queue = self._queues[key]
         if not queue or (queue[0].awaits is not None and not queue[0].awaits.passed):
             return False
@@ -318,7 +287,7 @@ class RecordingAccelerator:
             ids = self._selected.stream_ids = {}
         return ids
 
-    def _new_block(self, nbytes: int, key: _Key) -> _Block:
+    def _new_block(self, nbytes: int, key: Key) -> _Block:
         with torch.inference_mode(False):
             room = torch.zeros(nbytes + 2 * _BLOCK_ALIGNMENT, dtype=torch.uint8, device="cpu")
         start = (self.skew - room.data_ptr()) % _BLOCK_ALIGNMENT
@@ -361,12 +330,6 @@ class RecordingAccelerator:
             return tensor
         start = tensor.data_ptr() - block.memory.data_ptr()
         return block.memory[start : start + tensor.numel()]
-
-
-def _passed(mark: _Mark | None) -> _Mark:
-    if mark is None or not mark.passed:
-        raise RuntimeError("both events must be recorded and complete")
-    return mark
 
 
 def _nowhere() -> _Block:

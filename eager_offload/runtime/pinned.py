@@ -1,0 +1,159 @@
+"""Pinned host memory: slabs that copy engines read and write while the host goes on.
+
+[Note: two ways to pin]
+Where the driver can be asked to *register* memory, a slab is pages of our own, exact to the page, pinned where it lies.
+Otherwise torch's allocator pins, and that rounds up to a power of two and keeps what it got: then every slab is asked
+for as one (``PowersOfTwo`` in ``tiers/slabs.py``). Which of the two it is, is found out by registering a page.
+
+[Note: a slab is a piece]
+One registration covers one slab and no more. The driver refuses very large ones, and a copy that straddles two, so the
+slabs are the pieces in which host memory is registered, and a slot lies in one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eager_offload.runtime.accelerator_api import AcceleratorApi
+from eager_offload.tiers.memory import PAGE, anonymous_slab, view_of
+from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
+
+__all__ = ["PinnedMemory"]
+
+#: Bytes; the largest slab that is shared where sizes are exact.
+_SHARED_BYTES = 64 << 20
+#: Bytes; more than this in one registration is refused by some drivers.
+_MOST_REGISTERED = 32 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """Pages that the driver pinned for this process."""
+
+    pages: Tensor
+    process: int
+
+    @property
+    def address(self) -> int:
+        return self.pages.data_ptr()
+
+
+class _Owner:
+    """Goes with the last view of a registered slab.
+
+    [Note: unpinning]
+    Whoever drops the last view may be the garbage collector, in the midst of anything, and the pages must be unpinned
+    before they return to the system. So the finalizer only puts them down; ``PinnedMemory.drain`` takes them up from
+    calls in which the driver may be called.
+    """
+
+    __slots__ = ("_registered", "_returned")
+
+    def __init__(self, registered: _Registered, returned: deque[_Registered]) -> None:
+        self._registered = registered
+        self._returned = returned
+
+    def __del__(self) -> None:
+        self._returned.append(self._registered)
+
+
+#: Memory that a parent process had pinned: its child neither uses it nor gives it back.
+_inherited: list[_Registered] = []
+
+
+class PinnedMemory:
+    """Pins slabs. Thread-safe."""
+
+    def __init__(self, api: AcceleratorApi) -> None:
+        self._api = api
+        self._returned: deque[_Registered] = deque()
+        self._lock = threading.Lock()
+        self._registers: bool | None = None
+        self._warned = False
+
+    @property
+    def sizes(self) -> SlabSizes:
+        """How large slabs have to be, for an arena."""
+        return ExactSizes(_SHARED_BYTES) if self._can_register() else PowersOfTwo()
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """A page-aligned slab, a flat ``uint8`` CPU tensor; pageable where it cannot be pinned, which one warning says.
+
+        Raises:
+            MemoryError: the system has no room.
+        """
+        self.drain()
+        with torch.inference_mode(False):
+            try:
+                return self._registered_slab(nbytes) if self._can_register() else self._torch_slab(nbytes)
+            except RuntimeError as error:
+                self._warn(nbytes, error)
+            return anonymous_slab(nbytes)
+
+    def drain(self) -> None:
+        """Unpins the slabs that have gone; what the process inherited from a parent stays as it is."""
+        while self._returned:
+            try:
+                gone = self._returned.popleft()
+            except IndexError:  # another thread was faster
+                return
+            if gone.process != os.getpid():
+                _inherited.append(gone)
+            else:
+                self._api.unregister(gone.address)
+
+    def after_fork(self) -> None:
+        """The child's locks are free, and nothing of the parent's is touched."""
+        _inherited.extend(self._returned)
+        self._returned.clear()
+        self._lock = threading.Lock()
+
+    def _can_register(self) -> bool:
+        with self._lock:
+            if self._registers is None:
+                page = anonymous_slab(PAGE)
+                try:
+                    self._api.register(page.data_ptr(), PAGE)
+                    self._api.unregister(page.data_ptr())
+                    self._registers = True
+                except (NotImplementedError, RuntimeError):
+                    self._registers = False
+            return self._registers
+
+    def _registered_slab(self, nbytes: int) -> Tensor:
+        if nbytes > _MOST_REGISTERED:
+            raise RuntimeError(f"one piece may have {_MOST_REGISTERED} bytes")
+        pages = anonymous_slab(nbytes)
+        self._api.register(pages.data_ptr(), nbytes)
+        owner = _Owner(_Registered(pages, os.getpid()), self._returned)
+        return torch.frombuffer(view_of(pages.data_ptr(), nbytes, owner), dtype=torch.uint8)
+
+    def _torch_slab(self, nbytes: int) -> Tensor:
+        # Pinned memory starts at a page as it is. Room to spare would double a slab whose size is a power of two.
+        slab = self._api.empty_pinned(nbytes)
+        if slab.data_ptr() % PAGE == 0:
+            return slab
+        slab = self._api.empty_pinned(nbytes + PAGE - 1)
+        start = -slab.data_ptr() % PAGE
+        return slab[start : start + nbytes]
+
+    def _warn(self, nbytes: int, error: RuntimeError) -> None:
+        with self._lock:
+            if self._warned:
+                return
+            self._warned = True
+        reason = str(error).partition("\n")[0]
+        warnings.warn(
+            f"{nbytes} bytes of host memory could not be pinned ({reason}); offloading goes on with pageable memory, "
+            "and the host waits for each copy. A higher limit on locked memory (ulimit -l) or a smaller host_budget "
+            "may help; pin_memory=False says that it is meant so",
+            RuntimeWarning,
+            stacklevel=4,
+        )

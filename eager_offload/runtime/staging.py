@@ -1,0 +1,276 @@
+"""Between a device and a tier that no copy engine reaches, such as a disk: through pinned memory, in a pipeline.
+
+    offload   the device's stream copies into staging | the writer's thread writes that to the tier
+    reload    the reader's thread reads into staging  | and enqueues the copy to the device on its stream
+
+[Note: stages overlap]
+Each storage that travels has staging room of its own, so while one is written, the next ones are copied off the device,
+and while one is copied back, the next is read. Room is bounded for each way; who finds none waits for the oldest. A
+storage that is larger than the bound travels alone.
+
+[Note: where the bytes are safe]
+An offload is over when its bytes are in the tier, not when they are in staging: until then the source lives, and a
+write that fails costs nothing but the attempt. It is the window that bounds what is held on the device meanwhile.
+
+[Note: what orders the stages]
+The writer waits, as a host does, for the copy into staging; room goes back after the write. The reader waits for the
+last copy out of the room it was given, and the stream of its own copy for whatever the caller said. A stream that is to
+wait for a reload can do so once the reader has enqueued the copy: until then the host waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from eager_offload.errors import OffloadError, TransferError
+from eager_offload.runtime.accelerator_streams import AcceleratorEvent, AcceleratorStream
+from eager_offload.runtime.base import Event, Stream
+from eager_offload.runtime.host import HostEvent, TransferThread
+from eager_offload.tiers.arena import Arena, HostSlot
+from eager_offload.tiers.base import Fence, Slot
+from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
+from eager_offload.tiers.slabs import SlabSizes
+
+__all__ = ["StagedEvent", "Staging"]
+
+#: Bytes of staging memory for each way, for the whole process.
+STAGING_BYTES = 256 << 20
+
+#: Puts a copy of bytes on a stream, behind events of the device.
+Enqueue: TypeAlias = Callable[[Tensor, Tensor, AcceleratorStream, Sequence[Event]], AcceleratorEvent]
+
+
+class _Device(Protocol):
+    """What staging needs of the runtime that it belongs to."""
+
+    def host_buffer(self, nbytes: int) -> Tensor: ...
+
+    def slab_sizes(self) -> SlabSizes | None: ...
+
+    def record(self, stream: Stream) -> Event: ...
+
+    def query(self, event: Event) -> bool: ...
+
+    def synchronize(self, event: Event) -> None: ...
+
+    def leave_behind(self, event: Event, keepalive: object) -> None: ...
+
+
+class StagedEvent:
+    """The end of a transfer that a thread has a part in; equal to itself only."""
+
+    __slots__ = ("__weakref__", "landed", "work")
+
+    def __init__(self) -> None:
+        #: The thread's part, once it was given it.
+        self.work: HostEvent | None = None
+        #: The copy to the device that the thread has enqueued, if this is a reload that came so far.
+        self.landed: AcceleratorEvent | None = None
+
+    def wait_for_thread(self) -> None:
+        """Makes the host wait for the thread's part, however it ends."""
+        assert self.work is not None
+        self.work.wait()
+
+    def hold_back(self, stream: AcceleratorStream) -> None:
+        """Makes ``stream`` wait; the host waits until the thread has enqueued what there is to wait for."""
+        assert self.work is not None
+        self.work.result()
+        if self.landed is not None:
+            self.landed.hold_back(stream)
+
+    def query(self) -> bool:
+        """Whether it is over, by success or by failure; never blocks."""
+        assert self.work is not None
+        return self.work.done and (self.landed is None or self.landed.query())
+
+    def synchronize(self) -> None:
+        """Makes the host wait until it is over."""
+        assert self.work is not None
+        self.work.result()
+        if self.landed is not None:
+            self.landed.synchronize()
+
+
+class _Room:
+    """Staging memory of one way."""
+
+    def __init__(self, device: _Device, limit: int) -> None:
+        self._device = device
+        self._limit = limit
+        self._lock = ForkSafeLock()
+        self._arena: Arena | None = None
+        # What has to be over for room to come back, oldest first. Each implies those before it, so none need be kept
+        # for long.
+        self._users: deque[Callable[[], None]] = deque(maxlen=64)
+
+    def take(self, nbytes: int) -> HostSlot | None:
+        """Room for ``nbytes``, with what has to be over before it is written; waits for it where all is taken.
+
+        Returns:
+            ``None`` where the system has no memory.
+        """
+        with self._lock:
+            arena = self._arena
+            if arena is None:
+                sizes = self._device.slab_sizes()
+                arena = self._arena = Arena(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
+            slot = arena.allocate(nbytes, limit=self._limit)
+            while slot is None and self._users:
+                self._users.popleft()()
+                slot = arena.allocate(nbytes, limit=self._limit)
+            return arena.allocate(nbytes) if slot is None else slot
+
+    def note_user(self, wait: Callable[[], None]) -> None:
+        """``wait`` returns when the room that was taken last is free again."""
+        self._users.append(wait)
+
+    def close(self) -> None:
+        with self._lock:
+            self._users.clear()
+            arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._arena is None else self._arena.held_bytes
+
+
+class Staging:
+    """The two threads of a runtime, and their staging memory.
+
+    Args:
+        device: the runtime that it belongs to.
+        enqueue: how that runtime puts a copy on a stream.
+        limit: bytes of staging memory for each way.
+    """
+
+    def __init__(self, device: _Device, enqueue: Enqueue, limit: int = STAGING_BYTES) -> None:
+        self._device = device
+        self._enqueue = enqueue
+        self._writer = TransferThread("eager_offload-write")
+        self._reader = TransferThread("eager_offload-read")
+        self._out, self._in = _Room(device, limit), _Room(device, limit)
+        tell_after_fork(self)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of staging memory."""
+        return self._out.held_bytes + self._in.held_bytes
+
+    def offload(self, slot: Slot, source: Tensor, stream: AcceleratorStream, after: Sequence[Event]) -> StagedEvent:
+        """Enqueues the copy of ``source`` into staging and has it written to ``slot``; see ``Runtime.copy``."""
+        event, room = StagedEvent(), self._out.take(slot.nbytes)
+        if room is None:
+            event.work = self._writer.submit(partial(_refuse, slot))
+            return event
+        earlier = [fence.event for fence in room.fences]
+        try:
+            copied = self._enqueue(room.tensor, source, stream, [*_of_device(after), *earlier])
+            room.fences = (Fence(self._device, copied),)
+        except BaseException:
+            # An interrupt may come when the copy is enqueued and nobody knows of it yet.
+            self._device.leave_behind(self._device.record(stream), room)
+            raise
+        event.work = self._writer.submit(_Write(self._device, slot, room, copied, _of_threads(after)))
+        self._out.note_user(event.work.wait)
+        return event
+
+    def reload(self, target: Tensor, slot: Slot, stream: AcceleratorStream, after: Sequence[Event]) -> StagedEvent:
+        """Has ``slot`` read into staging and copied from there into ``target``; see ``Runtime.copy``."""
+        event = StagedEvent()
+        threads, device = _of_threads(after), _of_device(after)
+
+        def read() -> None:
+            for earlier in threads:
+                earlier.wait_for_thread()
+            room = self._in.take(slot.nbytes)
+            if room is None:
+                _refuse(slot)
+            else:
+                for fence in room.fences:
+                    self._device.synchronize(fence.event)
+                _carry(slot.read, room.tensor, slot)
+                landed = self._enqueue(target, room.tensor, stream, device)
+                room.fences = (Fence(self._device, landed),)
+                self._in.note_user(partial(self._device.synchronize, landed))
+                # Whoever asked may have been interrupted, and then nobody else holds what is being written.
+                self._device.leave_behind(landed, target)
+                event.landed = landed
+
+        event.work = self._reader.submit(read)
+        return event
+
+    def retire(self) -> None:
+        """Has the threads carry out what they were given and end, and gives the staging memory back."""
+        self._writer.retire()
+        self._reader.retire()
+        self._out.close()
+        self._in.close()
+
+    def after_fork(self) -> None:
+        self._writer.after_fork()
+        self._reader.after_fork()
+
+
+class _Write:
+    """The writer's part of an offload."""
+
+    __slots__ = ("_copied", "_device", "_earlier", "_room", "_slot")
+
+    def __init__(
+        self,
+        device: _Device,
+        slot: Slot,
+        room: HostSlot,
+        copied: AcceleratorEvent,
+        earlier: Sequence[StagedEvent],
+    ) -> None:
+        self._device, self._slot, self._room = device, slot, room
+        self._copied, self._earlier = copied, earlier
+
+    def __call__(self) -> None:
+        for event in self._earlier:
+            event.wait_for_thread()
+        self._device.synchronize(self._copied)
+        _carry(self._slot.write, self._room.tensor, self._slot)
+
+
+def _of_device(after: Sequence[Event]) -> list[Event]:
+    return [event for event in after if not isinstance(event, StagedEvent)]
+
+
+def _of_threads(after: Sequence[Event]) -> list[StagedEvent]:
+    return [event for event in after if isinstance(event, StagedEvent)]
+
+
+def _carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> None:
+    """Moves bytes between staging and a tier; whatever goes wrong is a ``TransferError``."""
+    with torch.inference_mode(False):
+        try:
+            call(tensor)
+        except OffloadError:
+            raise
+        except Exception as error:
+            raise TransferError(
+                f"moving {slot.nbytes} bytes to or from the {slot.tier} tier failed: {error}",
+                errno=error.errno if isinstance(error, OSError) else None,
+                tier=slot.tier,
+                nbytes=slot.nbytes,
+            ) from error
+
+
+def _refuse(slot: Slot) -> None:
+    raise TransferError(
+        f"the system has no {slot.nbytes} bytes of memory left through which the {slot.tier} tier could be reached",
+        errno=None,
+        tier=slot.tier,
+        nbytes=slot.nbytes,
+    )
