@@ -73,11 +73,14 @@ class OffloadConfig:
     that is larger travels alone."""
 
     prefetch_bytes: Size = 256 * MIB
-    """Bytes brought back before they are asked for. Bounds the extra device memory in backward."""
+    """Bytes brought back before they are asked for. Bounds the extra device memory in backward. A single storage that
+    is larger comes back early alone; with 0 nothing does."""
 
     keep_last_bytes: Size = "auto"
     """The newest saved bytes, which stay resident because backward asks for them at once: a delay line of that many
-    bytes for each thread that runs forwards, counted outside the in-flight window. ``"auto"`` is ``prefetch_bytes``."""
+    bytes for each thread that runs forwards, counted outside the in-flight window. ``"auto"`` is ``prefetch_bytes`` in
+    a step of which nothing is known; in one that goes like an earlier one, at most that, and only what was asked for
+    sooner than it could have been away and back."""
 
     pin_memory: bool | Auto = "auto"
     """Whether host buffers are pinned; ``"auto"`` pins them for an accelerator and not for a CPU device."""

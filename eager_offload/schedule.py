@@ -135,7 +135,7 @@ class PrefetchOrder:
     Every save is a *use* of a storage, named by a position that grows with every pack. Backward is expected to ask for
     uses in reverse, unless somebody knows better (``arrange``). The uses ahead whose storages weigh at most ``limit``
     bytes together are *promised*: their storages are resident, or are being brought back. A storage that several uses
-    share weighs once, and stays for as long as one of its uses is promised.
+    share weighs once, and stays for as long as one of its uses is promised. One that weighs more is promised alone.
 
         packed     1  2  3  4  5  6  7  8  9          asked for: 9, 8, then 7
                       ^     [promised]  ^
@@ -256,10 +256,16 @@ class PrefetchOrder:
             self._next = use.before
 
     def _make_room(self, nbytes: int, plan: Plan) -> bool:
-        """Gives up overdue promises, oldest first, until ``nbytes`` more fit; false where they do not."""
+        """Gives up overdue promises, oldest first, until ``nbytes`` more fit; false where they do not.
+
+        A storage larger than the limit may be promised, alone, as it may leave alone: where activations are that large,
+        the walk would stop at each of them, and every one would come late. With a limit of 0 nothing is promised.
+        """
         while self.promised_bytes + nbytes > self.limit:
             oldest = next(iter(self._promised.items()), None)
-            if oldest is None or oldest[1] + self.PATIENCE >= self._unpacks:
+            if oldest is None:
+                return self.limit > 0
+            if oldest[1] + self.PATIENCE >= self._unpacks:
                 return False
             dropped = self._unpromise(oldest[0])
             if dropped is not None:

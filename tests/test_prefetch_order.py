@@ -113,7 +113,8 @@ class PrefetchMachine(RuleBasedStateMachine):
         promised = {self.uses[position].storage for position in order._promised}
         assert {storage for storage in self.weights if order.holds(storage)} == promised
         assert promised == self.resident, "the plans bring and drop exactly what is promised"
-        assert order.promised_bytes == sum(self.weights[storage] for storage in promised) <= self.limit
+        assert order.promised_bytes == sum(self.weights[storage] for storage in promised)
+        assert order.promised_bytes <= self.limit or (self.limit and len(promised) == 1), "a larger one alone"
 
     def teardown(self) -> None:
         for position in sorted(getattr(self, "uses", ()), key=lambda position: hash((position, 7))):
@@ -152,7 +153,8 @@ def test_backward_in_reverse_finds_everything_that_fits_promised_and_nothing_fur
         order.remove(position)
         ahead: set[int] = set()
         for storage in reversed(storages[: position - 1]):
-            if sum(weights[s] for s in ahead | {storage}) > limit:
+            alone = limit > 0 and not ahead - {storage}
+            if sum(weights[s] for s in ahead | {storage}) > limit and not alone:
                 break
             ahead.add(storage)
         assert {s for s in range(len(weights)) if order.holds(s)} == ahead
@@ -174,12 +176,12 @@ def test_uses_that_go_in_any_order_leave_nothing(data: st.DataObject) -> None:
     assert order._next is None
 
 
-def test_a_storage_that_weighs_more_than_the_limit_stops_the_walk_and_is_asked_for_itself() -> None:
+def test_a_storage_that_weighs_more_than_the_limit_is_promised_alone() -> None:
     order = PrefetchOrder(10)
     packed(order, [(1, 4), (2, 11), (3, 4), (4, 4)])
     assert order.unpacked(4) == Plan(bring=[3])
-    assert order.unpacked(3) == Plan(drop=[3])
-    assert order.unpacked(2) == Plan(bring=[1])
+    assert order.unpacked(3) == Plan(drop=[3], bring=[2])
+    assert order.unpacked(2) == Plan(drop=[2], bring=[1])
     assert order.unpacked(1) == Plan(drop=[1])
 
 

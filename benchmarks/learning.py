@@ -1,0 +1,194 @@
+"""What a step costs when nothing is known of it, and when it goes like the steps before it.
+
+    python -m benchmarks.learning
+    python -m benchmarks.learning --rounds 1 --width 256
+
+Three programs, each for some steps: towers whose losses go backward in the order of forward, so that the reverse of
+packing is the wrong order to bring things back in; a decoder language model; and the same with a program that holds on
+to the results of its blocks, so that moving them frees nothing. On the simulated device (virtual streams and clock) and
+on the CPU with the disk tier. The first step, of which nothing is known, is compared with the third.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+import eager_offload as eo
+from benchmarks.common import Report, add_common_options, console, disk, positive, table
+from eager_offload.config import parse_size
+from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.runtime.timeline import Timeline
+
+from lm.data import batches, read_text
+from lm.model import LanguageModel
+
+STEPS = 3
+#: Of the simulated device: bytes a second that operators touch, and that each link carries.
+COMPUTE, LINK = 1e11, 6e10
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. Seconds on the virtual clock for the simulated device, on the wall for the CPU; bytes."""
+
+    program: str
+    device: str
+    round: int
+    number: int
+    #: How long compute waited for transfers.
+    exposed_seconds: float
+    #: Bytes that left and were asked for while they were still on the device, or came back and were not asked for.
+    wasted_bytes: int
+    offloaded_bytes: int
+    resident_bytes_peak: int
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """What a forward leaves: losses in the order in which backward takes them, and what the program holds on to."""
+
+    losses: list[Tensor]
+    held: list[Tensor]
+
+
+def towers(options: argparse.Namespace) -> Callable[[], Graphs]:
+    x = torch.linspace(-1, 1, options.width * 1024).view(1024, options.width).requires_grad_()
+
+    def forward() -> Graphs:
+        losses = []
+        for scale in (0.1, 0.2, 0.3):
+            h = x * scale
+            for _ in range(options.layers):
+                h = h.exp().neg()
+            losses.append(h.sum())
+        return Graphs(losses, [])
+
+    return forward
+
+
+def language_model(options: argparse.Namespace, *, hold: bool) -> Callable[[], Graphs]:
+    torch.manual_seed(0)
+    model = LanguageModel(options.layers, options.width, 4, options.sequence, checkpointing=False)
+    batch = batches(read_text(), count=1, batch=4, sequence=options.sequence, seed=0)[0]
+    held: list[Tensor] = []
+    if hold:
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.register_forward_hook(lambda *arguments: held.append(arguments[-1]))
+
+    def forward() -> Graphs:
+        held.clear()
+        return Graphs([model(batch.inputs, batch.targets)], held)
+
+    return forward
+
+
+PROGRAMS: dict[str, Callable[[argparse.Namespace], Callable[[], Graphs]]] = {
+    "towers": towers,
+    "language model": lambda options: language_model(options, hold=False),
+    "results held": lambda options: language_model(options, hold=True),
+}
+
+
+@contextmanager
+def device(name: str, options: argparse.Namespace) -> Iterator[tuple[eo.Offload, SimulatedRuntime | None]]:
+    """An ``Offload`` on one of the two devices."""
+    window = parse_size(options.window)
+    fields = {"min_bytes": options.min_bytes, "max_inflight_bytes": window, "prefetch_bytes": window}
+    if name == "CPU":
+        offload = eo.Offload(tier="disk", disk_path=options.disk_path, **fields)
+        yield offload, None
+        offload.close()
+        return
+    runtime = SimulatedRuntime(compute_rate=COMPUTE, out_bandwidth=LINK, in_bandwidth=LINK)
+    with runtime.checked() as checker:
+        offload = eo.Offload(runtime=runtime, tier="host", **fields)
+        yield offload, runtime
+        offload.close()
+    checker.assert_clean()
+
+
+def run(program: str, where: str, number: int, options: argparse.Namespace) -> list[Step]:
+    """Some steps with a new ``Offload``, which knows nothing at first."""
+    found = []
+    with device(where, options) as (offload, runtime):
+        forward = PROGRAMS[program](options)
+        for step in range(STEPS):
+            offload.reset_stats()
+            if runtime is not None:
+                runtime.timeline = Timeline()
+            with offload:
+                graphs = forward()
+            if runtime is not None:
+                offload.stats(synchronize=True)  # or the host would run so far ahead that nothing had left yet
+            while graphs.losses:
+                graphs.losses.pop(0).backward()
+            graphs.held.clear()
+            del graphs
+            stats = offload.stats(synchronize=True)
+            exposed = stats.stall_seconds if runtime is None else runtime.timeline.stall_seconds
+            wasted = stats.forwarded_bytes + max(stats.bytes_in - stats.reloaded_bytes, 0)
+            found.append(
+                Step(program, where, number, step, exposed, wasted, stats.offloaded_bytes, stats.resident_bytes_peak)
+            )
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    report = Report("learning", options)
+    report.environment["disk"] = disk(options.disk_path)
+    steps = [
+        step
+        for number in range(options.rounds)
+        for where in ("simulated", "CPU")
+        for program in PROGRAMS
+        for step in run(program, where, number, options)
+    ]
+    shown = table(
+        "program, device", "exposed ms, step 1", "step 3", "wasted MiB, step 1", "step 3", "held MiB, step 1", "3"
+    )
+    for where in ("simulated", "CPU"):
+        for program in PROGRAMS:
+            first, third = (
+                [step for step in steps if (step.program, step.device, step.number) == (program, where, number)]
+                for number in (0, STEPS - 1)
+            )
+            cells: list[str] = []
+            for scale, what in ((1e3, "exposed_seconds"), (2**-20, "wasted_bytes"), (2**-20, "resident_bytes_peak")):
+                values = [median(getattr(step, what) for step in some) * scale for some in (first, third)]
+                cells += [f"{value:,.2f}" for value in values]
+                if where == "simulated" and what != "resident_bytes_peak":
+                    report.at_most(f"{program}: {what} of step 3, above step 1", max(values[1] - values[0], 0.0), 0)
+            shown.add_row(f"{program}, {where}", *cells)
+    console.print(shown)
+    return report.finish([asdict(step) for step in steps], {})
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--layers", type=positive, default=6)
+    parser.add_argument("--width", type=positive, default=256)
+    parser.add_argument("--sequence", type=positive, default=256)
+    parser.add_argument("--window", default="8MiB", help="max_inflight_bytes and prefetch_bytes")
+    parser.add_argument("--min-bytes", default="256KiB")
+    add_common_options(parser)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds = 1
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
