@@ -20,6 +20,7 @@ wait for a reload can do so once the reader has enqueued the copy: until then th
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -169,7 +170,7 @@ class Staging:
         """Enqueues the copy of ``source`` into staging and has it written to ``slot``; see ``Runtime.copy``."""
         event, room = StagedEvent(), self._out.take(slot.nbytes)
         if room is None:
-            event.work = self._writer.submit(partial(_refuse, slot))
+            event.work = self._writer.submit(_Refuse(_no_room(slot)))
             return event
         earlier = [fence.event for fence in room.fences]
         try:
@@ -186,27 +187,23 @@ class Staging:
     def reload(self, target: Tensor, slot: Slot, stream: AcceleratorStream, after: Sequence[Event]) -> StagedEvent:
         """Has ``slot`` read into staging and copied from there into ``target``; see ``Runtime.copy``."""
         event = StagedEvent()
-        threads, device = _of_threads(after), _of_device(after)
-
-        def read() -> None:
-            for earlier in threads:
-                earlier.wait_for_thread()
-            room = self._in.take(slot.nbytes)
-            if room is None:
-                _refuse(slot)
-            else:
-                for fence in room.fences:
-                    self._device.synchronize(fence.event)
-                _carry(slot.read, room.tensor, slot)
-                landed = self._enqueue(target, room.tensor, stream, device)
-                room.fences = (Fence(self._device, landed),)
-                self._in.note_user(partial(self._device.synchronize, landed))
-                # Whoever asked may have been interrupted, and then nobody else holds what is being written.
-                self._device.leave_behind(landed, target)
-                event.landed = landed
-
-        event.work = self._reader.submit(read)
+        event.work = self._reader.submit(_Read(self, event, target, slot, stream, after))
         return event
+
+    def bring(self, slot: Slot, target: Tensor, stream: AcceleratorStream, after: Sequence[Event]) -> AcceleratorEvent:
+        """The reader's part of a reload: ends with the copy to the device enqueued."""
+        device, room = self._device, self._in.take(slot.nbytes)
+        if room is None:
+            raise _no_room(slot)
+        for fence in room.fences:
+            device.synchronize(fence.event)
+        _carry(slot.read, room.tensor, slot)
+        landed = self._enqueue(target, room.tensor, stream, after)
+        room.fences = (Fence(device, landed),)
+        self._in.note_user(partial(device.synchronize, landed))
+        # Whoever asked may have been interrupted, and then nobody else holds what is being written.
+        device.leave_behind(landed, target)
+        return landed
 
     def retire(self) -> None:
         """Has the threads carry out what they were given and end, and gives the staging memory back."""
@@ -220,18 +217,17 @@ class Staging:
         self._reader.after_fork()
 
 
+# [Note: no closures] What a thread is given to do are objects, since the traceback of a failure would keep a closure's
+# variables alive, and with them the slot, for as long as somebody has the event.
+
+
 class _Write:
     """The writer's part of an offload."""
 
     __slots__ = ("_copied", "_device", "_earlier", "_room", "_slot")
 
     def __init__(
-        self,
-        device: _Device,
-        slot: Slot,
-        room: HostSlot,
-        copied: AcceleratorEvent,
-        earlier: Sequence[StagedEvent],
+        self, device: _Device, slot: Slot, room: HostSlot, copied: AcceleratorEvent, earlier: Sequence[StagedEvent]
     ) -> None:
         self._device, self._slot, self._room = device, slot, room
         self._copied, self._earlier = copied, earlier
@@ -241,6 +237,41 @@ class _Write:
             event.wait_for_thread()
         self._device.synchronize(self._copied)
         _carry(self._slot.write, self._room.tensor, self._slot)
+
+
+class _Read:
+    """The reader's part of a reload."""
+
+    __slots__ = ("_after", "_event", "_slot", "_staging", "_stream", "_target")
+
+    def __init__(
+        self,
+        staging: Staging,
+        event: StagedEvent,
+        target: Tensor,
+        slot: Slot,
+        stream: AcceleratorStream,
+        after: Sequence[Event],
+    ) -> None:
+        self._staging, self._event, self._target = staging, event, target
+        self._slot, self._stream, self._after = slot, stream, after
+
+    def __call__(self) -> None:
+        for event in _of_threads(self._after):
+            event.wait_for_thread()
+        self._event.landed = self._staging.bring(self._slot, self._target, self._stream, _of_device(self._after))
+
+
+class _Refuse:
+    """Fails, so that an offload that cannot even begin ends as every other one that fails."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: TransferError) -> None:
+        self._error = error
+
+    def __call__(self) -> None:
+        raise self._error
 
 
 def _of_device(after: Sequence[Event]) -> list[Event]:
@@ -267,10 +298,10 @@ def _carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> None:
             ) from error
 
 
-def _refuse(slot: Slot) -> None:
-    raise TransferError(
+def _no_room(slot: Slot) -> TransferError:
+    return TransferError(
         f"the system has no {slot.nbytes} bytes of memory left through which the {slot.tier} tier could be reached",
-        errno=None,
+        errno=errno.ENOMEM,
         tier=slot.tier,
         nbytes=slot.nbytes,
     )

@@ -27,6 +27,7 @@ from eager_offload.runtime.checker import Checker
 from eager_offload.runtime.deferred import POISON
 from eager_offload.runtime.observer import Observer
 from eager_offload.runtime.recording import Recording
+from eager_offload.tiers.base import Region
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.doubles.recording_streams import Key, Mark, RecordingEvent, RecordingStream, Step
 
@@ -87,6 +88,11 @@ class TrainingAccelerator(RecordingAccelerator):
         """A context for a further thread that computes while this one is inside ``checked()``."""
         assert self._observer is not None, "nothing is being checked"
         return self._observer.elsewhere()
+
+    def name(self, tensor: Tensor) -> Region:
+        """The bytes of ``tensor`` as the log names them."""
+        assert self._observer is not None, "nothing is being checked"
+        return self._observer.region(tensor)
 
     def side_stream(self, device_index: int = 0) -> AcceleratorStream:
         """One more stream to compute on."""
