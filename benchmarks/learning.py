@@ -32,7 +32,7 @@ from lm.model import LanguageModel
 
 STEPS = 3
 #: Of the simulated device: bytes a second that operators touch, and that each link carries.
-COMPUTE, LINK = 1e11, 6e10
+COMPUTE, LINK = 1e9, 6e8
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def towers(options: argparse.Namespace) -> Callable[[], Graphs]:
 
     def forward() -> Graphs:
         losses = []
-        for scale in (0.1, 0.2, 0.3):
+        for scale in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
             h = x * scale
             for _ in range(options.layers):
                 h = h.exp().neg()
@@ -154,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
         for step in run(program, where, number, options)
     ]
     shown = table(
-        "program, device", "exposed ms, step 1", "step 3", "wasted MiB, step 1", "step 3", "held MiB, step 1", "3"
+        "program, device", "exposed ms, step 1", "step 3", "wasted MiB, step 1", "step 3", "held MiB, step 1", "then"
     )
     for where in ("simulated", "CPU"):
         for program in PROGRAMS:
