@@ -36,12 +36,15 @@ Program: TypeAlias = "Callable[[Around, Streams], object]"
 
 
 class Streams:
-    """The streams that a program computes on: the default one and two more; or none where there is no double."""
+    """The streams that a program computes on: the default one and two more, or those that are given.
 
-    def __init__(self, double: TrainingAccelerator | None) -> None:
+    Without a double there are none.
+    """
+
+    def __init__(self, double: TrainingAccelerator | None, given: Sequence[AcceleratorStream] = ()) -> None:
         self._double = double
-        self._all: list[AcceleratorStream] = []
-        if double is not None:
+        self._all = list(given)
+        if double is not None and not given:
             default = double.runtime.current_stream(torch.device("cpu"))
             self._all = [default, double.side_stream(), double.side_stream()]
 
