@@ -60,9 +60,8 @@ class Ground:
         runtime = self.runtime
         try:
             event = runtime.copy(dst, src, stream, after)
-            # Whatever is written comes after all earlier uses, so that its event stands for them.
-            earlier = [] if dst is slot else [fence for fence in slot.fences if not fence.passed()]
-            slot.fences = (*earlier, Fence(runtime, event))
+            # It stands for all earlier uses: a write waits for them, and a read for the write; reads are on one stream.
+            slot.fences = (Fence(runtime, event),)
         except BaseException:
             event = runtime.record(stream)
             slot.fences = (*slot.fences, Fence(runtime, event))

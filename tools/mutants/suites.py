@@ -4,18 +4,19 @@ from __future__ import annotations
 
 __all__ = ["suites_of"]
 
+#: The cheap ones first: most sites are noticed there.
 _STEPS = [
     "tests/hazards/test_streams.py",
     "tests/hazards/test_copies.py",
-    "tests/hazards/test_lifetime.py",
-    "tests/test_prefetch_order.py",
-    "tests/hazards/test_graphs.py",
+    "tests/hazards/test_interrupted_copies.py",
     "tests/hazards/test_versions.py",
-    "tests/hazards/test_interrupts.py",
-    "tests/hazards/test_steady_state.py",
     "tests/test_counts.py",
-    "tests/hazards/test_mutant_survivors.py",
     "tests/test_contract.py",
+    "tests/test_prefetch_order.py",
+    "tests/hazards/test_interrupts.py",
+    "tests/hazards/test_lifetime.py",
+    "tests/hazards/test_steady_state.py",
+    "tests/hazards/test_graphs.py",
     "tests/proof/test_random_programs.py",
 ]
 _SIMULATED = [
@@ -38,6 +39,7 @@ _HOST = ["tests/test_host_runtime.py", "tests/test_transfer_threads.py"]
 #: By the beginning of the module's path in the package; the longest that fits counts.
 _FIRST: dict[str, list[str]] = {
     "": [],
+    "eager/ground": ["tests/hazards/test_interrupted_copies.py", "tests/hazards/test_copies.py"],
     "eager/handles": ["tests/hazards/test_versions.py", "tests/hazards/test_lifetime.py"],
     "eager/lane": ["tests/hazards/test_versions.py", "tests/hazards/test_lifetime.py"],
     "eager/hooks": ["tests/hazards/test_versions.py", "tests/test_contract.py"],
