@@ -5,6 +5,8 @@
 | ``torch.autograd._get_sequence_nr`` | 2.11 to 2.15 | the import fails: when a copy may start cannot be told |
 | ``torch._C._current_autograd_node`` | 2.11 to 2.15 | a reentrant checkpoint's recomputation is offloaded again |
 | ``torch._neg_view`` | 2.11 to 2.15 | the import fails |
+| ``torch._C.DisableTorchFunctionSubclass`` | 2.11 to 2.15 | the import fails |
+| ``AsyncCollectiveTensor`` | 2.11 to 2.15 | there is no tensor that a collective is still filling |
 | ``torch._ops.OpOverload``, ``torch.utils._python_dispatch`` | 2.11 to 2.15 | the import fails |
 | ``torch.cuda.cudart().cudaHostRegister`` | 2.11 to 2.15 | host memory is pinned by torch, which rounds sizes up |
 | ``_checkpoint_hook``, ``_recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
@@ -12,6 +14,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,7 +24,11 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 __all__ = [
     "HostRegistration",
@@ -30,7 +37,10 @@ __all__ = [
     "autograd_sequence",
     "checkpoint_hooks",
     "current_autograd_node",
+    "detached",
+    "finish_collective",
     "host_registration",
+    "is_wrapper",
     "neg_view",
     "require_torch",
     "weak_storage",
@@ -60,6 +70,11 @@ current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current
 
 #: Runs operators out of sight of the dispatch modes that the caller has active.
 without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
+
+_without_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
+
+#: Whether something is a tensor of a subclass that says which tensors it is made of.
+is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 #: A view of a real tensor with the negative bit set.
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
@@ -97,6 +112,24 @@ def weak_storage(storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStor
     of this module has made sure of it.
     """
     return weakref.ref(storage)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """``tensor.detach()`` as autograd does it, whatever a subclass makes of the method: with one version counter."""
+    with _without_torch_function():
+        return tensor.detach()
+
+
+def finish_collective(tensor: Tensor) -> None:
+    """Makes the current stream wait for the functional collective that fills ``tensor``, if it is of that kind.
+
+    Whoever reads such a tensor does the same first; it may be done any number of times.
+    """
+    # What has never been imported has made no tensor either.
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    kind = getattr(module, "AsyncCollectiveTensor", None)
+    if kind is not None and isinstance(tensor, kind):
+        tensor.trigger_wait()
 
 
 def _require_storage_identity() -> None:

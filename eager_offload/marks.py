@@ -12,8 +12,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from eager_offload._torch import weak_storage
+from eager_offload._torch import is_wrapper, weak_storage
 from eager_offload.errors import OffloadError
+from eager_offload.selection import plain_tensors
 from eager_offload.tiers.forking import ForkSafeLock
 
 __all__ = ["Mark", "clear_mark", "in_no_offload_region", "keep", "mark_of", "no_offload", "prefer_offload"]
@@ -68,9 +69,10 @@ def keep(tensor: T) -> T:
     """Marks the storage of ``tensor`` to stay on its device, and returns ``tensor``.
 
     In force for every view of the storage until its copy has started; a mark that comes later changes nothing.
+    A wrapper (a ``DTensor``) stands for the tensors inside it.
 
     Raises:
-        OffloadError: ``tensor`` has no storage of its own (sparse, or a wrapper of other tensors).
+        OffloadError: ``tensor`` has no storage of its own (a sparse one, for instance).
     """
     return _mark(tensor, Mark.KEEP)
 
@@ -78,10 +80,12 @@ def keep(tensor: T) -> T:
 def prefer_offload(tensor: T) -> T:
     """Marks the storage of ``tensor`` to leave its device although it is small or new, and returns ``tensor``.
 
+    A wrapper (a ``DTensor``) stands for the tensors inside it.
+
     In force until its copy has started. Parameters and layouts that cannot move stay all the same.
 
     Raises:
-        OffloadError: ``tensor`` has no storage of its own (sparse, or a wrapper of other tensors).
+        OffloadError: ``tensor`` has no storage of its own (a sparse one, for instance).
     """
     return _mark(tensor, Mark.PREFER)
 
@@ -104,6 +108,10 @@ def any_marks() -> bool:
 
 
 def _mark(tensor: T, mark: Mark) -> T:
+    if is_wrapper(tensor) and not tensor.is_nested:
+        for inner in plain_tensors(tensor):
+            _mark(inner, mark)
+        return tensor
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError) as error:

@@ -6,15 +6,17 @@ functions serve eager code, which calls them with real tensors, and a compiler p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from eager_offload._torch import is_wrapper
 from eager_offload.stats import KeepReason
 
-__all__ = ["Footprint", "footprint", "is_parameter", "own_bytes", "reason_to_stay", "root_of"]
+__all__ = ["Footprint", "footprint", "is_parameter", "own_bytes", "plain_tensors", "reason_to_stay", "root_of"]
 
 #: A view that covers less than one part in this many of its storage travels alone. The three thirds of a fused
 #: projection are below it (they travel as one storage), a slice of a batch is above.
@@ -54,7 +56,9 @@ def reason_to_stay(tensor: Tensor, min_bytes: int, *, preferred: bool = False) -
     """
     kind = type(tensor)
     if kind is not Tensor:
-        return KeepReason.PARAMETER if issubclass(kind, Parameter) else KeepReason.LAYOUT
+        # A parameter may be of any subclass, and so may its views.
+        is_one = isinstance(tensor, Parameter) or is_parameter(tensor)
+        return KeepReason.PARAMETER if is_one else KeepReason.LAYOUT
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return KeepReason.LAYOUT
     nbytes = tensor.nbytes
@@ -65,6 +69,17 @@ def reason_to_stay(tensor: Tensor, min_bytes: int, *, preferred: bool = False) -
     if not preferred and not tensor.is_contiguous() and own_bytes(tensor) < min_bytes:
         return KeepReason.SMALL  # a broadcast: large to look at, small to hold
     return None
+
+
+def plain_tensors(wrapper: Tensor) -> Iterator[Tensor]:
+    """The tensors that a wrapper subclass is made of, in its own order; those inside a wrapper inside it included."""
+    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    for name in names:
+        inner = getattr(wrapper, name)
+        if is_wrapper(inner):
+            yield from plain_tensors(inner)
+        elif isinstance(inner, Tensor):
+            yield inner
 
 
 def root_of(tensor: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class OffloadStats:
     """
 
     saved_tensors: int = 0
-    """How many tensors autograd saved."""
+    """How many tensors autograd saved; a wrapper (a ``DTensor``) counts as the plain tensors inside it."""
     saved_bytes: int = 0
     """Their bytes."""
     offloaded_tensors: int = 0

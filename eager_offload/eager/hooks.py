@@ -11,19 +11,23 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from eager_offload import marks
-from eager_offload._torch import autograd_sequence, current_autograd_node
+from eager_offload._torch import autograd_sequence, current_autograd_node, detached, is_wrapper
 from eager_offload.eager.handles import KeptTensor, SavedView
 from eager_offload.eager.lane import Lane
+from eager_offload.eager.subclasses import WrappedTensor, Wrappers
 from eager_offload.errors import OffloadError
 from eager_offload.learning import Forward
 from eager_offload.marks import Mark
 from eager_offload.schedule import DelayLine
-from eager_offload.selection import reason_to_stay, root_of
+from eager_offload.selection import plain_tensors, reason_to_stay, root_of
 from eager_offload.stats import Accounts, KeepReason
 
 __all__ = ["Hooks", "Session", "unpack"]
 
 _sequences = itertools.count(1)
+
+#: The types that wrap nothing and change no method.
+_PLAIN = (Tensor, Parameter)
 
 
 class Session(threading.local):
@@ -66,9 +70,10 @@ class Hooks:
         self._min_bytes = min_bytes
         self._accounts = accounts
         self._lane_of = lane_of
+        self._wrappers = Wrappers(accounts)
         self.session = session
 
-    def pack(self, tensor: Tensor) -> KeptTensor | SavedView:
+    def pack(self, tensor: Tensor) -> KeptTensor | SavedView | WrappedTensor:
         """Decides about a saved tensor; called by autograd while the operator that saves it is recorded."""
         session = self.session
         session.packed += 1
@@ -81,6 +86,8 @@ class Hooks:
             reason = taken
         elif reason is KeepReason.SMALL and session.lines and (shared := self._share(tensor, session)) is not None:
             return shared
+        elif reason is KeepReason.LAYOUT and (wrapped := self._wrappers.pack(tensor, self)) is not None:
+            return wrapped
         if tensor.is_meta and isinstance(root_of(tensor), Parameter):
             raise OffloadError(
                 "the model's parameters are on the meta device and hold no values, so there is nothing to train: "
@@ -91,7 +98,10 @@ class Hooks:
             accounts.tally.kept(reason, _nbytes(tensor))
         # A leaf that requires grad is held itself, so that `leaf.data = ...` stays visible; see the note in handles.py
         # for why nothing else is.
-        held = tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()
+        if tensor.requires_grad and tensor.is_leaf:
+            held = tensor
+        else:
+            held = tensor.detach() if type(tensor) in _PLAIN else detached(tensor)
         return KeptTensor(held, tensor._version)
 
     def _take(self, tensor: Tensor, mark: Mark | None, session: Session) -> SavedView | KeepReason:
@@ -113,8 +123,15 @@ class Hooks:
                 return lane.share(tensor, line, autograd_sequence(), session.forward(lane))
         return None
 
+    def again(self, view: SavedView, tensor: Tensor) -> SavedView | None:
+        """One more save of the bytes that ``view`` has; ``None`` where such a save is not to leave."""
+        lane, session = self._lane_of(tensor.device), self.session
+        if lane is None or lane is not view.storage.lane or marks.in_no_offload_region():
+            return None
+        return lane.again(view, tensor, session.forward(lane))
 
-def unpack(handle: KeptTensor | SavedView) -> Tensor:
+
+def unpack(handle: KeptTensor | SavedView | WrappedTensor) -> Tensor:
     """Gives a saved tensor back; called by autograd when backward needs it, each time that it does."""
     return handle.unpack()
 
@@ -137,6 +154,8 @@ def _in_recomputation() -> bool:
 
 
 def _nbytes(tensor: Tensor) -> int:
+    if type(tensor) not in _PLAIN and is_wrapper(tensor) and not tensor.is_nested:
+        return sum(map(_nbytes, plain_tensors(tensor)))  # its own number may be that of all processes together
     try:
         return tensor.nbytes
     except (NotImplementedError, RuntimeError):  # some layouts have no such number

@@ -181,6 +181,11 @@ class Lane:
                 return None
             return self._share(whole, tensor, forward) if self._may_share(whole, tensor, line, packed_at) else None
 
+    def again(self, view: SavedView, tensor: Tensor, forward: Forward) -> SavedView:
+        """One more save of what ``view`` covers: the caller knows that ``tensor`` has those bytes, and final."""
+        with self._accounts.lock:
+            return self._share(view.storage, tensor, forward)
+
     def flush(self, line: DelayLine) -> None:
         """The context is left: every operator has run, so all that exceeds the newest bytes leaves."""
         with self._accounts.lock:

@@ -1,0 +1,215 @@
+"""H13: ``DTensor``, and tensors that a collective is still filling."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.multiprocessing as multiprocessing
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from tests.hazards.backends import Backend, DiskBackend
+from tests.hazards.probes import Transfers
+from tests.hazards.programs import REGIMES, leaf, same_gradients
+from tests.hazards.wrappers import watching
+
+Around: TypeAlias = AbstractContextManager[Any]
+
+WIDTH, ROWS = 32, 16
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    rendezvous = tmp_path_factory.mktemp("mesh") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    """What tensor parallelism is made for: a norm, one matrix cut by columns and one cut by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def in_parallel(mesh: DeviceMesh) -> nn.ModuleList:
+    """Blocks whose weights are cut over the mesh, and whose activations are cut along the sequence in between."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block() for _ in range(2))
+    for block in blocks:
+        plan = {
+            "norm": SequenceParallel(sequence_dim=0, use_local_output=False),
+            "up": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
+            "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+        }
+        parallelize_module(block, mesh, plan)
+    return blocks
+
+
+def local(tensor: Tensor | None) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.detach().to_local()
+
+
+def assert_not_moved(transfers: Transfers, parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        assert isinstance(parameter, DTensor)
+        assert not transfers.read(local(parameter).untyped_storage()), f"{tuple(parameter.shape)} was moved"
+
+
+def test_h13_the_activations_of_a_tensor_parallel_model_move(mesh: DeviceMesh, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        model = in_parallel(mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+        losses = []
+        for seed in range(2):
+            x = distribute_tensor(leaf(ROWS, WIDTH, seed=seed, grad=False), mesh, [Shard(0)])
+            with Transfers(backend.runtime) as transfers:
+                with offload:
+                    h = x
+                    for block in model:
+                        h = block(h)
+                    loss = h.square().mean().full_tensor()
+                del h, x
+                loss.backward()
+                losses.append(loss.detach())
+                del loss
+                assert_not_moved(transfers, model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, [local(parameter) for parameter in model.parameters()]
+
+    for stats in same_gradients(program, backend):
+        assert stats.kept_bytes["parameter"] > 0
+        # Of each block at least the residual, the norm's result, and both sides of the activation.
+        assert stats.bytes_out >= 2 * 2 * ROWS * (2 * WIDTH + 2 * 2 * WIDTH) * 4 * 0.9
+
+
+def test_h13_a_distributed_tensor_comes_back_with_its_mesh_and_placements(mesh: DeviceMesh, backend: Backend) -> None:
+    def look(tensor: Tensor) -> None:
+        assert isinstance(tensor, DTensor)
+        assert tensor.device_mesh == mesh
+        seen.append([str(tensor.placements), *tensor.size(), *tensor.stride(), local(tensor)])
+
+    seen: list[object] = []
+
+    def program(offload: Around) -> object:
+        seen.clear()
+        x = leaf(ROWS, WIDTH)
+        cut = distribute_tensor(leaf(ROWS, WIDTH, seed=2), mesh, [Shard(1)])
+        whole = distribute_tensor(leaf(ROWS, WIDTH, seed=3, grad=False), mesh, [Replicate()])
+        with offload:
+            y = watching(x, look, cut * 2, (cut * 2).t(), whole * 3)
+        y.sum().backward()
+        return x.grad, list(seen)
+
+    same_gradients(program, backend)
+
+
+def test_h13_plain_tensors_go_in_and_come_out(mesh: DeviceMesh, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, w = leaf(ROWS, WIDTH), nn.Parameter(distribute_tensor(leaf(WIDTH, WIDTH).detach(), mesh, [Replicate()]))
+        with offload:
+            cut = DTensor.from_local((x * 2).tanh(), mesh, [Shard(0)])
+            y = (cut @ w).exp().redistribute(placements=[Replicate()]).to_local().sin()
+        del cut
+        y.sum().backward()
+        return x.grad, local(w.grad)
+
+    same_gradients(program, backend)
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")  # torch's own, of this interface
+def test_h13_what_a_collective_is_still_filling_is_waited_for(mesh: DeviceMesh, backend: Backend) -> None:
+    waited = list[bool]()
+
+    def program(offload: Around) -> object:
+        w, seen = leaf(ROWS, WIDTH), list[Tensor]()
+        with offload:
+            filled = collectives.all_gather_tensor(leaf(ROWS, WIDTH, seed=2, grad=False), 0, mesh)
+            inside = collectives.all_gather_tensor(leaf(ROWS, WIDTH, seed=3, grad=False), 0, mesh)
+            around = DTensor.from_local(inside, mesh, [Shard(0)], run_check=False)
+            inside = around._local_tensor
+            for pending in (filled, inside):
+                assert type(pending) is collectives.AsyncCollectiveTensor
+                assert not pending.completed
+            # Nothing reads them but the hook.
+            y = watching((w * 3).tanh(), lambda tensor: seen.append(tensor.detach() * 2), filled, around)
+            waited.extend([filled.completed, inside.completed])
+        del filled, inside, around, pending
+        y.sum().backward()
+        return w.grad, seen[0], local(seen[1])
+
+    same_gradients(program, backend)
+    assert waited == [False, False, *[True] * 2 * len(REGIMES)]
+
+
+# -- two processes ----------------------------------------------------------------------------------------------------
+
+
+def train_one_rank(rank: int, directory: str) -> None:
+    """One of two ranks: each has half of every weight and half of the sequence."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+
+        def program(offload: Around) -> object:
+            model = in_parallel(mesh)
+            parallelize_module(
+                model[0], mesh, PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Shard(0),))
+            )
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+            losses = []
+            for seed in range(3):
+                x = distribute_tensor(leaf(ROWS, WIDTH, seed=seed, grad=False), mesh, [Shard(0)])
+                with offload:
+                    h = x
+                    for block in model:
+                        h = block(h)
+                    loss = h.square().mean().full_tensor()
+                del h, x
+                loss.backward()
+                losses.append(loss.detach())
+                del loss
+                optimizer.step()
+                optimizer.zero_grad()
+            return losses, [local(parameter) for parameter in model.parameters()]
+
+        with DiskBackend() as backend:
+            for stats in same_gradients(program, backend):
+                assert stats.kept_bytes["parameter"] > 0
+            backend.assert_nothing_is_held()
+        (Path(directory) / f"rank {rank} passed").touch()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.long
+def test_h13_two_processes_that_share_a_model(tmp_path: Path) -> None:
+    multiprocessing.spawn(train_one_rank, (str(tmp_path),), nprocs=2)
+    assert all((tmp_path / f"rank {rank} passed").exists() for rank in range(2))

@@ -1,0 +1,279 @@
+"""H13: wrapper subclasses. What is inside moves, and backward is given the same wrapper again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import eager_offload as eo
+from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.probes import Transfers
+from tests.hazards.programs import Settled, assert_moved, leaf, same_gradients
+from tests.hazards.wrappers import KINDS, Kind, Scaled, kinds, parts_of, two, watching, wrapped
+
+Around: TypeAlias = AbstractContextManager[Any]
+
+
+# -- exact ------------------------------------------------------------------------------------------------------------
+
+
+@kinds
+def test_h13_what_is_inside_moves_and_gradients_are_exact(kind: Kind, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, w = wrapped(kind, 32, 32), nn.Parameter(wrapped(kind, 32, 32, seed=1))
+        with Transfers(backend.runtime) as transfers:
+            with offload:
+                h = ((x * 2).tanh() @ w).relu()
+                y = h.view(4, 8, 32).transpose(1, 2).softmax(-1) * (h @ w.t()).view(4, 32, 8).sin()
+            del h
+            y.sum().backward()
+            for part in parts_of(w):
+                assert not transfers.read(part.untyped_storage()), "a parameter was moved"
+        return parts_of(x.grad), parts_of(w.grad), parts_of(y)
+
+    for stats in same_gradients(program, backend):
+        assert stats.kept_bytes["parameter"] > 0
+        assert stats.offloaded_bytes + stats.shared_bytes >= 6 * kind.inside * 32 * 32 * 4
+
+
+@kinds
+def test_h13_three_steps_of_an_optimizer(kind: Kind, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        w = nn.Parameter(wrapped(kind, 16, 16, seed=1))
+        optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9)
+        for seed in range(3):
+            with offload:
+                loss = (wrapped(kind, 16, 16, seed=seed, grad=False) @ w).tanh().square().sum()
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+        return parts_of(w)
+
+    same_gradients(program, backend)
+
+
+@kinds
+def test_h13_backward_is_given_the_wrapper_that_was_saved(kind: Kind, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        seen: list[object] = []
+
+        def look(tensor: Tensor) -> None:
+            inside = parts_of(tensor)
+            seen.extend([type(tensor).__name__, *tensor.size(), *tensor.stride(), tensor.requires_grad, inside])
+            seen.extend((*part.stride(), part.data_ptr() % 64) for part in inside)
+            seen.append(tensor.unit if isinstance(tensor, Scaled) else "")
+
+        x, w = leaf(16, 16), wrapped(kind, 16, 24)
+        with offload:
+            h = w * 3
+            y = watching(x, look, h, h.t(), h.detach(), h[2:7, ::2])
+        del h
+        y.sum().backward()
+        return x.grad, seen
+
+    same_gradients(program, backend)
+
+
+def test_h13_what_every_result_hands_on_stays_and_is_the_same_object(backend: Backend) -> None:
+    def look(tensor: Tensor) -> None:
+        assert isinstance(tensor, Scaled)
+        seen.append(tensor.scale)
+
+    offload, seen, scale = backend.offload(), list[Tensor](), torch.tensor([0.5])
+    x = Scaled(leaf(16, 16, grad=False), scale, "seconds").requires_grad_()
+    with Settled(offload):
+        y = watching(leaf(16, 16), look, (x * 2).tanh())
+    y.sum().backward()
+    del y
+    assert [found is scale for found in seen] == [True]
+    stats = assert_settled(offload)
+    assert stats.kept_bytes["layout"] == 2 * scale.nbytes  # of both that were saved
+    assert_moved(stats)
+
+
+@kinds
+def test_h13_saved_tensors_are_read_again_and_again(kind: Kind, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x = wrapped(kind, 16, 16)
+        with offload:
+            y = (x * 2).tanh().exp().square().sum()
+        for _ in range(3):
+            y.backward(retain_graph=True)
+        return parts_of(x.grad)
+
+    same_gradients(program, backend)
+
+
+@kinds
+def test_h13_double_backward(kind: Kind, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x = wrapped(kind, 16, 16)
+        with offload:
+            y = (x * 2).tanh().exp().square().sum()
+        with offload:
+            (slope,) = torch.autograd.grad(y, x, create_graph=True)
+            penalty = (slope * slope).sum()
+        penalty.backward()
+        return parts_of(x.grad), parts_of(slope)
+
+    same_gradients(program, backend)
+
+
+def test_h13_wrappers_beside_plain_tensors_in_one_graph(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, plain = wrapped(KINDS[0], 16, 16), leaf(16, 16)
+        with offload:
+            h = (plain * 2).tanh()
+            y = watching(h, lambda tensor: None, x * 2).exp().sum() + parts_sum((x * 3).tanh() * 2)
+        y.backward()
+        return parts_of(x.grad), plain.grad
+
+    def parts_sum(tensor: Tensor) -> Tensor:
+        return _Unwrapped.apply(tensor).sum()
+
+    same_gradients(program, backend)
+
+
+class _Unwrapped(torch.autograd.Function):
+    """The sum of what is inside a wrapper of two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        return x.a + x.b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return two(lambda number: gradient.clone())
+
+
+# -- what is counted --------------------------------------------------------------------------------------------------
+
+
+@kinds
+def test_h13_three_consumers_share_one_copy(kind: Kind, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x = wrapped(kind, 4, 8, 16)
+        weights = [nn.Parameter(wrapped(kind, 16, 16, seed=seed)) for seed in (1, 2, 3, 4, 5)]
+        with offload:
+            h = x * 2
+            y = sum((nn.functional.linear(h, w) * 1.0 for w in weights), start=h.sum())
+        del h
+        y.sum().backward()
+        return parts_of(x.grad), [parts_of(w.grad) for w in weights]
+
+    for stats in same_gradients(program, backend):
+        assert stats.bytes_out == kind.inside * 4 * 8 * 16 * 4, "copied more than once"
+        assert stats.offloaded_tensors == kind.inside
+        assert stats.shared_bytes == 4 * stats.offloaded_bytes
+        assert "alive" not in stats.kept_bytes
+
+
+@kinds
+def test_h13_bytes_are_on_the_device_only_while_they_are_used(kind: Kind, backend: Backend) -> None:
+    def look(tensor: Tensor) -> None:
+        storages.extend(weakref.ref(part.untyped_storage()) for part in parts_of(tensor) if part.numel() > 1)
+
+    offload, storages = backend.offload(prefetch_bytes=0), list[weakref.ref[torch.UntypedStorage]]()
+    with Settled(offload):
+        h = wrapped(kind, 16, 16) * 2
+        look(h)
+        y = watching(leaf(16, 16), look, h)
+        del h
+    assert [ref() for ref in storages] == [None] * kind.inside, "what was saved is still there"
+    y.sum().backward(retain_graph=True)
+    assert [ref() for ref in storages] == [None] * 2 * kind.inside, "what was brought back is still there"
+    del y
+
+
+def test_h13_the_tensors_inside_are_what_is_counted(backend: Backend) -> None:
+    offload, x = backend.offload(min_bytes=2000), wrapped(KINDS[0], 16, 32)
+    with Settled(offload):
+        y = x.exp().sum() + x[:2].exp().sum()
+    stats = offload.stats()
+    assert (stats.saved_tensors, stats.saved_bytes) == (4, 2 * 16 * 32 * 4 + 2 * 2 * 32 * 4)
+    assert stats.offloaded_bytes == 2 * 16 * 32 * 4
+    assert stats.kept_bytes == {"small": 2 * 2 * 32 * 4}
+    del y
+
+
+def test_h13_marks_and_regions_hold_for_what_is_inside(backend: Backend) -> None:
+    offload, x = backend.offload(), wrapped(KINDS[1], 16, 16)
+    nbytes = 4 * 16 * 16 * 4
+    with Settled(offload):
+        kept = eo.keep(x.exp())
+        y = kept.exp().sum()
+        with eo.no_offload():
+            z = x.exp()
+        moved = x.exp()
+    stats = offload.stats()
+    assert stats.kept_bytes == {"marked": nbytes, "region": nbytes}
+    assert stats.offloaded_bytes == 2 * nbytes
+    del kept, y, z, moved
+
+
+def test_h13_a_graph_that_is_dropped_leaves_nothing(backend: Backend) -> None:
+    offload, enabled = backend.offload(), gc.isenabled()
+    gc.disable()
+    try:
+        storages = []
+        for seed in range(20):
+            x = wrapped(KINDS[seed % 3], 16, 16, seed=seed)
+            with offload:
+                y = (x * 2).tanh().exp()
+            storages.append(weakref.ref(parts_of(y)[0].untyped_storage()))
+            del x, y
+            offload.stats(synchronize=True)
+        assert [ref() for ref in storages] == [None] * 20
+    finally:
+        if enabled:
+            gc.enable()
+    assert assert_settled(offload).released_bytes > 0
+
+
+class Dissolving(Scaled):
+    """Whatever is done to it gives a plain tensor."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Dissolving, lambda wrapper: wrapper.values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def test_h13_a_wrapper_that_detach_does_not_make_again_stays_whole(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x, w = leaf(16, 16), Dissolving(leaf(16, 16, grad=False), torch.ones(1), "")
+        with offload:
+            y = (w * (x * 2).tanh()).exp()
+        y.sum().backward()
+        return x.grad
+
+    same_gradients(program, backend)
+
+
+class Plain(Tensor):
+    """A subclass that only adds methods."""
+
+
+def test_h13_a_subclass_that_wraps_nothing_stays_whole(backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        x = leaf(16, 16)
+        with offload:
+            h = (x * 2).as_subclass(Plain)
+            y = (h * h).sum().as_subclass(Tensor) + (x * 2).tanh().exp().sum()
+        del h
+        y.backward()
+        assert x.grad is not None
+        return x.grad.as_subclass(Tensor)
+
+    for stats in same_gradients(program, backend):
+        assert stats.kept_bytes["layout"] > 0
+    assert hooks_are_gone()
