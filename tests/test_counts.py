@@ -250,6 +250,28 @@ def test_what_comes_back_early_stays_within_its_bound(prefetch: int, disk: DiskB
     assert stats.bytes_in == ALL
 
 
+def test_what_is_expected_when_its_copy_arrives_stays_as_if_it_had_come_back(disk: DiskBackend) -> None:
+    offload, x = disk.offload(prefetch_bytes=3 * NBYTES, max_inflight_bytes=2 * ALL), leaf(N)
+    with disk.gate() as gate:
+        with offload:
+            y = chain(x, DEPTH - 1)  # a sum, of which the rest of the graph is made
+            loss = (y * x).sigmoid().sum()
+
+        def all_arrive(_: Tensor) -> None:
+            gate.open()
+            offload.stats(synchronize=True)
+
+        y.register_hook(all_arrive)  # when the first of the saves has been asked for, and the next three are expected
+        loss.backward()
+    stats = offload.stats(synchronize=True)
+    expected = leaf(N)
+    (chain(expected, DEPTH - 1) * expected).sigmoid().sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+    assert stats.bytes_out >= (DEPTH - 1) * NBYTES
+    assert 0 < stats.bytes_in <= stats.bytes_out - 4 * NBYTES, "those that were expected did not come back: they stayed"
+    assert stats.resident_bytes_peak <= stats.bytes_out
+
+
 @pytest.mark.parametrize("newest", [0, NBYTES - 1, NBYTES, 4 * NBYTES, ALL, 2 * ALL])
 def test_the_newest_bytes_stay_within_theirs(newest: int, disk: DiskBackend) -> None:
     offload, x = disk.offload(keep_last_bytes=newest, max_inflight_bytes=NBYTES), leaf(N)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from eager_offload import marks
 from eager_offload.eager.ground import Ground
-from eager_offload.eager.handles import Remains, SavedStorage, State
+from eager_offload.eager.handles import Reload, Remains, SavedStorage, State
 from eager_offload.errors import OffloadError
 from eager_offload.learning import Rate
 from eager_offload.marks import Mark
@@ -44,6 +44,8 @@ class Offloading:
         self.tiers = tiers
         self.window = Window(window)
         self.rate = Rate()
+        #: Whether a storage is asked for soon.
+        self.expects: Callable[[int], bool] = lambda key: False
         self._ground = ground
         self._leaving: dict[int, _Leaving] = {}
         # Keys of storages whose fate was settled in one account before the other heard of it:
@@ -195,6 +197,10 @@ class Offloading:
         if failure is None:
             self.rate.add(leaving.moved, ground.runtime.seconds(leaving.event))
             if saved is not None:
+                if self.expects(key) and not saved.footprint.gathered:
+                    # It would have to come back at once: what backward expects next stays, as if it had come back.
+                    saved.reload = Reload(saved.source_bytes(), leaving.event, None)
+                    ground.hold(saved.reload.target.nbytes)
                 saved.release_source()
                 saved.state = State.AWAY
             elif buried:

@@ -37,6 +37,7 @@ class Reloading:
         self.rate = Rate()
         self._ground = ground
         self._offloading = offloading
+        offloading.expects = self.order.holds
         self._orphans: list[Reload] = []  # reloads that nobody asked for and that may still be running
 
     def __len__(self) -> int:
@@ -60,6 +61,8 @@ class Reloading:
                 raise
             if reload is None:
                 assert tensor is not None
+                if not self.order.holds(saved.key):
+                    self.drop(saved.key)
                 return tensor
             ticket, reload.ticket = reload.ticket, None
         self._await(saved, reload, ticket, stream)
@@ -146,7 +149,7 @@ class Reloading:
             return view.alias.detach()
         storage, first_byte = saved.origin(), saved.footprint.start
         if storage is not None and storage.nbytes() >= first_byte + saved.footprint.nbytes:
-            if not saved.asked:
+            if not saved.asked and saved.reload is None:
                 saved.forward.was_alive(saved.number)
             return view.over(storage, first_byte)
         if saved.returned is not None and stream == saved.stream:
