@@ -8,8 +8,14 @@ import pytest
 
 pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs", "tests.hazards.probes")
 
+from tests.doubles.recorded_backend import RecordedBackend  # noqa: E402
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend  # noqa: E402
 
+_BACKENDS: dict[str, type[Backend]] = {
+    "disk": DiskBackend,
+    "simulated": SimulatedBackend,
+    "recorded": RecordedBackend,
+}
 _passed = pytest.StashKey[bool]()
 
 
@@ -20,13 +26,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         item.stash[_passed] = outcome.get_result().passed
 
 
-@pytest.fixture(params=["disk", "simulated"])
+@pytest.fixture(params=["disk", "simulated", pytest.param("recorded", marks=pytest.mark.long)])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Where a hazard is run: on the host runtime with the disk tier, and simulated under the happens-before checker.
+    """Where a hazard is run: on the host runtime with the disk tier, simulated under the happens-before checker, and on
+    the accelerator runtime over its recording double, under the checker too.
 
     Afterwards nothing may be held: no storage, no slot, no hook, no thread.
     """
-    with (DiskBackend if request.param == "disk" else SimulatedBackend)() as running:
+    with _BACKENDS[request.param]() as running:
         yield running
         # A failed test's traceback holds its tensors: what is left then says nothing.
         if request.node.stash.get(_passed, False):

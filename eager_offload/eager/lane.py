@@ -282,6 +282,7 @@ class Lane:
             self.settle()
             self._offloading.synchronize()
             self._reloading.synchronize()
+            self.runtime.finish()
             self.settle()
 
     def _link(self) -> Link | None:

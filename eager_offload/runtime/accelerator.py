@@ -48,13 +48,15 @@ class AcceleratorRuntime(Runtime):
 
     Args:
         api: where the calls go; ``torch.accelerator`` unless a test says otherwise.
+        probe_bytes: of one copy when bandwidth is measured.
 
     Raises:
         OffloadError: there is no usable accelerator.
     """
 
-    def __init__(self, api: AcceleratorApi | None = None) -> None:
+    def __init__(self, api: AcceleratorApi | None = None, *, probe_bytes: int = 64 << 20) -> None:
         super().__init__()
+        self._probe_bytes = probe_bytes
         self._api: AcceleratorApi = TorchAcceleratorApi() if api is None else api
         accelerator = self._api.current_accelerator()
         if accelerator is None:
@@ -255,7 +257,7 @@ class AcceleratorRuntime(Runtime):
         with self._lock:
             probe = self._links.get(device)
             if probe is None:
-                probe = self._links[device] = LinkProbe(self, self._api, device)
+                probe = self._links[device] = LinkProbe(self, self._api, device, self._probe_bytes)
             return probe
 
 

@@ -16,13 +16,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from eager_offload.errors import OffloadError
 from eager_offload.tiers.base import Region, Slot
 
 __all__ = ["ALIGNMENT", "Direction", "Event", "Layout", "Log", "Naming", "Runtime", "Stream"]
@@ -177,6 +178,13 @@ class Runtime(abc.ABC):
             if not self.query(event):
                 self._left_behind.appendleft((event, keepalive))
                 return
+
+    def finish(self) -> None:
+        """Waits for what was left behind and lets go of it."""
+        for event, _ in list(self._left_behind):
+            with suppress(OffloadError):  # its owner is gone, and nobody else is to hear of it
+                self.synchronize(event)
+        self.tidy()
 
     def trim(self) -> None:
         """A forward begins, in which nothing comes back: gives back to the system what only reloads need."""

@@ -16,8 +16,7 @@ from eager_offload.runtime.base import Direction, Runtime
 
 __all__ = ["LinkProbe"]
 
-#: Bytes of one copy, and how many are timed after one that is not.
-_BYTES = 64 << 20
+#: How many copies are timed, after one that is not.
 _COPIES = 4
 
 
@@ -34,10 +33,14 @@ class _Lane:
 class LinkProbe:
     """The link of one device; measured at the first question, then remembered. Thread-safe.
 
-    Measuring makes the host wait for a few copies of up to 64 MiB, and needs that much on the device for each way.
+    Measuring makes the host wait for a few copies, and needs the memory of one on the device for each way.
+
+    Args:
+        nbytes: of one copy.
     """
 
-    def __init__(self, runtime: Runtime, api: AcceleratorApi, device: torch.device) -> None:
+    def __init__(self, runtime: Runtime, api: AcceleratorApi, device: torch.device, nbytes: int) -> None:
+        self._nbytes = nbytes
         self._runtime = runtime
         self._api = api
         self._device = device
@@ -62,9 +65,14 @@ class LinkProbe:
     def _measure(self, directions: list[Direction]) -> dict[Direction, float]:
         with torch.inference_mode(False), torch.no_grad():
             lanes = [self._lane(direction) for direction in directions]
-            self._copy(lanes)
-            self._finish(lanes)
-            seconds = self._time(lanes)
+            try:
+                self._copy(lanes)
+                self._finish(lanes)
+                seconds = self._time(lanes)
+            except BaseException:  # an interrupt: the copies go on
+                for lane in lanes:
+                    self._runtime.leave_behind(self._runtime.record(lane.stream), lane)
+                raise
         # The host has waited for the last copy, so that the blocks can go back to their own stream without an event.
         return {lane.direction: _COPIES * lane.source.numel() / taken for lane, taken in seconds}
 
@@ -80,13 +88,13 @@ class LinkProbe:
         return _Lane(direction, stream, target, source)
 
     def _block(self) -> Tensor:
-        nbytes = _BYTES
+        nbytes = self._nbytes
         while True:
             try:
                 return self._api.empty(nbytes, self._device)
             except torch.OutOfMemoryError:
                 # A device that is nearly full is measured less precisely, and the training step goes on.
-                if nbytes <= _BYTES >> 6:
+                if nbytes <= self._nbytes >> 6:
                     raise
                 nbytes >>= 2
 

@@ -50,7 +50,7 @@ class TrainingAccelerator(RecordingAccelerator):
     def __init__(self, devices: int = 1, *, haste: float = 0.0, seed: int = 0) -> None:
         super().__init__(devices)
         #: The runtime under test; hand it to ``Offload``.
-        self.runtime = AcceleratorRuntime(self)
+        self.runtime = AcceleratorRuntime(self, probe_bytes=1 << 16)
         self.haste = haste
         self._random = random.Random(seed)
         self._side_streams: set[Key] = set()
@@ -129,7 +129,9 @@ class TrainingAccelerator(RecordingAccelerator):
             what = "offload" if weak_storage(dst.untyped_storage()) in self._pinned else "reload"
             reads, writes = [self._observer.region(src)], [self._observer.region(dst)]
             self._observer.log.access(self._stream(key), reads, writes, what)
-        target, source, nbytes = _End(self, dst), _End(self, src), dst.numel()
+        nbytes = dst.numel()
+        with without_dispatch_modes():
+            target, source = _End(self, dst), _End(self, src)
 
         def run() -> None:
             with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -20,7 +20,7 @@ from eager_offload.runtime.host import host_runtime
 from eager_offload.runtime.simulated import SimulatedRuntime
 from eager_offload.tiers.disk import DiskSlot
 
-__all__ = ["Backend", "DiskBackend", "SimulatedBackend", "lane_of", "tracked_storages"]
+__all__ = ["Backend", "DiskBackend", "SimulatedBackend", "lane_of", "tracked_storages", "without_changes_of_sources"]
 
 
 class Backend(abc.ABC):
@@ -176,7 +176,7 @@ class SimulatedBackend(Backend):
         """Asserts that the checker found nothing so far."""
         assert self.checker is not None
         if self.sources_change:
-            self.checker.violations = [found for found in self.checker.violations if not _changes_a_source(found)]
+            self.checker.violations = without_changes_of_sources(self.checker.violations)
         self.checker.assert_clean()
 
     def __enter__(self) -> Self:
@@ -193,6 +193,11 @@ class SimulatedBackend(Backend):
 
     def _make(self, fields: dict[str, Any]) -> Offload:
         return Offload(runtime=self.simulated, **fields)
+
+
+def without_changes_of_sources(violations: Sequence[Violation]) -> list[Violation]:
+    """What is left of ``violations`` where a program may write over what it saved; see ``Backend.sources_change``."""
+    return [found for found in violations if not _changes_a_source(found)]
 
 
 def _changes_a_source(found: Violation) -> bool:
