@@ -143,6 +143,7 @@ def test_a_failure_reaches_the_one_who_waits_and_ends_the_registration(transfers
 
 @pytest.mark.parametrize("how", ["wait", "synchronize"])
 def test_h10_an_interrupt_in_a_wait_keeps_the_keepalive_of_a_copy_that_goes_on(transfers: Transfers, how: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     opened = threading.Event()
     ticket, kept, event = transfers.start(opened.wait)
     registry, main = transfers.registry, threading.main_thread().ident

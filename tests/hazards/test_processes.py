@@ -28,6 +28,7 @@ from eager_offload.tiers.disk import DiskSlot
 
 directory, backend = sys.argv[1:]
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 
 simulated = SimulatedRuntime() if backend == "simulated" else None
 
