@@ -70,7 +70,7 @@ def check_whole(workplaces: Workplaces, sites: list[Site], limit: float) -> list
     imported = workplace.module_file()
     assert imported.is_relative_to(workplace.directory), f"the tests would see {imported}"
     suites = list(dict.fromkeys(suite for site in sites for suite in suites_of(site.path)))
-    found = workplace.run(suites, 10 * limit, all_of_them=True)
+    found = workplace.run(suites, limit, all_of_them=True)
     if found.survived:
         print(f"{len(suites)} test files pass in {found.seconds:.0f} s with nothing taken out", flush=True)
         return []
@@ -122,7 +122,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kind", type=kinds, default=KINDS, help=f"some of {','.join(KINDS)}")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="each Nth site")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N sites")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one mutant; a hang is caught (120)")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one test; a hang is caught (60)")
     parser.add_argument("--no-baseline", action="store_true", help="do not first see whether the tests pass as it is")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the list as JSON too")
     parser.add_argument("--list", action="store_true", help="show the sites and try nothing")

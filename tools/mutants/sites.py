@@ -22,8 +22,8 @@ __all__ = ["KINDS", "STALE", "Site", "find", "mutate"]
 KINDS = ("record", "wait", "after", "keepalive", "version", "fence", "release")
 
 _RECORDS = {"record", "_record", "record_event"}
-_WAITS = {"wait", "_wait", "wait_event", "hold_back", "synchronize", "_synchronize"}
-_COPIES = {"copy", "_copy", "_Move"}
+_WAITS = {"wait", "_wait", "wait_event", "wait_for_thread", "hold_back", "result", "synchronize", "_synchronize"}
+_COPIES = {"copy", "_copy", "_enqueue", "_Move", "_Read", "_Write"}
 _RELEASES = {
     "_bury",
     "_let_go",
@@ -138,7 +138,7 @@ class _Finder(ast.NodeVisitor):
             self._take_out("release", node, node.func, _NOTHING)
         if name in _COPIES:
             self._leave_out("after", node, _argument(node, "after", 3))
-        elif name in ("register", "leave_behind", "Pending"):
+        elif name in ("leave_behind", "Pending") or self._text(node.func).endswith("registry.register"):
             self._leave_out("keepalive", node, _argument(node, "keepalive", 1))
         for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
             self._visit_argument(node, argument)

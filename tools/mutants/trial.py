@@ -57,7 +57,7 @@ class Workplace:
         (directory / "conftest.py").write_text(_CONFTEST)
 
     def try_out(self, site: Site, suites: Sequence[str], limit: float) -> Verdict:
-        """Runs ``suites`` without ``site``, for at most ``limit`` seconds."""
+        """Runs ``suites`` without ``site``; a test that takes more than ``limit`` seconds hangs, and has failed."""
         module = self.directory / site.path
         original = module.read_text()
         module.write_text(mutate(original, site))
@@ -67,11 +67,14 @@ class Workplace:
             module.write_text(original)
 
     def run(self, suites: Sequence[str], limit: float, *, all_of_them: bool = False) -> Verdict:
-        """Runs ``suites``, in order, up to the first failure unless ``all_of_them``."""
+        """Runs ``suites``, in order, up to the first failure unless ``all_of_them``.
+
+        A test may also hang where its own limit cannot end it: then all of it is stopped after ten times that.
+        """
         present = [suite for suite in suites if (self.directory / suite).exists()]
         command = [
             *(sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"),
-            *("-m", "not long and not gpu", "--timeout", str(limit / 2)),
+            *("-m", "not long and not gpu", "--timeout", str(limit)),
             *([] if all_of_them else ["-x"]),
             *present,
         ]
@@ -84,7 +87,7 @@ class Workplace:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=limit,
+                timeout=10 * limit,
             )
         except subprocess.TimeoutExpired as expired:
             output = (expired.stdout or b"").decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
@@ -94,7 +97,8 @@ class Workplace:
         if ended.returncode == 0:
             return Verdict(None, False, seconds, ended.stdout)
         failed = _FAILED.findall(ended.stdout)
-        return Verdict(failed[0] if failed else _crash(ended), False, seconds, ended.stdout)
+        hung = "from pytest-timeout" in ended.stdout
+        return Verdict(failed[0] if failed else _crash(ended), hung, seconds, ended.stdout)
 
     def module_file(self) -> Path:
         """Where the package that is tested comes from."""

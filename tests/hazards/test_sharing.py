@@ -1,0 +1,55 @@
+"""What a second save of a storage may be given that has left already: the bytes of its own version, and no others."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from eager_offload import Offload
+from tests.hazards.backends import Backend
+
+
+def changed_between_two_saves(offload: Offload | None) -> Tensor:
+    """The gradient of a product of what was saved, has left, and was changed before it was saved again."""
+    around: AbstractContextManager[object] = nullcontext() if offload is None else offload
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(32, 32, generator=generator, requires_grad=True) for _ in range(2))
+    with around:
+        y = x + 1.0
+        first = y * w
+        if offload is not None:
+            offload.stats(synchronize=True)
+        y.mul_(2.0)
+        second = y * w
+        del y
+    if offload is not None:
+        offload.stats(synchronize=True)
+    (gradient,) = torch.autograd.grad(second.sum(), w)
+    assert first.grad_fn is not None, "the first save is alive as long as this, and is never asked for"
+    return gradient
+
+
+def test_h01_a_storage_that_has_left_serves_no_save_of_a_later_version(backend: Backend) -> None:
+    expected = changed_between_two_saves(None)
+    offload = backend.offload()
+    assert torch.equal(changed_between_two_saves(offload), expected)
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_out >= 2 * 32 * 32 * 4, "it left twice, in each of its versions"
+
+
+def test_h07_a_storage_that_has_left_serves_further_saves_of_its_version(backend: Backend) -> None:
+    offload = backend.offload()
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with offload:
+        y = x + 1.0
+        first = y.square()
+        offload.stats(synchronize=True)
+        second = y.square()
+        del y
+    moved = offload.stats(synchronize=True).bytes_out
+    assert moved == 32 * 32 * 4, "once, for both"
+    (first + second).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 4.0 * (x + 1.0))
