@@ -69,7 +69,12 @@ class Reloading:
         with ground.accounts.lock:
             if ticket is not None:
                 self.rate.add(reload.target.nbytes, ground.runtime.seconds(reload.event))
-            issued = self._issue(view, reload, stream)
+            try:
+                issued = self._issue(view, reload, stream)
+            except BaseException:
+                if reload is not saved.reload:
+                    self.abandon(reload)
+                raise
             expected = self.order.holds(saved.key)
             if saved.reload is reload and not expected:
                 saved.reload = None
@@ -176,11 +181,24 @@ class Reloading:
 
     def _reload_for(self, saved: SavedStorage, stream: Stream) -> Reload:
         """The reload that ``stream`` can wait for: the shared one on the stream of the pack, else one of its own."""
-        if stream != saved.stream:
-            return self._bring(saved, stream)
-        if saved.reload is None:
-            saved.reload = self._bring(saved, stream)
-        return saved.reload
+        if stream == saved.stream and saved.reload is not None:
+            return saved.reload
+        try:
+            reload = self._bring(saved, stream)
+        except (torch.OutOfMemoryError, MemoryError):
+            self._make_room(saved)
+            reload = self._bring(saved, stream)
+        if stream == saved.stream:
+            saved.reload = reload
+        return reload
+
+    def _make_room(self, needed: SavedStorage) -> None:
+        """The device is full, and ``needed`` has to come back: whatever the library itself holds there goes."""
+        for key in list(self._ground.storages):
+            if key != needed.key:
+                self.drop(key)
+        self._offloading.synchronize()
+        self.synchronize()
 
     def _bring(self, saved: SavedStorage, stream: Stream) -> Reload:
         """Enqueues a reload into a new target that belongs to ``stream``."""
@@ -228,5 +246,10 @@ class Reloading:
         if not area.gathered:
             first_byte = int(target.storage_offset())
             return _Issued(view.over(target.untyped_storage(), first_byte), first_byte)
-        place = self._ground.runtime.allocate(Layout(area.nbytes, view.storage.phase), self._ground.device, stream)
+        layout = Layout(area.nbytes, view.storage.phase)
+        try:
+            place = self._ground.runtime.allocate(layout, self._ground.device, stream)
+        except (torch.OutOfMemoryError, MemoryError):
+            self._make_room(view.storage)
+            place = self._ground.runtime.allocate(layout, self._ground.device, stream)
         return _Issued(view.scatter(target, place), int(place.storage_offset()))

@@ -1,0 +1,204 @@
+"""The device is full: in forward, in backward, in bringing back. The user's own retry with a smaller batch goes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eager_offload._torch import TorchDispatchMode
+from eager_offload.runtime.base import Layout, Runtime, Stream
+from tests.doubles.recorded_backend import RecordedBackend
+from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.programs import REGIMES, Regime, assert_identical, assert_moved, leaf
+
+Around: TypeAlias = AbstractContextManager[Any]
+ROWS, WIDTH = 8, 16
+
+
+@pytest.fixture
+def recorded(request: pytest.FixtureRequest) -> Any:
+    with RecordedBackend() as backend:
+        yield backend
+        backend.assert_nothing_is_held()
+
+
+class Trainer:
+    """Takes steps, and after an out-of-memory error the same step again with half of the batch, as users do."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.retries = 0
+
+    def step(self, around: Around, seed: int, pressure: Around) -> None:
+        try:
+            with pressure:
+                self.attempt(around, leaf(ROWS, WIDTH, seed=seed))
+        except torch.OutOfMemoryError:
+            assert hooks_are_gone()
+            self.retries += 1
+            self.attempt(around, leaf(ROWS // 2, WIDTH, seed=seed))
+        self.optimizer.step()
+
+    def attempt(self, around: Around, x: Tensor) -> None:
+        self.optimizer.zero_grad()
+        with around:
+            h = self.model(x).tanh()
+            # A view with holes is gathered before it leaves.
+            loss = (h[:, ::2] * h[:, ::2].exp()).square().mean()
+        loss.backward()
+
+    @property
+    def state(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+class FullAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The operator of this number finds no memory; the ones before and after it do."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.left = number
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("no room, on purpose")
+        return func(*args, **(kwargs or {}))
+
+
+def retried_at(step: int, retried: bool) -> list[Tensor]:
+    """Three steps, one of them with half of the batch from the start."""
+    trainer = Trainer()
+    for seed in range(3):
+        trainer.attempt(nullcontext(), leaf(ROWS // 2 if retried and seed == step else ROWS, WIDTH, seed=seed))
+        trainer.optimizer.step()
+    return trainer.state
+
+
+@pytest.mark.parametrize("regime", [REGIMES[0], REGIMES[2]], ids=str)
+def test_h10_out_of_memory_in_any_operator_of_a_step(regime: Regime, backend: Backend) -> None:
+    out_of_memory(backend, regime, every=7)
+
+
+@pytest.mark.parametrize("regime", [REGIMES[0], REGIMES[2]], ids=str)
+def test_h10_out_of_memory_in_any_operator_of_a_step_on_the_double(regime: Regime, recorded: Backend) -> None:
+    out_of_memory(recorded, regime, every=7)
+
+
+def out_of_memory(backend: Backend, regime: Regime, every: int) -> None:
+    expected = {retried: retried_at(1, retried) for retried in (False, True)}
+    offload, number, found = backend.offload(**regime.fields), 1, 0
+    while True:
+        trainer, full = Trainer(), FullAt(number)
+        for seed in range(3):
+            trainer.step(regime.around(offload), seed, full if seed == 1 else nullcontext())
+        assert_identical(expected[trainer.retries == 1], trainer.state)
+        del trainer
+        assert_settled(offload)
+        if full.left > 0:
+            break
+        found += 1
+        number += every
+    assert found > 5
+    assert_moved(assert_settled(offload), held=True)
+
+
+# -- reload targets ---------------------------------------------------------------------------------------------------
+
+
+class Refusing:
+    """A runtime's allocator, which refuses the calls of the given numbers."""
+
+    def __init__(self, runtime: Runtime, numbers: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        self._numbers = frozenset(numbers)
+        self._allocate: Callable[..., Tensor] = runtime._allocate
+        monkeypatch.setattr(runtime, "_allocate", self)
+
+    def __call__(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
+        self.calls += 1
+        if self.calls in self._numbers:
+            raise torch.OutOfMemoryError("no room for a reload, on purpose")
+        return self._allocate(layout, device, stream)
+
+
+@pytest.mark.parametrize("consecutive", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize("regime", REGIMES[:2], ids=str)
+def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Backend) -> None:
+    no_room_for_a_reload(backend, regime, consecutive)
+
+
+@pytest.mark.parametrize("consecutive", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize("regime", REGIMES[:2], ids=str)
+def test_h10_no_room_for_a_reload_on_the_double(regime: Regime, consecutive: int, recorded: Backend) -> None:
+    no_room_for_a_reload(recorded, regime, consecutive)
+
+
+def no_room_for_a_reload(backend: Backend, regime: Regime, consecutive: int) -> None:
+    """A single refusal is absorbed; the second one in a row reaches the user, whose retry is exact."""
+    expected = {retried: retried_at(1, retried) for retried in (False, True)}
+    offload = backend.offload(**regime.fields)
+    number, raised = 1, 0
+    while True:
+        trainer = Trainer()
+        with pytest.MonkeyPatch.context() as patch:
+            trainer.step(regime.around(offload), 0, nullcontext())
+            refusing = Refusing(backend.runtime, range(number, number + consecutive), patch)
+            trainer.step(regime.around(offload), 1, nullcontext())
+        trainer.step(regime.around(offload), 2, nullcontext())
+        assert_identical(expected[trainer.retries == 1], trainer.state)
+        raised += trainer.retries
+        assert_settled(offload)
+        if refusing.calls < number:
+            break
+        number += 1
+    assert number > 3
+    assert raised == 0 if consecutive == 1 else raised > 0
+    stats = assert_settled(offload)
+    assert_moved(stats, held=True)
+    assert stats.bytes_in > 0
+
+
+def test_what_was_brought_back_early_makes_room_for_what_is_needed(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for so many targets that prefetch takes it all, and then something else is asked for first."""
+
+    def program(around: Around) -> object:
+        x = leaf(32, 32)
+        with around:
+            first = (x * 2).exp().sum()
+            second = (x * 3).tanh().exp().sin().exp().sum()
+        second_gradient = torch.autograd.grad(second, x, retain_graph=True)
+        gradients = torch.autograd.grad(first, x)
+        return second_gradient, gradients, torch.autograd.grad(second, x)
+
+    expected, offload = program(nullcontext()), backend.offload()
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
+    allocate, refused = backend.runtime._allocate, 0
+
+    def bounded(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
+        nonlocal refused
+        if sum(storage() is not None for storage in alive) >= 2:
+            refused += 1
+            raise torch.OutOfMemoryError("no room for a third reload")
+        target = allocate(layout, device, stream)
+        alive.append(weakref.ref(target.untyped_storage()))
+        return target
+
+    monkeypatch.setattr(backend.runtime, "_allocate", bounded)
+    assert_identical(expected, program(REGIMES[0].around(offload)))
+    assert refused > 0
+    stats = assert_settled(offload)
+    assert_moved(stats, held=True)
+    assert stats.bytes_in > 0
