@@ -26,7 +26,7 @@ _GATHER_BELOW = 4
 #: The nodes of views that operators save of a weight, and how many of them may stand between the two.
 _VIEWS = frozenset(
     f"{name}Backward0" for name in ("T", "Transpose", "View", "Expand", "Permute", "Squeeze", "Unsqueeze", "UnsafeView")
-)
+) | {"_ToTorchTensorBackward"}  # DTensor.to_local
 _MOST_VIEWS = 4
 
 #: What autocast casts to.
@@ -102,7 +102,9 @@ def is_parameter(tensor: Tensor) -> bool:
     if type(root) is not Tensor and isinstance(root, Parameter):
         return True
     if not root.requires_grad:
-        return False
+        if root is tensor or not tensor.requires_grad:
+            return False
+        root = tensor  # a function made this view: DTensor.to_local, of what is inside
     node = root.grad_fn
     if node is None:
         return True

@@ -142,6 +142,21 @@ def test_h13_plain_tensors_go_in_and_come_out(mesh: DeviceMesh, backend: Backend
     same_gradients(program, backend)
 
 
+def test_h13_h06_the_local_part_of_a_weight_stays(mesh: DeviceMesh, backend: Backend) -> None:
+    def program(offload: Around) -> object:
+        w = nn.Parameter(distribute_tensor(leaf(WIDTH, WIDTH, grad=False), mesh, [Shard(0)]))
+        x = leaf(ROWS, WIDTH)
+        with Transfers(backend.runtime) as transfers:
+            with offload:
+                y = F.linear((x * 2).tanh(), w.to_local()).sin() @ w.to_local().view(WIDTH, WIDTH)
+            y.sum().backward()
+            assert_not_moved(transfers, [w])
+        return x.grad, local(w.grad)
+
+    for stats in same_gradients(program, backend):
+        assert stats.kept_bytes == {"parameter": 2 * WIDTH * WIDTH * 4}
+
+
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")  # torch's own, of this interface
 def test_h13_what_a_collective_is_still_filling_is_waited_for(mesh: DeviceMesh, backend: Backend) -> None:
     waited = list[bool]()
