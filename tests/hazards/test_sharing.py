@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload
-from tests.hazards.backends import Backend
+from tests.hazards.backends import Backend, lane_of
 
 
 def changed_between_two_saves(offload: Offload | None) -> Tensor:
@@ -53,3 +53,28 @@ def test_h07_a_storage_that_has_left_serves_further_saves_of_its_version(backend
     (first + second).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, 4.0 * (x + 1.0))
+
+
+def test_h19_what_came_back_for_a_graph_that_went_is_let_go_though_another_graph_shares_it(backend: Backend) -> None:
+    offload = backend.offload()
+    generator = torch.Generator().manual_seed(0)
+    x, w, v = (torch.randn(32, 32, generator=generator, requires_grad=True) for _ in range(3))
+    y = x + 1.0
+    with offload:
+        first = y * w
+    with offload:
+        product = y * v
+        second = product.sin()
+    del y
+    offload.stats(synchronize=True)
+    assert lane_of(offload).census().resident_bytes == 0
+    torch.autograd.grad(second.sum(), product)  # asks for one save, and has the two before it brought back
+    offload.stats(synchronize=True)
+    assert lane_of(offload).census().resident_bytes >= 32 * 32 * 4
+    del product, second
+    offload.stats(synchronize=True)
+    census = lane_of(offload).census()
+    assert census.storages == 1, "that of y, for the first graph"
+    assert census.resident_bytes == 0
+    (gradient,) = torch.autograd.grad(first.sum(), w)
+    assert torch.equal(gradient, x.detach() + 1.0)

@@ -10,6 +10,7 @@ _STEPS = [
     "tests/hazards/test_copies.py",
     "tests/hazards/test_interrupted_copies.py",
     "tests/hazards/test_sharing.py",
+    "tests/hazards/test_in_between.py",
     "tests/hazards/test_versions.py",
     "tests/test_counts.py",
     "tests/test_contract.py",
