@@ -108,7 +108,7 @@ def any_marks() -> bool:
 
 
 def _mark(tensor: T, mark: Mark) -> T:
-    if is_wrapper(tensor) and not tensor.is_nested:
+    if is_wrapper(tensor):
         for inner in plain_tensors(tensor):
             _mark(inner, mark)
         return tensor

@@ -154,7 +154,7 @@ def _in_recomputation() -> bool:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    if type(tensor) not in _PLAIN and is_wrapper(tensor) and not tensor.is_nested:
+    if type(tensor) not in _PLAIN and is_wrapper(tensor):
         return sum(map(_nbytes, plain_tensors(tensor)))  # its own number may be that of all processes together
     try:
         return tensor.nbytes

@@ -116,7 +116,7 @@ class Wrappers:
 
     def pack(self, wrapper: Tensor, packer: Packer) -> WrappedTensor | None:
         """The handle of a wrapper, with all that is inside counted; ``None``, and nothing counted, if it stays."""
-        if not is_wrapper(wrapper) or wrapper.is_nested:
+        if not is_wrapper(wrapper):
             return None
         _finish_collectives(wrapper)
         held = detached(wrapper)

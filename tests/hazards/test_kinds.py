@@ -84,7 +84,7 @@ PAYLOADS = [
     Payload("sparse csr", lambda: noise(8, 8).relu().to_sparse_csr(), "layout"),
     Payload("sparse csc", lambda: noise(8, 8).relu().to_sparse_csc(), "layout"),
     Payload("sparse bsr", lambda: noise(8, 8).relu().to_sparse_bsr((2, 2)), "layout"),
-    Payload("nested jagged", lambda: torch.nested.nested_tensor([noise(3), noise(5)], layout=torch.jagged), "layout"),
+    Payload("nested jagged", lambda: torch.nested.nested_tensor([noise(3), noise(5)], layout=torch.jagged)),
     Payload("quantized", lambda: torch.quantize_per_tensor(noise(16, 16), 0.1, 3, torch.quint8), "layout"),
     Payload(
         "quantized by channel",
