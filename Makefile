@@ -27,8 +27,11 @@ test: $(STAMP) ## the tests, under 10 minutes on 2 cores
 test-full: $(STAMP) ## the long ones too, under 45 minutes
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
-gpu: $(STAMP) ## the tests that need an accelerator
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+gpu: ## the tests and benchmarks that need an accelerator, under 10 minutes, with PYTHON's own torch and nothing installed
+	$(PYTHON) -m tests.gpu
+	@if $(PYTHON) -c 'import pytest, pytest_timeout' 2> /dev/null; then $(PYTHON) -m pytest -m gpu --ignore tests/gpu; \
+	  else echo "pytest and pytest-timeout are not installed for $(PYTHON): tests/runtime/test_accelerator_gpu.py is left out"; fi
+	$(PYTHON) -m benchmarks.gpu_train $(ARGS)
 
 mutants: $(STAMP) ## which test notices each wait, record, keepalive and release that is taken out, under 30 minutes
 	$(BIN)/python -m tools.mutants $(ARGS)

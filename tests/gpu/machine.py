@@ -1,0 +1,172 @@
+"""A device for the hazards that streams matter to: the accelerator of this machine, or the recording double."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from eager_offload import Offload
+from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRuntime, AcceleratorStream
+from eager_offload.runtime.base import Event
+
+__all__ = ["DeviceMachine", "Machine"]
+
+#: A few milliseconds on a device of 1.5 GHz: longer than it takes to enqueue an operator, or to run one.
+SLEEP_CYCLES = 8_000_000
+
+
+class Machine(abc.ABC):
+    """A device, its runtime, and the offloads that a scenario made on it."""
+
+    #: The rows and columns of what is saved.
+    width: ClassVar[int]
+
+    def __init__(self, runtime: AcceleratorRuntime, device: torch.device) -> None:
+        self.runtime = runtime
+        self.device = device
+        self.offloads: list[Offload] = []
+
+    def offload(self, **fields: Any) -> Offload:
+        """An ``Offload`` that moves everything that can move, unless ``fields`` say otherwise."""
+        offload = self._make({"tier": "host", "min_bytes": 0, "keep_last_bytes": 0, **fields})
+        self.offloads.append(offload)
+        return offload
+
+    def leaf(self, seed: int = 1, scale: float = 1.0, device: torch.device | None = None) -> Tensor:
+        """A leaf that requires grad, with values of its own."""
+        values = torch.randn(self.width, self.width, generator=torch.Generator().manual_seed(seed))
+        return (values * scale).to(device or self.device).requires_grad_()
+
+    def weight(self, seed: int = 1, device: torch.device | None = None) -> Tensor:
+        """A leaf to multiply with, which leaves the size of numbers as it is."""
+        return self.leaf(seed, 1 / math.sqrt(self.width), device)
+
+    @contextmanager
+    def slow_links(self) -> Iterator[None]:
+        """Every copy comes late: whatever does not wait for it overtakes it."""
+        enqueue = self.runtime._enqueue
+
+        def late(target: Tensor, source: Tensor, stream: AcceleratorStream, after: list[Event]) -> AcceleratorEvent:
+            with self.runtime.enter(stream):
+                self.doze()
+            return enqueue(target, source, stream, after)
+
+        staging = self.runtime._staging
+        self.runtime._enqueue = staging._enqueue = late  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del self.runtime._enqueue
+            staging._enqueue = self.runtime._enqueue
+
+    def in_thread(self, work: Callable[[], object]) -> None:
+        """Runs ``work`` in a thread of its own and raises what it raised."""
+        caught: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                with self.watching():
+                    work()
+            except BaseException as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        if caught:
+            raise caught[0]
+
+    def meet(self, *streams: AcceleratorStream) -> None:
+        """Each of ``streams`` waits for all of them, as a program does that changes streams."""
+        done = [self.runtime.record(stream) for stream in streams]
+        for stream, event in itertools.product(streams, done):
+            self.runtime.wait(stream, event)
+
+    @property
+    def current(self) -> AcceleratorStream:
+        return self.runtime.current_stream(self.device)
+
+    def computing_on(self, stream: AcceleratorStream) -> AbstractContextManager[None]:
+        """The program computes on ``stream`` inside."""
+        return self.runtime.enter(stream)
+
+    def watching(self) -> AbstractContextManager[object]:
+        """What a further thread that computes has to be in."""
+        return nullcontext()
+
+    def close(self) -> None:
+        for offload in self.offloads:
+            offload.close()
+
+    @abc.abstractmethod
+    def side_stream(self) -> AcceleratorStream:
+        """A stream of the program's own."""
+
+    @abc.abstractmethod
+    def backward_of(self, stream: AcceleratorStream) -> AbstractContextManager[None]:
+        """What the backward of a graph has to be called in whose forward ran on ``stream``."""
+
+    @abc.abstractmethod
+    def doze(self) -> None:
+        """Keeps the current stream busy for a while."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """The host waits for everything."""
+
+    @abc.abstractmethod
+    def allocated_bytes(self) -> int | None:
+        """Bytes of all tensors on the device, or ``None`` where nobody knows."""
+
+    @abc.abstractmethod
+    def _make(self, fields: dict[str, Any]) -> Offload: ...
+
+
+class DeviceMachine(Machine):
+    """The accelerator that torch names."""
+
+    width = 1024
+
+    def __init__(self) -> None:
+        from eager_offload.runtime.accelerator import accelerator_runtime
+
+        runtime = accelerator_runtime()
+        super().__init__(runtime, torch.device(runtime.device_type, torch.accelerator.current_device_index()))
+        # What is enqueued for the first time may load a kernel or get memory from the driver, and both make the host
+        # wait for the device: then nothing is late.
+        weight = self.weight()
+        ((weight @ weight).tanh().exp() * weight).sin().sum().backward()
+        self.doze()
+        self.finish()
+
+    def side_stream(self) -> AcceleratorStream:
+        return AcceleratorStream.of(torch.Stream(device=self.device))
+
+    def backward_of(self, stream: AcceleratorStream) -> AbstractContextManager[None]:
+        return nullcontext()  # autograd sees to it
+
+    def doze(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        else:
+            block = torch.ones(2048, 2048, device=self.device)
+            for _ in range(8):
+                block = block @ block
+
+    def finish(self) -> None:
+        for index in range(torch.accelerator.device_count()):
+            torch.accelerator.synchronize(index)
+
+    def allocated_bytes(self) -> int | None:
+        return int(torch.cuda.memory_allocated(self.device)) if self.device.type == "cuda" else None
+
+    def _make(self, fields: dict[str, Any]) -> Offload:
+        return Offload(**fields)
