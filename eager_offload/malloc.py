@@ -21,8 +21,8 @@ def release_freed_memory(threshold: int | str = 1 << 20) -> bool:
     On a CPU device this is what turns freed saved tensors into a smaller process: by default glibc keeps freed blocks
     of up to 32 MiB for later, and the process never shrinks. It is a setting of the whole process (``mallopt``), so
     the library never makes it by itself. Each such block costs page faults when it is used for the first time, a few
-    percent of a step; with ``THP_MEM_ALLOC_ENABLE=1`` in the environment before Python starts, torch asks Linux for huge
-    pages, which are far fewer. Call it once, before the model is built.
+    percent of a step; with ``THP_MEM_ALLOC_ENABLE=1`` in the environment before Python starts, torch asks Linux for
+    huge pages, which are far fewer. Call it once, before the model is built.
 
     Args:
         threshold: bytes, or a text such as ``"1MiB"``.
