@@ -26,9 +26,6 @@ __all__ = ["Hooks", "Session", "unpack"]
 
 _sequences = itertools.count(1)
 
-#: The types that wrap nothing and change no method.
-_PLAIN = (Tensor, Parameter)
-
 
 class Session(threading.local):
     """What one thread has going with one ``Offload``."""
@@ -101,7 +98,7 @@ class Hooks:
         if tensor.requires_grad and tensor.is_leaf:
             held = tensor
         else:
-            held = tensor.detach() if type(tensor) in _PLAIN else detached(tensor)
+            held = tensor.detach() if type(tensor) is Tensor else detached(tensor)
         return KeptTensor(held, tensor._version)
 
     def _take(self, tensor: Tensor, mark: Mark | None, session: Session) -> SavedView | KeepReason:
@@ -154,7 +151,8 @@ def _in_recomputation() -> bool:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    if type(tensor) not in _PLAIN and is_wrapper(tensor):
+    kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
         return sum(map(_nbytes, plain_tensors(tensor)))  # its own number may be that of all processes together
     try:
         return tensor.nbytes
