@@ -49,6 +49,7 @@ _FIRST: dict[str, list[str]] = {
     "eager/lane": ["tests/hazards/test_versions.py", "tests/hazards/test_lifetime.py"],
     "eager/hooks": ["tests/hazards/test_versions.py", "tests/test_contract.py"],
     "eager/reloading": ["tests/hazards/test_streams.py", "tests/test_prefetch_order.py"],
+    "eager/subclasses": ["tests/hazards/test_subclass_versions.py", "tests/hazards/test_subclasses.py"],
     "learning": ["tests/test_learning.py", "tests/test_learned_steps.py"],
     "offload": ["tests/test_contract.py", "tests/test_counts.py"],
     "runtime/accelerator": _ACCELERATOR,
