@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import pytest
 import torch
 
+from eager_offload import Offload
 from eager_offload.eager.ground import Ground
+from eager_offload.eager.lane import Census
 from eager_offload.eager.offloading import Offloading
 from eager_offload.runtime.simulated import SimulatedRuntime
-from eager_offload.schedule import DelayLine
+from eager_offload.schedule import DelayLine, Plan
 from eager_offload.stats import Accounts
 from eager_offload.tiers.arena import Arena, HostTier
+from eager_offload.tiers.base import Slot, Tier
+from tests.hazards.backends import lane_of
 
 CPU = torch.device("cpu")
 
@@ -23,3 +31,125 @@ def test_h09_a_storage_that_dies_as_its_turn_to_leave_comes_is_not_counted_on() 
     ground.hold(4096)
     offloading.start_due(line, None)
     assert (ground.resident_bytes, line.nbytes, len(offloading)) == (0, 0, 0)
+
+
+# -- an Offload that goes while bytes travel ------------------------------------------------------------------------
+
+
+class Slots:
+    """Weak references to every slot that a tier hands out."""
+
+    def __init__(self) -> None:
+        self.refs: list[weakref.ref[Slot]] = []
+
+    def around(self, tier: Tier) -> Tier:
+        reserve = tier.reserve
+
+        def noted(nbytes: int) -> Slot | None:
+            slot = reserve(nbytes)
+            if slot is not None:
+                self.refs.append(weakref.ref(slot))
+            return slot
+
+        tier.reserve = noted  # type: ignore[method-assign]
+        return tier
+
+    @property
+    def alive(self) -> int:
+        return sum(ref() is not None for ref in self.refs)
+
+
+def strict_offload(runtime: SimulatedRuntime, slots: Slots) -> Offload:
+    fields = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0}
+    return Offload(runtime=runtime, around_tier=slots.around, **fields)
+
+
+def test_h18_a_slot_is_there_until_its_copy_is_over_though_everyone_has_gone() -> None:
+    runtime, slots = SimulatedRuntime(launch_seconds=0.0), Slots()
+    offload = strict_offload(runtime, slots)
+    x = torch.randn(32, 32, requires_grad=True)
+    with offload:
+        y = (x + 1.0).sin().cos()
+    assert runtime.pending_copies == slots.alive > 0
+    del y, offload
+    gc.collect()
+    runtime.tidy()
+    assert slots.alive == runtime.pending_copies > 0, "a copy engine knows addresses, and nothing of who owns them"
+    runtime.drain()
+    runtime.tidy()
+    gc.collect()
+    assert slots.alive == 0
+
+
+def test_h18_a_slot_is_there_until_it_has_been_read_though_everyone_has_gone() -> None:
+    runtime, slots = SimulatedRuntime(launch_seconds=0.0), Slots()
+    offload = strict_offload(runtime, slots)
+    x = torch.randn(32, 32, requires_grad=True)
+    with offload:
+        y = (x + 1.0).sin()
+        z = y.cos().exp()
+    offload.stats(synchronize=True)
+    runtime.drain()
+    torch.autograd.grad(z.sum(), y)  # what sin saved is brought back early, and not asked for
+    assert runtime.pending_copies > 0
+    del y, z, offload
+    gc.collect()
+    runtime.tidy()
+    assert slots.alive >= runtime.pending_copies > 0
+    runtime.drain()
+    runtime.tidy()
+    gc.collect()
+    assert slots.alive == 0
+
+
+def test_h16_what_is_gathered_keeps_the_block_that_it_is_gathered_from() -> None:
+    """The block is of a stream that was told to wait for the last operator that reads it; gathering comes later."""
+    runtime = SimulatedRuntime(launch_seconds=0.0)
+    offload = strict_offload(runtime, Slots())
+    weight = torch.randn(64, 4, requires_grad=True)
+    other = torch.randn(64, 64, requires_grad=True)
+    with runtime.checked() as checker:
+        loader = runtime.new_stream("loader")
+        with runtime.stream(loader):
+            batch = torch.randn(64, 64)
+        runtime.wait(runtime.default_stream, runtime.record(loader))
+        with offload:
+            product = batch[:, :4] * weight
+            runtime.wait(loader, runtime.record(runtime.default_stream))
+            squared = other.square()  # its pack starts the copy of what was saved before
+            squared_again = squared.sin()
+            del product, batch
+        with runtime.stream(loader):
+            torch.randn(64, 64)
+        offload.stats(synchronize=True)
+        assert offload.stats().bytes_out >= weight.nbytes
+        del squared, squared_again
+        offload.close()
+    checker.assert_clean()
+
+
+# -- an interrupt in the middle of an unpack ------------------------------------------------------------------------
+
+
+def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = SimulatedRuntime(launch_seconds=0.0)
+    offload = strict_offload(runtime, Slots())
+    x = torch.randn(32, 32, requires_grad=True)
+    with offload:
+        y = (x + 1.0).sin()
+    offload.stats(synchronize=True)
+    lane = lane_of(offload)
+
+    def interrupted(position: int) -> Plan:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lane._reloading.order, "unpacked", interrupted)
+    with runtime.stream(runtime.new_stream()), pytest.raises(KeyboardInterrupt):
+        y.sum().backward()
+    monkeypatch.undo()
+    assert runtime.pending_copies == 1
+    del y
+    offload.stats(synchronize=True)
+    assert lane.census() == Census(0, 0, 0, 0, 0, 0, 0, 0, 0)
