@@ -19,12 +19,17 @@ from typing import Any
 
 import psutil
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.plain import PlainConsole, PlainTable
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.disk import DiskTier
+
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+except ImportError:  # a machine with torch and nothing else
+    Console = None  # type: ignore[assignment, misc]
 
 __all__ = [
     "MIB",
@@ -43,7 +48,7 @@ MIB = 1 << 20
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
+console = PlainConsole() if Console is None else Console(width=None if sys.stdout.isatty() else 130, highlight=False)
 
 
 @dataclass(frozen=True)
@@ -129,9 +134,12 @@ class Report:
         console.print(shown)
 
 
-def table(first: str, *others: str) -> Table:
+def table(first: str, *others: str) -> Table | PlainTable:
     """A plain table: text in the first column, numbers in the others."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    if Console is None:
+        shown = PlainTable()
+    else:
+        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     shown.add_column(first, no_wrap=True)
     for header in others:
         shown.add_column(header, justify="right", no_wrap=True)
