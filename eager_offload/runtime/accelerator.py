@@ -171,10 +171,12 @@ class AcceleratorRuntime(Runtime):
 
     def _query(self, event: Event) -> bool:
         assert isinstance(event, AcceleratorEvent | StagedEvent)
-        return event.query()
+        return not self._inherited and event.query()
 
     def _synchronize(self, event: Event) -> None:
         assert isinstance(event, AcceleratorEvent | StagedEvent)
+        if self._inherited:
+            raise OffloadError("this transfer was under way in the parent process when it forked")
         event.synchronize()
 
     def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event]) -> Event:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eager_offload import Offload, TransferError
+from eager_offload import Offload, OffloadError, TransferError
 from eager_offload.runtime.accelerator import AcceleratorEvent
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.checker import Checker
@@ -314,6 +316,41 @@ def test_no_memory_for_staging_leaves_the_source_on_the_device(
     stats = offload.stats()
     assert stats.offloaded_bytes == 0
     assert stats.kept_bytes["failed"] > 0
+    offload.close()
+
+
+# -- fork -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_h28_a_child_forked_in_mid_step_touches_nothing_of_its_parents(
+    tier: str, double: TrainingAccelerator, tmp_path: Path
+) -> None:
+    offload, step, expected = make_offload(double, tmp_path, tier=tier, disk_path=None), Step(1), Step(1)
+    step.forward(offload)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            double.calls.clear()
+            offload.stats()
+            with pytest.raises(OffloadError, match="forked"):
+                step.backward()
+            del step
+            gc.collect()
+            offload.stats()
+            double.runtime.tidy()
+            status = 0 if double.calls == [] else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    step.backward()
+    expected.forward(nullcontext())
+    expected.backward()
+    assert_identical(expected.result, step.result)
+    del step
+    assert_moved(assert_settled(offload))
     offload.close()
 
 
