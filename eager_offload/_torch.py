@@ -6,6 +6,7 @@
 | ``torch._C._current_autograd_node`` | 2.11 to 2.15 | a reentrant checkpoint's recomputation is offloaded again |
 | ``torch._neg_view`` | 2.11 to 2.15 | the import fails |
 | ``torch._C.DisableTorchFunctionSubclass`` | 2.11 to 2.15 | the import fails |
+| ``torch._subclasses.fake_tensor.FakeTensor`` | 2.11 to 2.15 | there are none |
 | ``AsyncCollectiveTensor`` | 2.11 to 2.15 | there is no tensor that a collective is still filling |
 | ``torch._ops.OpOverload``, ``torch.utils._python_dispatch`` | 2.11 to 2.15 | the import fails |
 | ``torch.cuda.cudart().cudaHostRegister`` | 2.11 to 2.15 | host memory is pinned by torch, which rounds sizes up |
@@ -40,6 +41,7 @@ __all__ = [
     "detached",
     "finish_collective",
     "host_registration",
+    "is_fake",
     "is_wrapper",
     "neg_view",
     "require_torch",
@@ -118,6 +120,13 @@ def detached(tensor: Tensor) -> Tensor:
     """``tensor.detach()`` as autograd does it, whatever a subclass makes of the method: with one version counter."""
     with _without_torch_function():
         return tensor.detach()
+
+
+def is_fake(kind: type) -> bool:
+    """Whether tensors of this type have no bytes, though their device looks real."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # never imported: there are none
+    fake = getattr(module, "FakeTensor", None)
+    return fake is not None and issubclass(kind, fake)
 
 
 def finish_collective(tensor: Tensor) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from eager_offload._torch import OpOverload, TorchDispatchMode
+from eager_offload._torch import OpOverload, TorchDispatchMode, is_fake
 from eager_offload.runtime.base import Event, Log, Runtime, Stream
 from eager_offload.runtime.signatures import Operand, signature_of, tensors_in
 from eager_offload.tiers.base import Region
@@ -114,6 +114,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type[Tensor]], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
+        if any(map(is_fake, types)):
+            return func(*args, **kwargs)  # DTensor asks such what shape a result has: there is nothing to see
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # the subclass unwraps, and its inner tensors come back here
         if not isinstance(func, OpOverload):
@@ -152,7 +154,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _watches(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device.type and tensor.layout is torch.strided
+        if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
+            return False
+        return type(tensor) is Tensor or not is_fake(type(tensor))
 
     def _is_new(self, tensor: Tensor) -> bool:
         return self._watches(tensor) and self._find(tensor.untyped_storage()) is None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from eager_offload.runtime.base import Layout
@@ -323,6 +324,15 @@ def test_h13_a_plain_subclass_is_an_ordinary_tensor(watch: Watch) -> None:
     plain = torch.ones(4).as_subclass(Plain)
     result = plain * 2
     assert watch.last().writes == (watch.region(result),)
+
+
+def test_h13_fake_tensors_pass_through(watch: Watch) -> None:
+    """They say that they are on the CPU, and have no bytes there."""
+    begin = len(watch.log.entries)
+    with FakeTensorMode():
+        fake = torch.empty(4, 4)
+        assert ((fake * 2).detach() @ fake).shape == (4, 4)
+    assert watch.new(begin) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore:.*quantize_per_tensor:UserWarning")
