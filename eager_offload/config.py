@@ -63,7 +63,8 @@ class OffloadConfig:
 
     tier: str = "auto"
     """Where saved tensors rest: ``"host"``, ``"disk"``, or ``"auto"``: an accelerator offloads to host memory, and to
-    disk once ``host_budget`` is used up if ``disk_path`` is given; a CPU device to disk. ``"host"`` on a CPU device copies within host memory: it saves nothing and exists for tests."""
+    disk once ``host_budget`` is used up if ``disk_path`` is given; a CPU device to disk. ``"host"`` on a CPU device
+    copies within host memory: it saves nothing and exists for tests."""
 
     min_bytes: Size = 1 * MIB
     """A saved tensor smaller than this many bytes stays where it is."""

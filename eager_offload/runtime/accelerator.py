@@ -135,6 +135,9 @@ class AcceleratorRuntime(Runtime):
         self._staging.retire()
         super()._retire()
 
+    def seconds(self, event: Event) -> float | None:
+        return event.seconds if isinstance(event, StagedEvent) else None
+
     @property
     def staging_bytes(self) -> int:
         """Bytes of pinned memory through which tiers that no copy engine reaches are served."""

@@ -21,6 +21,7 @@ wait for a reload can do so once the reader has enqueued the copy: until then th
 from __future__ import annotations
 
 import errno
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -66,13 +67,15 @@ class _Device(Protocol):
 class StagedEvent:
     """The end of a transfer that a thread has a part in; equal to itself only."""
 
-    __slots__ = ("__weakref__", "landed", "work")
+    __slots__ = ("__weakref__", "landed", "seconds", "work")
 
     def __init__(self) -> None:
         #: The thread's part, once it was given it.
         self.work: HostEvent | None = None
         #: The copy to the device that the thread has enqueued, if this is a reload that came so far.
         self.landed: AcceleratorEvent | None = None
+        #: How long the tier took to write or read, once it has; the device is faster.
+        self.seconds: float | None = None
 
     def wait_for_thread(self) -> None:
         """Makes the host wait for the thread's part, however it ends."""
@@ -180,7 +183,7 @@ class Staging:
             # An interrupt may come when the copy is enqueued and nobody knows of it yet.
             self._device.leave_behind(self._device.record(stream), room)
             raise
-        event.work = self._writer.submit(_Write(self._device, slot, room, copied, _of_threads(after)))
+        event.work = self._writer.submit(_Write(self._device, event, slot, room, copied, _of_threads(after)))
         self._out.note_user(event.work.wait)
         return event
 
@@ -190,20 +193,22 @@ class Staging:
         event.work = self._reader.submit(_Read(self, event, target, slot, stream, after))
         return event
 
-    def bring(self, slot: Slot, target: Tensor, stream: AcceleratorStream, after: Sequence[Event]) -> AcceleratorEvent:
+    def bring(
+        self, event: StagedEvent, slot: Slot, target: Tensor, stream: AcceleratorStream, after: Sequence[Event]
+    ) -> None:
         """The reader's part of a reload: ends with the copy to the device enqueued."""
         device, room = self._device, self._in.take(slot.nbytes)
         if room is None:
             raise _no_room(slot)
         for fence in room.fences:
             device.synchronize(fence.event)
-        _carry(slot.read, room.tensor, slot)
+        event.seconds = _carry(slot.read, room.tensor, slot)
         landed = self._enqueue(target, room.tensor, stream, after)
         room.fences = (Fence(device, landed),)
         self._in.note_user(partial(device.synchronize, landed))
         # Whoever asked may have been interrupted, and then nobody else holds what is being written.
         device.leave_behind(landed, target)
-        return landed
+        event.landed = landed
 
     def retire(self) -> None:
         """Has the threads carry out what they were given and end, and gives the staging memory back."""
@@ -224,19 +229,25 @@ class Staging:
 class _Write:
     """The writer's part of an offload."""
 
-    __slots__ = ("_copied", "_device", "_earlier", "_room", "_slot")
+    __slots__ = ("_copied", "_device", "_earlier", "_event", "_room", "_slot")
 
     def __init__(
-        self, device: _Device, slot: Slot, room: HostSlot, copied: AcceleratorEvent, earlier: Sequence[StagedEvent]
+        self,
+        device: _Device,
+        event: StagedEvent,
+        slot: Slot,
+        room: HostSlot,
+        copied: AcceleratorEvent,
+        earlier: Sequence[StagedEvent],
     ) -> None:
-        self._device, self._slot, self._room = device, slot, room
+        self._device, self._event, self._slot, self._room = device, event, slot, room
         self._copied, self._earlier = copied, earlier
 
     def __call__(self) -> None:
         for event in self._earlier:
             event.wait_for_thread()
         self._device.synchronize(self._copied)
-        _carry(self._slot.write, self._room.tensor, self._slot)
+        self._event.seconds = _carry(self._slot.write, self._room.tensor, self._slot)
 
 
 class _Read:
@@ -259,7 +270,7 @@ class _Read:
     def __call__(self) -> None:
         for event in _of_threads(self._after):
             event.wait_for_thread()
-        self._event.landed = self._staging.bring(self._slot, self._target, self._stream, _of_device(self._after))
+        self._staging.bring(self._event, self._slot, self._target, self._stream, _of_device(self._after))
 
 
 class _Refuse:
@@ -282,8 +293,9 @@ def _of_threads(after: Sequence[Event]) -> list[StagedEvent]:
     return [event for event in after if isinstance(event, StagedEvent)]
 
 
-def _carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> None:
-    """Moves bytes between staging and a tier; whatever goes wrong is a ``TransferError``."""
+def _carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> float:
+    """Moves bytes between staging and a tier; returns the seconds. Whatever goes wrong is a ``TransferError``."""
+    began = time.perf_counter()
     with torch.inference_mode(False):
         try:
             call(tensor)
@@ -296,6 +308,7 @@ def _carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> None:
                 tier=slot.tier,
                 nbytes=slot.nbytes,
             ) from error
+    return time.perf_counter() - began
 
 
 def _no_room(slot: Slot) -> TransferError:
