@@ -13,11 +13,11 @@ from eager_offload.eager.ground import Ground
 from eager_offload.eager.lane import Census
 from eager_offload.eager.offloading import Offloading
 from eager_offload.runtime.simulated import SimulatedRuntime
-from eager_offload.schedule import DelayLine, Plan
+from eager_offload.schedule import DelayLine, Plan, PrefetchOrder
 from eager_offload.stats import Accounts
 from eager_offload.tiers.arena import Arena, HostTier
 from eager_offload.tiers.base import Slot, Tier
-from tests.hazards.backends import lane_of
+from tests.hazards.backends import Backend, lane_of
 
 CPU = torch.device("cpu")
 
@@ -153,3 +153,47 @@ def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
     del y
     offload.stats(synchronize=True)
     assert lane.census() == Census(0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+# -- what was brought back early and is not wanted, while its graph lives on ----------------------------------------
+
+
+def test_h14_a_reload_that_another_stream_cannot_use_is_let_go_once_that_stream_has_its_own() -> None:
+    runtime = SimulatedRuntime()
+    offload = strict_offload(runtime, Slots())
+    x = torch.randn(32, 32, requires_grad=True)
+    with offload:
+        y = (x + 1.0).sin()
+        z = y.cos()
+    offload.stats(synchronize=True)
+    lane = lane_of(offload)
+    torch.autograd.grad(z.sum(), y, retain_graph=True)
+    assert lane.census().resident_bytes == 32 * 32 * 4, "what sin saved is expected next, on the same stream"
+    with runtime.stream(runtime.new_stream()):
+        (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert torch.equal(gradient, (x.detach() + 1.0).cos())
+    offload.stats(synchronize=True)
+    assert lane.census().resident_bytes == 0
+
+
+def test_h19_what_nobody_takes_up_makes_room_for_what_is_needed(backend: Backend) -> None:
+    nbytes = 32 * 32 * 4
+    offload = backend.offload(prefetch_bytes=2 * nbytes)
+    x = torch.randn(32, 32, requires_grad=True)
+    with offload:
+        y = (x + 1.0).sin().sin()
+        left = y.sin()
+    with offload:
+        z = x + 2.0
+        for _ in range(2 * PrefetchOrder.PATIENCE):
+            z = z.sin()
+    offload.stats(synchronize=True)
+    torch.autograd.grad(left.sum(), y)
+    lane = lane_of(offload)
+    assert lane.census().resident_bytes == 2 * nbytes, "two were brought back, and are not asked for"
+    z.sum().backward()
+    del z
+    offload.stats(synchronize=True)
+    census = lane.census()
+    assert (census.resident_bytes, census.promised_bytes) == (0, 0)
+    assert census.storages == 2, "of the first graph, which lives on"
