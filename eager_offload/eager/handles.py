@@ -136,7 +136,6 @@ class SavedStorage:
         "name",
         "number",
         "origin",
-        "out_event",
         "phase",
         "ref",
         "reload",
@@ -196,7 +195,6 @@ class SavedStorage:
         self.shared_bytes = 0
         self.line: DelayLine | None = None
         self.slot: Slot | None = None
-        self.out_event: Event | None = None
         self.reload: Reload | None = None
         #: The reloaded storage after it was handed to autograd: served again for as long as it lives.
         self.returned: Returned | None = None

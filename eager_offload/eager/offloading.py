@@ -131,7 +131,7 @@ class Offloading:
         else:
             source = saved.source_bytes()
         event = self._copy(source, slot, saved.stream)
-        saved.slot, saved.out_event, saved.state = slot, event, State.LEAVING
+        saved.slot, saved.state = slot, State.LEAVING
         saved.copied_version = saved.aliases[0]._version
         ticket = ground.registry.register(event, (source, saved.aliases, slot))
         window, tally = self.window, ground.accounts.tally
@@ -212,7 +212,7 @@ class Offloading:
         if asked:  # which makes it no more forwarded than any other tensor that stays
             leaving.tally.forwarded_bytes -= leaving.logical_bytes
         if saved is not None:
-            saved.state, saved.kept, saved.slot, saved.out_event = State.KEPT, KeepReason.FAILED, None, None
+            saved.state, saved.kept, saved.slot = State.KEPT, KeepReason.FAILED, None
             leaving.tally.unshare(saved.shared_bytes, KeepReason.FAILED)
         elif not asked and not buried:
             self._failed.add(key)

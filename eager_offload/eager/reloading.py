@@ -205,13 +205,13 @@ class Reloading:
         ground, slot = self._ground, saved.slot
         runtime = ground.runtime
         assert slot is not None
-        assert saved.out_event is not None
+        assert saved.state is State.AWAY, "the host knows that the bytes have arrived: no stream has to wait for that"
         target = runtime.allocate(saved.target_layout, ground.device, stream)
         # [Note: the block's last owner] An allocator hands out a block whose last owner's kernels may still be queued
         # on `stream`. The transfer stream writes to it, so it waits for an event recorded after the allocation.
         allocated = runtime.record(stream)
         back = runtime.transfer_stream(ground.device, Direction.IN)
-        event = ground.copy(target, slot, slot, back, (allocated, saved.out_event))
+        event = ground.copy(target, slot, slot, back, (allocated,))
         nbytes = target.nbytes
         ground.hold(nbytes)
         ground.accounts.tally.bytes_in += nbytes
