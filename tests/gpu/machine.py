@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import itertools
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +19,9 @@ from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRunti
 from eager_offload.runtime.base import Event
 
 __all__ = ["DeviceMachine", "Machine"]
+
+# Or cuBLAS may sum in another order on another stream; it looks when it is first used.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 #: A few milliseconds on a device of 1.5 GHz: longer than it takes to enqueue an operator, or to run one.
 SLEEP_CYCLES = 8_000_000
@@ -33,6 +37,7 @@ class Machine(abc.ABC):
         self.runtime = runtime
         self.device = device
         self.offloads: list[Offload] = []
+        self._lags = 0
 
     def offload(self, **fields: Any) -> Offload:
         """An ``Offload`` that moves everything that can move, unless ``fields`` say otherwise."""
@@ -66,6 +71,20 @@ class Machine(abc.ABC):
         finally:
             del self.runtime._enqueue
             staging._enqueue = self.runtime._enqueue
+
+    @contextmanager
+    def slow_compute(self) -> Iterator[None]:
+        """Compute comes late where a program calls ``lag``."""
+        self._lags = 4
+        try:
+            yield
+        finally:
+            self._lags = 0
+
+    def lag(self) -> None:
+        """Keeps the current stream busy, inside ``slow_compute``."""
+        for _ in range(self._lags):
+            self.doze()
 
     def in_thread(self, work: Callable[[], object]) -> None:
         """Runs ``work`` in a thread of its own and raises what it raised."""
