@@ -76,6 +76,7 @@ def test_h18_a_slot_is_there_until_its_copy_is_over_though_everyone_has_gone() -
     runtime.tidy()
     assert slots.alive == runtime.pending_copies > 0, "a copy engine knows addresses, and nothing of who owns them"
     runtime.drain()
+    assert runtime.faults == [], "nor was the end on the device gone"
     runtime.tidy()
     gc.collect()
     assert slots.alive == 0
@@ -97,6 +98,7 @@ def test_h18_a_slot_is_there_until_it_has_been_read_though_everyone_has_gone() -
     runtime.tidy()
     assert slots.alive >= runtime.pending_copies > 0
     runtime.drain()
+    assert runtime.faults == [], "nor was the end on the device gone"
     runtime.tidy()
     gc.collect()
     assert slots.alive == 0
