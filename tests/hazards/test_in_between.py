@@ -12,6 +12,7 @@ from eager_offload import Offload
 from eager_offload.eager.ground import Ground
 from eager_offload.eager.lane import Census
 from eager_offload.eager.offloading import Offloading
+from eager_offload.runtime.base import Stream
 from eager_offload.runtime.simulated import SimulatedRuntime
 from eager_offload.schedule import DelayLine, Plan, PrefetchOrder
 from eager_offload.stats import Accounts
@@ -199,3 +200,33 @@ def test_h19_what_nobody_takes_up_makes_room_for_what_is_needed(backend: Backend
     census = lane.census()
     assert (census.resident_bytes, census.promised_bytes) == (0, 0)
     assert census.storages == 2, "of the first graph, which lives on"
+
+
+# -- two threads that need the same bytes ---------------------------------------------------------------------------
+
+
+def test_h29_who_comes_second_waits_for_the_reload_that_another_thread_has_taken_up(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload = backend.offload()
+    x, w, v = (torch.randn(32, 32, requires_grad=True) for _ in range(3))
+    y = x + 1.0
+    with offload:
+        first, second = y * w, y * v
+    expected = y.detach().clone()
+    del y
+    offload.stats(synchronize=True)
+    registry = lane_of(offload)._ground.registry
+    wait, found = registry.wait, []
+
+    def after_another_thread(ticket: int, stream: Stream) -> None:
+        monkeypatch.undo()
+        backend.in_thread(lambda: found.extend(torch.autograd.grad(second.sum(), v)))
+        wait(ticket, stream)
+
+    monkeypatch.setattr(registry, "wait", after_another_thread)
+    found.extend(torch.autograd.grad(first.sum(), w))
+    assert len(found) == 2
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], expected)
+    assert offload.stats(synchronize=True).bytes_in == expected.nbytes, "once, for both"
