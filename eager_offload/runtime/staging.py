@@ -15,7 +15,9 @@ write that fails costs nothing but the attempt. It is the window that bounds wha
 [Note: what orders the stages]
 The writer waits, as a host does, for the copy into staging; room goes back after the write. The reader waits for the
 last copy out of the room it was given, and the stream of its own copy for whatever the caller said. A stream that is to
-wait for a reload can do so once the reader has enqueued the copy: until then the host waits.
+wait for a reload can do so once the reader has enqueued the copy: until then the host waits. Nobody waits for the
+threads' other transfers of the same slot: a thread holds the slot that it writes or reads, so that no slot is given
+anew before.
 """
 
 from __future__ import annotations
@@ -76,11 +78,6 @@ class StagedEvent:
         self.landed: AcceleratorEvent | None = None
         #: How long the tier took to write or read, once it has; the device is faster.
         self.seconds: float | None = None
-
-    def wait_for_thread(self) -> None:
-        """Makes the host wait for the thread's part, however it ends."""
-        assert self.work is not None
-        self.work.wait()
 
     def hold_back(self, stream: AcceleratorStream) -> None:
         """Makes ``stream`` wait; the host waits until the thread has enqueued what there is to wait for."""
@@ -175,22 +172,20 @@ class Staging:
         if room is None:
             event.work = self._writer.submit(_Refuse(_no_room(slot)))
             return event
-        earlier = [fence.event for fence in room.fences]
         try:
-            copied = self._enqueue(room.tensor, source, stream, [*_of_device(after), *earlier])
-            room.fences = (Fence(self._device, copied),)
+            copied = self._enqueue(room.tensor, source, stream, _of_device(after))
+            event.work = self._writer.submit(_Write(self._device, event, slot, room, copied))
         except BaseException:
             # An interrupt may come when the copy is enqueued and nobody knows of it yet.
             self._device.leave_behind(self._device.record(stream), room)
             raise
-        event.work = self._writer.submit(_Write(self._device, event, slot, room, copied, _of_threads(after)))
         self._out.note_user(event.work.wait)
         return event
 
     def reload(self, target: Tensor, slot: Slot, stream: AcceleratorStream, after: Sequence[Event]) -> StagedEvent:
         """Has ``slot`` read into staging and copied from there into ``target``; see ``Runtime.copy``."""
         event = StagedEvent()
-        event.work = self._reader.submit(_Read(self, event, target, slot, stream, after))
+        event.work = self._reader.submit(_Read(self, event, target, slot, stream, _of_device(after)))
         return event
 
     def bring(
@@ -229,23 +224,14 @@ class Staging:
 class _Write:
     """The writer's part of an offload."""
 
-    __slots__ = ("_copied", "_device", "_earlier", "_event", "_room", "_slot")
+    __slots__ = ("_copied", "_device", "_event", "_room", "_slot")
 
     def __init__(
-        self,
-        device: _Device,
-        event: StagedEvent,
-        slot: Slot,
-        room: HostSlot,
-        copied: AcceleratorEvent,
-        earlier: Sequence[StagedEvent],
+        self, device: _Device, event: StagedEvent, slot: Slot, room: HostSlot, copied: AcceleratorEvent
     ) -> None:
-        self._device, self._event, self._slot, self._room = device, event, slot, room
-        self._copied, self._earlier = copied, earlier
+        self._device, self._event, self._slot, self._room, self._copied = device, event, slot, room, copied
 
     def __call__(self) -> None:
-        for event in self._earlier:
-            event.wait_for_thread()
         self._device.synchronize(self._copied)
         self._event.seconds = _carry(self._slot.write, self._room.tensor, self._slot)
 
@@ -268,9 +254,7 @@ class _Read:
         self._slot, self._stream, self._after = slot, stream, after
 
     def __call__(self) -> None:
-        for event in _of_threads(self._after):
-            event.wait_for_thread()
-        self._staging.bring(self._event, self._slot, self._target, self._stream, _of_device(self._after))
+        self._staging.bring(self._event, self._slot, self._target, self._stream, self._after)
 
 
 class _Refuse:
@@ -287,10 +271,6 @@ class _Refuse:
 
 def _of_device(after: Sequence[Event]) -> list[Event]:
     return [event for event in after if not isinstance(event, StagedEvent)]
-
-
-def _of_threads(after: Sequence[Event]) -> list[StagedEvent]:
-    return [event for event in after if isinstance(event, StagedEvent)]
 
 
 def _carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> float:

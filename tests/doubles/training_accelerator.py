@@ -47,8 +47,8 @@ class TrainingAccelerator(RecordingAccelerator):
 
     kind = "cpu"
 
-    def __init__(self, devices: int = 1, *, haste: float = 0.0, seed: int = 0) -> None:
-        super().__init__(devices)
+    def __init__(self, devices: int = 1, *, haste: float = 0.0, seed: int = 0, can_register: bool = False) -> None:
+        super().__init__(devices, can_register=can_register)
         #: The runtime under test; hand it to ``Offload``.
         self.runtime = AcceleratorRuntime(self, probe_bytes=1 << 16)
         self.haste = haste

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from eager_offload import Offload, OffloadError, TransferError
 from eager_offload.runtime.accelerator import AcceleratorEvent
-from eager_offload.runtime.base import Direction
+from eager_offload.runtime.base import Direction, Layout
 from eager_offload.runtime.checker import Checker
-from eager_offload.runtime.staging import Staging
+from eager_offload.runtime.staging import StagedEvent, Staging
+from eager_offload.tiers.base import Region, Slot
 from eager_offload.tiers.disk import DiskSlot
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled, transfer_threads
@@ -317,6 +318,121 @@ def test_no_memory_for_staging_leaves_the_source_on_the_device(
     assert stats.offloaded_bytes == 0
     assert stats.kept_bytes["failed"] > 0
     offload.close()
+
+
+class Elsewhere(Slot):
+    """A slot that can be reached by no copy engine, and that gives zeros."""
+
+    tier = "elsewhere"
+
+    @property
+    def region(self) -> Region:
+        return Region(("elsewhere", id(self)), 0, self.nbytes)
+
+    def write(self, source: Tensor) -> None:
+        raise AssertionError("nothing is written here")
+
+    def read(self, target: Tensor) -> None:
+        target.zero_()
+
+
+def test_a_host_that_waits_for_a_reload_waits_for_the_device_too(double: TrainingAccelerator) -> None:
+    runtime = double.runtime
+    compute, back = runtime.current_stream(CPU), runtime.transfer_stream(CPU, Direction.IN)
+    target = runtime.allocate(Layout(4096), CPU, compute)
+    target.fill_(7)
+    event = runtime.copy(target, Elsewhere(4096, ()), back, [runtime.record(compute)])
+    runtime.synchronize(event)
+    assert not target.any()
+    assert double.pending(back) == 0
+    assert runtime.query(event)
+    runtime._staging.retire()
+
+
+def test_staging_memory_for_reloads_is_waited_for_rather_than_exceeded() -> None:
+    double = TrainingAccelerator(can_register=True)
+    runtime, limit = double.runtime, 64 << 20
+    runtime._staging = staging = Staging(runtime, runtime._enqueue, limit=limit)
+    compute, back = runtime.current_stream(CPU), runtime.transfer_stream(CPU, Direction.IN)
+    for megabytes in (32, 48, 33, 50):  # none of them fits beside, or into, the room of the one before
+        target = runtime.allocate(Layout(megabytes << 20), CPU, compute)
+        event = runtime.copy(target, Elsewhere(megabytes << 20, ()), back, [runtime.record(compute)])
+        assert isinstance(event, StagedEvent)
+        assert event.work is not None
+        event.work.result()
+        assert 0 < staging.held_bytes <= limit
+        del target
+    runtime.synchronize(event)
+    staging.retire()
+    runtime.tidy()
+    assert staging.held_bytes == 0
+    assert double.registered == {}
+
+
+# -- interrupts -----------------------------------------------------------------------------------------------------
+
+
+def test_h10_room_outlives_a_copy_that_nobody_knows_of(
+    double: TrainingAccelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = double.runtime._staging
+    enqueue = staging._enqueue
+
+    def interrupted(*args: Any) -> AcceleratorEvent:
+        enqueue(*args)
+        raise KeyboardInterrupt
+
+    with double.checked() as checker:
+        offload, step = make_offload(double, tmp_path), Step(1)
+        step.forward(offload)
+        for again in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(staging, "_enqueue", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    Step(2).forward(offload)
+            if again:
+                offload.stats(synchronize=True)
+        step.backward()
+        del step
+        for lane in offload._lanes.all():
+            lane.settle()
+        staging.retire()  # with that copy still to come
+        _ = torch.zeros(1)  # whatever went is in the log by now
+        assert_settled(offload)
+        offload.close()
+    checker.assert_clean()
+
+
+def test_h10_a_target_outlives_the_copy_that_the_reader_has_still_to_enqueue(
+    double: TrainingAccelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = double.runtime
+    copy = runtime.copy
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        copy(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with double.checked() as checker:
+        offload, step = make_offload(double, tmp_path, prefetch_bytes=0), Step(1)
+        step.forward(Settled(offload))
+        with gated(monkeypatch, "read") as gate, monkeypatch.context() as patch:
+            patch.setattr(runtime, "copy", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                step.backward()
+            assert gate.reached.wait(60)
+            # What the interrupted call itself left behind is over: all but the reader let go of the target.
+            runtime.finish()
+            gate.open()
+            runtime._staging._reader.record().wait()
+        gc.collect()
+        _ = torch.zeros(1)  # whatever went is in the log by now
+        step.forward(Settled(offload))
+        step.backward()
+        del step
+        assert_moved(assert_settled(offload))
+        offload.close()
+    checker.assert_clean()
 
 
 # -- fork -----------------------------------------------------------------------------------------------------------
