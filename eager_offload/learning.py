@@ -14,16 +14,19 @@ time at most, and shapes that change with every step are learnt and forgotten wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 __all__ = ["Advice", "Forward", "Lesson", "Lessons", "Link", "Notes", "Rate"]
 
 #: How many lessons are remembered: the forwards of one step may differ, of a generator and a discriminator say.
 _MOST_LESSONS = 8
-#: A storage that someone else kept alive is taken again, to see, each time that a lesson was followed this often.
+#: A storage that someone else kept alive is taken in every so many forwards, to see whether they still do.
 _LOOK_AGAIN = 16
+#: Saves of one forward: a context that is never left, with a graph that is never whole, would fill the memory.
+_MOST_SAVES = 1 << 16
 
 
 class Advice(Enum):
@@ -34,7 +37,7 @@ class Advice(Enum):
     LEAVE = auto()
     """It was not asked for before it could have been away and back: it leaves as soon as it is final."""
     STAY = auto()
-    """It was asked for sooner than that: it stays, as long as it is among the newest bytes."""
+    """It was asked for sooner than that: as if nothing were known, it stays as long as it is among the newest bytes."""
     ALIVE = auto()
     """Its original was still alive when it was asked for, so that moving it frees nothing."""
 
@@ -52,10 +55,9 @@ class Notes:
     ahead: list[int] = field(default_factory=list)
     #: When each save was first asked for, in that order; seconds.
     asked_at: dict[int, float] = field(default_factory=dict)
-    #: Those that took a storage whose original was alive when it was asked for.
-    alive: set[int] = field(default_factory=set)
-    #: How many forwards in a row have followed a lesson from the first save to the last.
-    followed: int = 0
+    #: Those that took a storage whose original was alive when it was asked for, or would have: for how many forwards
+    #: nobody has looked.
+    alive: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +101,18 @@ class Lesson:
     def __init__(self, notes: Notes, link: Link | None) -> None:
         self.sizes = notes.sizes
         self.owners = notes.owners
-        #: The saves that were asked for, in that order.
-        self.order = list(notes.asked_at)
-        self.followed = notes.followed
+        self.alive = notes.alive
         self.advice = _advice(notes, link)
+        #: The saves that are to be asked for, in that order.
+        self.order = [number for number in notes.asked_at if not self.keeps(number)]
 
     def fits(self, number: int, nbytes: int, owner: int) -> bool:
         """Whether save ``number`` of a forward is as it was in the one that this was learnt from."""
         return number < len(self.sizes) and self.sizes[number] == nbytes and self.owners[number] == owner
+
+    def keeps(self, number: int) -> bool:
+        """Whether the storage of save ``number`` is one that someone else keeps alive."""
+        return self.owners[number] in self.alive
 
 
 def _advice(notes: Notes, link: Link | None) -> list[Advice]:
@@ -128,10 +134,10 @@ def _advice(notes: Notes, link: Link | None) -> list[Advice]:
 
 
 class Lessons:
-    """The lessons of one device, by the size of the first save. Whoever uses them holds the lane's lock."""
+    """The lessons of one device, the latest last. Whoever uses them holds the lane's lock."""
 
     def __init__(self) -> None:
-        self._lessons: dict[int, Lesson] = {}
+        self._lessons: list[Lesson] = []
 
     def __len__(self) -> int:
         return len(self._lessons)
@@ -142,16 +148,21 @@ class Lessons:
         Args:
             link: ``None`` where nothing has been moved that could tell.
         """
-        if not notes.asked_at:
+        if not notes.asked_at and not notes.alive:
             return  # a graph that was dropped: nothing was asked for, and nothing follows from that
-        self._lessons.pop(notes.sizes[0], None)
-        self._lessons[notes.sizes[0]] = Lesson(notes, link)
-        if len(self._lessons) > _MOST_LESSONS:
-            del self._lessons[next(iter(self._lessons))]
+        others = [old for old in self._lessons if old.sizes != notes.sizes or old.owners != notes.owners]
+        self._lessons = [*others, Lesson(notes, link)][-_MOST_LESSONS:]
 
-    def about(self, nbytes: int) -> Lesson | None:
-        """What is known of a forward whose first save has ``nbytes`` bytes."""
-        return self._lessons.get(nbytes)
+    def all(self) -> list[Lesson]:
+        """Every lesson that a forward may turn out to fit, the latest first."""
+        return self._lessons[::-1]
+
+
+class Kept(NamedTuple):
+    """A storage that stays because someone else keeps it alive, and the save that it is."""
+
+    storage: Callable[[], object]
+    number: int
 
 
 class Forward:
@@ -161,7 +172,18 @@ class Forward:
     notes go to ``leave``, in a finalizer: it may append to a deque, and nothing else.
     """
 
-    __slots__ = ("_in_order", "_leave", "_lesson", "_lessons", "notes", "positions", "sequence")
+    __slots__ = (
+        "_handles",
+        "_in_order",
+        "_leave",
+        "_lessons",
+        "_rank",
+        "_school",
+        "kept",
+        "notes",
+        "positions",
+        "sequence",
+    )
 
     def __init__(self, sequence: int, lessons: Lessons, leave: Callable[[Notes], object]) -> None:
         #: Names it in the prefetch order.
@@ -169,13 +191,31 @@ class Forward:
         self.notes = Notes()
         #: What the prefetch order calls each save; 0 for one that has no handle.
         self.positions: list[int] = []
-        self._lessons = lessons
+        #: Storages that stay although they could move, by name, for further saves of them.
+        self.kept: dict[Hashable, Kept] = {}
         self._leave = leave
-        self._lesson: Lesson | None = None
+        self._school = lessons
+        self._lessons: list[Lesson] = []  # those that it may still turn out to fit
+        self._handles = 0
+        self._rank = 0
         self._in_order = False
 
     def __del__(self) -> None:
         self._leave(self.notes)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether whatever is saved now belongs to another forward: all that has a handle was asked for.
+
+        So it is where one context surrounds many steps. One that is never over ends when it is very long.
+        """
+        asked = len(self.notes.asked_at)
+        return (asked > 0 and asked >= self._handles) or len(self.positions) >= _MOST_SAVES
+
+    def has_handle(self, number: int, position: int) -> None:
+        """Save ``number`` has a handle, which the prefetch order calls ``position``."""
+        self.positions[number] = position
+        self._handles += 1
 
     def save(self, nbytes: int, owner: int | None, seconds: float, ahead: int) -> Advice:
         """The next save; what to do with it, if it takes its storage.
@@ -191,47 +231,47 @@ class Forward:
         number = len(notes.sizes)
         owner = number if owner is None else owner
         if number == 0:
-            self._lesson = self._lessons.about(nbytes)
-        lesson = self._lesson
-        if lesson is not None and not lesson.fits(number, nbytes, owner):
-            lesson = self._lesson = None
+            self._lessons = self._school.all()
+        if self._lessons and not self._lessons[0].fits(number, nbytes, owner):
+            self._lessons = [lesson for lesson in self._lessons if lesson.fits(number, nbytes, owner)]
         notes.sizes.append(nbytes)
         notes.owners.append(owner)
         notes.packed_at.append(seconds)
         notes.ahead.append(ahead)
         self.positions.append(0)
-        if lesson is None or owner != number:
+        if not self._lessons or owner != number:
             return Advice.UNKNOWN
-        advice = lesson.advice[number]
-        if advice is Advice.ALIVE:
-            if lesson.followed % _LOOK_AGAIN == _LOOK_AGAIN - 1:
+        lesson = self._lessons[0]
+        if lesson.advice[number] is Advice.ALIVE:
+            unseen = lesson.alive[number] + 1
+            if unseen == _LOOK_AGAIN:
                 return Advice.UNKNOWN
-            notes.alive.add(number)
-        return advice
+            notes.alive[number] = unseen
+        return lesson.advice[number]
+
+    def taken(self, number: int) -> None:
+        """Save ``number`` has taken its storage against the advice: whether that lives will be seen."""
+        self.notes.alive.pop(number, None)
 
     def asked(self, number: int, seconds: float) -> Sequence[int] | None:
         """Save ``number`` is asked for; the positions in the order of need, if what was expected has changed."""
         notes = self.notes
         if number in notes.asked_at:
             return None  # a second backward
-        rank = len(notes.asked_at)
+        first = not notes.asked_at
         notes.asked_at[number] = seconds
-        lesson = self._lesson
-        if rank == 0:
-            if lesson is None or len(lesson.sizes) != len(notes.sizes):
-                return None
-            notes.followed = lesson.followed + 1
-            self._in_order = True
-            if lesson.order[0] == number:
-                return [self.positions[number] for number in lesson.order]
-        if not self._in_order:
+        if first:
+            fitting = [lesson for lesson in self._lessons if len(lesson.sizes) == len(notes.sizes)]
+            self._lessons, self._in_order = fitting, bool(fitting)
+        if not self._in_order or self._lessons[0].keeps(number):
             return None
-        assert lesson is not None
-        if rank < len(lesson.order) and lesson.order[rank] == number:
-            return None
+        order, rank = self._lessons[0].order, self._rank
+        self._rank += 1
+        if rank < len(order) and order[rank] == number:
+            return [self.positions[number] for number in order] if rank == 0 else None
         self._in_order = False
-        return self.positions[::-1]
+        return self.positions[::-1] if rank else None
 
     def was_alive(self, number: int) -> None:
         """The original of the storage that save ``number`` took was alive when it was asked for."""
-        self.notes.alive.add(number)
+        self.notes.alive[number] = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from eager_offload import Offload, OffloadStats
 from eager_offload.runtime.simulated import SimulatedRuntime
 from eager_offload.runtime.timeline import Timeline
-from tests.hazards.backends import assert_settled
+from tests.hazards.backends import assert_settled, lane_of
 
 N = 64
 NBYTES = N * N * 4
@@ -60,12 +60,14 @@ def steps(
     *,
     rows: Sequence[int] = (N, N, N),
     synchronize: bool = False,
+    retain: bool = False,
     **fields: object,
 ) -> list[Step]:
     """Trains on a device with virtual streams, one step for each of ``rows``; every step must be exact and in order.
 
     Args:
         synchronize: whether the host waits for all transfers between forward and backward.
+        retain: whether each loss goes backward twice.
     """
     found = []
     with runtime.checked() as checker:
@@ -73,6 +75,8 @@ def steps(
         for height in rows:
             x, expected = (torch.linspace(-1, 1, height * N).view(height, N).requires_grad_() for _ in range(2))
             for loss in program(expected).losses:
+                if retain:
+                    loss.backward(retain_graph=True)
                 loss.backward()
             runtime.timeline = Timeline()
             offload.reset_stats()
@@ -81,6 +85,8 @@ def steps(
             if synchronize:
                 offload.stats(synchronize=True)
             while graphs.losses:
+                if retain:
+                    graphs.losses[0].backward(retain_graph=True)
                 graphs.losses.pop(0).backward()
             del graphs
             assert x.grad is not None
@@ -137,3 +143,47 @@ def test_h21_shapes_that_change_with_every_step_learn_nothing_wrong() -> None:
     for step, height in zip(changing, (N, N + 1, N - 1, N), strict=True):
         assert step.stats.offloaded_bytes == 3 * DEPTH * height * N * 4
     assert changing[0] == known[0]
+
+
+def test_a_further_save_of_what_someone_else_keeps_alive_stays_with_it() -> None:
+    def program(x: Tensor) -> Graphs:
+        h = (x * 0.1).exp()  # saves its result,
+        return Graphs([(h * h.t()).sum()], [h])  # and this saves it twice more
+
+    first, *later = steps(program, SimulatedRuntime(), rows=(N,) * 4, synchronize=True, keep_last_bytes=0)
+    assert first.stats.offloaded_bytes + first.stats.shared_bytes == first.stats.saved_bytes == 3 * NBYTES
+    for step in later:
+        assert step.stats.kept_bytes == {"alive": 3 * NBYTES}
+
+
+def test_parts_of_one_storage_that_the_library_itself_holds_are_no_sign_that_someone_else_does() -> None:
+    def program(x: Tensor) -> Graphs:
+        parts = (x * 0.1).chunk(8)  # each below a quarter, so that it travels alone
+        return Graphs([torch.stack([part.sin().sum() for part in parts]).sum()], [])
+
+    found = steps(
+        program, SimulatedRuntime(), rows=(N,) * 5, synchronize=True, retain=True, keep_last_bytes=2 * NBYTES // 8
+    )
+    for step in found:
+        assert "alive" not in step.stats.kept_bytes
+        assert step.stats.offloaded_bytes >= found[0].stats.offloaded_bytes > 0
+
+
+def test_one_context_around_many_steps_is_learnt_from_step_by_step_and_its_notes_stay_small() -> None:
+    runtime = SimulatedRuntime()
+    with runtime.checked() as checker:
+        offload = Offload(runtime=runtime, tier="host", min_bytes=0, prefetch_bytes=6 * NBYTES)
+        newest = []
+        with offload:
+            for _ in range(6):
+                offload.reset_stats()
+                x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
+                one_tower(x).losses[0].backward()
+                newest.append(offload.stats(synchronize=True).kept_bytes["newest"])
+                forward = offload._session.forward(lane_of(offload))
+                assert len(forward.positions) <= DEPTH
+        assert newest[0] == 6 * NBYTES
+        assert all(0 < nbytes <= 3 * NBYTES for nbytes in newest[1:])
+        assert_settled(offload)
+        offload.close()
+    checker.assert_clean()

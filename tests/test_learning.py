@@ -35,7 +35,8 @@ class School:
         forward = self.forward()
         advice = [forward.save(size, None, float(second), 0) for second, size in enumerate(sizes)]
         for number, given_advice in enumerate(advice):
-            forward.positions[number] = 0 if given_advice is Advice.ALIVE else 1000 + number
+            if given_advice is not Advice.ALIVE:
+                forward.has_handle(number, 1000 + number)
         for second, number in enumerate(number for number in asked if advice[number] is not Advice.ALIVE):
             if number in alive:
                 forward.was_alive(number)
@@ -48,7 +49,7 @@ def begun_like(school: School, sizes: Sequence[int]) -> Forward:
     forward = school.forward()
     for number, size in enumerate(sizes):
         forward.save(size, None, float(number), 0)
-        forward.positions[number] = 1001 + number
+        forward.has_handle(number, 1001 + number)
     return forward
 
 
@@ -109,6 +110,46 @@ def test_what_someone_else_keeps_alive_is_not_taken_again_but_now_and_then_to_se
     assert last[1] is Advice.LEAVE
 
 
+def test_what_was_alive_once_is_looked_at_again_though_nothing_else_is_ever_asked_for() -> None:
+    school = School()
+    first = school.step([10, 10], [1, 0], alive=[0, 1])
+    later = [school.step([10, 10], [1, 0]) for _ in range(40)]
+    assert first == [Advice.UNKNOWN] * 2
+    assert later[:15] == [[Advice.ALIVE] * 2] * 15
+    assert later[15] == [Advice.UNKNOWN] * 2, "a look"
+    assert later[16:] == [[Advice.LEAVE] * 2] * 24
+
+
+def test_h21_what_was_alive_once_is_looked_at_again_though_every_step_ends_otherwise() -> None:
+    school = School()
+    advice = [school.step([10, 20 + number], [1, 0], alive=[0] if number == 0 else [])[0] for number in range(40)]
+    assert advice[1:16] == [Advice.ALIVE] * 15
+    assert Advice.ALIVE not in advice[16:]
+
+
+def test_a_storage_that_was_taken_against_the_advice_is_looked_at() -> None:
+    school = School()
+    school.step([10, 20], [1, 0], alive=[0])
+    forward = school.forward()
+    assert forward.save(10, None, 0.0, 0) is Advice.ALIVE
+    forward.taken(0)
+    forward.save(20, None, 1.0, 0)
+    forward.asked(1, 100.0)
+    forward.asked(0, 101.0)
+    del forward
+    assert school.step([10, 20], [1, 0])[0] is Advice.LEAVE
+
+
+def test_two_models_that_begin_with_the_same_batch_are_told_apart() -> None:
+    school = School()
+    for _ in range(2):
+        school.step([10, 20, 30], [2, 1, 0])
+        school.step([10, 20, 40, 50], [0, 1, 2, 3])
+    assert school.step([10, 20, 30], [2, 1, 0]) == [Advice.LEAVE] * 3
+    forward = begun_like(school, [10, 20, 40, 50])
+    assert forward.asked(0, 100.0) == [1001, 1002, 1003, 1004]
+
+
 # -- when it differs --------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +185,7 @@ def test_h21_only_so_many_lessons_are_remembered_the_latest() -> None:
         school.step([size], [0])
     school.forward()
     assert len(school.lessons) == 8
-    assert [school.lessons.about(size) is not None for size in (92, 93, 100)] == [False, True, True]
+    assert [lesson.sizes for lesson in school.lessons.all()] == [[size] for size in range(100, 92, -1)]
 
 
 # -- the order of need ------------------------------------------------------------------------------------------------
@@ -184,6 +225,27 @@ def test_h20_what_half_a_backward_did_not_visit_is_not_expected() -> None:
     assert begun_like(school, [10, 20, 30]).asked(2, 100.0) == [1003, 1001]
 
 
+def test_an_order_leaves_out_what_is_alive_and_is_followed_whether_that_is_asked_for_or_not() -> None:
+    school = School()
+    school.step([10, 20, 30], [0, 2, 1], alive=[2])
+    assert school.step([10, 20, 30], [0, 1])[2] is Advice.ALIVE
+    forward = begun_like(school, [10, 20, 30])
+    assert forward.asked(2, 99.0) is None, "of a look"
+    assert forward.asked(0, 100.0) == [1001, 1002]
+    assert forward.asked(1, 101.0) is None
+
+
+def test_a_forward_is_over_when_all_that_has_a_handle_was_asked_for() -> None:
+    school = School()
+    forward = begun_like(school, [10, 20])
+    forward.save(30, None, 2.0, 0)  # which stays
+    assert not forward.is_over
+    forward.asked(0, 100.0)
+    assert not forward.is_over
+    forward.asked(1, 101.0)
+    assert forward.is_over
+
+
 @settings(deadline=None, max_examples=200)
 @given(data=st.data(), steps=st.integers(1, 6))
 def test_whatever_has_been_learnt_an_order_names_each_save_at_most_once_and_nothing_else(
@@ -198,7 +260,7 @@ def test_whatever_has_been_learnt_an_order_names_each_save_at_most_once_and_noth
             if forward.save(size, owner, float(number), 0) is Advice.ALIVE:
                 kept.add(number)
             else:
-                forward.positions[number] = 1001 + number
+                forward.has_handle(number, 1001 + number)
         alive = [number for number in range(len(sizes)) if number not in kept]
         for number in data.draw(st.lists(st.sampled_from(alive), max_size=6)) if alive else []:
             if data.draw(st.booleans()):

@@ -102,6 +102,78 @@ def test_a_thread_that_sleeps_is_woken_by_work(runtime: HostRuntime, monkeypatch
             pass
 
 
+def test_h10_an_interrupt_while_a_thread_starts_leaves_one_thread_at_the_queue(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, opened, ran, start = stream(runtime), threading.Event(), [], threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        out.submit(lambda: (opened.wait(), ran.append("first")))
+    monkeypatch.undo()
+    first = out._items[0]
+    later = [out.submit(lambda number=number: ran.append(number)) for number in range(5)]
+    for _ in range(100):
+        out.hurry()
+    assert first is not None
+    assert not first.done
+    assert not any(event.done for event in later)
+    opened.set()
+    runtime.synchronize(later[-1])
+    assert ran == ["first", 0, 1, 2, 3, 4]
+
+
+def test_h10_a_thread_whose_start_was_interrupted_ends_if_another_has_begun_meanwhile(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_IDLE_SECONDS", 3600.0)
+    out, gate, started, run = stream(runtime), threading.Event(), [], host.TransferThread._run
+
+    def gated(transfer: TransferThread) -> None:
+        started.append(threading.current_thread())
+        gate.wait()
+        run(transfer)
+
+    def interrupted(transfer: TransferThread) -> None:
+        threading.Thread(target=gated, args=(transfer,), daemon=True).start()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TransferThread, "_begin_turn", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            out.record()
+    runtime.synchronize(out.record())
+    working = out._thread
+    assert working is not started[0]
+    gate.set()
+    started[0].join(60)
+    assert not started[0].is_alive()
+    assert out._thread is working
+    runtime.synchronize(out.record())
+
+
+def test_h10_what_was_enqueued_when_an_interrupt_kept_a_thread_from_starting_is_done_for_whoever_waits(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, ran = stream(runtime), []
+
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        out.submit(lambda: ran.append("done"))
+    monkeypatch.undo()
+    event = out._items[0]
+    assert event is not None
+    event.wait()
+    assert ran == ["done"]
+
+
 def test_retiring_waits_for_what_is_enqueued_and_later_work_starts_a_new_thread(runtime: HostRuntime) -> None:
     out, ran = stream(runtime), []
     out.retire()

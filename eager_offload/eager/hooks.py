@@ -53,6 +53,8 @@ class Session(threading.local):
     def forward(self, lane: Lane) -> Forward:
         """The current forward, as far as it concerns one device."""
         forward = self._forwards.get(lane)
+        if forward is not None and forward.is_over:
+            self.sequence, forward = next(_sequences), None
         if forward is None:
             forward = self._forwards[lane] = lane.new_forward(self.sequence)
         return forward
@@ -116,8 +118,9 @@ class Hooks:
         if marks.in_no_offload_region():
             return None
         for lane, line in session.lines.items():
-            if lane.may_know(tensor):
-                return lane.share(tensor, line, autograd_sequence(), session.forward(lane))
+            forward = session.forward(lane)
+            if lane.may_know(tensor, forward):
+                return lane.share(tensor, line, autograd_sequence(), forward)
         return None
 
     def again(self, view: SavedView, tensor: Tensor) -> SavedView | None:

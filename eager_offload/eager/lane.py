@@ -18,12 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eager_offload._torch import weak_storage
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.ground import Ground
 from eager_offload.eager.handles import Remains, SavedStorage, SavedView, State
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.reloading import Reloading
-from eager_offload.learning import Advice, Forward, Lessons, Link, Notes
+from eager_offload.learning import Advice, Forward, Kept, Lessons, Link, Notes
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Direction, Runtime
 from eager_offload.schedule import DelayLine
@@ -134,6 +135,10 @@ class Lane:
         self.settle()
         area = footprint(tensor, storage.nbytes())
         name: Hashable = storage._cdata
+        kept = forward.kept.get(name)
+        if kept is not None and kept.storage() is storage and mark is not Mark.PREFER:
+            self._note(forward, forward.notes.sizes[kept.number], kept.number)
+            return KeepReason.ALIVE
         if not area.whole:
             whole = self._known(name, storage)
             if whole is not None and self._may_share(whole, tensor, line, packed_at):
@@ -149,9 +154,11 @@ class Lane:
             return KeepReason.MARKED  # not before: a mark that comes after the copy has started changes nothing
         stream, tally = self.runtime.current_stream(self.device), self._accounts.tally
         number = len(forward.notes.sizes)
-        advice = forward.save(area.nbytes, None, self.runtime.clock(stream), self._offloading.window.nbytes)
+        advice = self._note(forward, area.nbytes, None)
         if advice is Advice.ALIVE and mark is not Mark.PREFER:
+            forward.kept[name] = Kept(weak_storage(storage), number)
             return KeepReason.ALIVE
+        forward.taken(number)
         saved = SavedStorage(next(self._keys), name, tensor, area, self, stream, tally, forward, number)
         saved.takes = 1 if known is None or tensor.requires_grad else known.takes + 1
         saved.line = line
@@ -165,10 +172,11 @@ class Lane:
         self._offloading.start_due(line, packed_at)
         return view
 
-    def may_know(self, tensor: Tensor) -> bool:
-        """Whether the storage of ``tensor`` might be taken: a cheap question, before ``share`` asks it for good."""
+    def may_know(self, tensor: Tensor, forward: Forward) -> bool:
+        """Whether the storage of ``tensor`` might be known: a cheap question, before ``share`` asks it for good."""
         try:
-            return tensor.untyped_storage()._cdata in self._names
+            name = tensor.untyped_storage()._cdata
+            return name in self._names or name in forward.kept
         except (NotImplementedError, RuntimeError):  # a wrapper without bytes of its own, inside a transform
             return False
 
@@ -176,7 +184,10 @@ class Lane:
         """Lets a tensor that would not be taken for its own sake share what is taken; arguments as for ``take``."""
         with self._accounts.lock:
             storage = tensor.untyped_storage()
-            whole = self._known(storage._cdata, storage)
+            whole, kept = self._known(storage._cdata, storage), forward.kept.get(storage._cdata)
+            if kept is not None and kept.storage() is storage:
+                self._note(forward, forward.notes.sizes[kept.number], kept.number)
+                return None
             if whole is None or tensor.numel() == 0 or tensor.data_ptr() % tensor.itemsize:
                 return None
             return self._share(whole, tensor, forward) if self._may_share(whole, tensor, line, packed_at) else None
@@ -230,14 +241,18 @@ class Lane:
             if tally is saved.tally:
                 saved.shared_bytes += nbytes
         number = len(forward.notes.sizes)
-        owner = saved.number if saved.forward is forward else -1
-        forward.save(saved.footprint.nbytes, owner, self.runtime.clock(saved.stream), self._offloading.window.nbytes)
+        self._note(forward, saved.footprint.nbytes, saved.number if saved.forward is forward else -1)
         return self._view(saved, tensor, forward, number)
+
+    def _note(self, forward: Forward, nbytes: int, owner: int | None) -> Advice:
+        """The forward's next save; arguments as for ``Forward.save``."""
+        now = self.runtime.clock(self.runtime.current_stream(self.device))
+        return forward.save(nbytes, owner, now, self._offloading.window.nbytes)
 
     def _view(self, saved: SavedStorage, tensor: Tensor, forward: Forward, number: int) -> SavedView:
         position = next(self._keys)
         view = SavedView(saved, tensor, position, forward, number)
-        forward.positions[number] = position
+        forward.has_handle(number, position)
         if saved.state is State.AWAY:
             view.forget_bytes()
         else:
@@ -289,9 +304,12 @@ class Lane:
         """What the link to the tiers does; ``None`` as long as nothing has used it."""
         if not self._offloading.rate.nbytes:
             return None
-        try:
-            out = self._offloading.rate.value or self.runtime.bandwidth(self.device, Direction.OUT)
-            back = self._reloading.rate.value or self.runtime.bandwidth(self.device, Direction.IN)
+        out = self._offloading.rate.value
+        if out is not None:
+            return Link(out, self._reloading.rate.value or out)
+        try:  # transfers that cannot be timed
+            out = self.runtime.bandwidth(self.device, Direction.OUT)
+            back = self.runtime.bandwidth(self.device, Direction.IN)
         except (torch.OutOfMemoryError, MemoryError):
             return None  # a device that is full to the last byte is not measured now
         return Link(out, back)

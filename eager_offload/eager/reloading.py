@@ -154,7 +154,8 @@ class Reloading:
             return view.alias.detach()
         storage, first_byte = saved.origin(), saved.footprint.start
         if storage is not None and storage.nbytes() >= first_byte + saved.footprint.nbytes:
-            if not saved.asked and saved.reload is None:
+            # A part of a storage tells nothing: other parts of it that were saved may hold all of it.
+            if saved.footprint.whole and not saved.asked and saved.reload is None:
                 saved.forward.was_alive(saved.number)
             return view.over(storage, first_byte)
         if saved.returned is not None and stream == saved.stream:
@@ -194,10 +195,10 @@ class Reloading:
 
     def _make_room(self, needed: SavedStorage) -> None:
         """The device is full, and ``needed`` has to come back: whatever the library itself holds there goes."""
+        self._offloading.synchronize()  # first: what is expected stays when its copy arrives
         for key in list(self._ground.storages):
             if key != needed.key:
                 self.drop(key)
-        self._offloading.synchronize()
         self.synchronize()
 
     def _bring(self, saved: SavedStorage, stream: Stream) -> Reload:

@@ -167,6 +167,8 @@ class TransferThread:
         """Somebody waits: has the thread go on at once if it rests."""
         if self._dozes or self._sleeps:
             self._ring()
+        elif self._thread is None and self._items:  # whoever enqueued was interrupted before it came to start one
+            self._start()
 
     def retire(self) -> None:
         """Has the thread carry out what is enqueued and end, and waits for that. Later work starts a new one."""
@@ -191,9 +193,12 @@ class TransferThread:
         if self._sleeps:
             self._ring()
         elif self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._begin_turn()
+            self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._begin_turn()
 
     def _ring(self) -> None:
         self._bell.put(None)  # one too many only makes the thread look once more
@@ -201,7 +206,7 @@ class TransferThread:
     def _begin_turn(self) -> None:
         thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         thread.start()  # before it counts: where the system has no thread left, the next one to enqueue tries again
-        self._thread = thread
+        self._thread = thread  # if an interrupt comes before this, the thread says so itself
 
     def _end_turn(self) -> None:
         """Another thread takes over if work has come meanwhile: somebody may be waiting for the end of this one."""
@@ -211,16 +216,19 @@ class TransferThread:
                 self._begin_turn()
 
     def _run(self) -> None:
+        me = threading.current_thread()
+        with self._lock:
+            if self._thread is not me and self._thread is not None:
+                return  # two were started, and two at the same queue would take an event for done that is not
+            self._thread = me
         try:
             self._carry_out()
         except BaseException as bug:  # of ours: nothing else comes this far. Whoever waits must hear of it.
-            items = list(self._items)
-            self._items.clear()
-            for event in items:
-                if event is not None:
+            while self._items:
+                event = self._items.popleft()
+                if event is not None and not event.done:
                     event.finish(bug)
-            with self._lock:
-                self._thread = None
+            self._end_turn()
             raise
 
     def _carry_out(self) -> None:
