@@ -106,6 +106,29 @@ def test_the_simulation_compares_every_step_with_its_floor_and_the_best_that_cou
     assert [limit["bound"] for limit in content["limits"] if limit["what"].endswith("step over floor")] == [1.03, 1.03]
 
 
+def test_what_is_learnt_is_shown_for_each_program_on_both_devices(tmp_path: Path) -> None:
+    arguments = [
+        "--quick",
+        "--layers",
+        "2",
+        "--width",
+        "64",
+        "--sequence",
+        "64",
+        "--window",
+        "256KiB",
+        "--min-bytes",
+        "4KiB",
+    ]
+    content = measured("learning", tmp_path, *arguments)
+    steps = content["samples"]
+    assert len(steps) == 3 * 2 * 3
+    assert {(step["program"], step["device"]) for step in steps} == {
+        (program, device) for program in ("towers", "language model", "results held") for device in ("simulated", "CPU")
+    }
+    assert all(step["offloaded_bytes"] > 0 for step in steps)
+
+
 def test_steps_behind_a_token_bucket_are_compared_with_the_floor_of_their_round(tmp_path: Path) -> None:
     arguments = ["--heads", "2", "--batch", "2", "--quick", "--ratios", "0.5,2"]
     content = measured("cpu_floor", tmp_path, *TINY_MODEL, *arguments)
