@@ -5,7 +5,7 @@ callers carry out what is answered.
 
     DelayLine      which saved storages leave now: the newest bytes stay, and nothing leaves before it is final
     Window         how much may be on its way out at once
-    PrefetchOrder  what comes back next, along the reverse of packing
+    PrefetchOrder  what comes back next: along the reverse of packing, unless something better is known
 """
 
 from __future__ import annotations
@@ -58,10 +58,13 @@ class DelayLine:
 
     def discard(self, key: int) -> int:
         """Takes a storage out, if it is here; returns its bytes."""
-        nbytes = self._waiting.pop(key, 0)
-        self.nbytes -= nbytes
+        if key not in self._waiting:
+            return 0
         self._packed_at.pop(key, None)
         self._urgent.pop(key, None)
+        nbytes = self._waiting[key]
+        del self._waiting[key]
+        self.nbytes -= nbytes
         return nbytes
 
     def due(self, sequence: int | None) -> int | None:
@@ -107,7 +110,10 @@ class Window:
         self.nbytes += nbytes
 
     def leave(self, key: int) -> None:
-        self.nbytes -= self._leaving.pop(key)
+        """It has arrived; if it is known here at all, see [Note: interrupts] in ``eager/ground.py``."""
+        if key in self._leaving:
+            self.nbytes -= self._leaving[key]
+            del self._leaving[key]
 
 
 @dataclass(slots=True)
@@ -171,9 +177,10 @@ class PrefetchOrder:
     def add(self, position: int, storage: int, nbytes: int, sequence: int) -> None:
         """A save; ``sequence`` names the forward that it belongs to."""
         before = self._newest.get(sequence)
+        use = _Use(storage, nbytes, sequence, before)
+        self._uses[position] = use
         if before is not None:
             self._uses[before].after = position
-        self._uses[position] = _Use(storage, nbytes, sequence, before)
         self._newest[sequence] = position
 
     def remove(self, position: int) -> int | None:
@@ -182,15 +189,18 @@ class PrefetchOrder:
         if use is None:
             return None  # an interrupt came between the making of the handle and `add`
         dropped = self._unpromise(position)
+        newest = self._newest.get(use.sequence)
+        # An interrupted `arrange` leaves links of which the other end does not know; they count for nothing.
+        before = use.before if use.before in self._uses else None
         if self._next == position:
-            self._next = use.before
-        if use.before is not None:
-            self._uses[use.before].after = use.after
-        if use.after is not None:
-            self._uses[use.after].before = use.before
-        elif self._newest.get(use.sequence) == position:  # else it is in no chain
-            if use.before is not None:
-                self._newest[use.sequence] = use.before
+            self._next = before
+        if before is not None and self._uses[before].after == position:
+            self._uses[before].after = use.after
+        if use.after in self._uses and self._uses[use.after].before == position:
+            self._uses[use.after].before = before
+        if newest == position:
+            if before is not None:
+                self._newest[use.sequence] = before
             else:
                 del self._newest[use.sequence]
         del self._uses[position]
@@ -204,7 +214,8 @@ class PrefetchOrder:
                 others are not expected at all.
         """
         position = self._newest.pop(sequence, None)
-        while position is not None:
+        self._lost = True
+        while position in self._uses:
             use = self._uses[position]
             position, use.before, use.after = use.before, None, None
         previous: int | None = None
@@ -212,12 +223,12 @@ class PrefetchOrder:
             following = self._uses.get(position)
             if following is None:
                 continue
+            following.before, following.after = None, previous
             if previous is None:
                 self._newest[sequence] = position
             else:
-                self._uses[previous].before, following.after = position, previous
+                self._uses[previous].before = position
             previous = position
-        self._lost = True
 
     def unpacked(self, position: int) -> Plan:
         """The use at ``position`` is asked for now."""
@@ -242,16 +253,22 @@ class PrefetchOrder:
             self._promised[position] = min(due, self._unpacks)
 
     def _look_ahead(self, plan: Plan) -> None:
-        while (position := self._next) is not None:
+        while (position := self._next) in self._uses:
+            assert position is not None
             use = self._uses[position]
             if position not in self._promised:
                 brought = use.storage not in self._holders
                 if brought and not self._make_room(use.nbytes, plan):
                     return
-                self._promised[position] = self._unpacks + len(self._promised) + 1
-                self._holders[use.storage] = self._holders.get(use.storage, 0) + 1
+                due = self._unpacks + len(self._promised) + 1
+                # No call between the holder, its bytes and the promise: [Note: interrupts] in `eager/ground.py`.
                 if brought:
+                    self._holders[use.storage] = 1
                     self.promised_bytes += use.nbytes
+                else:
+                    self._holders[use.storage] += 1
+                self._promised[position] = due
+                if brought:
                     plan.bring.append(use.storage)
             self._next = use.before
 
@@ -274,9 +291,10 @@ class PrefetchOrder:
 
     def _unpromise(self, position: int) -> int | None:
         """Ends a promise; returns the storage if no other promise needs it."""
-        if self._promised.pop(position, None) is None:
+        if position not in self._promised:
             return None
         use = self._uses[position]
+        del self._promised[position]
         self._holders[use.storage] -= 1
         if self._holders[use.storage]:
             return None

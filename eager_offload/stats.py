@@ -131,19 +131,25 @@ class Tally:
         self.saved_bytes += nbytes
         self.shared_bytes += nbytes
 
-    def unshare(self, nbytes: int, reason: KeepReason) -> None:
-        """What they shared stays."""
-        self.shared_bytes -= nbytes
-        self.kept_bytes[reason] += nbytes
+    def reclassify(
+        self, nbytes: int, before: KeepReason | None, after: KeepReason | None, *, shared_bytes: int = 0
+    ) -> None:
+        """Moves a save's bytes between reasons; ``None`` stands for offloaded.
 
-    def reclassify(self, nbytes: int, before: KeepReason | None, after: KeepReason | None) -> None:
-        """Moves a save's bytes between reasons; ``None`` stands for offloaded."""
-        for reason, sign in ((before, -1), (after, 1)):
-            if reason is None:
-                self.offloaded_bytes += sign * nbytes
-                self.offloaded_tensors += sign
-            else:
-                self.kept_bytes[reason] += sign * nbytes
+        Args:
+            shared_bytes: of saves that share it, and stay with it; only where it stays.
+        """
+        if before is None:
+            self.offloaded_bytes -= nbytes
+            self.offloaded_tensors -= 1
+        else:
+            self.kept_bytes[before] -= nbytes
+        if after is None:
+            self.offloaded_bytes += nbytes
+            self.offloaded_tensors += 1
+        else:
+            self.kept_bytes[after] += nbytes + shared_bytes
+            self.shared_bytes -= shared_bytes
 
     def demote(self, kind: str) -> bool:
         """Counts a demotion; true the first time, when the user is to be told."""

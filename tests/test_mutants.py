@@ -72,6 +72,10 @@ def test_every_element_of_a_keepalive_is_taken_out_singly() -> None:
         "registry.register(event, (target, ))\n",
         "registry.register(event, (slot, ))\n",
     ]
+    assert mutants("ground.copy(target, slot, keepalive=(target, slot), transfer=reload)\n") == [
+        "ground.copy(target, slot, keepalive=(target, ), transfer=reload)\n",
+        "ground.copy(target, slot, keepalive=(slot, ), transfer=reload)\n",
+    ]
     assert mutants("runtime.leave_behind(event, (dst, src))\n") == [
         "(lambda *_, **__: None)(event, (dst, src))\n",
         "runtime.leave_behind(event, (src, ))\n",
@@ -131,10 +135,10 @@ def test_every_mutant_of_the_library_is_another_program_that_compiles() -> None:
 @pytest.mark.parametrize(
     ("path", "kind", "source"),
     [
-        ("eager_offload/eager/offloading.py", "record", "runtime.record(stream)"),
+        ("eager_offload/eager/offloading.py", "record", "runtime.record(saved.stream)"),
         ("eager_offload/eager/reloading.py", "wait", "ground.registry.wait(ticket, stream)"),
         ("eager_offload/eager/lane.py", "version", "view.check_version()"),
-        ("eager_offload/eager/handles.py", "release", "self.storage.lane.graveyard.append(self.position)"),
+        ("eager_offload/eager/handles.py", "release", "self.storage.lane.graveyard.append(position)"),
         ("eager_offload/tiers/disk.py", "fence", "self._extent._replace(fences=self.fences)"),
     ],
 )

@@ -1,11 +1,21 @@
-"""What the two directions of a lane stand on: one device, its runtime, and what is counted."""
+"""What the two directions of a lane stand on: one device, its runtime, and what is counted.
+
+[Note: interrupts]
+A KeyboardInterrupt is raised when a function is entered, after a call, and at the end of a loop's turn; never between
+two statements that call nothing. So wherever one may come, doing it again or leaving it half done has to be harmless:
+    - What belongs together changes in statements without a call between them. The objects that this needs are made
+      before.
+    - All else may be done twice. It is done first, and the entry that has it done again is taken out last.
+    - A copy that nobody took note of is held, with both of its ends, until it is over.
+Where the order of lines serves this, they refer to this note.
+"""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +28,15 @@ from eager_offload.tiers.base import Fence, Slot
 if TYPE_CHECKING:
     from eager_offload.eager.handles import SavedStorage
 
-__all__ = ["Ground"]
+__all__ = ["Ground", "Transfer"]
+
+
+class Transfer(Protocol):
+    """What is known of a copy to those who started it. It exists before the copy does."""
+
+    event: Event
+    #: The registration that the first wait takes up; ``None`` before the copy, and after that.
+    ticket: int | None
 
 
 class Ground:
@@ -40,34 +58,45 @@ class Ground:
         ref = self.storages.get(key)
         return None if ref is None else ref()
 
-    def hold(self, nbytes: int) -> None:
-        """The library holds ``nbytes`` more on the device."""
-        self.resident_bytes += nbytes
+    def note_peak(self) -> None:
+        """The library may hold more on the device than it ever did."""
         tally = self.accounts.tally
         if self.resident_bytes > tally.resident_bytes_peak:
             tally.resident_bytes_peak = self.resident_bytes
 
-    def let_go(self, nbytes: int) -> None:
-        """The library holds ``nbytes`` less on the device."""
-        self.resident_bytes -= nbytes
+    def copy(
+        self,
+        dst: Tensor | Slot,
+        src: Tensor | Slot,
+        slot: Slot,
+        stream: Stream,
+        after: Sequence[Event],
+        *,
+        keepalive: object,
+        transfer: Transfer,
+    ) -> None:
+        """Enqueues a copy of bytes on ``stream`` and registers it, as the last use of ``slot``.
 
-    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, slot: Slot, stream: Stream, after: Sequence[Event]) -> Event:
-        """Enqueues a copy of bytes on ``stream``; returns the event that it is over with, the last use of ``slot``.
+        See [Note: interrupts]: one may come when the copy is enqueued and nobody knows of it yet. Both of its ends must
+        outlive it all the same, and the slot's next owner must wait for it. No call stands between its registration and
+        what the caller does next.
 
-        [Note: interrupts] A KeyboardInterrupt may come when the copy is enqueued and nobody knows of it yet. Both of
-        its ends must outlive it all the same, and the slot's next owner must wait for it.
+        Args:
+            keepalive: both ends, and whatever else has to stay until it is over.
+            transfer: is told the event that the copy is over with, and the ticket.
         """
         runtime = self.runtime
         try:
             event = runtime.copy(dst, src, stream, after)
             # It stands for all earlier uses: a write waits for them, and a read for the write; reads are on one stream.
             slot.fences = (Fence(runtime, event),)
+            ticket = self.registry.register(event, keepalive)
         except BaseException:
             event = runtime.record(stream)
             slot.fences = (*slot.fences, Fence(runtime, event))
-            runtime.leave_behind(event, (dst, src))
+            runtime.leave_behind(event, keepalive)
             raise
-        return event
+        transfer.event, transfer.ticket = event, ticket
 
     def tell(self, message: str) -> None:
         """A warning to the user, who is told each thing once."""

@@ -203,8 +203,8 @@ class SavedStorage:
 
     def __del__(self) -> None:
         # See [Note: slots give themselves back]: append, and nothing else.
-        self.lane.graveyard.append(
-            Remains(
+        try:
+            remains = Remains(
                 self.key,
                 self.name,
                 self.logical_bytes,
@@ -215,7 +215,9 @@ class SavedStorage:
                 self.ref,
                 self.tally,
             )
-        )
+        except AttributeError:  # `__init__` was interrupted, so nobody knows of it
+            return
+        self.lane.graveyard.append(remains)
 
     @property
     def target_layout(self) -> Layout:
@@ -279,7 +281,11 @@ class SavedView:
         self.alias = tensor.detach()
 
     def __del__(self) -> None:
-        self.storage.lane.graveyard.append(self.position)
+        try:
+            position = self.position
+        except AttributeError:  # `__init__` was interrupted, so nobody knows of it
+            return
+        self.storage.lane.graveyard.append(position)
 
     def unpack(self) -> Tensor:
         return self.storage.lane.give(self)
@@ -308,8 +314,8 @@ class SavedView:
             view = view.conj()
         if self.neg:
             view = neg_view(view)
-        alias.data = view
         try:
+            alias.data = view
             return alias.detach()
         finally:
             alias.data = nothing

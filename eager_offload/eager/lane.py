@@ -166,9 +166,10 @@ class Lane:
         self._names[name] = saved.ref
         view = self._view(saved, tensor, forward, number)
         tally.kept(KeepReason.NEWEST, saved.logical_bytes)
-        self._ground.hold(area.nbytes)
         urgent = mark is Mark.PREFER or (advice is Advice.LEAVE and self._learns_what_stays)
         line.push(saved.key, area.nbytes, None if tensor.requires_grad else packed_at, urgent=urgent)
+        self._ground.resident_bytes += area.nbytes  # no call in between: see [Note: interrupts] in ground.py
+        self._ground.note_peak()
         self._offloading.start_due(line, packed_at)
         return view
 
@@ -281,13 +282,14 @@ class Lane:
             self.runtime.tidy()
             graveyard = self.graveyard
             while graveyard:
-                gone = graveyard.popleft()
+                gone = graveyard[0]
                 if isinstance(gone, int):
                     self._reloading.drop(self._order.remove(gone))
                 elif isinstance(gone, Notes):
                     self._lessons.learn(gone, self._link())
                 else:
                     self._bury(gone)
+                del graveyard[0]  # last: see [Note: interrupts] in ground.py
             self._offloading.settle()
             self._reloading.settle()
 
@@ -315,13 +317,18 @@ class Lane:
         return Link(out, back)
 
     def _bury(self, remains: Remains) -> None:
-        """Settles the accounts of a storage whose last handle is gone; an interrupt may have kept it from them."""
+        """Settles the accounts of a storage whose last handle is gone; an interrupt may have kept it from them.
+
+        What may not be done twice comes last: see [Note: interrupts] in ``ground.py``.
+        """
         self._ground.storages.pop(remains.key, None)
         if self._names.get(remains.name) is remains.ref:
             del self._names[remains.name]
         if remains.line is not None:
-            self._ground.let_go(remains.line.discard(remains.key))
-        if remains.state in (State.LEAVING, State.AWAY) and not remains.asked:
-            self._offloading.bury(remains)
+            nbytes = remains.line.discard(remains.key)
+            if remains.state is State.WAITING:
+                self._ground.resident_bytes -= nbytes
         if remains.reload is not None:
             self._reloading.abandon(remains.reload)
+        if remains.state in (State.LEAVING, State.AWAY) and not remains.asked:
+            self._offloading.bury(remains)

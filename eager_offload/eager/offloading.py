@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from eager_offload.eager.handles import Reload, Remains, SavedStorage, State
 from eager_offload.errors import OffloadError
 from eager_offload.learning import Rate
 from eager_offload.marks import Mark
-from eager_offload.runtime.base import Direction, Event, Stream
+from eager_offload.runtime.base import Direction, Event
 from eager_offload.schedule import DelayLine, Window
 from eager_offload.stats import KeepReason, Tally
 from eager_offload.tiers.base import Slot, Tier
@@ -23,11 +23,10 @@ from eager_offload.tiers.base import Slot, Tier
 __all__ = ["Offloading"]
 
 
-class _Leaving(NamedTuple):
+@dataclass(slots=True)
+class _Leaving:
     """An offload on its way. The storage may die before it arrives; its accounts are settled then."""
 
-    ticket: int
-    event: Event
     ref: weakref.ref[SavedStorage]
     nbytes: int
     logical_bytes: int
@@ -35,6 +34,13 @@ class _Leaving(NamedTuple):
     #: Bytes that the link carries, and where they are counted as moved.
     moved: int
     link: Tally
+    event: Event = None
+    ticket: int | None = None
+    # What became of the storage in one account before the other heard of it:
+    asked: bool = False
+    """It was asked for on its way, and so counted as forwarded."""
+    buried: bool = False
+    """It died on its way, never asked for."""
 
 
 class Offloading:
@@ -47,11 +53,8 @@ class Offloading:
         #: Whether a storage is asked for soon.
         self.expects: Callable[[int], bool] = lambda key: False
         self._ground = ground
-        self._leaving: dict[int, _Leaving] = {}
-        # Keys of storages whose fate was settled in one account before the other heard of it:
-        self._asked: set[int] = set()  # asked for on their way, and so counted as forwarded
-        self._buried: set[int] = set()  # died on their way, never asked for
-        self._failed: set[int] = set()  # died and did not arrive, and have not been buried yet
+        self._leaving: dict[int, _Leaving] = {}  # the one that left first in front
+        self._failed: dict[int, None] = {}  # keys of those that died and did not arrive, and have not been buried yet
 
     def __len__(self) -> int:
         """How many offloads are on their way."""
@@ -62,7 +65,9 @@ class Offloading:
         while (key := line.due(sequence)) is not None:
             saved = self._ground.storage(key)
             if saved is None:  # it died a moment ago
-                self._ground.let_go(line.discard(key))
+                nbytes = line.discard(key)
+                if key not in self._leaving:  # else it arrives yet: an interrupt came right after its start
+                    self._ground.resident_bytes -= nbytes
                 continue
             if saved.state is State.WAITING:  # else an interrupt came right after its start
                 self._start(saved)
@@ -72,26 +77,27 @@ class Offloading:
 
     def settle(self) -> None:
         """Takes up what has arrived; never blocks."""
-        while (key := self.window.oldest) is not None:
+        while self._leaving:
+            key = next(iter(self._leaving))
             if not self._ground.runtime.query(self._leaving[key].event):
                 return
             self._arrive(key)
 
     def synchronize(self) -> None:
         """Waits until nothing is on its way."""
-        while (key := self.window.oldest) is not None:
-            self._arrive(key)
+        while self._leaving:
+            self._arrive(next(iter(self._leaving)))
 
     def asked(self, key: int) -> None:
         """A storage on its way was asked for, for the first time."""
-        self._asked.add(key)
+        self._leaving[key].asked = True
 
     def bury(self, remains: Remains) -> None:
         """An offloaded storage died without having been asked for."""
         if remains.key in self._failed:
-            self._failed.discard(remains.key)  # it counts as kept
+            del self._failed[remains.key]  # it counts as kept
         elif remains.key in self._leaving:
-            self._buried.add(remains.key)
+            self._leaving[remains.key].buried = True
         else:
             remains.tally.released_bytes += remains.logical_bytes
 
@@ -117,10 +123,9 @@ class Offloading:
 
     def keep(self, saved: SavedStorage, reason: KeepReason) -> None:
         """A storage that has not started to leave stays, and with it every save that shares it."""
-        saved.state, saved.kept = State.KEPT, reason
-        saved.tally.reclassify(saved.logical_bytes, KeepReason.NEWEST, reason)
-        saved.tally.unshare(saved.shared_bytes, reason)
-        self._ground.let_go(saved.footprint.nbytes)
+        saved.tally.reclassify(saved.logical_bytes, KeepReason.NEWEST, reason, shared_bytes=saved.shared_bytes)
+        saved.state, saved.kept = State.KEPT, reason  # no call in between: see [Note: interrupts] in ground.py
+        self._ground.resident_bytes -= saved.footprint.nbytes
 
     def _send(self, saved: SavedStorage, slot: Slot) -> None:
         """Enqueues the copy into ``slot``."""
@@ -130,27 +135,30 @@ class Offloading:
                 source = saved.source_bytes()
         else:
             source = saved.source_bytes()
-        event = self._copy(source, slot, saved.stream)
+        window, tally, taken = self.window, ground.accounts.tally, saved.tally
+        leaving = _Leaving(saved.ref, area.nbytes, saved.logical_bytes, taken, area.moved, tally)
+        self._copy(saved, source, slot, leaving)
+        # [Note: interrupts] in ground.py: it is on its way, and no call stands between that and whoever has to know.
+        self._leaving[saved.key] = leaving
         saved.slot, saved.state = slot, State.LEAVING
         saved.copied_version = saved.aliases[0]._version
-        ticket = ground.registry.register(event, (source, saved.aliases, slot))
-        window, tally = self.window, ground.accounts.tally
-        self._leaving[saved.key] = _Leaving(
-            ticket, event, saved.ref, area.nbytes, saved.logical_bytes, saved.tally, area.moved, tally
-        )
+        taken.kept_bytes[KeepReason.NEWEST] -= leaving.logical_bytes
+        taken.offloaded_bytes += leaving.logical_bytes
+        taken.offloaded_tensors += 1
+        tally.bytes_out += leaving.moved
         window.enter(saved.key, area.moved)
-        saved.tally.reclassify(saved.logical_bytes, KeepReason.NEWEST, None)
-        tally.bytes_out += area.moved
         if window.nbytes > tally.inflight_bytes_peak:
             tally.inflight_bytes_peak = window.nbytes
 
-    def _copy(self, source: Tensor, slot: Slot, stream: Stream) -> Event:
+    def _copy(self, saved: SavedStorage, source: Tensor, slot: Slot, leaving: _Leaving) -> None:
         """Enqueues the copy behind the compute that made ``source`` and behind the slot's last uses."""
         runtime = self._ground.runtime
-        ordering = runtime.record(stream)
+        ordering = runtime.record(saved.stream)
         out = runtime.transfer_stream(self._ground.device, Direction.OUT)
         earlier = [fence.event for fence in slot.fences if not fence.passed()]
-        return self._ground.copy(slot, source, slot, out, (ordering, *earlier))
+        self._ground.copy(
+            slot, source, slot, out, (ordering, *earlier), keepalive=(source, saved.aliases, slot), transfer=leaving
+        )
 
     def _reserve(self, nbytes: int) -> Slot | None:
         """Room in the first tier that has it."""
@@ -174,47 +182,54 @@ class Offloading:
         go once its allocating stream waits for the event, without the host; but that stream need not be the one that
         was current at pack (a batch that another stream loaded), and the allocator would hand its block out too early.
         """
-        key = self.window.oldest
-        assert key is not None
         started = time.perf_counter()
-        self._arrive(key)
+        self._arrive(next(iter(self._leaving)))
         self._ground.accounts.tally.stall_seconds += time.perf_counter() - started
 
     def _arrive(self, key: int) -> None:
-        """Takes up an offload's completion, waiting for it if need be, and lets go of its source."""
+        """Takes up an offload's completion, waiting for it if need be, and lets go of its source.
+
+        See [Note: interrupts] in ``ground.py``: it counts as on its way until all that may be done twice is done.
+        """
         ground, leaving = self._ground, self._leaving[key]
         failure: OffloadError | None = None
         try:
-            ground.registry.synchronize(leaving.ticket)
+            ground.runtime.synchronize(leaving.event)
         except OffloadError as error:
             failure = error.with_traceback(None)  # it holds this frame, which holds the error: a cycle
-        del self._leaving[key]
+        ground.registry.forget(leaving.ticket)
         self.window.leave(key)
-        ground.let_go(leaving.nbytes)
-        saved, asked, buried = leaving.ref(), key in self._asked, key in self._buried
-        self._asked.discard(key)
-        self._buried.discard(key)
-        if failure is None:
-            self.rate.add(leaving.moved, ground.runtime.seconds(leaving.event))
-            if saved is not None:
-                if self.expects(key) and not saved.footprint.gathered:
-                    # It would have to come back at once: what backward expects next stays, as if it had come back.
-                    saved.reload = Reload(saved.source_bytes(), leaving.event, None)
-                    ground.hold(saved.reload.target.nbytes)
-                saved.release_source()
-                saved.state = State.AWAY
-            elif buried:
-                leaving.tally.released_bytes += leaving.logical_bytes
+        saved = leaving.ref()
+        if failure is not None:
+            self._fail(key, leaving, saved)
+            if ground.accounts.tally.demote("write_failed"):
+                ground.tell(f"offloading failed, the saved tensor stays on {ground.device}: {failure}")
             return
-        # The bytes did not arrive. The source is still alive, so nothing is lost: it stays.
-        leaving.tally.reclassify(leaving.logical_bytes, None, KeepReason.FAILED)
+        if saved is not None:
+            if saved.reload is None and self.expects(key) and not saved.footprint.gathered:
+                # It would have to come back at once: what backward expects next stays, as if it had come back.
+                reload = Reload(saved.source_bytes(), leaving.event, None)
+                saved.reload = reload
+                ground.resident_bytes += reload.target.nbytes
+                ground.note_peak()
+            saved.state = State.AWAY  # first: from here on nobody looks for bytes in an alias
+            saved.release_source()
+        self.rate.add(leaving.moved, ground.runtime.seconds(leaving.event))
+        del self._leaving[key]
+        ground.resident_bytes -= leaving.nbytes
+        if leaving.buried:
+            leaving.tally.released_bytes += leaving.logical_bytes
+
+    def _fail(self, key: int, leaving: _Leaving, saved: SavedStorage | None) -> None:
+        """The bytes did not arrive. The source is still alive, so nothing is lost: it stays."""
+        tally, shared_bytes = leaving.tally, 0 if saved is None else saved.shared_bytes
+        tally.reclassify(leaving.logical_bytes, None, KeepReason.FAILED, shared_bytes=shared_bytes)
+        del self._leaving[key]
+        self._ground.resident_bytes -= leaving.nbytes
         leaving.link.bytes_out -= leaving.moved
-        if asked:  # which makes it no more forwarded than any other tensor that stays
-            leaving.tally.forwarded_bytes -= leaving.logical_bytes
+        if leaving.asked:  # which makes it no more forwarded than any other tensor that stays
+            tally.forwarded_bytes -= leaving.logical_bytes
         if saved is not None:
             saved.state, saved.kept, saved.slot = State.KEPT, KeepReason.FAILED, None
-            leaving.tally.unshare(saved.shared_bytes, KeepReason.FAILED)
-        elif not asked and not buried:
-            self._failed.add(key)
-        if ground.accounts.tally.demote("write_failed"):
-            ground.tell(f"offloading failed, the saved tensor stays on {ground.device}: {failure}")
+        elif not leaving.asked and not leaving.buried:
+            self._failed[key] = None

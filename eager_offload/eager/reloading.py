@@ -47,43 +47,54 @@ class Reloading:
     def give(self, view: SavedView) -> Tensor:
         """The saved tensor again, for the stream that is current now; brings back early what is expected next."""
         ground, saved = self._ground, view.storage
-        with ground.accounts.lock:
-            stream = ground.runtime.current_stream(ground.device)
-            tensor = self._resident(view, stream)
-            reload = self._reload_for(saved, stream) if tensor is None else None
-            self._note_asked(saved, forwarded=tensor is not None)
-            self._follow_lesson(view, stream)
-            try:
+        reload: Reload | None = None
+        ticket: int | None = None
+        waits = False
+        try:
+            with ground.accounts.lock:
+                stream = ground.runtime.current_stream(ground.device)
+                tensor = self._resident(view, stream)
+                if tensor is None:
+                    reload = self._reload_for(saved, stream)
+                self._note_asked(saved, forwarded=reload is None)
+                self._follow_lesson(view, stream)
                 self._follow(self.order.unpacked(view.position), saved.key)
-            except BaseException:
-                if reload is not None and reload is not saved.reload:
-                    self.abandon(reload)
-                raise
-            if reload is None:
-                assert tensor is not None
-                if not self.order.holds(saved.key):
-                    self.drop(saved.key)
-                return tensor
-            ticket, reload.ticket = reload.ticket, None
-        self._await(saved, reload, ticket, stream)
-        with ground.accounts.lock:
-            if ticket is not None:
-                self.rate.add(reload.target.nbytes, ground.runtime.seconds(reload.event))
-            try:
-                issued = self._issue(view, reload, stream)
-            except BaseException:
-                if reload is not saved.reload:
-                    self.abandon(reload)
-                raise
-            expected = self.order.holds(saved.key)
-            if saved.reload is reload and not expected:
-                saved.reload = None
-                saved.returned = Returned(weak_storage(issued.tensor.untyped_storage()), issued.first_byte)
-            if saved.reload is not reload:
-                self._let_go(reload)  # autograd's from here on
-                if not expected:
-                    self.drop(saved.key)  # the one on the stream of the pack, which this stream could not use
-            return issued.tensor
+                if reload is None:
+                    assert tensor is not None
+                    if not self.order.holds(saved.key):
+                        self.drop(saved.key)
+                    return tensor
+                ticket, reload.ticket, waits = reload.ticket, None, True
+            self._await(reload, ticket, stream)
+            waits = False
+            with ground.accounts.lock:
+                if ticket is not None:
+                    self.rate.add(reload.target.nbytes, ground.runtime.seconds(reload.event))
+                return self._hand_over(view, reload, stream)
+        except BaseException:
+            if reload is not None:
+                with ground.accounts.lock:
+                    if waits:
+                        reload.ticket = ticket  # where it was a KeyboardInterrupt, the copy goes on
+                        if saved.reload is reload:
+                            saved.reload = None
+                    if saved.reload is not reload:
+                        self.abandon(reload)
+            raise
+
+    def _hand_over(self, view: SavedView, reload: Reload, stream: Stream) -> Tensor:
+        """What was reloaded belongs to autograd from here on, unless more of it is expected to be asked for."""
+        saved = view.storage
+        issued = self._issue(view, reload, stream)
+        expected = self.order.holds(saved.key)
+        if saved.reload is reload and not expected:
+            saved.returned = Returned(weak_storage(issued.tensor.untyped_storage()), issued.first_byte)
+            saved.reload = None
+        if saved.reload is not reload:
+            self._let_go(reload)
+            if not expected:
+                self.drop(saved.key)  # the one on the stream of the pack, which this stream could not use
+        return issued.tensor
 
     def settle(self) -> None:
         """Lets go of the targets of reloads that nobody wanted, once nothing can write to them any more."""
@@ -101,8 +112,8 @@ class Reloading:
         """A storage that was brought back early is not expected soon any more."""
         saved = None if key is None else self._ground.storage(key)
         if saved is not None and saved.reload is not None:
-            reload, saved.reload = saved.reload, None
-            self.abandon(reload)
+            self.abandon(saved.reload)
+            saved.reload = None  # last: see [Note: interrupts] in ground.py
 
     def abandon(self, reload: Reload) -> None:
         """A reload is not wanted any more; its target goes when its copy can no longer write to it."""
@@ -114,31 +125,30 @@ class Reloading:
         """Once for each reload, however many threads wait for it."""
         if reload.held:
             reload.held = False
-            self._ground.let_go(reload.target.nbytes)
+            self._ground.resident_bytes -= reload.target.nbytes
 
     def _ended(self, orphan: Reload) -> bool:
-        assert orphan.ticket is not None
-        if not self._ground.registry.arrived(orphan.ticket):
+        if not self._ground.runtime.query(orphan.event):
             return False
-        with contextlib.suppress(OffloadError):  # a failed read of bytes that nobody asked for harms nobody
-            self._ground.registry.synchronize(orphan.ticket)
+        self._ground.registry.forget(orphan.ticket)  # a failed read of bytes that nobody asked for harms nobody
+        orphan.ticket = None
         return True
 
     def _note_asked(self, saved: SavedStorage, *, forwarded: bool) -> None:
         """Settles how a storage came out, the first time that it is asked for."""
         if saved.state is State.WAITING:  # backward has come to it, so that to move it now would be in vain
             assert saved.line is not None
+            self._offloading.keep(saved, KeepReason.NEWEST)
             saved.line.discard(saved.key)
             saved.line = None
-            self._offloading.keep(saved, KeepReason.NEWEST)
         elif saved.state is not State.KEPT and not saved.asked:
+            if saved.state is State.LEAVING:
+                self._offloading.asked(saved.key)
             saved.asked = True
-            if not forwarded:
-                saved.tally.reloaded_bytes += saved.logical_bytes
-            else:
+            if forwarded:
                 saved.tally.forwarded_bytes += saved.logical_bytes
-                if saved.state is State.LEAVING:
-                    self._offloading.asked(saved.key)
+            else:
+                saved.tally.reloaded_bytes += saved.logical_bytes
 
     def _follow_lesson(self, view: SavedView, stream: Stream) -> None:
         """Has what is expected next be what was asked for next the last time."""
@@ -182,14 +192,15 @@ class Reloading:
 
     def _reload_for(self, saved: SavedStorage, stream: Stream) -> Reload:
         """The reload that ``stream`` can wait for: the shared one on the stream of the pack, else one of its own."""
-        if stream == saved.stream and saved.reload is not None:
+        shared = stream == saved.stream
+        if shared and saved.reload is not None:
             return saved.reload
         try:
             reload = self._bring(saved, stream)
         except (torch.OutOfMemoryError, MemoryError):
             self._make_room(saved)
             reload = self._bring(saved, stream)
-        if stream == saved.stream:
+        if shared:
             saved.reload = reload
         return reload
 
@@ -212,31 +223,26 @@ class Reloading:
         # on `stream`. The transfer stream writes to it, so it waits for an event recorded after the allocation.
         allocated = runtime.record(stream)
         back = runtime.transfer_stream(ground.device, Direction.IN)
-        event = ground.copy(target, slot, slot, back, (allocated,))
-        nbytes = target.nbytes
-        ground.hold(nbytes)
-        ground.accounts.tally.bytes_in += nbytes
-        return Reload(target, event, ground.registry.register(event, (target, slot)))
+        tally, reload = ground.accounts.tally, Reload(target, None, None, held=False)
+        ground.copy(target, slot, slot, back, (allocated,), keepalive=(target, slot), transfer=reload)
+        # [Note: interrupts] in ground.py: no call stands between the copy and whoever has the reload from here.
+        reload.held = True
+        ground.resident_bytes += target.nbytes
+        tally.bytes_in += target.nbytes
+        if ground.resident_bytes > tally.resident_bytes_peak:
+            tally.resident_bytes_peak = ground.resident_bytes
+        return reload
 
-    def _await(self, saved: SavedStorage, reload: Reload, ticket: int | None, stream: Stream) -> None:
+    def _await(self, reload: Reload, ticket: int | None, stream: Stream) -> None:
         """Makes ``stream`` wait for a reload; on a CPU device the host waits, without the lock."""
         ground = self._ground
         started = None
-        try:
-            if not ground.runtime.query(reload.event):
-                started = time.perf_counter()
-            if ticket is None:
-                ground.runtime.wait(stream, reload.event)
-            else:
-                ground.registry.wait(ticket, stream)
-        except BaseException as error:
-            with ground.accounts.lock:
-                if not isinstance(error, OffloadError):
-                    reload.ticket = ticket  # interrupted: the copy goes on
-                if saved.reload is reload:
-                    saved.reload = None
-                self.abandon(reload)
-            raise
+        if not ground.runtime.query(reload.event):
+            started = time.perf_counter()
+        if ticket is None:
+            ground.runtime.wait(stream, reload.event)
+        else:
+            ground.registry.wait(ticket, stream)
         if started is not None:
             with ground.accounts.lock:
                 ground.accounts.tally.stall_seconds += time.perf_counter() - started

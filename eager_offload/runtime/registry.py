@@ -47,9 +47,13 @@ class Registry:
 
     def register(self, event: Event, keepalive: object) -> int:
         """Takes note of a transfer that was enqueued; returns its ticket."""
-        ticket = next(self._tickets)
-        self._pending[ticket] = Pending(event, keepalive)
+        ticket, pending = next(self._tickets), Pending(event, keepalive)
+        self._pending[ticket] = pending
         return ticket
+
+    def forget(self, ticket: int | None) -> None:
+        """Ends the keepalive of a transfer that is over, if nobody has done so yet."""
+        self._pending.pop(ticket, None)  # type: ignore[arg-type]
 
     def arrived(self, ticket: int) -> bool:
         """Whether the transfer has completed, by success or by failure; never blocks."""
@@ -61,12 +65,13 @@ class Registry:
         Raises:
             OffloadError: nothing is pending under ``ticket``, or (on a CPU device) the transfer failed.
         """
-        pending = self._take(ticket)
+        event = self._find(ticket).event
         try:
-            self._runtime.wait(stream, pending.event)
-        except BaseException as error:
-            self._claim_again(ticket, pending, error)
+            self._runtime.wait(stream, event)
+        except OffloadError:
+            self.forget(ticket)
             raise
+        self._take_up(ticket)
 
     def synchronize(self, ticket: int) -> None:
         """Makes the host wait for the transfer, and ends its keepalive.
@@ -74,21 +79,17 @@ class Registry:
         Raises:
             OffloadError: nothing is pending under ``ticket``, or the transfer failed.
         """
-        pending = self._take(ticket)
+        event = self._find(ticket).event
         try:
-            self._runtime.synchronize(pending.event)
-        except BaseException as error:
-            self._claim_again(ticket, pending, error)
+            self._runtime.synchronize(event)
+        except OffloadError:
+            self.forget(ticket)
             raise
+        self._take_up(ticket)
 
     def tickets(self) -> list[int]:
         """Every ticket that is pending, oldest first."""
         return list(self._pending)
-
-    def _claim_again(self, ticket: int, pending: Pending, error: BaseException) -> None:
-        """A KeyboardInterrupt in a wait of the host must not end the keepalive of a copy that is still running."""
-        if not isinstance(error, OffloadError):
-            self._pending[ticket] = pending
 
     def _find(self, ticket: int) -> Pending:
         pending = self._pending.get(ticket)
@@ -96,11 +97,10 @@ class Registry:
             raise _unpaired(ticket)
         return pending
 
-    def _take(self, ticket: int) -> Pending:
-        pending = self._pending.pop(ticket, None)
-        if pending is None:
+    def _take_up(self, ticket: int) -> None:
+        # Not before the wait: a KeyboardInterrupt in it must not end the keepalive of a copy that is still running.
+        if self._pending.pop(ticket, None) is None:
             raise _unpaired(ticket)
-        return pending
 
 
 def _unpaired(ticket: int) -> OffloadError:

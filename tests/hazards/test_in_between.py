@@ -7,14 +7,15 @@ import weakref
 
 import pytest
 import torch
+from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.eager.ground import Ground
 from eager_offload.eager.lane import Census
 from eager_offload.eager.offloading import Offloading
-from eager_offload.runtime.base import Stream
+from eager_offload.runtime.base import Layout, Stream
 from eager_offload.runtime.simulated import SimulatedRuntime
-from eager_offload.schedule import DelayLine, Plan, PrefetchOrder
+from eager_offload.schedule import DelayLine, PrefetchOrder
 from eager_offload.stats import Accounts
 from eager_offload.tiers.arena import Arena, HostTier
 from eager_offload.tiers.base import Slot, Tier
@@ -29,7 +30,7 @@ def test_h09_a_storage_that_dies_as_its_turn_to_leave_comes_is_not_counted_on() 
     offloading = Offloading(ground, [HostTier(Arena(runtime.host_buffer), 1 << 20)], 1 << 20)
     line = DelayLine(0)
     line.push(1, 4096, None)  # another thread drops the last handle before the copy starts
-    ground.hold(4096)
+    ground.resident_bytes += 4096
     offloading.start_due(line, None)
     assert (ground.resident_bytes, line.nbytes, len(offloading)) == (0, 0, 0)
 
@@ -134,8 +135,9 @@ def test_h16_what_is_gathered_keeps_the_block_that_it_is_gathered_from() -> None
 # -- an interrupt in the middle of an unpack ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("where", ["looking ahead", "handing it out"])
 def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
-    monkeypatch: pytest.MonkeyPatch,
+    where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = SimulatedRuntime(launch_seconds=0.0)
     offload = strict_offload(runtime, Slots())
@@ -145,17 +147,20 @@ def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
     offload.stats(synchronize=True)
     lane = lane_of(offload)
 
-    def interrupted(position: int) -> Plan:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lane._reloading.order, "unpacked", interrupted)
+    if where == "looking ahead":
+        monkeypatch.setattr(lane._reloading.order, "unpacked", interrupted)
+    else:
+        monkeypatch.setattr(lane._reloading, "_issue", interrupted)
     with runtime.stream(runtime.new_stream()), pytest.raises(KeyboardInterrupt):
         y.sum().backward()
     monkeypatch.undo()
-    assert runtime.pending_copies == 1
     del y
     offload.stats(synchronize=True)
     assert lane.census() == Census(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert runtime.faults == []
 
 
 # -- what was brought back early and is not wanted, while its graph lives on ----------------------------------------
@@ -177,6 +182,52 @@ def test_h14_a_reload_that_another_stream_cannot_use_is_let_go_once_that_stream_
     assert torch.equal(gradient, (x.detach() + 1.0).cos())
     offload.stats(synchronize=True)
     assert lane.census().resident_bytes == 0
+
+
+def test_h17_what_stayed_because_it_was_expected_is_let_go_once_it_has_been_asked_for() -> None:
+    runtime = SimulatedRuntime(launch_seconds=0.0)
+    offload = strict_offload(runtime, Slots())
+    x = torch.randn(32, 32, requires_grad=True)
+    with offload:
+        y = (x + 1.0).sin()
+        z = y.cos()
+    torch.autograd.grad(z.sum(), y, retain_graph=True)  # what sin saved is still on its way out, and expected next
+    offload.stats(synchronize=True)
+    lane = lane_of(offload)
+    assert lane.census().resident_bytes == 32 * 32 * 4
+    (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert torch.equal(gradient, (x.detach() + 1.0).cos())
+    stats = offload.stats(synchronize=True)
+    assert (stats.bytes_out, stats.bytes_in) == (2 * 32 * 32 * 4, 0)
+    assert lane.census().resident_bytes == 0
+
+
+def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = 32 * 32 * 4
+    runtime = SimulatedRuntime()
+    offload = strict_offload(runtime, Slots())
+    x = torch.randn(32, 32, requires_grad=True)
+    (expected,) = torch.autograd.grad((x + 1.0).sin().cos().cos().sum(), x)
+    with offload:
+        y = (x + 1.0).sin().cos().cos()
+        out = y.exp()
+    offload.stats(synchronize=True)
+    torch.autograd.grad(out.sum(), y)
+    lane, allocate = lane_of(offload), runtime.allocate
+    assert lane.census().resident_bytes == 3 * nbytes, "all that is asked for before it"
+    resident = []
+
+    def full_at_first(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
+        resident.append(lane.resident_bytes)
+        if len(resident) == 1:
+            raise torch.OutOfMemoryError("no room, on purpose")
+        return allocate(layout, device, stream)
+
+    monkeypatch.setattr(runtime, "allocate", full_at_first)
+    with runtime.stream(runtime.new_stream()):
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, expected)
+    assert resident[:2] == [3 * nbytes, nbytes], "but for what is needed now"
 
 
 def test_h19_what_nobody_takes_up_makes_room_for_what_is_needed(backend: Backend) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.eager.ground import Ground
+from eager_offload.eager.handles import Reload
 from eager_offload.runtime.base import Direction, Event, Stream
 from eager_offload.runtime.simulated import SimulatedRuntime
 from eager_offload.stats import Accounts
@@ -52,8 +53,10 @@ class Scene:
         return slot
 
     def interrupted_offload(self, slot: Slot, source: Tensor) -> None:
+        offload = Reload(source, None, None)
         with pytest.raises(KeyboardInterrupt):
-            self.ground.copy(slot, source, slot, self.out, ())
+            self.ground.copy(slot, source, slot, self.out, (), keepalive=(source, slot), transfer=offload)
+        assert offload.ticket is None
 
     def pending_fence(self) -> Fence:
         """A use of some bytes on the other stream that is not over."""
@@ -118,8 +121,11 @@ def test_h10_the_target_of_an_interrupted_reload_outlives_its_copy() -> None:
     slot.write(source())
     target = torch.zeros(NBYTES, dtype=torch.uint8)
     alive = weakref.ref(target)
+    reload = Reload(target, None, None)
     with pytest.raises(KeyboardInterrupt):
-        scene.ground.copy(target, slot, slot, scene.inward, ())
+        scene.ground.copy(target, slot, slot, scene.inward, (), keepalive=(target, slot), transfer=reload)
+    assert reload.ticket is None
+    del reload
     assert any(not fence.passed() for fence in slot.fences), "nobody may write there yet"
     del target
     scene.runtime.tidy()

@@ -31,9 +31,9 @@ _RELEASES = {
     "abandon",
     "bury",
     "drop",
+    "forget",
     "forget_bytes",
     "leave_behind",
-    "let_go",
     "release",
     "release_source",
 }
@@ -138,6 +138,7 @@ class _Finder(ast.NodeVisitor):
             self._take_out("release", node, node.func, _NOTHING)
         if name in _COPIES:
             self._leave_out("after", node, _argument(node, "after", 3))
+            self._leave_out("keepalive", node, _keyword(node, "keepalive"))
         elif name in ("leave_behind", "Pending") or self._text(node.func).endswith("registry.register"):
             self._leave_out("keepalive", node, _argument(node, "keepalive", 1))
         for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
@@ -216,7 +217,9 @@ def _called(call: ast.Call) -> str:
 
 def _argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
     """An argument by its name, or the last one if it stands at ``position`` or later."""
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    return call.args[-1] if len(call.args) > position else None
+    return _keyword(call, name) or (call.args[-1] if len(call.args) > position else None)
+
+
+def _keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """An argument by its name."""
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
