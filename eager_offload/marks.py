@@ -98,7 +98,7 @@ def mark_of(storage: torch.UntypedStorage) -> Mark | None:
 
 def clear_mark(storage: torch.UntypedStorage) -> None:
     """Ends a mark: the storage's copy has started."""
-    with _marks_lock:
+    with _marks_lock.lock:
         _marks.pop(storage._cdata, None)
 
 
@@ -119,7 +119,7 @@ def _mark(tensor: T, mark: Mark) -> T:
             f"a {tensor.layout} tensor of type {type(tensor).__name__} has no storage that could be marked: "
             "mark the plain tensors that it is made of"
         ) from error
-    with _marks_lock:
+    with _marks_lock.lock:
         for key in [key for key, marked in _marks.items() if marked.storage() is None]:
             del _marks[key]
         _marks[storage._cdata] = _Marked(weak_storage(storage), mark)

@@ -41,7 +41,7 @@ class watch:
         global _watchers, _installed, _replaced, _wrapper
         self._outer = getattr(_local, "seen", None)
         _local.seen = self._seen
-        with _lock:
+        with _lock.lock:
             _watchers += 1
             if _watchers == 1:
                 current = saved_tensors_hooks.__enter__  # torch's own, or what somebody has put in its place
@@ -53,7 +53,7 @@ class watch:
     def __exit__(self, *_: object) -> None:
         global _watchers, _installed
         _local.seen = self._outer
-        with _lock:
+        with _lock.lock:
             _watchers -= 1
             if _watchers == 0:
                 # Whoever has wrapped ours meanwhile goes on calling it; it only calls on, from then on.

@@ -287,7 +287,7 @@ def accelerator_runtime() -> AcceleratorRuntime:
         OffloadError: there is no usable accelerator. The next call looks again.
     """
     global _runtime
-    with _runtime_lock:
+    with _runtime_lock.lock:
         if _runtime is None:
             _runtime = AcceleratorRuntime()
         return _runtime

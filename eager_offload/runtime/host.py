@@ -388,7 +388,7 @@ _runtime_lock = ForkSafeLock()
 def host_runtime() -> HostRuntime:
     """The process's one runtime of the CPU device."""
     global _runtime
-    with _runtime_lock:
+    with _runtime_lock.lock:
         if _runtime is None:
             _runtime = HostRuntime()
         return _runtime

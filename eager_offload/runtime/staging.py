@@ -117,7 +117,7 @@ class _Room:
         Returns:
             ``None`` where the system has no memory.
         """
-        with self._lock:
+        with self._lock.lock:
             arena = self._arena
             if arena is None:
                 sizes = self._device.slab_sizes()
@@ -133,7 +133,7 @@ class _Room:
         self._users.append(wait)
 
     def close(self) -> None:
-        with self._lock:
+        with self._lock.lock:
             self._users.clear()
             arena, self._arena = self._arena, None
         if arena is not None:

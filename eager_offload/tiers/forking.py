@@ -26,22 +26,20 @@ def tell_after_fork(one: Inheritable) -> None:
 
 
 class ForkSafeLock:
-    """A lock for a ``with``, which is free in a forked child whoever held it in the parent."""
+    """Has a ``lock`` for a ``with``, which is free in a forked child whoever held it in the parent.
 
-    __slots__ = ("__weakref__", "_lock")
+    The ``with`` needs the lock itself: an interrupt on the way into an ``__exit__`` that is written in Python would
+    leave it taken for ever.
+    """
+
+    __slots__ = ("__weakref__", "lock")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         tell_after_fork(self)
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
     def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
 
 def _after_fork() -> None:
