@@ -40,7 +40,7 @@ _ACCELERATOR = [
     "tests/runtime/test_two_devices.py",
     "tests/runtime/test_staging.py",
 ]
-_HOST = ["tests/test_host_runtime.py", "tests/test_transfer_threads.py"]
+_HOST = ["tests/runtime/test_host_order.py", "tests/test_host_runtime.py", "tests/test_transfer_threads.py"]
 
 #: By the beginning of the module's path in the package; the longest that fits counts.
 _FIRST: dict[str, list[str]] = {
