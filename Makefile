@@ -1,10 +1,12 @@
 # Everything runs from a virtual environment of its own; nothing is installed outside this directory.
 #   PYTHON  the interpreter to build it with (3.11 or newer)
 #   TORCH   another torch than constraints.txt pins, in an environment beside the first: make TORCH=2.11.0 test
-#   ARGS    more arguments for pytest or for the demo: make test ARGS="-k disk -n 2", make demo ARGS="--steps 4"
+#   ARGS    more arguments for pytest or for the demo: make test ARGS="-k disk", make demo ARGS="--steps 4"
+#   JOBS    how many tests run side by side
 PYTHON ?= python3
 TORCH ?=
 ARGS ?=
+JOBS ?= 2
 
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
@@ -22,10 +24,10 @@ demo: $(STAMP) ## train a small language model four ways; a table and demo/memor
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
 test: $(STAMP) ## the tests, under 10 minutes on 2 cores
-	$(BIN)/python -m pytest -m "not long and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not long and not gpu" $(ARGS)
 
 test-full: $(STAMP) ## the long ones too, under 45 minutes
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu" $(ARGS)
 
 gpu: ## the tests and benchmarks that need an accelerator, under 10 minutes, with PYTHON's own torch and nothing installed
 	$(PYTHON) -m tests.gpu
