@@ -26,8 +26,8 @@ __all__ = ["Arena", "HostSlot", "HostTier", "anonymous_slab"]
 
 #: Bytes; requests below a page share slabs of their own, cut to multiples of this.
 _LINE = 64
-#: An idle slab serves a request that is smaller by at most this part, as long as all such slack together stays below
-#: that part of what is used.
+#: An idle slab serves a request that is smaller by at most this part, while all such slack is below that part of what
+#: is used.
 _SLACK, _TOTAL_SLACK = 8, 32
 
 
@@ -66,13 +66,14 @@ class HostSlot(Slot):
 
     tier: ClassVar[str] = "host"
     __slots__ = ("_held", "_returns", "_slab", "_start")
+    #: Set when it is handed out; one without was lost to an interrupt before, and gives nothing back.
+    _held: int
 
     def __init__(self, slab: Slab, extent: Extent, nbytes: int, returns: _Returns) -> None:
         super().__init__(nbytes, extent.fences)
         self._slab = slab
         #: Within the slab; bytes.
         self._start = extent.start - slab.start
-        self._held = extent.nbytes
         self._returns = returns
 
     @property
@@ -102,7 +103,11 @@ class HostSlot(Slot):
         return self._slab.buffer[self._start : self._start + self.nbytes]
 
     def __del__(self) -> None:
-        self._returns.slots.append(_Remains(self._slab, self._start, self._held, self.nbytes, self.fences))
+        try:
+            remains = _Remains(self._slab, self._start, self._held, self.nbytes, self.fences)
+        except AttributeError:
+            return
+        self._returns.slots.append(remains)
 
 
 #: What a forked child must neither use nor give back: a driver that only the parent can talk to may have pinned it.
@@ -124,6 +129,11 @@ class Arena:
     back before a request fails. Where the system rounds sizes up, ``sizes`` says so, and all slabs are shared.
 
     Slots that die are taken up at the next call of any method; ``drain()`` is the call that does nothing else.
+
+    [Note: handing out]
+    A KeyboardInterrupt may come after any call. So a range is written down as carved without a call between that and
+    its allocation, and counted as handed out in the same way once its slot is there; what is still written down
+    the next time goes back. What died is taken out of its queue last, when all else is done that may be done twice.
 
     Args:
         allocate_slab: takes bytes and returns a flat ``uint8`` CPU tensor of that size, page-aligned, whose memory goes
@@ -154,12 +164,13 @@ class Arena:
         self._pages = Space(PAGE)
         self._lines = Space(_LINE)
         self._idle = Idle()
+        # What was carved and has no slot yet; see [Note: handing out].
+        self._carved: Extent | None = None
+        self._carved_from: Space = self._pages
         self._held = 0
         #: Most bytes held at one time since ``restart_peak``.
         self.peak_bytes = 0
-        self._used = 0
-        self._slack = 0
-        self._slabs = 0
+        self._used = self._slack = self._slabs = 0
 
     def after_fork(self) -> None:
         """The child starts with an empty arena; slots from before the fork stay readable there, as copies."""
@@ -262,19 +273,31 @@ class Arena:
         size = round_up(nbytes, space.grain)
         extent = space.extents.allocate(size)
         if extent is None:
-            space.add(self._new_memory(size, limit))
+            memory = self._new_memory(size, limit)
+            held = self._held + memory.numel()
+            space.add(memory)
+            self._held, self._slabs = held, self._slabs + 1
             extent = space.extents.allocate(size)
             assert extent is not None
+        self._carved, self._carved_from = extent, space
         return self._hand_out(space.slab_at(extent.start), extent, nbytes)
 
     def _hand_out(self, slab: Slab, extent: Extent, nbytes: int) -> HostSlot:
-        if slab in self._idle:
-            self._idle.remove(slab)
+        slot, is_idle = HostSlot(slab, extent, nbytes, self._returns), slab in self._idle
+        slot._held = extent.nbytes
+        self._carved = None
         slab.slots += 1
         self._used += nbytes
         if slab.space is None:
             self._slack += slab.nbytes - nbytes
-        return HostSlot(slab, extent, nbytes, self._returns)
+            if not is_idle:
+                self._held += slab.nbytes
+                self._slabs += 1
+        if self._held > self.peak_bytes:
+            self.peak_bytes = self._held
+        if is_idle:
+            self._idle.remove(slab)
+        return slot
 
     def _whole_slab(self, nbytes: int, limit: int | None) -> Slab:
         size = round_up(nbytes, PAGE)
@@ -295,45 +318,46 @@ class Arena:
             if wanted <= 0:
                 raise MemoryError(f"{need} more bytes would go beyond the limit of {limit} bytes")
         try:
-            tensor = self._allocate_slab(wanted)
+            return self._allocate_slab(wanted)
         except (MemoryError, RuntimeError):
             self._give_back(0)
-            tensor = self._allocate_slab(self._sizes.least(need))
-        self._held += tensor.numel()
-        self.peak_bytes = max(self.peak_bytes, self._held)
-        self._slabs += 1
-        return tensor
+            return self._allocate_slab(self._sizes.least(need))
 
     def _drain(self) -> None:
         returns = self._returns
         while returns.leases:
             # This drops the lease and with it the slot, which lands among the dead ones.
-            self._leases.discard(returns.leases.popleft())
+            self._leases.discard(returns.leases[0])
+            del returns.leases[0]
+        if self._carved is not None:
+            self._carved_from.extents.release(self._carved.start, self._carved.nbytes, self._carved.fences)
+            self._carved = None
         while returns.slots:
-            self._take_back(returns.slots.popleft())
+            self._take_back(returns.slots[0])
         if self._idle.nbytes > self._idle_bytes:
             self._give_back(self._idle_bytes)
 
     def _take_back(self, remains: _Remains) -> None:
         slab = remains.slab
-        slab.slots -= 1
-        self._used -= remains.nbytes
+        if slab.slots == 1:
+            self._idle.add(slab)
         if slab.space is None:
             slab.fences = remains.fences
             self._slack -= slab.nbytes - remains.nbytes
         else:
             slab.space.extents.release(slab.start + remains.start, remains.held, remains.fences)
-        if slab.slots == 0:
-            self._idle.add(slab)
+        slab.slots -= 1
+        self._used -= remains.nbytes
+        del self._returns.slots[0]
 
     def _give_back(self, keep: int) -> None:
         """Returns idle slabs to the system until ``keep`` idle bytes are left."""
         for slab in self._idle.oldest_at_rest(keep):
+            if slab.space is not None:
+                slab.space.remove(slab)
             self._idle.remove(slab)
             self._held -= slab.nbytes
             self._slabs -= 1
-            if slab.space is not None:
-                slab.space.remove(slab)
 
 
 class HostTier(Tier):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import CapacityError, ConfigError, CorruptionError
-from eager_offload.tiers.base import Region, Slot, Tier
+from eager_offload.tiers.base import Fence, Region, Slot, Tier
 from eager_offload.tiers.directories import open_spill_files
 from eager_offload.tiers.extents import Extent
 from eager_offload.tiers.forking import tell_after_fork
@@ -41,11 +41,12 @@ class DiskSlot(Slot):
 
     tier: ClassVar[str] = "disk"
     __slots__ = ("_checksum", "_extent", "_file", "_verify")
+    #: Set when it is handed out; one without was lost to an interrupt before, and gives nothing back.
+    _extent: Extent
 
-    def __init__(self, file: SpillFile, extent: Extent, nbytes: int, verify: bool) -> None:
-        super().__init__(nbytes, extent.fences)
+    def __init__(self, file: SpillFile, fences: tuple[Fence, ...], nbytes: int, verify: bool) -> None:
+        super().__init__(nbytes, fences)
         self._file = file
-        self._extent = extent
         self._verify = verify
         self._checksum: int | None = None
 
@@ -69,7 +70,11 @@ class DiskSlot(Slot):
             )
 
     def __del__(self) -> None:
-        self._file.returned.append(Remains(self._extent._replace(fences=self.fences), self.nbytes))
+        try:
+            remains = Remains(self._extent._replace(fences=self.fences), self.nbytes)
+        except AttributeError:
+            return
+        self._file.returned.append(remains)
 
 
 class DiskTier(Tier):
@@ -127,8 +132,13 @@ class DiskTier(Tier):
                     self._peak = max(self._peak, self._length())
                     extent = file.extents.allocate(size)
                 if extent is not None:
+                    # As in [Note: handing out] in `arena.py`: no call after the one or the other.
+                    file.carved = extent
+                    slot = DiskSlot(file, extent.fences, nbytes, self._verify)
+                    slot._extent = extent
                     file.used += nbytes
-                    return DiskSlot(file, extent, nbytes, self._verify)
+                    file.carved = None
+                    return slot
         return None
 
     @property

@@ -60,9 +60,14 @@ class Extents:
     soon as any other request finds no room, or someone asks about the free ranges.
 
     Not thread-safe: the owner has a lock anyway.
+
+    [Note: interrupted halfway]
+    What is free is what ``_by_start`` and ``_recent`` say. They change last, in statements without a call between them,
+    where no KeyboardInterrupt can come; the indexes over ``_by_start`` change before, and are made anew where that was
+    interrupted. An owner that does as much after ``allocate`` or before ``release`` returns loses no range.
     """
 
-    __slots__ = ("_by_size", "_by_start", "_by_stop", "_recent", "free_bytes", "length")
+    __slots__ = ("_by_size", "_by_start", "_by_stop", "_indexed", "_recent", "free_bytes", "length")
 
     def __init__(self, length: int = 0) -> None:
         #: Where the space ends; bytes.
@@ -73,6 +78,8 @@ class Extents:
         self._by_stop: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []
         self._recent: dict[int, list[Extent]] = {}
+        #: Whether the indexes agree with ``_by_start``.
+        self._indexed = True
         if length:
             self.grow(length)
 
@@ -97,16 +104,23 @@ class Extents:
         """
         assert nbytes > 0
         assert gap >= 0
+        if not self._indexed:
+            self._index_anew()
         start = self.length + gap
+        self._insert(start, nbytes, [], [])
+        self.free_bytes += nbytes
         self.length = start + nbytes
-        self._insert(start, nbytes, [])
         return start
 
     def withdraw(self, start: int, nbytes: int) -> None:
         """Takes a range out of the space for good; it has to be free, and bounded by gaps or by the ends."""
         self._melt()
-        free = self._take(start)
-        assert free.nbytes == nbytes, "only a whole free range can be withdrawn"
+        assert self._by_start[start].nbytes == nbytes, "only a whole free range can be withdrawn"
+        self._indexed = False
+        self._unindex(start, nbytes)
+        del self._by_start[start]
+        self.free_bytes -= nbytes
+        self._indexed = True
 
     def allocate(self, nbytes: int) -> Extent | None:
         """``nbytes`` bytes and the fences to wait for before writing them, or ``None`` if no range is large enough."""
@@ -115,9 +129,12 @@ class Extents:
         if recent:
             start, _, fences = recent[-1]
             passing = tuple([fence for fence in fences if not fence.passed()]) if fences else ()
-            recent.pop()
+            extent = Extent(start, nbytes, passing)
+            del recent[-1]
             self.free_bytes -= nbytes
-            return Extent(start, nbytes, passing)
+            return extent
+        if not self._indexed:
+            self._index_anew()
         at = bisect_left(self._by_size, (nbytes,))
         if at == len(self._by_size):
             if not self._recent:
@@ -129,15 +146,21 @@ class Extents:
         start = self._by_size[at][1]
         stop = start + nbytes
         free = self._by_start[start]
-        # Asked while the range is still in its place: that calls into the driver, where an interrupt may come.
-        fences = _unique(use for use in free.uses if use.start < stop) if free.uses else ()
-        self._take(start)
+        extent = Extent(start, nbytes, _unique(use for use in free.uses if use.start < stop) if free.uses else ())
+        rest: _Free | None = None
         if free.nbytes > nbytes:
             # A use that reaches over the cut guards both sides.
-            free.uses = [use for use in free.uses if use.stop > stop]
-            free.nbytes -= nbytes
-            self._put(stop, free)
-        return Extent(start, nbytes, fences)
+            rest = _Free(free.nbytes - nbytes, [use for use in free.uses if use.stop > stop])
+            rest.prune_at = free.prune_at
+        self._indexed = False
+        self._unindex(start, free.nbytes)
+        if rest is not None:
+            self._index(stop, rest.nbytes)
+            self._by_start[stop] = rest
+        del self._by_start[start]
+        self.free_bytes -= nbytes
+        self._indexed = True
+        return extent
 
     def release(self, start: int, nbytes: int, fences: Iterable[Fence] = ()) -> None:
         """Takes back a range, or a part of one, that was handed out.
@@ -147,59 +170,71 @@ class Extents:
         """
         assert nbytes > 0
         assert 0 <= start <= self.length - nbytes
-        self.free_bytes += nbytes
         extent = Extent(start, nbytes, tuple(fences))
         recent = self._recent.get(nbytes)
+        self.free_bytes += nbytes
         if recent is None:
             self._recent[nbytes] = [extent]
         else:
-            recent.append(extent)
+            recent += [extent]
 
     def fences(self, start: int) -> tuple[Fence, ...]:
-        """What is not over yet of the free range that begins at ``start``."""
+        """What is not over yet of the free range that begins at ``start``, if there is one."""
         self._melt()
-        return _unique(self._by_start[start].uses)
+        free = self._by_start.get(start)
+        return () if free is None else _unique(free.uses)
 
     def _melt(self) -> None:
         """Joins what was released lately with its free neighbours."""
-        if not self._recent:
-            return
-        recent, self._recent = self._recent, {}
-        for extents in recent.values():
-            for start, nbytes, fences in extents:
-                self.free_bytes -= nbytes  # putting it in its place counts it again
-                self._insert(start, nbytes, [_Use(start, start + nbytes, fence) for fence in fences])
+        if not self._indexed:
+            self._index_anew()
+        while self._recent:
+            nbytes, extents = next(iter(self._recent.items()))
+            while extents:
+                start, _, fences = extents[-1]
+                self._insert(start, nbytes, [_Use(start, start + nbytes, fence) for fence in fences], extents)
+            del self._recent[nbytes]
 
-    def _insert(self, start: int, nbytes: int, uses: list[_Use]) -> None:
+    def _insert(self, start: int, nbytes: int, uses: list[_Use], source: list[Extent]) -> None:
+        """Puts a range in its place, from the end of ``source`` if that is not empty."""
         stop = start + nbytes
         assert start not in self._by_start, "a range was released twice"
         assert stop not in self._by_stop, "a range was released twice"
+        left = self._by_stop.get(start)
+        before, after = None if left is None else self._by_start[left], self._by_start.get(stop)
         free = _Free(nbytes, uses)
-        if (left := self._by_stop.get(start)) is not None:
-            before = self._take(left)
-            before.nbytes += nbytes
-            before.uses += uses
-            start, free = left, before
-        if stop in self._by_start:
-            after = self._take(stop)
+        self._indexed = False
+        if left is not None and before is not None:
+            free = _Free(before.nbytes + nbytes, before.uses + uses)
+            free.prune_at = before.prune_at
+            self._unindex(left, before.nbytes)
+        if after is not None:
             free.nbytes += after.nbytes
-            free.uses += after.uses
-        self._put(start, free)
+            free.uses = free.uses + after.uses
+            self._unindex(stop, after.nbytes)
         if len(free.uses) >= free.prune_at:
             free.prune()
+        self._index(start if left is None else left, free.nbytes)
+        # See [Note: interrupted halfway]: no call from here on.
+        self._by_start[start if left is None else left] = free
+        if after is not None:
+            del self._by_start[stop]
+        if source:
+            del source[-1]
+        self._indexed = True
 
-    def _put(self, start: int, free: _Free) -> None:
-        self._by_start[start] = free
-        self._by_stop[start + free.nbytes] = start
-        insort(self._by_size, (free.nbytes, start))
-        self.free_bytes += free.nbytes
+    def _index(self, start: int, nbytes: int) -> None:
+        insort(self._by_size, (nbytes, start))
+        self._by_stop[start + nbytes] = start
 
-    def _take(self, start: int) -> _Free:
-        free = self._by_start.pop(start)
-        del self._by_stop[start + free.nbytes]
-        del self._by_size[bisect_left(self._by_size, (free.nbytes, start))]
-        self.free_bytes -= free.nbytes
-        return free
+    def _unindex(self, start: int, nbytes: int) -> None:
+        del self._by_stop[start + nbytes]
+        del self._by_size[bisect_left(self._by_size, (nbytes, start))]
+
+    def _index_anew(self) -> None:
+        self._by_stop = {start + free.nbytes: start for start, free in self._by_start.items()}
+        self._by_size = sorted((free.nbytes, start) for start, free in self._by_start.items())
+        self._indexed = True
 
 
 def _unique(uses: Iterable[_Use]) -> tuple[Fence, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from typing import Protocol
 
 from torch import Tensor
@@ -147,21 +147,25 @@ class Space:
         self._slabs: list[Slab] = []
 
     def add(self, tensor: Tensor) -> None:
-        start = self.extents.grow(tensor.numel(), gap=PAGE)
-        self._starts.append(start)
-        self._slabs.append(Slab(tensor, self, start))
+        slab = Slab(tensor, self, self.extents.length + PAGE)
+        start = self.extents.grow(slab.nbytes, gap=PAGE)
+        # No call in between: a range without its slab would be taken for one of the slab before.
+        self._starts += [start]
+        self._slabs += [slab]
 
     def remove(self, slab: Slab) -> None:
-        self.extents.withdraw(slab.start, slab.nbytes)
+        """Takes a slab out that is free from end to end; again, if that was interrupted."""
         at = bisect_left(self._starts, slab.start)
-        del self._starts[at], self._slabs[at]
+        if at < len(self._starts) and self._slabs[at] is slab:
+            self.extents.withdraw(slab.start, slab.nbytes)
+            del self._starts[at], self._slabs[at]
 
     def slab_at(self, position: int) -> Slab:
         return self._slabs[bisect_right(self._starts, position) - 1]
 
 
 class Idle:
-    """The slabs without slots, the one that has been idle for longest first."""
+    """The slabs without slots, the one that has been idle for longest first. All changes may be made twice."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -170,16 +174,22 @@ class Idle:
         self._whole: list[tuple[int, int, Slab]] = []
 
     def add(self, slab: Slab) -> None:
-        self._slabs[slab] = None
-        self.nbytes += slab.nbytes
         if slab.space is None:
-            insort(self._whole, (slab.nbytes, slab.serial, slab))
+            at = bisect_left(self._whole, (slab.nbytes, slab.serial))
+            if at == len(self._whole) or self._whole[at][2] is not slab:
+                self._whole.insert(at, (slab.nbytes, slab.serial, slab))
+        if slab not in self._slabs:
+            self._slabs[slab] = None
+            self.nbytes += slab.nbytes
 
     def remove(self, slab: Slab) -> None:
-        del self._slabs[slab]
-        self.nbytes -= slab.nbytes
         if slab.space is None:
-            del self._whole[bisect_left(self._whole, (slab.nbytes, slab.serial))]
+            at = bisect_left(self._whole, (slab.nbytes, slab.serial))
+            if at < len(self._whole) and self._whole[at][2] is slab:
+                del self._whole[at]
+        if slab in self._slabs:
+            del self._slabs[slab]
+            self.nbytes -= slab.nbytes
 
     def smallest_whole(self, nbytes: int) -> Slab | None:
         """The smallest that holds ``nbytes`` and is not shared."""
@@ -192,7 +202,7 @@ class Idle:
         for slab in self._slabs:
             if excess <= 0:
                 break
-            if slab.at_rest():
+            if slab.slots == 0 and slab.at_rest():  # an interrupt may have come while one was handed out
                 found.append(slab)
                 excess -= slab.nbytes
         return found

@@ -95,6 +95,8 @@ class SpillFile:
         self.extents = Extents()
         #: Where slots end up; see [Note: slots give themselves back] in ``tiers/base.py``.
         self.returned: deque[Remains] = deque()
+        #: What was carved and has no slot yet.
+        self.carved: Extent | None = None
         self.name = ("spill file", next(_serial))
         #: Bytes in slots that are alive or not taken up yet; the tier counts.
         self.used = 0
@@ -137,10 +139,14 @@ class SpillFile:
 
     def drain(self) -> None:
         """Takes up the slots that have died; when all have, gives the buffers of transfers back to the system."""
+        if self.carved is not None:
+            self.extents.release(self.carved.start, self.carved.nbytes, self.carved.fences)
+            self.carved = None
         while self.returned:
-            remains = self.returned.popleft()
-            self.extents.release(*remains.extent)
+            remains = self.returned[0]
+            self.extents.release(remains.extent.start, remains.extent.nbytes, remains.extent.fences)
             self.used -= remains.nbytes
+            del self.returned[0]
         if self.used == 0:
             self._bounce.trim()
 
