@@ -1,4 +1,4 @@
-"""A KeyboardInterrupt while the link is measured: the copies go on, and their memory has to be there."""
+"""Measuring a link: what is timed, and what an interrupt leaves behind, since the copies go on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import Direction, Event
+from eager_offload.runtime.link_probe import LinkProbe
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.runtime.accelerator_double import DEVICE
 
@@ -32,3 +33,23 @@ def test_h10_the_memory_of_an_interrupted_probe_outlives_its_copies(monkeypatch:
         assert all(ref() is not None for ref in alive)
         runtime.tidy()
         assert all(ref() is None for ref in alive)
+
+
+def test_the_first_copies_are_over_before_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    double, said = RecordingAccelerator(can_time=False), list[str]()
+    runtime = AcceleratorRuntime(double)
+    probe = LinkProbe(runtime, double, DEVICE, 1 << 12)
+    synchronize = runtime.synchronize
+
+    def noted(event: Event) -> None:
+        assert not runtime.query(event), "there is something to wait for"
+        said.append("waited")
+        synchronize(event)
+
+    monkeypatch.setattr(runtime, "synchronize", noted)
+    double.during_copy = lambda: said.append("copy")
+    assert probe.alone(Direction.OUT) > 0
+    assert said == ["copy", "waited", *["copy"] * 4]
+    said.clear()
+    assert probe.both_ways(Direction.OUT) > 0
+    assert said == [*["copy"] * 2, *["waited"] * 2, *["copy"] * 8]
