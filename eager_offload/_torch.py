@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | ``torch.autograd._get_sequence_nr`` | 2.11 to 2.15 | the import fails: when a copy may start cannot be told |
 | ``torch._C._current_autograd_node`` | 2.11 to 2.15 | a reentrant checkpoint's recomputation is offloaded again |
+| ``_top_saved_tensors_default_hooks`` | 2.11 to 2.15 | an interrupt while a context is entered may leave its hooks |
 | ``torch._neg_view`` | 2.11 to 2.15 | the import fails |
 | ``torch._C.DisableTorchFunctionSubclass`` | 2.11 to 2.15 | the import fails |
 | ``torch._subclasses.fake_tensor.FakeTensor`` | 2.11 to 2.15 | there are none |
@@ -45,6 +46,7 @@ __all__ = [
     "is_wrapper",
     "neg_view",
     "require_torch",
+    "top_pack_hook",
     "weak_storage",
     "without_dispatch_modes",
 ]
@@ -69,6 +71,10 @@ autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: 
 
 #: The autograd node that this thread is running backward for, or ``None``.
 current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+_top_hooks: Callable[[bool], tuple[object, object] | None] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None
+)
 
 #: Runs operators out of sight of the dispatch modes that the caller has active.
 without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
@@ -120,6 +126,12 @@ def detached(tensor: Tensor) -> Tensor:
     """``tensor.detach()`` as autograd does it, whatever a subclass makes of the method: with one version counter."""
     with _without_torch_function():
         return tensor.detach()
+
+
+def top_pack_hook() -> object | None:
+    """The pack hook that the calling thread's saved tensors go to now."""
+    hooks = _top_hooks(True)
+    return None if hooks is None else hooks[0]
 
 
 def is_fake(kind: type) -> bool:

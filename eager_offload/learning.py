@@ -201,7 +201,11 @@ class Forward:
         self._in_order = False
 
     def __del__(self) -> None:
-        self._leave(self.notes)
+        try:
+            leave = self._leave
+        except AttributeError:  # `__init__` was interrupted
+            return
+        leave(self.notes)
 
     @property
     def is_over(self) -> bool:

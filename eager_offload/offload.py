@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from eager_offload._torch import autograd_sequence
+from eager_offload._torch import autograd_sequence, top_pack_hook
 from eager_offload.config import OffloadConfig
 from eager_offload.eager import foreign
 from eager_offload.eager.hooks import Hooks, Session, unpack
@@ -67,17 +67,29 @@ class Offload:
     # -- around forward -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        context = _Context(self)
-        context.__enter__()
-        self._contexts.stack.append(context)
+        context, stack = _Context(self), self._contexts.stack
+        try:
+            context.__enter__()
+            stack.append(context)
+        except BaseException:
+            context.leave()
+            if context in stack:
+                stack.remove(context)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._contexts.stack:
+        stack = self._contexts.stack
+        if not stack:
             raise OffloadError("this Offload is left in a thread that did not enter it: use one `with` for both")
-        self._contexts.stack.pop().__exit__(kind, error, trace)
+        context = stack[-1]
+        try:
+            del stack[-1]
+            context.__exit__(kind, error, trace)
+        finally:
+            context.leave()
 
     # -- what it did ----------------------------------------------------------------------------------------------
 
@@ -162,7 +174,7 @@ class _Context:
     ) -> None:
         offload = self._offload
         self._watch.__exit__()
-        self._hooks.__exit__(kind, error, trace)
+        self._hooks.__exit__(kind, error, trace)  # whatever others have left above them
         session = offload._hooks.session
         with offload._accounts.lock:
             if kind is None:  # else a full window would make whoever interrupts wait; the next pack sees to the rest
@@ -179,6 +191,12 @@ class _Context:
                 )
         if isinstance(error, RuntimeError) and _is_forbidden(error):
             raise _explained(error) from error
+
+    def leave(self) -> None:
+        """Takes the hooks away if an interrupt came before that was done."""
+        self._watch.__exit__()
+        if top_pack_hook() is self._hooks.pack_hook:
+            self._hooks.__exit__(None, None, None)
 
 
 def _is_forbidden(error: RuntimeError) -> bool:

@@ -36,13 +36,15 @@ class watch:
     def __init__(self, seen: Callable[[], None]) -> None:
         self._seen = seen
         self._outer: Callable[[], None] | None = None
+        self._entered = self._counted = False
 
     def __enter__(self) -> None:
         global _watchers, _installed, _replaced, _wrapper
         self._outer = getattr(_local, "seen", None)
-        _local.seen = self._seen
+        _local.seen, self._entered = self._seen, True
         with _lock.lock:
             _watchers += 1
+            self._counted = True
             if _watchers == 1:
                 current = saved_tensors_hooks.__enter__  # torch's own, or what somebody has put in its place
                 if _wrapper is None or current is not _replaced:
@@ -51,9 +53,14 @@ class watch:
                 saved_tensors_hooks.__enter__ = _installed  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
+        """Ends it, as far as it had begun; may be called again."""
         global _watchers, _installed
-        _local.seen = self._outer
+        if self._entered:
+            _local.seen, self._entered = self._outer, False
         with _lock.lock:
+            if not self._counted:
+                return
+            self._counted = False
             _watchers -= 1
             if _watchers == 0:
                 # Whoever has wrapped ours meanwhile goes on calling it; it only calls on, from then on.
