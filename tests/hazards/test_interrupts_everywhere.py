@@ -34,6 +34,7 @@ from torch import Tensor
 import eager_offload
 from eager_offload import Offload, OffloadStats
 from eager_offload.runtime.host import host_runtime
+from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, hooks_are_gone
 from tests.hazards.programs import leaf
 
@@ -135,20 +136,33 @@ class Walk:
             self._called.add(id(caller))
 
 
-def forward(x: Tensor) -> Tensor:
-    """Whole storages, a part of one that is gathered, one that is shared, and some that backward does not ask for."""
-    y = (x.exp() * 2.0).sin()
+def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole storages, a part of one that is gathered, one that is shared, and some that backward does not ask for.
+
+    Returns:
+        The loss, and what half a backward ends at: nobody has saved that.
+    """
+    middle = (x.exp() * 2.0).sin()
+    y = middle + 1.0
     y.cos()
     z = (y * y.t()).tanh()
     part = z[:, ::4] * leaf(16, 4)
-    return part.exp().sum() + z.sigmoid().sum()
+    return part.exp().sum() + z.sigmoid().sum(), middle
 
 
 def gradient(around: AbstractContextManager[Any], settle: Callable[[], object]) -> Tensor:
-    """One step; some of what was saved has left when ``settle`` is called, and some is on its way."""
+    """One step; some of what was saved has left when ``settle`` is called, and some is on its way.
+
+    Half a backward comes first: what is brought early then, the whole one needs later, or nobody does.
+    """
     x = leaf(16, 16)
     with around:
-        loss = forward(x)
+        loss, middle = forward(x)
+        aside, aside_middle = forward(x)
+    settle()
+    torch.autograd.grad(aside, aside_middle, retain_graph=True)
+    torch.autograd.grad(loss, middle, retain_graph=True)
+    del aside, aside_middle, middle
     settle()
     loss.backward()
     assert x.grad is not None
@@ -218,24 +232,22 @@ class Trials:
 
 
 def assert_most_moved(stats: OffloadStats) -> None:
-    """All that is not a leaf's and not of the newest storage, which two saves share."""
-    stay = stats.kept_bytes.get("newest", 0) + stats.kept_bytes.get("parameter", 0)
-    assert stay <= 2 * NBYTES + 16 * 4 * 4, stats
+    """All that is not a leaf's, and not of the newest bytes; several saves share those."""
+    assert set(stats.kept_bytes) <= {"newest", "parameter"}, stats
+    assert stats.kept_bytes.get("newest", 0) <= 3 * NBYTES, stats
+    stay = sum(stats.kept_bytes.values())
     assert stats.offloaded_bytes + stats.shared_bytes >= 0.9 * (stats.saved_bytes - stay) > 0, stats
     assert stats.bytes_out > 0
 
 
-def run_all(backend: Backend, stride: int, most: int) -> None:
-    """Interrupts every ``stride``-th point, the first, the last and as many times in between as ``most`` allows."""
+def run_all(backend: Backend, stride: int) -> None:
+    """Interrupts every ``stride``-th point, the first time and the last time that a step comes to it."""
     trials = Trials(backend)
-    found = trials.points()
     reached = tried = 0
-    for number, (point, times) in enumerate(found.items()):
-        if number % stride == 0:
-            every = max(1, times // most)
-            for occurrence in sorted({*range(1, times + 1, every), times}):
-                tried += 1
-                reached += trials.run(point, occurrence)
+    for point, times in list(trials.points().items())[::stride]:
+        for occurrence in sorted({1, times}):
+            tried += 1
+            reached += trials.run(point, occurrence)
     assert not trials.harmful, f"{len(trials.harmful)} of {tried}:\n" + "\n".join(trials.harmful)
     assert reached >= 0.7 * tried > 0, f"only {reached} of {tried} points were reached again"
     trials.offload.close()
@@ -259,13 +271,13 @@ def no_finalizer_fails() -> Iterator[None]:
 @pytest.mark.parametrize("kind", [DiskBackend, SimulatedBackend])
 def test_h10_an_interrupt_at_a_sample_of_all_points_is_harmless(kind: type[Backend]) -> None:
     with kind() as backend, no_finalizer_fails():
-        run_all(backend, stride=4, most=1)
+        run_all(backend, stride=6)
         backend.assert_nothing_is_held()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [DiskBackend, SimulatedBackend])
-def test_h10_an_interrupt_at_every_point_is_harmless(kind: type[Backend]) -> None:
+@pytest.mark.parametrize(("kind", "stride"), [(DiskBackend, 1), (SimulatedBackend, 1), (RecordedBackend, 4)])
+def test_h10_an_interrupt_at_every_point_is_harmless(kind: type[Backend], stride: int) -> None:
     with kind() as backend, no_finalizer_fails():
-        run_all(backend, stride=1, most=4)
+        run_all(backend, stride)
         backend.assert_nothing_is_held()
