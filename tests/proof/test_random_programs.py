@@ -266,10 +266,12 @@ def test_random_programs_are_exact_and_in_order_on_simulated_streams() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # minutes on a quiet machine
 def test_many_random_programs_are_exact_on_the_cpu_device() -> None:
     explore(DiskBackend, ["disk", "disk", "host"], st.just({}), 1500)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # minutes on a quiet machine
 def test_many_random_programs_are_exact_and_in_order_on_simulated_streams() -> None:
     explore(Simulated, ["host", "host", "disk"], RATES, 1500)
