@@ -198,7 +198,7 @@ class Forward:
         self._lessons: list[Lesson] = []  # those that it may still turn out to fit
         self._handles = 0
         self._rank = 0
-        self._in_order = False
+        self._in_order: Lesson | None = None  # the one in whose order backward goes
 
     def __del__(self) -> None:
         try:
@@ -264,16 +264,17 @@ class Forward:
             return None  # a second backward
         first = not notes.asked_at
         notes.asked_at[number] = seconds
-        if first:
-            fitting = [lesson for lesson in self._lessons if len(lesson.sizes) == len(notes.sizes)]
-            self._lessons, self._in_order = fitting, bool(fitting)
-        if not self._in_order or self._lessons[0].keeps(number):
+        if first:  # more may be saved later, so what is followed now is noted apart from what still fits
+            fitting = (lesson for lesson in self._lessons if len(lesson.sizes) == len(notes.sizes))
+            self._in_order = next(fitting, None)
+        lesson = self._in_order
+        if lesson is None or number >= len(lesson.sizes) or lesson.keeps(number):
             return None
-        order, rank = self._lessons[0].order, self._rank
+        order, rank = lesson.order, self._rank
         self._rank += 1
         if rank < len(order) and order[rank] == number:
             return [self.positions[number] for number in order] if rank == 0 else None
-        self._in_order = False
+        self._in_order = None
         return self.positions[::-1] if rank else None
 
     def was_alive(self, number: int) -> None:

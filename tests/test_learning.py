@@ -235,6 +235,18 @@ def test_an_order_leaves_out_what_is_alive_and_is_followed_whether_that_is_asked
     assert forward.asked(1, 101.0) is None
 
 
+def test_saves_that_come_after_backward_has_begun_leave_the_order_as_it_is() -> None:
+    school = School()
+    school.step([10, 20, 30], [0, 2, 1])
+    forward = begun_like(school, [10, 20, 30])
+    assert forward.asked(0, 100.0) == [1001, 1003, 1002]
+    forward.save(99, None, 101.0, 0)  # in a backward that makes a graph of its own
+    forward.has_handle(3, 1004)
+    assert forward.asked(3, 102.0) is None
+    assert forward.asked(2, 103.0) is None
+    assert forward.asked(1, 104.0) is None
+
+
 def test_a_forward_is_over_when_all_that_has_a_handle_was_asked_for() -> None:
     school = School()
     forward = begun_like(school, [10, 20])
