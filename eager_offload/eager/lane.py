@@ -135,9 +135,7 @@ class Lane:
         self.settle()
         area = footprint(tensor, storage.nbytes())
         name: Hashable = storage._cdata
-        kept = forward.kept.get(name)
-        if kept is not None and kept.storage() is storage and mark is not Mark.PREFER:
-            self._note(forward, forward.notes.sizes[kept.number], kept.number)
+        if mark is not Mark.PREFER and self._stays_again(storage, forward):
             return KeepReason.ALIVE
         if not area.whole:
             whole = self._known(name, storage)
@@ -155,10 +153,11 @@ class Lane:
         stream, tally = self.runtime.current_stream(self.device), self._accounts.tally
         number = len(forward.notes.sizes)
         advice = self._note(forward, area.nbytes, None)
-        if advice is Advice.ALIVE and mark is not Mark.PREFER:
-            forward.kept[name] = Kept(weak_storage(storage), number)
-            return KeepReason.ALIVE
-        forward.taken(number)
+        if advice is Advice.ALIVE:
+            if mark is not Mark.PREFER:
+                forward.kept[name] = Kept(weak_storage(storage), number)
+                return KeepReason.ALIVE
+            forward.taken(number)
         saved = SavedStorage(next(self._keys), name, tensor, area, self, stream, tally, forward, number)
         saved.takes = 1 if known is None or tensor.requires_grad else known.takes + 1
         saved.line = line
@@ -185,10 +184,9 @@ class Lane:
         """Lets a tensor that would not be taken for its own sake share what is taken; arguments as for ``take``."""
         with self._accounts.lock:
             storage = tensor.untyped_storage()
-            whole, kept = self._known(storage._cdata, storage), forward.kept.get(storage._cdata)
-            if kept is not None and kept.storage() is storage:
-                self._note(forward, forward.notes.sizes[kept.number], kept.number)
+            if self._stays_again(storage, forward):
                 return None
+            whole = self._known(storage._cdata, storage)
             if whole is None or tensor.numel() == 0 or tensor.data_ptr() % tensor.itemsize:
                 return None
             return self._share(whole, tensor, forward) if self._may_share(whole, tensor, line, packed_at) else None
@@ -244,6 +242,14 @@ class Lane:
         number = len(forward.notes.sizes)
         self._note(forward, saved.footprint.nbytes, saved.number if saved.forward is forward else -1)
         return self._view(saved, tensor, forward, number)
+
+    def _stays_again(self, storage: torch.UntypedStorage, forward: Forward) -> bool:
+        """Whether this forward has left ``storage`` to whoever keeps it alive; if so, notes one more save of it."""
+        kept = forward.kept.get(storage._cdata)
+        if kept is None or kept.storage() is not storage:
+            return False
+        self._note(forward, forward.notes.sizes[kept.number], kept.number)
+        return True
 
     def _note(self, forward: Forward, nbytes: int, owner: int | None) -> Advice:
         """The forward's next save; arguments as for ``Forward.save``."""

@@ -25,7 +25,7 @@ from eager_offload.tiers.arena import Arena, anonymous_slab
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 
-__all__ = ["HostEvent", "HostRuntime", "TransferThread", "host_runtime"]
+__all__ = ["HostEvent", "HostRuntime", "TransferThread", "carry", "host_runtime"]
 
 #: Seconds without work after which a transfer thread ends; the next copy starts a new one.
 _IDLE_SECONDS = 10.0
@@ -368,17 +368,26 @@ class _Move:
     def __call__(self) -> None:
         for event in self._after:
             event.wait()
-        try:
-            self._call(self._tensor)
-        except OffloadError:
-            raise
-        except Exception as error:
-            raise TransferError(
-                f"moving {self._slot.nbytes} bytes to or from the {self._slot.tier} tier failed: {error}",
-                errno=error.errno if isinstance(error, OSError) else None,
-                tier=self._slot.tier,
-                nbytes=self._slot.nbytes,
-            ) from error
+        carry(self._call, self._tensor, self._slot)
+
+
+def carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> None:
+    """Has ``slot`` written or read, on the thread that does it.
+
+    Raises:
+        OffloadError: whatever went wrong; a ``TransferError`` that tells its cause, where the tier raised another.
+    """
+    try:
+        call(tensor)
+    except OffloadError:
+        raise
+    except Exception as error:
+        raise TransferError(
+            f"moving {slot.nbytes} bytes to or from the {slot.tier} tier failed: {error}",
+            errno=error.errno if isinstance(error, OSError) else None,
+            tier=slot.tier,
+            nbytes=slot.nbytes,
+        ) from error
 
 
 _runtime: HostRuntime | None = None

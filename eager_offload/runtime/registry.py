@@ -53,7 +53,8 @@ class Registry:
 
     def forget(self, ticket: int | None) -> None:
         """Ends the keepalive of a transfer that is over, if nobody has done so yet."""
-        self._pending.pop(ticket, None)  # type: ignore[arg-type]
+        if ticket is not None:
+            self._pending.pop(ticket, None)
 
     def arrived(self, ticket: int) -> bool:
         """Whether the transfer has completed, by success or by failure; never blocks."""

@@ -32,10 +32,10 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from eager_offload.errors import OffloadError, TransferError
+from eager_offload.errors import TransferError
 from eager_offload.runtime.accelerator_streams import AcceleratorEvent, AcceleratorStream
 from eager_offload.runtime.base import Event, Stream
-from eager_offload.runtime.host import HostEvent, TransferThread
+from eager_offload.runtime.host import HostEvent, TransferThread, carry
 from eager_offload.tiers.arena import Arena, HostSlot
 from eager_offload.tiers.base import Fence, Slot
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
@@ -274,20 +274,10 @@ def _of_device(after: Sequence[Event]) -> list[Event]:
 
 
 def _carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> float:
-    """Moves bytes between staging and a tier; returns the seconds. Whatever goes wrong is a ``TransferError``."""
+    """Moves bytes between staging and a tier; returns the seconds."""
     began = time.perf_counter()
     with torch.inference_mode(False):
-        try:
-            call(tensor)
-        except OffloadError:
-            raise
-        except Exception as error:
-            raise TransferError(
-                f"moving {slot.nbytes} bytes to or from the {slot.tier} tier failed: {error}",
-                errno=error.errno if isinstance(error, OSError) else None,
-                tier=slot.tier,
-                nbytes=slot.nbytes,
-            ) from error
+        carry(call, tensor, slot)
     return time.perf_counter() - began
 
 

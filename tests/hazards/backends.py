@@ -144,28 +144,19 @@ class DiskBackend(Backend):
         return Offload(**fields)
 
 
-class SimulatedBackend(Backend):
-    """Virtual streams: copies run as late as their ordering allows, and the checker reads along."""
+class CheckedBackend(Backend):
+    """Copies run as late as they may, and the happens-before checker reads along."""
 
-    name = "simulated"
     tier = "host"
 
-    def __init__(self) -> None:
+    def __init__(self, checking: AbstractContextManager[Checker]) -> None:
         super().__init__()
-        self.simulated = SimulatedRuntime()
-        self._checking = self.simulated.checked()
+        self._checking = checking
         self.checker: Checker | None = None
-
-    @property
-    def runtime(self) -> SimulatedRuntime:
-        return self.simulated
-
-    def watching(self) -> AbstractContextManager[object]:
-        return self.simulated.watching()
 
     @contextmanager
     def gate(self) -> Iterator[Gate]:
-        # Nothing to hold back: a simulated copy runs only when somebody waits for it.
+        # Nothing to hold back: a copy runs only when somebody waits for it.
         yield Gate()
 
     def assert_nothing_is_held(self) -> None:
@@ -192,7 +183,24 @@ class SimulatedBackend(Backend):
             self.assert_ordered()
 
     def _make(self, fields: dict[str, Any]) -> Offload:
-        return Offload(runtime=self.simulated, **fields)
+        return Offload(runtime=self.runtime, **fields)
+
+
+class SimulatedBackend(CheckedBackend):
+    """Virtual streams: copies run as late as their ordering allows, and the checker reads along."""
+
+    name = "simulated"
+
+    def __init__(self) -> None:
+        self.simulated = SimulatedRuntime()
+        super().__init__(self.simulated.checked())
+
+    @property
+    def runtime(self) -> SimulatedRuntime:
+        return self.simulated
+
+    def watching(self) -> AbstractContextManager[object]:
+        return self.simulated.watching()
 
 
 def without_changes_of_sources(violations: Sequence[Violation]) -> list[Violation]:
