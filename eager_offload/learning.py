@@ -265,8 +265,8 @@ class Forward:
         first = not notes.asked_at
         notes.asked_at[number] = seconds
         if first:  # more may be saved later, so what is followed now is noted apart from what still fits
-            fitting = (lesson for lesson in self._lessons if len(lesson.sizes) == len(notes.sizes))
-            self._in_order = next(fitting, None)
+            fitting = [lesson for lesson in self._lessons if len(lesson.sizes) == len(notes.sizes)]
+            self._in_order = fitting[0] if fitting else None
         lesson = self._in_order
         if lesson is None or number >= len(lesson.sizes) or lesson.keeps(number):
             return None
