@@ -16,6 +16,7 @@ import eager_offload as eo
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
 from eager_offload.runtime.host import HostEvent, HostRuntime, TransferThread, host_runtime
 from eager_offload.tiers.base import Region, Slot
+from eager_offload.tiers.memory import view_of
 
 CPU = torch.device("cpu")
 
@@ -41,6 +42,9 @@ class Memory(Slot):
     def read(self, target: Tensor) -> None:
         self.before()
         target.copy_(self.content)
+
+    def memory(self) -> memoryview:
+        return view_of(self.content.data_ptr(), self.nbytes, self)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import NamedTuple
 
 import pytest
@@ -30,6 +31,12 @@ class Transfers(NamedTuple):
     out: TransferThread
     compute: object
     registry: Registry
+    gates: list[threading.Event]
+
+    def gate(self) -> threading.Event:
+        """What an operation may wait for; open at the end at the latest, or a test that fails would never end."""
+        self.gates.append(threading.Event())
+        return self.gates[-1]
 
     def start(self, operation: Callable[[], object]) -> tuple[int, weakref.ref[Keepalive], HostEvent]:
         """Enqueues ``operation`` and registers its completion: the ticket, the keepalive, the event."""
@@ -49,7 +56,10 @@ def transfers() -> Iterator[Transfers]:
     runtime = HostRuntime()
     out = runtime.transfer_stream(CPU, Direction.OUT)
     assert isinstance(out, TransferThread)
-    yield Transfers(runtime, out, runtime.current_stream(CPU), Registry(runtime))
+    gates: list[threading.Event] = []
+    yield Transfers(runtime, out, runtime.current_stream(CPU), Registry(runtime), gates)
+    for gate in gates:
+        gate.set()
     out.retire()
 
 
@@ -62,7 +72,7 @@ def fail(error: BaseException) -> Callable[[], object]:
 
 @pytest.mark.parametrize("how", ["wait", "synchronize"])
 def test_a_wait_takes_the_registration_up_and_ends_the_keepalive(transfers: Transfers, how: str) -> None:
-    opened = threading.Event()
+    opened = transfers.gate()
     ticket, kept, event = transfers.start(opened.wait)
     registry = transfers.registry
     assert registry.tickets() == [ticket]
@@ -143,23 +153,33 @@ def test_a_failure_reaches_the_one_who_waits_and_ends_the_registration(transfers
 
 @pytest.mark.parametrize("how", ["wait", "synchronize"])
 def test_h10_an_interrupt_in_a_wait_keeps_the_keepalive_of_a_copy_that_goes_on(transfers: Transfers, how: str) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
-    opened = threading.Event()
+    opened = transfers.gate()
     ticket, kept, event = transfers.start(opened.wait)
     registry, main = transfers.registry, threading.main_thread().ident
     assert threading.current_thread() is threading.main_thread()
     assert main is not None
+    arrived = threading.Event()
 
     def interrupt() -> None:
-        while not transfers.out.waiters:
+        while not (transfers.out.waiters or arrived.is_set()):
             pass  # until the main thread stands in its wait
-        signal.pthread_kill(main, signal.SIGINT)
+        while not arrived.wait(0.1):  # again: one that comes right before a system call does not end it
+            signal.pthread_kill(main, signal.SIGINT)
 
-    interrupter = threading.Thread(target=interrupt)
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        if not arrived.is_set():
+            arrived.set()
+            raise KeyboardInterrupt
+
+    interrupter, handler = threading.Thread(target=interrupt), signal.signal(signal.SIGINT, on_interrupt)
     interrupter.start()
-    with pytest.raises(KeyboardInterrupt):
-        transfers.take_up(ticket, how)
-    interrupter.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            transfers.take_up(ticket, how)
+    finally:
+        arrived.set()
+        interrupter.join()
+        signal.signal(signal.SIGINT, handler)
     assert not event.done
     assert kept() is not None
     assert registry.tickets() == [ticket]
@@ -171,7 +191,7 @@ def test_h10_an_interrupt_in_a_wait_keeps_the_keepalive_of_a_copy_that_goes_on(t
 def test_a_registry_that_dies_leaves_the_keepalives_to_the_runtime_until_the_copies_are_over(
     transfers: Transfers,
 ) -> None:
-    opened = threading.Event()
+    opened = transfers.gate()
     runtime, registry = transfers.runtime, Registry(transfers.runtime)
     mine = transfers._replace(registry=registry)
     (_, first, over), (_, second, running) = mine.start(lambda: None), mine.start(opened.wait)

@@ -20,7 +20,7 @@ least one writes and neither comes after the other.
 [Note: what is forgotten]
 An access can be dropped once whatever conflicts with it would also conflict with a later one that is kept: a read
 behind which the same stream reads again, anything behind which an ordered write came. What the host knows to be over
-is before every operation to come, so it is dropped as well. A byte keeps at most two accesses a stream.
+is before every operation to come, so it is dropped as well, now and then. A byte keeps at most two accesses a stream.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Checker(Log):
             if region.start >= region.stop:
                 continue
             space = self._spaces.setdefault(region.space, _Space())
-            for clash in space.touch(access, self._streams[access.stream], self._host):
+            for clash in space.touch(access, self._streams[access.stream]):
                 if clash.earlier not in found:
                     found[clash.earlier] = self._race(clash, access)
         self.violations += found.values()
@@ -306,7 +306,7 @@ class _Space:
     def __init__(self) -> None:
         self.cells: list[_Cell] = []
 
-    def touch(self, access: Access, clock: _Clock, host: _Clock) -> list[_Clash]:
+    def touch(self, access: Access, clock: _Clock) -> list[_Clash]:
         """Takes note of ``access`` and returns what conflicts with it."""
         region = access.region
         assert region is not None
@@ -316,7 +316,6 @@ class _Space:
         tiles = _cut(self.cells[low:high], region.start, region.stop)
         clashes: list[_Clash] = []
         for cell in tiles.inside:
-            cell.forget(host)
             earlier = (
                 [*cell.writes.values()] if access.kind is Kind.READ else [*cell.writes.values(), *cell.reads.values()]
             )

@@ -19,7 +19,7 @@ from torch import Tensor
 from eager_offload.tiers.base import Fence, Region, Slot, Tier
 from eager_offload.tiers.extents import Extent
 from eager_offload.tiers.forking import tell_after_fork
-from eager_offload.tiers.memory import PAGE, anonymous_slab, move, round_up
+from eager_offload.tiers.memory import PAGE, anonymous_slab, move, round_up, view_of
 from eager_offload.tiers.slabs import ExactSizes, Idle, Slab, SlabSizes, Space
 
 __all__ = ["Arena", "HostSlot", "HostTier", "anonymous_slab"]
@@ -97,6 +97,9 @@ class HostSlot(Slot):
     def read(self, target: Tensor) -> None:
         assert target.numel() == self.nbytes
         move(target.data_ptr(), self.address, self.nbytes)
+
+    def memory(self) -> memoryview:
+        return view_of(self.address, self.nbytes, self)
 
     def view(self) -> memoryview:
         """The bytes as a buffer that keeps the slab, but not the slot."""

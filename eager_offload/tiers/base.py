@@ -87,6 +87,14 @@ class Slot(abc.ABC):
             CorruptionError: they came back changed (only with ``verify=True``).
         """
 
+    @abc.abstractmethod
+    def memory(self) -> memoryview:
+        """The slot's bytes as host memory, which keeps the slot. It takes no memory of its own until it is read.
+
+        Raises:
+            MemoryError: the system has no room for it among the process's addresses.
+        """
+
 
 class Tier(abc.ABC):
     """A place where saved bytes rest, with a bound in bytes."""

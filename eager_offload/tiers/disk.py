@@ -69,6 +69,9 @@ class DiskSlot(Slot):
                 "checksum does not match. Nothing was computed with them. Check the disk and the machine's memory."
             )
 
+    def memory(self) -> memoryview:
+        return self._file.mapping(self._extent, self.nbytes, self)
+
     def __del__(self) -> None:
         try:
             remains = Remains(self._extent._replace(fences=self.fences), self.nbytes)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
+from functools import cache
 
 import torch
 from torch import Tensor
 
-__all__ = ["PAGE", "anonymous_slab", "move", "round_up", "view_of"]
+__all__ = ["PAGE", "anonymous_slab", "mapped_file", "move", "round_up", "view_of"]
 
 #: Bytes; what blocks, slots and direct I/O are aligned to.
 PAGE = 4096
+
+#: ``off_t`` of the C library's ``mmap``.
+_OFFSET = ctypes.c_int64 if ctypes.sizeof(ctypes.c_void_p) == 8 else ctypes.c_long
 
 
 def round_up(nbytes: int, grain: int) -> int:
@@ -33,6 +38,48 @@ def view_of(address: int, nbytes: int, owner: object = None) -> memoryview:
 def move(target: int, source: int, nbytes: int) -> None:
     """Copies ``nbytes`` bytes between two addresses, without the GIL and without torch's thread pool."""
     ctypes.memmove(target, source, nbytes)
+
+
+class _Mapping:
+    """Pages of a file among the process's addresses, until it dies; what lies on them keeps ``owner``."""
+
+    __slots__ = ("_address", "_nbytes", "_owner")
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self._address, self._nbytes, self._owner = address, nbytes, owner
+
+    def __del__(self) -> None:
+        _system_calls().munmap(self._address, self._nbytes)
+
+
+def mapped_file(descriptor: int, offset: int, nbytes: int, owner: object) -> memoryview:
+    """``nbytes`` of a file as memory, shared with whoever else writes it; page in the file, page in memory.
+
+    Not ``mmap.mmap``: that keeps a descriptor open for each mapping, and a step has more tensors than a process may
+    have descriptors.
+
+    Args:
+        descriptor: of the open file; the mapping outlives it.
+        offset: bytes, a multiple of ``PAGE``.
+        owner: stays alive for as long as the memory does.
+
+    Raises:
+        MemoryError: the system refused.
+    """
+    address = _system_calls().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset)
+    if address in (None, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise MemoryError(f"the system refused to map {nbytes} bytes of a file: {os.strerror(number)}")
+    return view_of(address, nbytes, _Mapping(address, nbytes, owner))
+
+
+@cache
+def _system_calls() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, _OFFSET]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return library
 
 
 def anonymous_slab(nbytes: int) -> Tensor:

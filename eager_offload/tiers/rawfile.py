@@ -24,6 +24,11 @@ class RawFile:
             # What is read next is not what lies next, and what is read ahead into the page cache stays there.
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
+    @property
+    def descriptor(self) -> int:
+        """What the operating system knows the file by; -1 once it is closed."""
+        return self._descriptor
+
     def read_into(self, target: memoryview, offset: int) -> int:
         """Reads at ``offset`` into ``target``; returns how many bytes came, 0 at the end of the file."""
         return os.preadv(self._descriptor, [target], offset)

@@ -16,7 +16,7 @@ from torch import Tensor
 from eager_offload.errors import OffloadError, TransferError
 from eager_offload.tiers.extents import Extent, Extents
 from eager_offload.tiers.forking import tell_after_fork
-from eager_offload.tiers.memory import PAGE, anonymous_slab, move, round_up, view_of
+from eager_offload.tiers.memory import PAGE, anonymous_slab, mapped_file, move, round_up, view_of
 from eager_offload.tiers.rawfile import RawFile
 
 __all__ = ["Remains", "SpillFile"]
@@ -165,6 +165,14 @@ class SpillFile:
             TransferError: the operating system refused.
         """
         self._transfer("read", extent, target)
+
+    def mapping(self, extent: Extent, nbytes: int, owner: object) -> memoryview:
+        """The first ``nbytes`` of ``extent`` as memory, which keeps ``owner``; what direct I/O writes shows there.
+
+        Raises:
+            MemoryError: the system refused.
+        """
+        return mapped_file(self._raw.descriptor, extent.start, nbytes, owner)
 
     def after_fork(self) -> None:
         """The child must not touch what its parent writes and reads, nor keep its room on the disk occupied."""

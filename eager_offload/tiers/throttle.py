@@ -113,6 +113,9 @@ class ThrottledSlot(Slot):
         self._slot.read(target)
         self._tier.reads.end(due)
 
+    def memory(self) -> memoryview:
+        return self._slot.memory()
+
 
 class ThrottledTier(Tier):
     """A tier whose slots are written and read at no more than a given rate.

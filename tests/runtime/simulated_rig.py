@@ -12,6 +12,7 @@ from eager_offload.errors import TransferError
 from eager_offload.runtime.base import Direction, Layout
 from eager_offload.runtime.simulated import SimulatedRuntime
 from eager_offload.tiers.base import Region, Slot
+from eager_offload.tiers.memory import view_of
 
 CPU = torch.device("cpu")
 
@@ -36,6 +37,9 @@ class MemorySlot(Slot):
     def read(self, target: Tensor) -> None:
         target.copy_(self.tensor)
 
+    def memory(self) -> memoryview:
+        return view_of(self.tensor.data_ptr(), self.nbytes, self)
+
 
 class DistantSlot(Slot):
     """Bytes that only the slot can reach, and that fail on demand."""
@@ -58,6 +62,9 @@ class DistantSlot(Slot):
     def read(self, target: Tensor) -> None:
         self._fail()
         target.copy_(torch.tensor(list(self.bytes), dtype=torch.uint8))
+
+    def memory(self) -> memoryview:
+        raise AssertionError("these bytes have no address")
 
     def _fail(self) -> None:
         if self.failing:

@@ -114,6 +114,17 @@ def test_one_pair_is_reported_once_however_often_it_was_cut() -> None:
     assert sum(race.earlier is not None and race.earlier.what == "write" for race in checker.violations) == 1
 
 
+def test_what_came_before_an_ordered_write_is_not_reported_beside_it() -> None:
+    checker = Checker()
+    checker.access("a", [], [BLOCK], "write")
+    checker.access("a", [BLOCK], [], "read")
+    checker.record("a", 1)
+    checker.wait("b", 1)
+    checker.access("b", [], [BLOCK], "ordered write")
+    checker.access("c", [], [BLOCK], "late write")
+    assert [race.earlier.what for race in checker.violations if race.earlier is not None] == ["ordered write"]
+
+
 def test_the_report_says_who_where_and_what_to_do() -> None:
     checker = Checker()
     checker.access(OUT, [BLOCK], [SLOT], "offload")

@@ -335,6 +335,9 @@ class Elsewhere(Slot):
     def read(self, target: Tensor) -> None:
         target.zero_()
 
+    def memory(self) -> memoryview:
+        raise AssertionError("these bytes have no address")
+
 
 def test_a_host_that_waits_for_a_reload_waits_for_the_device_too(double: TrainingAccelerator) -> None:
     runtime = double.runtime

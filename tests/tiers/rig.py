@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
+from eager_offload.tiers.base import Slot
 from eager_offload.tiers.disk import DiskSlot, DiskTier
 from tests.tiers.files import Watched
 
@@ -40,3 +44,17 @@ def open_tier(
 ) -> tuple[DiskTier, Watched]:
     tier = DiskTier([directory], budget, verify=verify, file_type=file_type)
     return tier, Watched.opened[-1]
+
+
+@contextmanager
+def interrupted(kind: type[Slot]) -> Iterator[None]:
+    """Within it, a KeyboardInterrupt comes when a slot has been made and nobody has it yet."""
+    make = kind.__init__
+
+    def make_and_interrupt(*arguments: object) -> None:
+        make(*arguments)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "__init__", make_and_interrupt)
+        yield
