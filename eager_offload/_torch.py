@@ -9,44 +9,108 @@
 | ``torch._C.DisableTorchFunctionSubclass`` | 2.11 to 2.15 | the import fails |
 | ``torch._subclasses.fake_tensor.FakeTensor`` | 2.11 to 2.15 | there are none |
 | ``AsyncCollectiveTensor`` | 2.11 to 2.15 | there is no tensor that a collective is still filling |
-| ``torch._ops.OpOverload``, ``torch.utils._python_dispatch`` | 2.11 to 2.15 | the import fails |
+| ``torch._ops``, ``torch.utils._python_dispatch`` | 2.11 to 2.15 | the import fails |
 | ``torch.cuda.cudart().cudaHostRegister`` | 2.11 to 2.15 | host memory is pinned by torch, which rounds sizes up |
+| ``torch._C._AutoDispatchBelowAutograd`` | 2.11 to 2.15 | the import fails: compiled code could not be served |
+| ``_get_saved_tensor_hook_context`` | 2.11 to 2.15 | compiled code is offloaded around its graphs |
+| ``torch._inductor.config``, ``compile_fx``, ``CustomGraphPass``, ``CustomPartitionerFn`` | 2.11 to 2.15 | see below |
+| ``min_cut_rematerialization_partition``, ``preserve_node_ordering``, ``OrderedSet`` | 2.11 to 2.15 | see below |
+| ``torch._inductor.ir``, ``virtualized.V``, ``lowering.make_fallback`` | 2.11 to 2.15 | see below |
+| ``make_channels_last_strides_for`` | 2.11 to 2.15 | see below |
+| ``_CachingTorchDispatchMode``, ``_CachedTorchDispatchMode`` | 2.11 to 2.15 | what should go to the CPU is recomputed |
+| ``torch.utils._pytree`` | 2.11 to 2.15 | the import fails |
+| ``torch.fx.Graph._codegen`` | 2.11 to 2.15 | copies of graphs take their inputs flat |
+| ``torch._C._SetExcludeDispatchKeyGuard`` | 2.11 to 2.15 | the same |
+| ``torch.utils.checkpoint._is_compiling`` | 2.11 to 2.15 | the same |
+| ``CustomInferenceAwareGraphPass`` | 2.13 to 2.15, and not in 2.11 | passes are not told of inference |
+| ``_sac_storage_key`` | 2.13 to 2.15, and not in 2.11 | operators name their values themselves |
 | ``_checkpoint_hook``, ``_recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
+
+Those of Inductor are imported when something is compiled; without them that fails, and eager code does not notice.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import NamedTuple, cast
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import Graph
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     is_traceable_wrapper_subclass,
 )
+from torch.utils._pytree import tree_iter
+
+if TYPE_CHECKING:
+    import torch._inductor.config as inductor_config
+    import torch._inductor.ir as inductor_ir
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass, CustomPartitionerFn
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch._inductor.lowering import make_fallback
+    from torch._inductor.virtualized import V
+    from torch._prims_common import make_channels_last_strides_for as channels_last_strides
+    from torch.utils._ordered_set import OrderedSet
 
 __all__ = [
+    "CustomGraphPass",
+    "CustomInferenceAwareGraphPass",
+    "CustomPartitionerFn",
+    "HigherOrderOperator",
     "HostRegistration",
     "OpOverload",
+    "OrderedSet",
     "TorchDispatchMode",
+    "V",
     "autograd_sequence",
+    "below_autograd",
+    "channels_last_strides",
     "checkpoint_hooks",
+    "checkpoint_is_traced",
+    "checkpoint_modes",
+    "checkpoint_store_key",
+    "compile_fx",
+    "compiler_asks_hooks",
+    "compiler_is_loaded",
+    "configure_inductor",
     "current_autograd_node",
     "detached",
+    "fake_mode_of",
     "finish_collective",
+    "has_compiled",
     "host_registration",
+    "inductor_config",
+    "inductor_ir",
+    "inductor_options",
     "is_fake",
+    "is_plain_fake",
     "is_wrapper",
+    "keep_side_effects",
+    "library",
+    "make_fallback",
+    "min_cut_rematerialization_partition",
     "neg_view",
+    "preserve_node_ordering",
+    "replace_checkpoint_modes",
     "require_torch",
+    "saved_tensor_hook_context",
+    "share_calling_convention",
+    "sharing_versions",
     "top_pack_hook",
+    "tree_iter",
     "weak_storage",
     "without_dispatch_modes",
 ]
@@ -95,6 +159,56 @@ checkpoint_hooks: tuple[type, ...] = tuple(
 )
 
 
+def sharing_versions() -> AbstractContextManager[object]:
+    """Has ``detach`` share the version counter in a dispatch mode, as it does everywhere else."""
+    guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(
+        torch._C.DispatchKey.ADInplaceOrView, False
+    )
+    return guard
+
+
+class CheckpointModes(NamedTuple):
+    """The classes of the dispatch modes of selective checkpointing."""
+
+    caching: type
+    """In force in the forward: keeps what the policy says."""
+    cached: type
+    """In force when the forward runs again: gives it out."""
+
+
+def checkpoint_modes() -> CheckpointModes | None:
+    """What selective checkpointing uses now; ``None`` where this torch has other ways."""
+    module: Any = torch.utils.checkpoint
+    caching, cached = (getattr(module, name, None) for name in _CHECKPOINT_MODES)
+    if caching is None or cached is None or not hasattr(module, "_is_compiling"):
+        return None
+    if not hasattr(torch._C, "_SetExcludeDispatchKeyGuard"):
+        return None
+    takes = list(inspect.signature(caching).parameters)
+    return CheckpointModes(caching, cached) if takes[:2] == ["policy_fn", "storage"] else None
+
+
+def replace_checkpoint_modes(caching: type, cached: type) -> None:
+    """Has selective checkpointing use these."""
+    for name, mode in zip(_CHECKPOINT_MODES, (caching, cached), strict=True):
+        setattr(torch.utils.checkpoint, name, mode)
+
+
+_CHECKPOINT_MODES = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+
+
+def checkpoint_is_traced(func: object, args: object, kwargs: object) -> bool:
+    """Whether a compiler is tracing what runs under selective checkpointing."""
+    module: Any = torch.utils.checkpoint
+    return bool(module._is_compiling(func, args, kwargs))
+
+
+def checkpoint_store_key(func: object, args: object) -> object:
+    """Under what selective checkpointing keeps the results of the operator ``func``."""
+    key = getattr(torch.utils.checkpoint, "_sac_storage_key", None)
+    return func if key is None else key(func, args)
+
+
 class HostRegistration(NamedTuple):
     """The driver's own calls that pin memory where it lies; each returns 0, or the number of an error."""
 
@@ -111,6 +225,25 @@ def host_registration() -> HostRegistration | None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     register, unregister = (getattr(runtime, name, None) for name in ("cudaHostRegister", "cudaHostUnregister"))
     return None if register is None or unregister is None else HostRegistration(register, unregister)
+
+
+#: Has operators run by what lies below autograd.
+below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
+
+
+def keep_side_effects(operation: OpOverload) -> None:
+    """Tells graphs that calls of ``operation`` do something even if nobody uses the result."""
+    torch.fx.has_side_effect(operation)
+
+
+def saved_tensor_hook_context() -> dict[str, Any] | None:
+    """While AOTAutograd traces saved-tensor hooks on the calling thread: which value it asks about, in which graphs.
+
+    ``_node``, ``_fw_graph`` and ``_bw_graph``.
+    """
+    module = sys.modules.get("torch._functorch._aot_autograd.graph_compile")  # what was not imported traces nothing
+    context = getattr(module, "_get_saved_tensor_hook_context", None)
+    return None if context is None else context()
 
 
 def weak_storage(storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
@@ -134,11 +267,33 @@ def top_pack_hook() -> object | None:
     return None if hooks is None else hooks[0]
 
 
+def library(namespace: str, kind: str = "DEF") -> Any:
+    """Defines operators: those of a ``namespace``, or as a ``"FRAGMENT"`` more of one that is defined elsewhere."""
+    return torch.library.Library(namespace, kind)  # type: ignore[no-untyped-call]  # torch declares no types for it
+
+
 def is_fake(kind: type) -> bool:
     """Whether tensors of this type have no bytes, though their device looks real."""
     module = sys.modules.get("torch._subclasses.fake_tensor")  # never imported: there are none
     fake = getattr(module, "FakeTensor", None)
     return fake is not None and issubclass(kind, fake)
+
+
+def is_plain_fake(value: Tensor) -> bool:
+    """Whether ``value`` is what tracers put in the place of a plain tensor."""
+    return type(value) is Tensor or is_fake(type(value))
+
+
+def share_calling_convention(graph: Graph, other: Graph) -> None:
+    """Has ``graph`` take its inputs and give its outputs as ``other`` does: flat, or nested."""
+    codegen = getattr(other, "_codegen", None)
+    if codegen is not None:
+        graph.set_codegen(copy.copy(codegen))
+
+
+def fake_mode_of(value: Tensor) -> AbstractContextManager[object]:
+    """Makes fake tensors of the kind that ``value`` is."""
+    return getattr(value, "fake_mode", None) or nullcontext()
 
 
 def finish_collective(tensor: Tensor) -> None:
@@ -167,3 +322,73 @@ def _require_storage_identity() -> None:
 
 
 _require_storage_identity()
+
+
+#: Where the names of the compiler are. Importing it takes a second, so nobody does before something is compiled.
+_OF_THE_COMPILER = {
+    "CustomGraphPass": "torch._inductor.custom_graph_pass",
+    "CustomInferenceAwareGraphPass": "torch._inductor.custom_graph_pass",
+    "CustomPartitionerFn": "torch._inductor.custom_graph_pass",
+    "OrderedSet": "torch.utils._ordered_set",
+    "V": "torch._inductor.virtualized",
+    "channels_last_strides": "torch._prims_common",
+    "compile_fx": "torch._inductor.compile_fx",
+    "inductor_config": "torch._inductor.config",
+    "inductor_ir": "torch._inductor.ir",
+    "make_fallback": "torch._inductor.lowering",
+    "min_cut_rematerialization_partition": "torch._functorch.partitioners",
+    "preserve_node_ordering": "torch._inductor.fx_passes.control_dependencies",
+}
+#: What torch calls some of them.
+_OTHER_NAMES = {"channels_last_strides": "make_channels_last_strides_for"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name of the compiler when it is first asked for."""
+    module = _OF_THE_COMPILER.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: Any = importlib.import_module(module)
+    if name == "CustomInferenceAwareGraphPass" and not hasattr(value, name):
+        value = type(name, (value.CustomGraphPass,), {})  # a kind that nobody else's pass is of
+    elif not name.startswith("inductor_"):  # those are modules
+        value = getattr(value, _OTHER_NAMES.get(name, name))
+    globals()[name] = value
+    return value
+
+
+def configure_inductor(name: str, value: object) -> None:
+    """Sets an option of Inductor for all threads: autograd compiles backward graphs on threads of its own.
+
+    2.11 has one value for the process; later ones have one for each context, and a default that new threads begin with.
+    """
+    config = importlib.import_module("torch._inductor.config")
+    setattr(config, name, value)
+    entry: Any = getattr(config, "_config", {}).get(name)
+    if isinstance(getattr(entry, "user_override", None), ContextVar):
+        entry.default = value
+
+
+def inductor_options() -> frozenset[str]:
+    """The names of all options that Inductor has."""
+    return frozenset(importlib.import_module("torch._inductor.config").get_config_copy())
+
+
+def compiler_asks_hooks() -> bool:
+    """Whether AOTAutograd puts saved-tensor hooks into its graphs and tells them what they are asked about."""
+    try:
+        module = importlib.import_module("torch._functorch._aot_autograd.graph_compile")
+    except ImportError:
+        return False
+    return hasattr(module, "_get_saved_tensor_hook_context")
+
+
+def has_compiled() -> bool:
+    """Whether anything in this process has been compiled: autograd then has nodes of which no saved tensor is seen."""
+    module = sys.modules.get("torch._dynamo.utils")
+    return module is not None and module.counters["stats"]["unique_graphs"] > 0
+
+
+def compiler_is_loaded() -> bool:
+    """Whether anything in this process may have been compiled."""
+    return "torch._dynamo" in sys.modules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -158,6 +159,17 @@ class OffloadConfig:
                 fields[field] = _from_text(field, text)
         return cls.from_fields(fields)
 
+    def to_text(self) -> str:
+        """The fields that are not at their defaults, as one line that ``from_text`` reads: equal for equal configs."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        given = {name: value for name, value in fields.items() if value != getattr(_DEFAULTS, name)}
+        return json.dumps(given, default=os.fspath, sort_keys=True) if given else ""
+
+    @classmethod
+    def from_text(cls, text: str) -> OffloadConfig:
+        """The config that ``to_text`` wrote."""
+        return cls(**json.loads(text)) if text else cls()
+
     # What the rest of the library reads: the same values, in one type each.
 
     @property
@@ -212,3 +224,6 @@ def _from_text(field: str, text: str) -> object:
     if field in ("verify", "pin_memory") and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
     return text
+
+
+_DEFAULTS = OffloadConfig()

@@ -1,23 +1,47 @@
-"""What a user says about tensors: regions in which nothing moves, and marks on single storages."""
+"""What a user says about tensors: regions in which nothing moves, and marks on single storages.
+
+[Note: traced marks]
+What a compiler traces has no bytes, but it has storages, and the values of a graph that share memory share one. So a
+mark in compiled code is an operator that does its work while it is traced: it marks the storage that stands for the
+tensor, where whoever chooses what moves in that graph will look. When the graph runs it does nothing. A region is an
+annotation, which tracers write on every node that is made inside, and on its backward.
+
+Compilers that keep what they made on disk find it by the operators of a graph, and not by annotations. So an operator
+stands where a region begins, and one where it ends. They fall apart into nothing when the graph is traced further.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import ContextDecorator
+from collections.abc import Iterator
+from contextlib import ContextDecorator, contextmanager
 from enum import Enum
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx.traceback import annotate
+from torch.library import register_fake
 
-from eager_offload._torch import is_wrapper, weak_storage
+from eager_offload._torch import is_wrapper, keep_side_effects, library, weak_storage
 from eager_offload.errors import OffloadError
 from eager_offload.selection import plain_tensors
 from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = ["Mark", "clear_mark", "in_no_offload_region", "keep", "mark_of", "no_offload", "prefer_offload"]
+__all__ = [
+    "REGION_NOTE",
+    "Mark",
+    "Region",
+    "clear_mark",
+    "in_no_offload_region",
+    "keep",
+    "mark_of",
+    "mark_operator",
+    "no_offload",
+    "prefer_offload",
+]
 
 T = TypeVar("T", bound=Tensor)
 
@@ -40,18 +64,22 @@ class _Region(threading.local):
     depth = 0
 
 
+#: Under this name nodes of a graph tell, in ``meta["custom"]``, that they were traced inside of a region.
+REGION_NOTE = "eager_offload_keeps"
+
 _region = _Region()
 _marks: dict[int, _Marked] = {}
 _marks_lock = ForkSafeLock()
 
 
-class no_offload(ContextDecorator):
-    """Nothing that is saved inside moves; it is counted as kept with the reason ``region``.
-
-    A context manager and a decorator, like ``torch.no_grad``; for the thread that enters it; may be nested.
-    """
+class Region(ContextDecorator):
+    """What :func:`no_offload` gives to eager code."""
 
     def __enter__(self) -> None:
+        if torch.compiler.is_compiling():
+            raise OffloadError(
+                "a region of compiled code has to be made there: write `with eager_offload.no_offload():`"
+            )
         _region.depth += 1
 
     def __exit__(
@@ -59,16 +87,35 @@ class no_offload(ContextDecorator):
     ) -> None:
         _region.depth -= 1
 
+    def _recreate_cm(self) -> Region:
+        # For each call of a decorated function, which may be one that is being compiled.
+        return no_offload()
+
+
+def no_offload() -> Region:
+    """Nothing that is saved inside moves; it is counted as kept with the reason ``region``.
+
+    A context manager and a decorator, like ``torch.no_grad``; for the thread that enters it; may be nested. Inside of
+    compiled code too, where it breaks no graph.
+
+        with eager_offload.no_offload():
+            x = block(x)
+    """
+    if torch.compiler.is_compiling():
+        return _traced_region()  # type: ignore[return-value]  # no decorator while it is traced
+    return Region()
+
 
 def in_no_offload_region() -> bool:
-    """Whether the calling thread is inside :class:`no_offload`."""
+    """Whether the calling thread is inside :func:`no_offload`."""
     return _region.depth > 0
 
 
 def keep(tensor: T) -> T:
     """Marks the storage of ``tensor`` to stay on its device, and returns ``tensor``.
 
-    In force for every view of the storage until its copy has started; a mark that comes later changes nothing.
+    In force for every view of the storage until its copy has started; a mark that comes later changes nothing. In
+    compiled code, where it breaks no graph, it is in force for all of the graph.
     A wrapper (a ``DTensor``) stands for the tensors inside it.
 
     Raises:
@@ -108,10 +155,18 @@ def any_marks() -> bool:
 
 
 def _mark(tensor: T, mark: Mark) -> T:
+    if torch.compiler.is_compiling():
+        mark_operator(tensor, mark.value)
+    else:
+        _mark_storage(tensor, mark)
+    return tensor
+
+
+def _mark_storage(tensor: Tensor, mark: Mark) -> None:
     if is_wrapper(tensor):
         for inner in plain_tensors(tensor):
-            _mark(inner, mark)
-        return tensor
+            _mark_storage(inner, mark)
+        return
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError) as error:
@@ -123,4 +178,44 @@ def _mark(tensor: T, mark: Mark) -> T:
         for key in [key for key, marked in _marks.items() if marked.storage() is None]:
             del _marks[key]
         _marks[storage._cdata] = _Marked(weak_storage(storage), mark)
-    return tensor
+
+
+# -- see [Note: traced marks] -----------------------------------------------------------------------------------------
+
+_library = library("eager_offload", "FRAGMENT")
+_library.define("mark(Tensor tensor, str mark) -> ()")
+mark_operator = torch.ops.eager_offload.mark.default
+keep_side_effects(mark_operator)
+
+
+_library.define("region(str border) -> ()")
+region_operator = torch.ops.eager_offload.region.default
+keep_side_effects(region_operator)
+
+
+@contextmanager
+def _traced_region() -> Iterator[None]:
+    region_operator("begins")
+    try:
+        with annotate({REGION_NOTE: True}):
+            yield
+    finally:
+        region_operator("ends")
+
+
+def _run_region(border: str) -> None:
+    return None
+
+
+def _run_mark(tensor: Tensor, mark: str) -> None:
+    return None
+
+
+def _trace_mark(tensor: Tensor, mark: str) -> None:
+    _mark_storage(tensor, Mark(mark))
+
+
+# What an operator of this kind does is what tracers see in its place.
+_library.impl("region", _run_region, "CompositeImplicitAutograd")
+_library.impl("mark", _run_mark, "CompositeExplicitAutograd")
+register_fake("eager_offload::mark", _trace_mark, lib=_library)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from types import TracebackType
 from typing import Any, Self
 
-from eager_offload._torch import autograd_sequence, top_pack_hook
+import torch
+
+from eager_offload import active
+from eager_offload._torch import autograd_sequence, compiler_asks_hooks, compiler_is_loaded, has_compiled, top_pack_hook
+from eager_offload.compile.hooks import hook_pair
 from eager_offload.config import OffloadConfig
-from eager_offload.eager import foreign
+from eager_offload.eager import checkpointing, foreign
 from eager_offload.eager.hooks import Hooks, Session, unpack
 from eager_offload.eager.lanes import Lanes
 from eager_offload.errors import ConfigError, OffloadError
 from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, OffloadStats
 from eager_offload.tiers.base import Tier
+from eager_offload.transfers import Transfers
 
 __all__ = ["Offload"]
 
@@ -57,22 +63,34 @@ class Offload:
         if config is not None and not isinstance(config, OffloadConfig):
             raise ConfigError(f"config={config!r} is not accepted: config takes an OffloadConfig or None")
         self.config = OffloadConfig.from_fields(fields, config)
+        #: Names the configuration in graphs.
+        self.config_text = self.config.to_text()
         self._accounts = Accounts()
         self._lanes = Lanes(self.config, self._accounts, runtime, around_tier)
         self._session = Session()
         self._contexts = _Contexts()
         self._hooks = Hooks(self.config.size("min_bytes"), self._accounts, self._lanes.of, self._session)
+        #: What the saved-tensor hooks of eager code do with a tensor.
+        self.pack = self._hooks.pack
+        # Here and not in `with`: torch makes a graph module with a cycle that holds the frames of its callers.
+        self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_text)
+        self._serves_compiled_code = False
         self._told: set[str] = set()
 
     # -- around forward -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        if not self._serves_compiled_code and compiler_is_loaded():
+            self._prepare_for_compiled_code()
+        checkpointing.install()
         context, stack = _Context(self), self._contexts.stack
         try:
+            active.entered(self)
             context.__enter__()
             stack.append(context)
         except BaseException:
             context.leave()
+            active.left(self)
             if context in stack:
                 stack.remove(context)
             raise
@@ -90,6 +108,52 @@ class Offload:
             context.__exit__(kind, error, trace)
         finally:
             context.leave()
+            active.left(self)
+
+    def compile(self, model: Callable[..., Any], **torch_compile_kwargs: Any) -> Callable[..., Any]:
+        """``torch.compile(model, **torch_compile_kwargs)``, which offloads inside of the compiled graphs.
+
+        Every call runs in a ``with`` of this object. Passes of your own in ``options`` stay in force.
+
+        Args:
+            model: a module or a function.
+            **torch_compile_kwargs: ``fullgraph``, ``dynamic``, ``mode``, ``options`` and so on.
+
+        Raises:
+            ConfigError: ``backend="eager_offload"``, which takes its configuration from its options.
+        """
+        if torch_compile_kwargs.get("backend") == "eager_offload":
+            raise ConfigError(
+                'backend="eager_offload" is not accepted here, since it has a configuration of its own: leave it out, '
+                'or call torch.compile(model, backend="eager_offload", options={...})'
+            )
+        from eager_offload.compile.inductor import install, with_passes
+
+        install()
+        if options := torch_compile_kwargs.get("options"):
+            torch_compile_kwargs["options"] = with_passes(options)
+        compiled = torch.compile(model, **torch_compile_kwargs)
+        if isinstance(compiled, torch.nn.Module):
+            compiled.forward = self._around(compiled.forward)
+            return compiled
+        return self._around(compiled)
+
+    @classmethod
+    def serving(cls, config: OffloadConfig | None = None, **fields: Any) -> Offload:
+        """The one that serves code compiled with ``backend="eager_offload"`` and these options, on this thread.
+
+        That is the innermost of an equal configuration whose ``with`` the thread is in; outside of one, the process's
+        own, which lives as long as the process does unless it is closed.
+        """
+        return active.serving(OffloadConfig.from_fields(fields, config).to_text())
+
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def around(*arguments: Any, **named: Any) -> Any:
+            with self:
+                return call(*arguments, **named)
+
+        return around
 
     # -- what it did ----------------------------------------------------------------------------------------------
 
@@ -125,6 +189,42 @@ class Offload:
             self._session = self._hooks.session = Session()
         self._lanes.close()
 
+    def transfers_of(self, device: torch.device) -> Transfers:
+        """Who carries out what compiled code asks for on ``device``.
+
+        Raises:
+            OffloadError: nothing can be moved off such a device here.
+        """
+        lane = self._lanes.of(device)
+        if lane is None:
+            raise OffloadError(
+                f"a graph was compiled to offload from {device}, which this process cannot: it offloads from the CPU "
+                "and from the accelerator that torch.accelerator.current_accelerator() names"
+            )
+        return lane.transfers
+
+    def _prepare_for_compiled_code(self) -> None:
+        """Has compilers put transfers into their graphs, or says that they cannot."""
+        self._serves_compiled_code = True
+        try:
+            from eager_offload.compile.inductor import install
+
+            install()
+            asks = compiler_asks_hooks()
+        except (ImportError, AttributeError):  # names of torch that are private, and gone
+            asks = False
+        if not asks:
+            # Any other hooks: AOTAutograd leaves these to autograd, which calls them for what a graph saves.
+            self._hook_pair = self.pack, unpack
+            with self._accounts.lock:
+                self._accounts.tally.demote("uncompiled")
+            self._tell_once(
+                "uncompiled",
+                f"torch {torch.__version__} does not let saved-tensor hooks into compiled graphs as this version of "
+                "eager_offload knows it: what a graph saves leaves when all of the graph has run. Gradients are the "
+                "same; peak memory is not. Upgrade eager_offload, or use a torch that its README lists",
+            )
+
     def _saw_foreign_hooks(self) -> None:
         with self._accounts.lock:
             self._accounts.tally.foreign_hooks += 1
@@ -150,8 +250,11 @@ class _Context:
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
-        self._hooks = foreign.ours(offload._hooks.pack, unpack)
+        self._hooks = foreign.ours(*offload._hook_pair)
         self._watch = foreign.watch(offload._saw_foreign_hooks)  # not a method of this: a cycle for each `with`
+        #: Whether its hooks have to be put on: an equal configuration has the same ones, and they may be there already.
+        #: So they are on top at most once, and whoever finds them there can tell whose they are.
+        self._pushes = False
         self._session = offload._hooks.session
         self._nodes_before = 0
         self._packed_before = 0
@@ -163,8 +266,10 @@ class _Context:
             offload._lanes.trim()
         self._packed_before = session.packed
         self._nodes_before = autograd_sequence()
+        self._pushes = top_pack_hook() is not self._hooks.pack_hook
         try:
-            self._hooks.__enter__()
+            if self._pushes:
+                self._hooks.__enter__()
         except RuntimeError as error:
             raise _explained(error) from error
         self._watch.__enter__()
@@ -174,14 +279,15 @@ class _Context:
     ) -> None:
         offload = self._offload
         self._watch.__exit__()
-        self._hooks.__exit__(kind, error, trace)  # whatever others have left above them
+        if self._pushes:
+            self._hooks.__exit__(kind, error, trace)  # whatever others have left above them
         session = offload._hooks.session
         with offload._accounts.lock:
             if kind is None:  # else a full window would make whoever interrupts wait; the next pack sees to the rest
                 for lane, line in session.lines.items():
                     lane.flush(line)
             seen = session is not self._session or session.packed != self._packed_before  # another: closed meanwhile
-            if kind is None and not seen and autograd_sequence() > self._nodes_before:
+            if kind is None and not seen and autograd_sequence() > self._nodes_before and not has_compiled():
                 offload._accounts.tally.empty_forwards += 1
                 offload._tell_once(
                     "empty",
@@ -195,7 +301,7 @@ class _Context:
     def leave(self) -> None:
         """Takes the hooks away if an interrupt came before that was done."""
         self._watch.__exit__()
-        if top_pack_hook() is self._hooks.pack_hook:
+        if self._pushes and top_pack_hook() is self._hooks.pack_hook:
             self._hooks.__exit__(None, None, None)
 
 

@@ -71,6 +71,8 @@ class OffloadStats:
     """What could not be done as planned, and how often: ``host_to_disk``, ``budget``, ``write_failed``."""
     foreign_hooks: int = 0
     """Other saved-tensor hooks that were entered inside this context and hide what is saved there."""
+    compiled_regions: int = 0
+    """Forward graphs of compiled code that were run and moved something."""
     empty_forwards: int = 0
     """Contexts in which autograd recorded operators but not one saved tensor could be seen."""
 
@@ -117,6 +119,7 @@ class Tally:
         self.disk_bytes_peak = 0
         self.demotions: dict[str, int] = {}
         self.foreign_hooks = 0
+        self.compiled_regions = 0
         self.empty_forwards = 0
 
     def kept(self, reason: KeepReason, nbytes: int) -> None:

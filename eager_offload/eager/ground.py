@@ -23,7 +23,7 @@ from torch import Tensor
 from eager_offload.runtime.base import Event, Runtime, Stream
 from eager_offload.runtime.registry import Registry
 from eager_offload.stats import Accounts
-from eager_offload.tiers.base import Fence, Slot
+from eager_offload.tiers.base import Fence, Slot, Tier
 
 if TYPE_CHECKING:
     from eager_offload.eager.handles import SavedStorage
@@ -97,6 +97,24 @@ class Ground:
             runtime.leave_behind(event, keepalive)
             raise
         transfer.event, transfer.ticket = event, ticket
+
+    def reserve(self, tiers: Sequence[Tier], nbytes: int, *, else_: str | None = None) -> Slot | None:
+        """Room in the first of ``tiers`` that has it; ``None``, and counted, where none has.
+
+        Args:
+            else_: what becomes of the bytes then, for the one who is told; ``None``: they stay where they are.
+        """
+        tally, first = self.accounts.tally, tiers[0]
+        for tier in tiers:
+            slot = tier.reserve(nbytes)
+            if slot is not None:
+                if tier is not first and tally.demote(f"{first.name}_to_{tier.name}"):
+                    self.tell(f"the {first.name} tier is full: saved tensors go to the {tier.name} tier as well")
+                return slot
+        if tally.demote("budget"):
+            names = " and ".join(tier.name for tier in tiers)
+            self.tell(f"no room for {nbytes} bytes in the {names} tier: {else_ or f'they stay on {self.device}'}")
+        return None
 
     def tell(self, message: str) -> None:
         """A warning to the user, who is told each thing once."""

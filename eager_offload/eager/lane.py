@@ -31,6 +31,7 @@ from eager_offload.schedule import DelayLine
 from eager_offload.selection import footprint, root_of
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.base import Tier
+from eager_offload.transfers import Transfers
 
 __all__ = ["Census", "Lane"]
 
@@ -69,6 +70,8 @@ class Lane:
         self._offloading = Offloading(self._ground, tiers, config.size("max_inflight_bytes"))
         self._reloading = Reloading(self._ground, self._offloading, config.size("prefetch_bytes"))
         self._order = self._reloading.order
+        #: What compiled code asks for.
+        self.transfers = Transfers(self._ground, tiers)
         self._delay_bytes = config.delay_bytes
         self._learns_what_stays = config.keep_last_bytes == "auto"
         self._keys = itertools.count(1)
@@ -298,6 +301,7 @@ class Lane:
                 del graveyard[0]  # last: see [Note: interrupts] in ground.py
             self._offloading.settle()
             self._reloading.settle()
+            self.transfers.settle()
 
     def synchronize(self) -> None:
         """Waits until nothing is on its way, but for reloads that are still expected to be asked for."""
@@ -305,6 +309,7 @@ class Lane:
             self.settle()
             self._offloading.synchronize()
             self._reloading.synchronize()
+            self.transfers.synchronize()
             self.runtime.finish()
             self.settle()
 

@@ -115,7 +115,7 @@ class Offloading:
                 self.keep(saved, KeepReason.MARKED)
                 return
             marks.clear_mark(storage)
-        slot = self._reserve(moved)
+        slot = self._ground.reserve(self.tiers, moved)
         if slot is None:
             self.keep(saved, KeepReason.BUDGET)
         else:
@@ -159,21 +159,6 @@ class Offloading:
         self._ground.copy(
             slot, source, slot, out, (ordering, *earlier), keepalive=(source, saved.aliases, slot), transfer=leaving
         )
-
-    def _reserve(self, nbytes: int) -> Slot | None:
-        """Room in the first tier that has it."""
-        ground, tally = self._ground, self._ground.accounts.tally
-        first = self.tiers[0]
-        for tier in self.tiers:
-            slot = tier.reserve(nbytes)
-            if slot is not None:
-                if tier is not first and tally.demote(f"{first.name}_to_{tier.name}"):
-                    ground.tell(f"the {first.name} tier is full: saved tensors go to the {tier.name} tier as well")
-                return slot
-        if tally.demote("budget"):
-            names = " and ".join(tier.name for tier in self.tiers)
-            ground.tell(f"no room for {nbytes} bytes in the {names} tier: they stay on {ground.device}")
-        return None
 
     def _make_room(self) -> None:
         """Waits until the oldest offload has arrived.

@@ -1,0 +1,266 @@
+"""What all passes know of FX graphs: storages, aliases, order, and how a graph is copied."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Concatenate, ParamSpec
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+
+from eager_offload._torch import HigherOrderOperator, share_calling_convention, weak_storage
+
+__all__ = [
+    "copied",
+    "counted_from_the_beginning",
+    "covers_its_storage",
+    "first_use",
+    "has_static_offset",
+    "hint",
+    "is_static",
+    "mutated_storages",
+    "nbytes_of",
+    "on_a_copy",
+    "outputs_of",
+    "positions",
+    "returned_by",
+    "same_geometry",
+    "span_of",
+    "storage_of",
+    "tensor_of",
+    "written_by",
+]
+
+P = ParamSpec("P")
+
+
+def tensor_of(node: object) -> Tensor | None:
+    """The (fake) tensor that ``node`` stands for; ``None`` where it stands for anything else."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def storage_of(node: object) -> object | None:
+    """Names the storage of what ``node`` stands for: equal for values that alias. ``None`` where it has none."""
+    value = tensor_of(node)
+    if value is None or value.layout is not torch.strided:
+        return None
+    assert isinstance(node, Node)
+    storage = weak_storage(value.untyped_storage())
+    behind = _call_behind(node)
+    if behind is None:
+        return storage
+    given = _operand_behind(behind)
+    return (storage, behind.args[0]) if given is None else storage_of(given)
+
+
+def _call_behind(node: Node) -> Node | None:
+    """Which result of a call of a whole region ``node`` is, or is a view of.
+
+    Calls of one region are traced once: the tensors that stand for their results are the same ones, though what they
+    stand for is not. And each seems to be new, even if it is an argument that the region hands back.
+    """
+    current: Node | None = node
+    while current is not None and current.op == "call_function":
+        source = current.args[0] if current.args else None
+        if not isinstance(source, Node):
+            return None
+        if current.target is operator.getitem and isinstance(source.target, HigherOrderOperator):
+            return current
+        mine, theirs = tensor_of(current), tensor_of(source)
+        if mine is None or theirs is None or theirs.layout is not torch.strided:
+            return None
+        if weak_storage(mine.untyped_storage()) != weak_storage(theirs.untyped_storage()):
+            return None
+        current = source
+    return None
+
+
+def _operand_behind(result: Node) -> Node | None:
+    """The argument of a call of a region that ``result`` is, or a view of it."""
+    call, index = result.args
+    assert isinstance(call, Node)
+    region = call.args[0] if call.args else None
+    graph = _region_of(region) if isinstance(region, Node) else None
+    if graph is None or not isinstance(index, int):
+        return None
+    name = storage_of(outputs_of(graph)[index])
+    operands = [one for one in call.args[1:] if not isinstance(one, str)]
+    inputs = graph.find_nodes(op="placeholder")
+    if name is None or len(operands) != len(inputs):
+        return None
+    given = (operand for operand, one in zip(operands, inputs, strict=True) if storage_of(one) == name)
+    found = next(given, None)
+    return found if isinstance(found, Node) else None
+
+
+def hint(number: int | SymInt) -> int:
+    """A number, or the one that was seen when the graph was traced. Asking a symbol itself would make it a constant."""
+    if isinstance(number, int):
+        return number
+    return int(number.node.hint or 0) if number.node.has_hint() else 0
+
+
+def nbytes_of(value: Tensor) -> int:
+    """The bytes of the storage of ``value``, as far as is known while nothing runs."""
+    return hint(value.untyped_storage().nbytes())
+
+
+def span_of(value: Tensor) -> int:
+    """The bytes from the first to the last element of ``value``, as far as is known while nothing runs."""
+    if hint(value.numel()) == 0:
+        return 0
+    pairs = zip(value.size(), value.stride(), strict=True)
+    return (1 + sum((hint(size) - 1) * hint(stride) for size, stride in pairs)) * value.itemsize
+
+
+def has_static_offset(value: Tensor) -> bool:
+    """Whether ``value`` begins at the same element of its storage whatever the inputs are."""
+    return isinstance(value.storage_offset(), int)
+
+
+def is_static(value: Tensor) -> bool:
+    """Whether sizes, strides and offset of ``value`` are the same whatever the inputs are."""
+    numbers: tuple[object, ...] = (*value.size(), *value.stride(), value.storage_offset())
+    return not any(isinstance(number, SymInt) for number in numbers)
+
+
+def same_geometry(one: Tensor, other: Tensor) -> bool:
+    """Whether both have the same sizes, strides and offset whatever the inputs are."""
+    if one.dim() != other.dim():
+        return False
+    pairs = zip(
+        (*one.size(), *one.stride(), one.storage_offset()),
+        (*other.size(), *other.stride(), other.storage_offset()),
+        strict=True,
+    )
+    return all(statically_known_true(ours == theirs) for ours, theirs in pairs)
+
+
+def covers_its_storage(value: Tensor) -> bool:
+    """Whether ``value`` holds its storage from end to end, without gaps, whatever the inputs are."""
+    if not statically_known_true(value.storage_offset() == 0):
+        return False
+    expected: int | SymInt = 1
+    for size, stride in sorted(zip(value.size(), value.stride(), strict=True), key=lambda pair: hint(pair[1])):
+        if statically_known_true(size == 1):
+            continue
+        if not statically_known_true(stride == expected):
+            return False
+        expected = size * stride
+    return statically_known_true(expected * value.itemsize == value.untyped_storage().nbytes())
+
+
+def outputs_of(graph: Graph) -> list[object]:
+    """What a graph returns, flat."""
+    outputs = graph.output_node().args[0]
+    return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+
+
+def returned_by(graph: Graph) -> list[Node]:
+    """What a graph returns, however it is nested."""
+    return graph.output_node().all_input_nodes
+
+
+def mutated_storages(graph: Graph) -> set[object]:
+    """Names the storages that operators of ``graph`` write to."""
+    return {key for node in graph.nodes for key in written_by(node)}
+
+
+def written_by(node: Node) -> list[object]:
+    """Names the storages that ``node`` writes to."""
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    if schema is None or not schema.is_mutable:
+        return []
+    found: list[object] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            written = given if isinstance(given, list | tuple) else (given,)
+            found += [key for one in written if (key := storage_of(one)) is not None]
+    return found
+
+
+def counted_from_the_beginning(nodes: Iterable[Node]) -> set[Node]:
+    """What some of ``nodes`` read by its place in its storage, with all that it is a view of.
+
+    b = slice(a)
+    c = as_strided(b, size, stride, 60)       a, b: the 60th element of their storage, wherever b begins
+    """
+    found: set[Node] = set()
+    left = [given for node in nodes if _counts_from_the_beginning(node) for given in node.all_input_nodes]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += [given for given in node.all_input_nodes if _may_be_a_view_of(node, given)]
+    return found
+
+
+def _counts_from_the_beginning(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, HigherOrderOperator):
+        regions = (_region_of(given) for given in node.all_input_nodes)
+        return any(_counts_from_the_beginning(one) for region in regions if region is not None for one in region.nodes)
+    schema = getattr(node.target, "_schema", None)
+    _, _, name = schema.name.partition("::") if schema is not None else ("", "", "")
+    return name.startswith("as_strided") or name.endswith("storage_offset")
+
+
+def _may_be_a_view_of(node: Node, given: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    schema = getattr(node.target, "_schema", None)
+    if node.target is operator.getitem or (schema and any(one.alias_info is not None for one in schema.returns)):
+        return True
+    key = storage_of(node)
+    return key is not None and key == storage_of(given)
+
+
+def _region_of(node: Node) -> Graph | None:
+    """The graph of a region that is called by the name ``node``."""
+    if node.op != "get_attr":
+        return None
+    found = getattr(getattr(node.graph.owning_module, str(node.target), None), "graph", None)
+    return found if isinstance(found, Graph) else None
+
+
+def positions(graph: Graph) -> dict[Node, int]:
+    """Where each node stands."""
+    return {node: position for position, node in enumerate(graph.nodes)}
+
+
+def first_use(node: Node, order: dict[Node, int]) -> Node | None:
+    """The first node that uses ``node``."""
+    return min(node.users, key=order.__getitem__, default=None)
+
+
+def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """A copy of ``graph``, and which node of it each node became."""
+    copy, became = Graph(graph.owning_module), dict[Node, Node]()
+    share_calling_convention(copy, graph)
+    for node in graph.nodes:
+        # Not `node_copy`: a node that is made with its arguments has them searched, which takes longer than all else.
+        one = copy.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+        one.args, one.kwargs = map_arg(node.args, became.__getitem__), map_arg(node.kwargs, became.__getitem__)
+        one.meta = dict(node.meta)
+        became[node] = one
+    return copy, became
+
+
+def on_a_copy(change: Callable[Concatenate[Graph, P], None]) -> Callable[Concatenate[Graph, P], Graph]:
+    """A pass that changes a graph as one that returns another graph and leaves its own as it was."""
+
+    def run(graph: Graph, /, *arguments: P.args, **named: P.kwargs) -> Graph:
+        copy, _ = copied(graph)
+        change(copy, *arguments, **named)
+        copy.lint()
+        return copy
+
+    run.__doc__, run.__name__ = change.__doc__, change.__name__.removesuffix("_in_place")
+    return run

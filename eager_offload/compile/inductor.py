@@ -1,0 +1,149 @@
+"""How the passes get into what Inductor compiles. Importing this imports Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from torch.fx import Graph, GraphModule
+
+from eager_offload import ops
+from eager_offload._torch import (
+    CustomGraphPass,
+    CustomInferenceAwareGraphPass,
+    CustomPartitionerFn,
+    configure_inductor,
+    inductor_config,
+    min_cut_rematerialization_partition,
+)
+from eager_offload.active import configuration_on_top
+from eager_offload.compile.cost import bandwidth_of, rates_of, roofline
+from eager_offload.compile.insert import PLANNED, insert_asynchronous_in_place, insert_into_pair
+from eager_offload.compile.log import log_choice
+from eager_offload.compile.lowering import install_lowerings
+from eager_offload.compile.order import pin_in_place, prefetch_in_place, sink_waits_in_place
+from eager_offload.compile.revision import revision
+from eager_offload.compile.select import choose
+from eager_offload.compile.tracing import NOTHING, same_names
+from eager_offload.config import OffloadConfig
+from eager_offload.runtime.base import Direction
+
+__all__ = ["OrderTransfers", "Partitioner", "install", "with_passes"]
+
+
+class Partitioner(CustomPartitionerFn):
+    """Splits a joint graph into forward and backward; for a ``with offload`` it moves what is saved between the two.
+
+    Args:
+        inner: what splits, if it is not Inductor itself. Of a partitioner of this kind, what splits for that one.
+        text: the configuration, if it is not that of the ``with`` that the compiling thread is in.
+    """
+
+    inner: CustomPartitionerFn | None
+
+    def __init__(self, inner: CustomPartitionerFn | None = None, text: str | None = None) -> None:
+        self.inner = inner.inner if isinstance(inner, Partitioner) else inner
+        self.text = text
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        split = self.inner or min_cut_rematerialization_partition
+        forward, backward = split(gm, joint_inputs, **kwargs)
+        num_outputs: int = kwargs["num_fwd_outputs"]
+        text = configuration_on_top() if self.text is None else self.text
+        if text is not None and joint_inputs:  # a region that others call has none: what it saves, they save
+            config = OffloadConfig.from_text(text)
+            install_lowerings()
+            same_names(forward.graph, backward.graph)
+            choice = choose(forward.graph, backward.graph, num_outputs, config)
+            log_choice(choice)
+            insert_into_pair(forward.graph, backward.graph, num_outputs, choice, config)
+            forward.meta[PLANNED] = NOTHING
+            forward.recompile()
+            backward.recompile()
+        return forward, backward
+
+    def uuid(self) -> object:
+        theirs = None
+        if self.inner is not None:
+            theirs = self.inner.uuid()
+            # One without an identity has to be asked anew each time. The compiler takes None for an identity like
+            # any other, so there is another one at each look into what it keeps.
+            theirs = uuid4().hex if theirs is None else theirs
+        return revision(), self.text, theirs
+
+
+class OrderTransfers(CustomInferenceAwareGraphPass):
+    """Takes the waiting out of transfers and puts them where they cost least. Their nodes say all that it has to know.
+
+    Args:
+        inner: the pass, or passes, of whoever came before; run first. Of one of this kind, those that it runs first.
+    """
+
+    inner: Any
+
+    def __init__(self, inner: Any = None) -> None:
+        self.inner = inner.inner if isinstance(inner, OrderTransfers) else inner
+
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        for one in self._inner_passes():
+            if isinstance(one, CustomInferenceAwareGraphPass):
+                one(graph, is_inference)
+            else:
+                one(graph)
+        if any(node.target in (ops.offload, ops.reload) for node in graph.nodes):
+            install_lowerings()
+            insert_asynchronous_in_place(graph)
+            self._place(graph)
+            pin_in_place(graph)
+            graph.lint()
+
+    def uuid(self) -> object:
+        # A pass without an identity has the compiler keep nothing, and one around it must not hide that.
+        theirs = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._inner_passes()]
+        return None if None in theirs else (revision(), *theirs)
+
+    def _place(self, graph: Graph) -> None:
+        reloads = graph.find_nodes(op="call_function", target=ops.reload)
+        offloads = graph.find_nodes(op="call_function", target=ops.offload)
+        text = [*offloads, *reloads][0].kwargs.get("config", "")
+        config = OffloadConfig.from_text(text)
+        if reloads:
+            device = reloads[0].args[1]
+            bandwidth = bandwidth_of(device, Direction.IN, text)
+            prefetch_in_place(graph, config.size("prefetch_bytes"), bandwidth, roofline(rates_of(device)))
+        sink_waits_in_place(graph, config.size("max_inflight_bytes"))
+
+    def _inner_passes(self) -> list[Any]:
+        if self.inner is None:
+            return []
+        several = list(self.inner) if isinstance(self.inner, list | tuple) else [self.inner]
+        return [each for one in several for each in (one._inner_passes() if isinstance(one, OrderTransfers) else [one])]
+
+
+def install() -> None:
+    """Has Inductor run the passes from now on. Where nothing is to be offloaded they change nothing."""
+    present = inductor_config.post_grad_custom_post_pass
+    if not isinstance(present, OrderTransfers):
+        configure_inductor("post_grad_custom_post_pass", OrderTransfers(present))
+    splits = inductor_config.custom_partitioner_fn
+    if not isinstance(splits, Partitioner):
+        configure_inductor("custom_partitioner_fn", Partitioner(splits))
+
+
+def with_passes(options: Mapping[str, Any], text: str | None = None) -> dict[str, Any]:
+    """``options`` of Inductor with the passes around those that they name, or that are configured for everyone now.
+
+    Args:
+        text: the configuration to offload with; without it, that of the ``with`` that the compiling thread is in.
+    """
+    given = {name.replace("-", "_"): value for name, value in options.items()}  # Inductor takes either
+    order = given.get("post_grad_custom_post_pass", inductor_config.post_grad_custom_post_pass)
+    split = given.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
+    return {
+        **given,
+        "post_grad_custom_post_pass": OrderTransfers(order),
+        "custom_partitioner_fn": Partitioner(split, text),
+    }

@@ -1,0 +1,274 @@
+"""Transfers in a graph: first the simplest correct form, then one that does not wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import Argument
+
+from eager_offload import ops
+from eager_offload._torch import fake_mode_of
+from eager_offload.compile.graphs import (
+    copied,
+    first_use,
+    hint,
+    is_static,
+    on_a_copy,
+    outputs_of,
+    positions,
+    same_geometry,
+)
+from eager_offload.compile.select import Choice, Group
+from eager_offload.config import OffloadConfig
+from eager_offload.geometry import spread
+from eager_offload.marks import mark_operator
+
+__all__ = [
+    "Pair",
+    "insert_asynchronous",
+    "insert_asynchronous_in_place",
+    "insert_into_pair",
+    "insert_synchronous",
+]
+
+#: Marks what a pass of ours has put into a graph and may leave it: the host tensors.
+HOST = "eager_offload_host"
+#: In the ``meta`` of a host tensor: whether there are views of it, told by the strides that the graph says.
+EXACT = "eager_offload_exact"
+#: In the ``meta`` of a forward's module: the names of what the hooks move, after all of it has been looked at once.
+PLANNED = "eager_offload_planned"
+_COPIED_META = ("saved_tensor_with_no_vc_check",)
+_aten = torch.ops.aten
+
+
+class Pair(NamedTuple):
+    """A graph that was split."""
+
+    forward: Graph
+    backward: Graph
+
+
+def insert_synchronous(
+    forward: Graph, backward: Graph, num_outputs: int, choice: Choice, config: OffloadConfig
+) -> Pair:
+    """Moves what was chosen, in one operation each way: right in any order, and every one of them waits.
+
+        forward                                   backward
+        x = mm(...)                               def backward(x, tangent):
+        return out, x                                 return mm(x, tangent)
+
+        x = mm(...)                               def backward(host, tangent):
+        host = offload(x)                             x = reload(host)
+        return out, host                              return mm(x, tangent)
+
+    Values that share a storage go as one, once; backward makes them anew over what came back. Where their sizes are
+    known only when the graph runs, a view of the host tensor tells them: it has the geometry and takes no memory.
+
+        a, b = split(x)                           def backward(host, like_b):
+        return out, a, b                              x = reload(host)
+                                                      b = as_strided(x, sym_size(like_b), ...)
+        host = offload(x)
+        like_b = as_strided(host, sym_size(b), ...)
+
+    Both graphs are left as they were.
+
+    Args:
+        forward: its outputs are ``num_outputs`` of the user's, then what is saved.
+        backward: takes what is saved under the names of the forward's nodes.
+        num_outputs: how many of the forward's outputs are the user's.
+        choice: of :func:`~eager_offload.compile.choose`, about these two graphs.
+        config: whoever is active with this configuration when the graphs run does the work.
+    """
+    ours, became = copied(forward)
+    theirs, _ = copied(backward)
+    insert_into_pair(ours, theirs, num_outputs, on_nodes(choice, became.__getitem__), config)
+    return Pair(ours, theirs)
+
+
+def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: Choice, config: OffloadConfig) -> None:
+    """:func:`insert_synchronous`, but both graphs are changed in place."""
+    output = forward.output_node()
+    outputs = outputs_of(forward)
+    inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
+    begin = next((node for node in backward.nodes if node.op != "placeholder"), None)
+    assert begin is not None
+    became: dict[Node, list[Node]] = {}
+    text = config.to_text()
+    for number, group in enumerate(choice.groups):
+        host = insert_offload(forward, group, text, None if number else region_of(choice))
+        became.update((member, []) for member in group.members)
+        first = group.members[0]
+        became[first].append(host)
+        arrived = _input_for(backward, host, inputs[first.name])
+        with backward.inserting_before(begin):
+            reload = insert_reload(backward, group, arrived, text)
+        for member in group.members:
+            geometry, value = None, cast(Tensor, member.meta["val"])
+            if not same_geometry(value, group.base.meta["val"]):
+                if not is_static(value):
+                    like = _like_on_host(forward, host, group, member, output)
+                    became[member].append(like)
+                    arrived = _input_for(backward, like, inputs[member.name])
+                    with backward.inserting_before(begin):
+                        geometry = geometry_of(backward, arrived, value)
+                else:
+                    geometry = geometry_of(backward, None, value)
+            with backward.inserting_before(begin):
+                again = reload if geometry is None else view_over(backward, reload, group, value, geometry)
+            inputs[member.name].replace_all_uses_with(again)
+    for member in became:
+        backward.erase_node(inputs[member.name])
+    saved: list[object] = []
+    for node in outputs[num_outputs:]:
+        saved += became.get(node, [node]) if isinstance(node, Node) else [node]
+    output.args = (cast(Argument, (*outputs[:num_outputs], *saved)),)
+    for node in forward.find_nodes(op="call_function", target=mark_operator):
+        forward.erase_node(node)  # what it asked for is decided
+    forward.lint()
+    backward.lint()
+
+
+def insert_asynchronous_in_place(graph: Graph) -> None:
+    """Takes the waiting out of each transfer and puts it where it is needed: behind an offload, before a first use.
+
+    host = offload(x)                         host = offload(x, wait=False)
+                                              wait_tensor(host, x)
+
+    y = reload(host)                          y = reload(host, wait=False)
+    ...                                       ...
+    z = mm(y, t)                              wait_tensor(y, host)
+                                              z = mm(y, t)
+
+    The source goes along as the keepalive: until then its memory belongs to nobody else.
+    """
+    order = positions(graph)
+    for node in list(graph.nodes):
+        if node.target not in (ops.offload, ops.reload) or not node.kwargs.get("wait", True):
+            continue
+        node.kwargs = {**node.kwargs, "wait": False}
+        user = first_use(node, order) if node.target is ops.reload else None
+        with graph.inserting_after(node) if user is None else graph.inserting_before(user):
+            wait = graph.call_function(ops.wait_tensor, (node, node.args[0]))
+        wait.meta["val"] = None
+
+
+insert_asynchronous = on_a_copy(insert_asynchronous_in_place)
+
+
+# -- pieces of both ---------------------------------------------------------------------------------------------------
+
+
+class Geometry(NamedTuple):
+    """Sizes and strides as arguments of a node: numbers, and nodes for those that are known only at run time."""
+
+    sizes: Sequence[int | Node]
+    strides: Sequence[int | Node]
+
+
+def insert_offload(graph: Graph, group: Group, text: str, region: str | None) -> Node:
+    """The host tensor of ``group``, right behind what it is made of."""
+    base = group.base
+    value: Tensor = base.meta["val"]
+    arguments: dict[str, Argument] = {"config": text}
+    if region is not None:
+        arguments["region"] = region  # what stays is told once for each graph
+    with graph.inserting_before(base.next):
+        if group.gathered:
+            base = graph.call_function(_aten.clone.default, (base,), {"memory_format": torch.contiguous_format})
+            with fake_mode_of(value):
+                value = torch.empty(value.size(), dtype=value.dtype, device=value.device)
+            base.meta["val"] = value
+        host = graph.create_node("call_function", ops.offload, (base,), arguments, f"{group.base.name}_on_host")
+    host.meta = _host_meta(value, group.members[0])
+    host.meta[EXACT] = group.counted or group.members != (group.base,)
+    return host
+
+
+def insert_reload(graph: Graph, group: Group, host: Node, text: str) -> Node:
+    """What travelled for ``group``, on its device again, at the present insertion point."""
+    value: Tensor = group.base.meta["val"]
+    reload = graph.call_function(ops.reload, (host, value.device), {"config": text})
+    reload.meta = {"val": value}
+    if not group.gathered:
+        return reload
+    with fake_mode_of(value):
+        reload.meta["val"] = torch.empty(value.size(), dtype=value.dtype, device=value.device)
+    places = graph.call_function(spread, (reload, list(value.stride()), int(value.storage_offset())))
+    places.meta = {"val": value}
+    return places
+
+
+def geometry_of(graph: Graph, node: Node | None, value: Tensor) -> Geometry:
+    """Sizes and strides of ``value``, read off ``node`` at the present insertion point where they are no numbers."""
+
+    def told(number: int | SymInt, operator: object, dim: int) -> int | Node:
+        if isinstance(number, int):
+            return number
+        assert node is not None
+        read = graph.call_function(cast(Callable[..., object], operator), (node, dim))
+        read.meta["val"] = number
+        return read
+
+    return Geometry(
+        [told(size, _aten.sym_size.int, dim) for dim, size in enumerate(value.size())],
+        [told(stride, _aten.sym_stride.int, dim) for dim, stride in enumerate(value.stride())],
+    )
+
+
+def view_over(
+    graph: Graph, whole: Node, group: Group, value: Tensor, geometry: Geometry, name: str | None = None
+) -> Node:
+    """``value`` as a view of ``whole``, which stands for all of ``group``, at the present insertion point."""
+    assert hint(group.base.meta["val"].storage_offset()) == 0  # what comes back begins its storage
+    arguments = (whole, list(geometry.sizes), list(geometry.strides), hint(value.storage_offset()))
+    view = graph.create_node(
+        "call_function", _aten.as_strided.default, cast(tuple[Argument, ...], arguments), name=name
+    )
+    view.meta = {"val": value}
+    return view
+
+
+def on_nodes(choice: Choice, became: Callable[[Node], Node]) -> Choice:
+    """``choice`` about another graph."""
+    return Choice(
+        tuple(replace(one, base=became(one.base), members=tuple(map(became, one.members))) for one in choice.groups),
+        {became(node): reason for node, reason in choice.kept.items()},
+    )
+
+
+def region_of(choice: Choice) -> str:
+    """What a graph keeps, as its first offload tells the stats: ``reason=bytes,...``."""
+    return ",".join(f"{reason.value}={nbytes}" for reason, nbytes in sorted(choice.kept_bytes().items()))
+
+
+def _like_on_host(graph: Graph, host: Node, group: Group, member: Node, output: Node) -> Node:
+    """A view of ``host`` with the geometry of ``member``. At the end: it is a use of ``host``."""
+    value: Tensor = member.meta["val"]
+    with graph.inserting_before(member.next):
+        geometry = geometry_of(graph, member, value)
+    with graph.inserting_before(output):
+        like = view_over(graph, host, group, value, geometry, f"{member.name}_like")
+    like.meta = _host_meta(value, member)
+    return like
+
+
+def _input_for(backward: Graph, saved: Node, before: Node) -> Node:
+    """The input of ``backward`` under which ``saved`` arrives."""
+    with backward.inserting_before(before):
+        arrived = backward.placeholder(saved.name)
+    assert arrived.name == saved.name  # that is how compilers find it
+    arrived.meta = dict(saved.meta)
+    return arrived
+
+
+def _host_meta(value: Tensor, member: Node) -> dict[str, object]:
+    meta: dict[str, object] = {HOST: True}
+    with fake_mode_of(value):
+        meta["val"] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
+    meta.update({name: member.meta[name] for name in _COPIED_META if name in member.meta})
+    return meta

@@ -1,0 +1,184 @@
+"""One graph of forward and backward, as ``make_fx`` and AOTAutograd's joint tracing make it.
+
+Every node before the *boundary* is forward, every node from it on is backward. Any node does as a boundary: what is
+inserted is right wherever it lies, and where it lies decides only what counts as saved.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from eager_offload.compile.graphs import (
+    copied,
+    counted_from_the_beginning,
+    is_static,
+    positions,
+    returned_by,
+    same_geometry,
+)
+from eager_offload.compile.insert import (
+    Geometry,
+    geometry_of,
+    insert_offload,
+    insert_reload,
+    on_nodes,
+    region_of,
+    view_over,
+)
+from eager_offload.compile.policies import is_in_region
+from eager_offload.compile.select import Choice, Group, Saved, choose_among
+from eager_offload.config import OffloadConfig
+from eager_offload.errors import OffloadError
+
+__all__ = ["boundary_of", "choose_joint", "insert_into_joint", "insert_synchronous_joint"]
+
+
+def boundary_of(graph: Graph, num_outputs: int | None = None) -> Node:
+    """The first node of the backward.
+
+        x = mm(a, w)                  forward
+        loss = sum(x)                 forward: the last that the first output needs
+        one = ones_like(loss)         <- the boundary
+        ...
+        return loss, grad
+
+    AOTAutograd writes on every node which of the two it belongs to, or in which order autograd recorded its operator: a
+    number that rises in forward and falls in backward. Where a graph says neither, its outputs do.
+
+    Args:
+        num_outputs: how many of the outputs, counted flat from the first, are the forward's; for graphs whose nodes do
+            not say what they are.
+
+    Raises:
+        OffloadError: the graph does not tell, or has no backward.
+    """
+    computed = [node for node in graph.nodes if node.op == "call_function"]
+    found: Node | None = None
+    if num_outputs is not None:
+        found = _behind_the_outputs(graph, num_outputs)
+    elif any("partitioner_tag" in node.meta for node in computed):
+        found = next((node for node in computed if node.meta.get("partitioner_tag") == "is_backward"), None)
+    else:
+        found = _turn(computed)
+    if found is None:
+        raise OffloadError(
+            "the graph does not tell where its backward begins: say how many of its outputs are the forward's, "
+            "boundary_of(graph, num_outputs=1), or pass the first node of the backward as the boundary"
+        )
+    return found
+
+
+def choose_joint(graph: Graph, boundary: Node, config: OffloadConfig) -> Choice:
+    """Chooses among the values that the forward of a joint graph leaves to its backward.
+
+        x = mm(a, w)                  chosen: x; a and w are inputs
+        loss = sum(x)                 kept, alive: an output
+        g = mul(loss, x)              <- the boundary
+        return loss, g
+
+    The graph is left as it was.
+
+    Args:
+        boundary: the first node of the backward, as of :func:`boundary_of`.
+        config: ``min_bytes`` and ``keep_last_bytes``.
+
+    Raises:
+        OffloadError: the graph does not tell which values share a storage.
+    """
+    order = positions(graph)
+    begin = order[boundary]
+    output = graph.output_node()
+    saved: dict[Node, Saved] = {}
+    for node, position in order.items():
+        if position >= begin:
+            break
+        users = [user for user in node.users if order[user] >= begin and user is not output]
+        if users:
+            saved[node] = Saved(node, min(order[user] for user in users), any(map(is_in_region, users)))
+    counted = counted_from_the_beginning(node for node, position in order.items() if position >= begin)
+    return choose_among(graph, saved, returned_by(graph), config, counted=counted)
+
+
+def insert_synchronous_joint(graph: Graph, boundary: Node, choice: Choice, config: OffloadConfig) -> Graph:
+    """Moves what was chosen, in one operation each way: right in any order, and every one of them waits.
+
+        x = mm(a, w)                              x = mm(a, w)
+        loss = sum(x)                             host = offload(x)
+        g = mul(t, x)                             loss = sum(x)
+        return loss, g                            again = reload(host)
+                                                  g = mul(t, again)
+                                                  return loss, g
+
+    The offload stands right behind what it moves, the reload right before the first use in backward. The graph is left
+    as it was.
+
+    Args:
+        boundary: the first node of the backward.
+        choice: of :func:`choose_joint`, about this graph.
+        config: whoever is active with this configuration when the graph runs does the work.
+    """
+    copy, became = copied(graph)
+    insert_into_joint(copy, became[boundary], on_nodes(choice, became.__getitem__), config)
+    return copy
+
+
+def insert_into_joint(graph: Graph, boundary: Node, choice: Choice, config: OffloadConfig) -> None:
+    """:func:`insert_synchronous_joint`, but the graph is changed in place."""
+    order = positions(graph)
+    begin = order[boundary]
+    text = config.to_text()
+    for number, group in enumerate(choice.groups):
+        users = {member: [user for user in member.users if order.get(user, -1) >= begin] for member in group.members}
+        geometries = {member: _geometry_before(graph, group, member) for member in group.members}
+        host = insert_offload(graph, group, text, None if number else region_of(choice))
+        first = min((user for some in users.values() for user in some), key=order.__getitem__)
+        with graph.inserting_before(first):
+            reload = insert_reload(graph, group, host, text)
+            again = {
+                member: reload if geometry is None else view_over(graph, reload, group, member.meta["val"], geometry)
+                for member, geometry in geometries.items()
+            }
+        for member, some in users.items():
+            for user in some:
+                user.replace_input_with(member, again[member])
+    graph.lint()
+
+
+def _geometry_before(graph: Graph, group: Group, member: Node) -> Geometry | None:
+    """What it takes to make ``member`` anew, in forward; ``None`` where it is all of what comes back."""
+    value = member.meta["val"]
+    if same_geometry(value, group.base.meta["val"]):
+        return None
+    with graph.inserting_before(member.next):  # its sizes need no memory, and so it may go
+        return geometry_of(graph, None if is_static(value) else member, value)
+
+
+def _behind_the_outputs(graph: Graph, num_outputs: int) -> Node | None:
+    results: list[object] = []
+    _flatten(graph.output_node().args[0], results)
+    order = positions(graph)
+    last = max((order[node] for node in results[:num_outputs] if isinstance(node, Node)), default=-1)
+    return next(
+        (node for node, position in order.items() if position > last and node.op == "call_function"),
+        None,
+    )
+
+
+def _flatten(value: object, into: list[object]) -> None:
+    if isinstance(value, list | tuple):
+        for one in value:
+            _flatten(one, into)
+    else:
+        into.append(value)
+
+
+def _turn(nodes: list[Node]) -> Node | None:
+    """The first at which the numbers that autograd gave to operators fall."""
+    largest = -1
+    for node in nodes:
+        number = node.meta.get("seq_nr")
+        if isinstance(number, int):
+            if number < largest:
+                return node
+            largest = number
+    return None

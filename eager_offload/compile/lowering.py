@@ -1,0 +1,77 @@
+"""Which tensors Inductor hands to the operations. Importing this imports Inductor.
+
+[Note: the strides of a host tensor]
+Inductor chooses the strides of what it computes, and where an operation must have others it copies. Without more, it
+would see one set of strides on the source of an offload and another on the host tensor, which leaves the graph: and
+copy the host tensor while bytes are still on their way into it. So the source gets, before it leaves, the strides that
+its host tensor is to have at the end; where that takes a copy, Inductor makes one without an offload too.
+
+[Note: the keepalive is what was read]
+If there is such a copy, it is the copy that leaves, and nobody else uses it: its memory would go to the next kernel at
+once. So what ``wait_tensor`` keeps alive is what the offload was really given, whatever its arguments say.
+
+[Note: the memory of a slot is no buffer]
+Within one graph that offloads and reloads, a host tensor is done with after its reload, and Inductor would let a later
+kernel compute into it: into the spill file. So it never hands the memory of one on.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.fx import Node
+
+from eager_offload import ops
+from eager_offload._torch import V, channels_last_strides, inductor_ir, make_fallback
+from eager_offload.compile.insert import EXACT
+
+__all__ = ["install_lowerings"]
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@cache
+def install_lowerings() -> None:
+    """Tells Inductor how to call the operations, for as long as the process lives."""
+    for operation, prepared in ((ops.offload, _for_offload), (ops.reload, _as_it_is), (ops.wait_tensor, _for_wait)):
+        make_fallback(operation, prepared, warn=False)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:
+    """See [Note: the strides of a host tensor]."""
+    value = node.meta.get("val")
+    if isinstance(source, inductor_ir.TensorBox) and isinstance(value, Tensor):
+        source.realize()  # or each who needs it in memory would compute it again
+        prefers = V.graph.nodes_prefer_channels_last
+        if node.meta.get(EXACT):
+            prefers.discard(node)
+        strides = channels_last_strides(value.shape) if value.dim() == 4 and node in prefers else value.stride()
+        source = inductor_ir.ExternKernel.require_exact_strides(source, strides)
+    return (source,), named
+
+
+def _for_wait(node: Node, tensor: Any, /, *keepalive: Any, **named: Any) -> Arguments:
+    """See [Note: the keepalive is what was read] and [Note: the memory of a slot is no buffer]."""
+    read = _source_of(tensor)
+    if read is not None:
+        V.graph.never_reuse_buffers.add(tensor.get_name())
+        keepalive = (read,) if keepalive else ()
+    return (tensor, *keepalive), named
+
+
+def _as_it_is(node: Node, /, *arguments: Any, **named: Any) -> Arguments:
+    return arguments, named
+
+
+def _source_of(tensor: Any) -> Any:
+    """What the offload that returned ``tensor`` was given; ``None`` if it was no offload."""
+    result: Any = tensor
+    while isinstance(result, inductor_ir.MutableBox):
+        result = result.data
+    kernel = result.inputs[0] if isinstance(result, inductor_ir.MultiOutput) else result
+    if not isinstance(kernel, inductor_ir.FallbackKernel) or kernel.op_overload is not ops.offload:
+        return None
+    read: Any = kernel.inputs[0]
+    return inductor_ir.TensorBox(read if isinstance(read, inductor_ir.BaseView) else inductor_ir.StorageBox(read))

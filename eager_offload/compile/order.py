@@ -1,0 +1,338 @@
+"""When transfers start and when somebody waits for them, within a graph whose operators run one after another.
+
+insert_asynchronous   offload, wait           wait, use       where transfers may stand at the earliest, or the latest
+prefetch                             reload, ..., wait, use     reloads as early as hides them
+sink_waits          offload, ..., wait                          waits as late as the window allows
+pin                                                             all of that, whatever a compiler reorders
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
+from typing import NamedTuple, cast
+
+import torch
+from torch.fx import Graph, Node
+
+from eager_offload import ops
+from eager_offload._torch import OpOverload, OrderedSet, preserve_node_ordering
+from eager_offload.compile.cost import Estimate, counts_flops
+from eager_offload.compile.graphs import nbytes_of, on_a_copy, storage_of, tensor_of, written_by
+
+__all__ = ["pin", "pin_in_place", "prefetch", "prefetch_in_place", "sink_waits", "sink_waits_in_place"]
+
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+
+# -- out --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """An offload that has started and that nobody has waited for."""
+
+    host: Node
+    wait: Node
+    nbytes: int
+
+
+def sink_waits_in_place(graph: Graph, window_bytes: int) -> None:
+    """Waits for offloads as late as the in-flight window allows.
+
+    host = offload(x, wait=False)             host = offload(x, wait=False)
+    wait_tensor(host, x)                      y = mm(x, w)
+    y = mm(x, w)                              z = mm(y, v)
+    z = mm(y, v)                              wait_tensor(host, x)       # no room for z beside x
+    other = offload(z, wait=False)            other = offload(z, wait=False)
+    wait_tensor(other, z)                     ...
+    ...                                       wait_tensor(other, z)
+    return host, other                        return host, other
+
+    What has started and was not waited for is never more than ``window_bytes``; one that is larger travels alone. Waits
+    come in the order in which the transfers have started, and before anything that uses a host tensor or writes over a
+    source; a wait is what keeps its source's memory from being handed on. What fits the window is waited for at the
+    end.
+
+    Args:
+        window_bytes: ``max_inflight_bytes``.
+    """
+    waits = _waits(graph, ops.offload)
+    sinking = set(waits.values())
+    flying, nbytes = deque[_Leaving](), 0
+    hosts, sources = dict[Node, _Leaving](), dict[object, _Leaving]()
+    for node in list(graph.nodes):
+        if node in sinking:
+            continue
+        coming = _Leaving(node, waits[node], _source_bytes(node)) if node in waits else None
+        needed = [one for one in (hosts.get(each) for each in node.all_input_nodes) if one is not None]
+        needed += [one for one in (sources.get(key) for key in _written(node)) if one is not None]
+        everything = node.op == "output"
+        while flying and (
+            everything
+            or any(one.host in hosts for one in needed)
+            or (coming is not None and nbytes + coming.nbytes > window_bytes)
+        ):
+            over = flying.popleft()
+            node.prepend(over.wait)
+            nbytes -= over.nbytes
+            del hosts[over.host]
+        if coming is not None:
+            flying.append(coming)
+            nbytes += coming.nbytes
+            hosts[node] = sources[storage_of(node.args[0])] = coming
+
+
+sink_waits = on_a_copy(sink_waits_in_place)
+
+
+def _waits(graph: Graph, operation: OpOverload) -> dict[Node, Node]:
+    """The wait of each transfer of that kind that has one."""
+    return {
+        node.args[0]: node
+        for node in graph.find_nodes(op="call_function", target=ops.wait_tensor)
+        if isinstance(node.args[0], Node) and node.args[0].target is operation
+    }
+
+
+def _source_bytes(offload: Node) -> int:
+    value = tensor_of(offload.args[0])
+    return 0 if value is None else nbytes_of(value)
+
+
+def _written(node: Node) -> list[object]:
+    """The storages that ``node`` writes into, if it is no transfer: what those write to is theirs to order."""
+    return [] if node.target in ops.OPERATIONS else written_by(node)
+
+
+# -- back -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Arriving:
+    """A reload, by positions among the nodes that stay where they are."""
+
+    reload: Node
+    wait: Node
+    nbytes: int
+    #: Views of it that nobody reads before its first use; they come behind the wait.
+    views: list[Node] = field(default_factory=list)
+    #: Before which node it is needed, and before which it may start at the earliest.
+    needed: int = 0
+    earliest: int = 0
+    #: Before which it starts.
+    start: int = 0
+    #: The one, by place in the order of need, that has to be in use before this one starts; -1 for none.
+    behind: int = -1
+
+
+def prefetch_in_place(
+    graph: Graph, cap_bytes: int, bandwidth: float, estimate: Estimate, *, margin: float = 1.5
+) -> None:
+    """Starts reloads as early as it takes to hide them, and waits for each where it is used first.
+
+    def backward(host, other, t):             def backward(host, other, t):
+        x = reload(host, wait=False)              u = mul(t, t)
+        z = reload(other, wait=False)             z = reload(other, wait=False)    # takes as long as mm(u)
+        u = mul(t, t)                             v = mm(u)
+        v = mm(u)                                 x = reload(host, wait=False)     # takes as long as mm(v, z)
+        wait_tensor(z, other)                     wait_tensor(z, other)
+        w = mm(v, z)                              w = mm(v, z)
+        wait_tensor(x, host)                      wait_tensor(x, host)
+        return mm(w, x)                           return mm(w, x)
+
+    From the first use back, operator by operator, until their time covers the transfer. The link carries one reload
+    after another, in the order in which they are needed, so one that is needed soon has those before it start earlier.
+    What has started and is not in use yet is never more than ``cap_bytes``; one that is larger comes alone. No reload
+    starts before the graph's inputs are there, or before the wait of its own offload, where that is in the same graph.
+
+    Args:
+        cap_bytes: ``prefetch_bytes``; with 0 each reload starts where it is needed.
+        bandwidth: bytes a second to the device.
+        estimate: seconds that a node takes.
+        margin: how much longer than that a transfer is taken to need.
+    """
+    arriving, moved = _arrivals(graph)
+    if not arriving:
+        return
+    fixed = [node for node in graph.nodes if node not in moved]
+    _locate(arriving, fixed)
+    arriving.sort(key=lambda one: one.needed)
+    began = list(accumulate((estimate(node) for node in fixed), initial=0.0))
+    # Where a transfer can be pinned. See [Note: what transfers are pinned to].
+    pins = list(accumulate((n if _is_result(node) else -1 for n, node in enumerate(fixed)), max, initial=-1))
+    free = float("inf")
+    for one in reversed(arriving):
+        free = min(began[one.needed], free) - margin * one.nbytes / bandwidth
+        start = max(min(bisect_right(began, free) - 1, one.needed), one.earliest)
+        one.start = start if pins[start] < one.earliest else pins[start] + 1
+    _hold_back(arriving, cap_bytes)
+    for node, place in _merged(arriving):
+        fixed[place].prepend(node)
+
+
+prefetch = on_a_copy(prefetch_in_place)
+
+
+def _arrivals(graph: Graph) -> tuple[list[_Arriving], set[Node]]:
+    """Every reload that has a wait, and all nodes that move with one of them."""
+    arriving = []
+    moved = set[Node]()
+    for reload, wait in _waits(graph, ops.reload).items():
+        value = tensor_of(reload)
+        one = _Arriving(reload, wait, 0 if value is None else nbytes_of(value), _early_views(reload))
+        arriving.append(one)
+        moved.update((reload, wait, *one.views))
+    return arriving, moved
+
+
+def _early_views(reload: Node) -> list[Node]:
+    """The views of ``reload`` before its first use, in order. They read nothing, so a wait may stand before them."""
+    key = storage_of(reload)
+    views, pending, first = list[Node](), [reload], None
+    while pending:
+        for user in pending.pop().users:
+            if user.target is ops.wait_tensor:
+                continue
+            if key is not None and storage_of(user) == key and not _written(user):
+                if user not in views:
+                    views.append(user)
+                    pending.append(user)
+            elif first is None or user < first:
+                first = user
+    return sorted(view for view in views if first is None or view < first)
+
+
+def _locate(arriving: Sequence[_Arriving], fixed: Sequence[Node]) -> None:
+    """Finds where each is needed, and where it may start at the earliest."""
+    place = {node: position for position, node in enumerate(fixed)}
+    inputs = sum(node.op == "placeholder" for node in fixed)
+    for one in arriving:
+        own = {one.reload, one.wait, *one.views}
+        uses = [place[user] for node in own for user in node.users if user not in own and user in place]
+        one.needed = min(uses, default=len(fixed) - 1)
+        (host, *others) = one.reload.all_input_nodes
+        before = [place[node] for node in (host, *others) if node in place]
+        before += [place[user] for user in host.users if user.target is ops.wait_tensor and user.args[0] is host]
+        one.earliest = min(max(inputs, *(position + 1 for position in before)), one.needed)
+
+
+def _hold_back(arriving: Sequence[_Arriving], cap_bytes: int) -> None:
+    """Has reloads start late enough for the cap, and in the order in which they are needed."""
+    open_bytes, first_open, latest = 0, 0, 0
+    for number, one in enumerate(arriving):
+        while first_open < number and (open_bytes + one.nbytes > cap_bytes or cap_bytes == 0):
+            open_bytes -= arriving[first_open].nbytes
+            first_open += 1
+        one.behind = first_open - 1
+        if one.behind >= 0:
+            one.start = max(one.start, arriving[one.behind].needed)
+        latest = one.start = one.needed if cap_bytes == 0 else min(max(one.start, latest), one.needed)
+        open_bytes += one.nbytes
+
+
+class _Placed(NamedTuple):
+    """A node, and the position before which it goes."""
+
+    node: Node
+    place: int
+
+
+def _merged(arriving: Sequence[_Arriving]) -> Iterator[_Placed]:
+    """Reloads and waits in one order: as they are needed, and each reload behind the wait that it has to follow."""
+    started = 0
+    for number, one in enumerate(arriving):
+        while started < len(arriving):
+            other = arriving[started]
+            if started > number and (other.start > one.needed or other.behind >= number):
+                break
+            yield _Placed(other.reload, other.start)
+            started += 1
+        yield _Placed(one.wait, one.needed)
+        for view in one.views:
+            yield _Placed(view, one.needed)
+
+
+# -- whatever is reordered --------------------------------------------------------------------------------------------
+
+
+def pin_in_place(graph: Graph) -> None:
+    """Has a compiler that reorders keep transfers where they are.
+
+    v = mm(u)                                 v = mm(u)
+    x = reload(host, wait=False)              x = reload(host, wait=False, after=v)
+    w = mm(v, z)                              w = control_deps((x,), mm, v, z)
+    wait_tensor(x, host)                      wait_tensor(x, host, after=w)
+    return mm(w, x)                           return mm(w, x)
+
+    Compilers keep an order only where data flows. A transfer has at most two neighbours that it is pinned to: what runs
+    before it, by an argument, and what runs after it, by an operator of Inductor that waits for more than it needs.
+
+    [Note: what transfers are pinned to]
+    Only products, attentions and convolutions: a compiler calls them one by one, and their results are in memory
+    whatever happens. Anything else it melts together with its neighbours, and a pin would force it apart: slower, and
+    with other roundings. In between transfers are free; nothing that takes long is there. A convolution is never made
+    to wait: Inductor lays out a graph by the convolutions that it sees, and would not see it any more.
+    """
+    nodes = list(graph.nodes)
+    dependencies: dict[Node, OrderedSet[Node]] = {}
+    product: Node | None = None  # the last one
+    later: set[Node] = set()  # what comes after it because data flows
+    pending: list[Node] = []  # what the next product has to come after
+    previous: Node | None = None  # the transfer directly before
+    for position, node in enumerate(nodes):
+        if node.target in ops.OPERATIONS:
+            lower = _lower_bound(nodes, position, product, later) if previous is None else _end(previous)
+            if lower is not None and lower not in node.all_input_nodes:
+                node.kwargs = {**node.kwargs, "after": lower}
+            if previous is not None:
+                pending.pop()  # it comes before this one
+            pending.append(_end(node))
+            previous = node
+        elif node.op == "call_function":
+            if counts_flops(node):
+                if node.target not in _CONVOLUTIONS:
+                    if beyond := [one for one in pending if one not in node.all_input_nodes]:
+                        dependencies[node] = OrderedSet(beyond)
+                    pending = []
+                product, later = None, {node}
+            if product is None and _is_result(node):
+                product = node
+            if not later.isdisjoint(node.all_input_nodes):
+                later.add(node)
+            previous = None
+    preserve_node_ordering(graph, dependencies)
+
+
+pin = on_a_copy(pin_in_place)
+
+
+def _lower_bound(nodes: Sequence[Node], position: int, product: Node | None, later: set[Node]) -> Node | None:
+    """What the transfer at ``position`` is made to come after; ``None`` if it does already.
+
+    Whatever that is has to stay in memory until then. So where an offload comes next, it is what that takes.
+    """
+    if product is None or not later.isdisjoint(nodes[position].all_input_nodes):
+        return None
+    for node in islice(nodes, position, None):
+        if node.target not in ops.OPERATIONS:
+            return product
+        if node.target is ops.offload and node.args[0] in later:
+            return cast(Node, node.args[0])
+    return product
+
+
+def _end(transfer: Node) -> Node:
+    """Who reads this comes after ``transfer``. Of a wait it is what the wait writes to."""
+    return cast(Node, transfer.args[0]) if transfer.target is ops.wait_tensor else transfer
+
+
+def _is_result(node: Node) -> bool:
+    """Whether ``node`` is the (first) tensor that a product returns."""
+    if node.target is operator.getitem:
+        return bool(node.args[1] == 0) and counts_flops(cast(Node, node.args[0]))
+    return counts_flops(node) and tensor_of(node) is not None

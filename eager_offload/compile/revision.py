@@ -1,0 +1,39 @@
+"""Which version of the passes made what a compiler keeps on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import pkgutil
+from functools import cache
+
+import eager_offload
+
+__all__ = ["revision"]
+
+#: Beside the modules of this package: what decides which bytes move, and what the operations in a graph mean.
+_OTHERS = ("_torch.py", "config.py", "geometry.py", "marks.py", "ops.py")
+
+
+@cache
+def revision() -> str:
+    """Another one for each version of the library, and for each change of a source that decides what is compiled.
+
+    Compilers key on it what they keep. Where there are no sources to read it is the version alone.
+    """
+    version = f"eager_offload {eager_offload.__version__}"
+    digest = hashlib.sha256()
+    for name in _sources():
+        try:
+            source = pkgutil.get_data("eager_offload", name)
+        except OSError:
+            source = None
+        if source is None:
+            return version
+        digest.update(f"{name} {len(source)} ".encode() + source)
+    return f"{version} {digest.hexdigest()}"
+
+
+def _sources() -> list[str]:
+    folders = [f"{place}/compile" for place in eager_offload.__path__]
+    modules = [f"compile/{one.name}.py" for one in pkgutil.iter_modules(folders)]
+    return sorted([*_OTHERS, "compile/__init__.py", *modules])

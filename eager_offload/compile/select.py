@@ -1,0 +1,338 @@
+"""Which values of a graph move between forward and backward, and the reason for each that stays.
+
+Pure functions of the metadata that the tracer left on the nodes. What counts is whose storage a value shares, never
+what kind of node made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from eager_offload._torch import is_plain_fake
+from eager_offload.compile.graphs import (
+    counted_from_the_beginning,
+    covers_its_storage,
+    has_static_offset,
+    hint,
+    mutated_storages,
+    nbytes_of,
+    outputs_of,
+    positions,
+    same_geometry,
+    span_of,
+    storage_of,
+    tensor_of,
+)
+from eager_offload.compile.policies import Wish, is_in_region, strongest
+from eager_offload.config import OffloadConfig
+from eager_offload.errors import OffloadError
+from eager_offload.stats import KeepReason
+
+__all__ = ["Choice", "Group", "Saved", "choose", "choose_among"]
+
+#: Views that together cover less than one part in this many of their storage travel alone.
+_GATHER_BELOW = 4
+#: What a compiler may take for granted about the address of a result, in bytes.
+_ALIGNMENT = 16
+#: Declared to return views, which they do if they can.
+_MAY_COPY = frozenset(f"aten::{name}" for name in ("contiguous", "flatten", "reshape", "reshape_as", "to"))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Saved values that move in one transfer."""
+
+    base: Node
+    """The forward's node whose bytes travel: they span all of the members'."""
+    members: tuple[Node, ...]
+    """The saved values, in the order in which they were saved; ``base`` may be one of them."""
+    nbytes: int
+    """That travel."""
+    gathered: bool = False
+    """Whether only the elements of ``base``, the only member, travel, not all that lies between them."""
+    counted: bool = False
+    """Whether backward counts elements from the beginning of the storage, which ``base`` is then all of."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What moves, and what stays."""
+
+    groups: tuple[Group, ...]
+    kept: dict[Node, KeepReason] = field(default_factory=dict)
+
+    def kept_bytes(self) -> dict[KeepReason, int]:
+        """Bytes that stay, by reason."""
+        total: dict[KeepReason, int] = {}
+        for node, reason in self.kept.items():
+            value = tensor_of(node)
+            if value is not None:
+                total[reason] = total.get(reason, 0) + hint(value.numel()) * value.itemsize
+        return total
+
+    def moved_bytes(self) -> int:
+        """Bytes that travel, each way."""
+        return sum(group.nbytes for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A value that a forward leaves to its backward."""
+
+    node: Node
+    first: int
+    """Where in the backward it is used first."""
+    in_region: bool
+    """Whether what uses it belongs to operators of a region that keeps what it saves."""
+
+
+def choose(
+    forward: Graph, backward: Graph, num_outputs: int, config: OffloadConfig, *, each_alone: bool = False
+) -> Choice:
+    """Chooses among what a partitioned forward saves for its backward.
+
+        forward                                   chosen
+        a = mm(x, w)                              a, b: one group, whose base is a
+        b = view(a)                               out:  kept, alive (an output)
+        c = slice(d)                              c:    a gathered group, if it is a small part of d
+        return out, w, a, b, c, out               w:    kept, parameter (an input)
+
+    No graph is changed.
+
+    Args:
+        forward: its outputs are ``num_outputs`` of the user's (mutated inputs among them), then what is saved.
+        backward: takes what is saved under the names of the forward's nodes.
+        num_outputs: how many of the forward's outputs are the user's.
+        config: ``min_bytes`` and ``keep_last_bytes``.
+        each_alone: whether every member will travel by itself, and nothing be made anew over a base.
+
+    Raises:
+        OffloadError: the graph does not tell which values share a storage.
+    """
+    outputs = outputs_of(forward)
+    uses = {node.name: node for node in backward.find_nodes(op="placeholder")}
+    order = positions(backward)
+    saved: dict[Node, Saved] = {}
+    for node in outputs[num_outputs:]:
+        if isinstance(node, Node):
+            users = list(uses[node.name].users) if node.name in uses else []
+            first = min((order[user] for user in users), default=len(order))
+            saved[node] = Saved(node, first, any(map(is_in_region, users)))
+    counted = {node.name for node in counted_from_the_beginning(backward.nodes)}
+    return choose_among(
+        forward,
+        saved,
+        [*outputs[:num_outputs], *outputs_of(backward)],
+        config,
+        counted=[node for node in saved if node.name in counted],
+        each_alone=each_alone,
+    )
+
+
+def choose_among(
+    graph: Graph,
+    saved: Mapping[Node, Saved],
+    returned: Iterable[object],
+    config: OffloadConfig,
+    *,
+    counted: Iterable[Node],
+    each_alone: bool = False,
+) -> Choice:
+    """The choice among ``saved`` values of ``graph``, of which the user gets what is ``returned``.
+
+    Args:
+        counted: see :func:`~eager_offload.compile.graphs.counted_from_the_beginning`.
+        each_alone: see :func:`choose`.
+    """
+    _require_aliases(graph)
+    inputs = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
+    owned = {key for node in inputs if (key := storage_of(node)) is not None}
+    alive = {key for node in returned if (key := storage_of(node)) is not None} | mutated_storages(graph)
+    devices = {value.device.type for node in saved if (value := tensor_of(node)) is not None}
+    kept: dict[Node, KeepReason] = {}
+    by_storage: dict[object, list[Node]] = {}
+    for node in saved:
+        value, key = tensor_of(node), storage_of(node)
+        if value is None:
+            continue
+        if node.op in ("placeholder", "get_attr") or key in owned:
+            kept[node] = KeepReason.PARAMETER
+        elif key is None or not is_plain_fake(value):
+            kept[node] = KeepReason.LAYOUT
+        elif key in alive:
+            kept[node] = KeepReason.ALIVE
+        elif value.device.type == "meta" or (value.device.type == "cpu" and devices - {"cpu", "meta"}):
+            kept[node] = KeepReason.DEVICE  # the host's own values, in a graph for an accelerator
+        else:
+            by_storage.setdefault(key, []).append(node)
+    sharing = _sharing(graph, by_storage)
+    whole = {storage_of(node) for node in counted}
+    firm: list[Group] = []
+    free: list[Group] = []
+    for key, members in by_storage.items():
+        wish = strongest(sharing[key])
+        reason = _reason_to_stay(members, wish, any(saved[node].in_region for node in members), config)
+        groups = []
+        if reason is None and key in whole:
+            groups = _whole_groups(members, members if each_alone else [*members, *sharing[key]], each_alone)
+        elif reason is None:
+            groups = _groups(members, sharing[key])
+        (firm if wish in (Wish.MOVE, Wish.MOVE_IF_LARGE) else free).extend(groups)
+        moving = {node for group in groups for node in group.members}
+        kept.update({node: reason or KeepReason.LAYOUT for node in members if node not in moving})
+    # The newest bytes are those that backward asks for first; they stay.
+    room = config.delay_bytes
+    first = {group: min(saved[node].first for node in group.members) for group in (*firm, *free)}
+    free.sort(key=first.__getitem__)
+    while free and free[0].nbytes <= room:
+        newest = free.pop(0)
+        room -= newest.nbytes
+        kept.update(dict.fromkeys(newest.members, KeepReason.NEWEST))
+    return Choice(tuple(sorted((*firm, *free), key=first.__getitem__)), kept)
+
+
+def _reason_to_stay(members: Sequence[Node], wish: Wish, in_region: bool, config: OffloadConfig) -> KeepReason | None:
+    nbytes = nbytes_of(members[0].meta["val"])
+    if nbytes == 0:
+        return KeepReason.SMALL
+    if wish is Wish.STAY:
+        return KeepReason.MARKED
+    if in_region:
+        return KeepReason.REGION
+    if nbytes < config.size("min_bytes") and wish is not Wish.MOVE:
+        return KeepReason.SMALL
+    return None
+
+
+def _groups(members: Sequence[Node], sharing: Sequence[Node]) -> list[Group]:
+    """How values that share a storage travel.
+
+    As one transfer where something spans them all; each on its own where they are a small part of it, or where their
+    place in it is not known before the graph runs. What cannot be told at all is left out.
+
+    Args:
+        members: the saved ones.
+        sharing: all of the graph's nodes that share the storage.
+    """
+    storage_bytes = nbytes_of(members[0].meta["val"])
+    values = {node: value for node in members if not _is_lazy(value := node.meta["val"])}
+    own = {node: hint(value.numel()) * value.itemsize for node, value in values.items()}
+    if sum(own.values()) * _GATHER_BELOW < storage_bytes and all(map(_travels_alone, values.values())):
+        return [_alone(node, own[node]) for node in values]
+    groups = []
+    for some in _by_dtype(values):
+        base = _base_of(some, [*values, *sharing])
+        if base is not None:
+            groups.append(Group(base, tuple(some), span_of(base.meta["val"])))
+        else:
+            groups += [_alone(node, own[node]) for node in some if _travels_alone(values[node])]
+    return groups
+
+
+def _whole_groups(members: Sequence[Node], candidates: Sequence[Node], each_alone: bool) -> list[Group]:
+    """How values travel that are all of their storage or views of it, and have to be that again when they are back."""
+    plain = [node for node in members if not _is_lazy(node.meta["val"])]
+    groups = []
+    for some in [[node] for node in plain] if each_alone else _by_dtype(plain):
+        base = _whole_of(some, some if each_alone else candidates)
+        if base is not None:
+            groups.append(Group(base, tuple(some), span_of(base.meta["val"]), counted=True))
+    return groups
+
+
+def _by_dtype(nodes: Iterable[Node]) -> list[list[Node]]:
+    found: dict[object, list[Node]] = {}
+    for node in nodes:
+        found.setdefault(node.meta["val"].dtype, []).append(node)
+    return list(found.values())
+
+
+def _base_of(members: Sequence[Node], candidates: Iterable[Node]) -> Node | None:
+    """The node whose bytes travel for ``members``.
+
+    Views are made anew by their place in the storage, so the base of one is all of the storage. One that is saved needs
+    no view; which is cheaper, and matters most where shapes change.
+    """
+    whole = _whole_of(members, candidates)
+    if whole is not None:
+        return whole
+    first, *others = members
+    value = first.meta["val"]
+    if _is_aligned(value) and all(same_geometry(value, other.meta["val"]) for other in others):
+        return first
+    return None
+
+
+def _whole_of(members: Sequence[Node], candidates: Iterable[Node]) -> Node | None:
+    """The first of ``candidates`` that is all of the storage, if every one of ``members`` can be a view of it."""
+    dtype = members[0].meta["val"].dtype
+    values = ((node, node.meta["val"]) for node in candidates)
+    whole = next(
+        (node for node, value in values if value.dtype == dtype and not _is_lazy(value) and covers_its_storage(value)),
+        None,
+    )
+    return whole if all(node is whole or has_static_offset(node.meta["val"]) for node in members) else None
+
+
+def _alone(node: Node, own_bytes: int) -> Group:
+    span = span_of(node.meta["val"])
+    return Group(node, (node,), min(own_bytes, span), gathered=own_bytes < span)
+
+
+def _travels_alone(value: Tensor) -> bool:
+    """Whether the elements of ``value`` alone can travel, and come back to where kernels expect them."""
+    if not _is_aligned(value):
+        return False
+    if span_of(value) <= hint(value.numel()) * value.itemsize:
+        return True  # nothing lies between them
+    strides = value.stride()
+    return all(isinstance(stride, int) for stride in strides) and all(
+        stride != 0 or hint(size) == 1 for size, stride in zip(value.size(), strides, strict=True)
+    )
+
+
+def _is_lazy(value: Tensor) -> bool:
+    """Whether ``value`` is a conjugate or a negative that nobody has computed yet: its bytes are not its elements."""
+    return value.is_conj() or value.is_neg()
+
+
+def _is_aligned(value: Tensor) -> bool:
+    return has_static_offset(value) and int(value.storage_offset()) * value.itemsize % _ALIGNMENT == 0
+
+
+def _sharing(graph: Graph, wanted: Mapping[object, Sequence[Node]]) -> dict[object, list[Node]]:
+    """For each storage the nodes that share it, in the order of the graph."""
+    found: dict[object, list[Node]] = {key: [] for key in wanted}
+    for node in graph.nodes:
+        if node.op == "call_function" and (key := storage_of(node)) in found:
+            found[key].append(node)
+    return found
+
+
+def _require_aliases(graph: Graph) -> None:
+    """A graph that was traced with real tensors has forgotten which of them were views."""
+    lost: Node | None = None
+    for node in graph.nodes:
+        if not _makes_a_view(node):
+            continue
+        theirs, ours = storage_of(node.args[0]), storage_of(node)
+        if theirs is not None and theirs is ours:
+            return
+        lost = node if lost is None and theirs is not None and ours is not None else lost
+    if lost is not None:
+        raise OffloadError(
+            f"the graph does not tell which values share memory: {lost} is a view of {lost.args[0]}, but the values in "
+            'their meta["val"] share no storage. Trace it with fake tensors: make_fx(f, tracing_mode="fake")'
+        )
+
+
+def _makes_a_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    if schema is None or not node.args or schema.name in _MAY_COPY or len(schema.returns) != 1:
+        return False
+    alias = schema.returns[0].alias_info
+    return alias is not None and not alias.is_write

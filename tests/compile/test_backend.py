@@ -1,0 +1,366 @@
+"""The ways to a compiled model: a backend's name, ``Offload.compile``, a context around any compiled function."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import logging
+import os
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass
+
+import eager_offload as eo
+from eager_offload import _torch
+from eager_offload.compile.backend import eager_offload as backend
+from eager_offload.compile.inductor import OrderTransfers, Partitioner, with_passes
+
+ROOT = Path(eo.__file__).parent.parent
+SMALL: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0, "tier": "disk"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> Iterator[eo.Offload]:
+    one = eo.Offload(**SMALL, disk_path=tmp_path)
+    yield one
+    gc.collect()
+    assert one.stats(synchronize=True).offloaded_bytes > 0, "something moved"
+    lane = one._lanes.of(torch.device("cpu"))
+    assert lane is not None
+    assert not any(lane.census())
+    one.close()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def step(call: Callable[..., Any], parameters: list[Tensor], seed: int = 1) -> list[Tensor]:
+    """The output and every gradient of one step."""
+    for parameter in parameters:
+        parameter.grad = None
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    y = call(x)
+    y.square().sum().backward()
+    gradients = [parameter.grad for parameter in parameters]
+    return [y.detach(), *(gradient for gradient in [x.grad, *gradients] if gradient is not None)]
+
+
+def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other) > 2
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Tensor]:
+    """A step as Inductor compiles it, without offload."""
+    torch._dynamo.reset()
+    one = model()
+    return step(torch.compile(one), list(one.parameters()))
+
+
+def test_the_backend_offloads_inside_of_its_graphs(plain: list[Tensor], tmp_path: Path) -> None:
+    one, options = model(), {**SMALL, "disk_path": str(tmp_path), "max_autotune": False}
+    compiled = torch.compile(one, backend=backend, options=options)
+    standing = eo.Offload.serving(**SMALL, disk_path=tmp_path)
+    for _ in range(2):
+        assert_equal(step(compiled, list(one.parameters())), plain)
+    stats = standing.stats(synchronize=True)
+    assert stats.compiled_regions == 2
+    assert stats.offloaded_bytes == stats.reloaded_bytes > 0
+    assert stats.demotions == {}
+    standing.close()
+
+
+def test_an_equal_context_serves_the_backend(plain: list[Tensor], offload: eo.Offload, tmp_path: Path) -> None:
+    one = model()
+    compiled = torch.compile(one, backend=backend, options={**SMALL, "disk_path": str(tmp_path)})
+    with offload:
+        assert_equal(step(compiled, list(one.parameters())), plain)
+    assert offload.stats(synchronize=True).compiled_regions == 1
+
+
+def test_the_backend_has_a_name_that_needs_no_import(tmp_path: Path) -> None:
+    """As pip writes it: the metadata that the project's own file describes, on the path of a process of its own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (info := tmp_path / "eager_offload-0.0.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: eager_offload\nVersion: 0.0\n")
+    entries = project["entry-points"]["torch_dynamo_backends"]
+    lines = [f"{name} = {place}" for name, place in entries.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[torch_dynamo_backends]", *lines]))
+    program = (
+        "import torch\n"
+        "f = torch.compile(lambda x: ((x @ x).tanh() @ x).exp().sum(), backend='eager_offload',"
+        " options={'min_bytes': 0, 'keep_last_bytes': 0})\n"
+        "x = torch.randn(64, 64, requires_grad=True)\n"
+        "f(x).backward()\n"
+        "import eager_offload as eo\n"
+        "print(eo.Offload.serving(min_bytes=0, keep_last_bytes=0).stats(synchronize=True).compiled_regions)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1"]
+
+
+def test_what_is_installed_here_names_the_backend_too() -> None:
+    """One that is older than the backend would not; a checkout that was never installed has no names at all."""
+    found = [one for one in importlib.metadata.distributions() if one.metadata["Name"] == "eager_offload"]
+    for one in found:
+        names = {entry.name for entry in one.entry_points if entry.group == "torch_dynamo_backends"}
+        assert names == {"eager_offload"}, "install the project again: pip install -e ."
+
+
+def test_a_module_compiled_by_an_offload_is_served_by_it(plain: list[Tensor], offload: eo.Offload) -> None:
+    one = model()
+    compiled = offload.compile(one, fullgraph=True)
+    assert isinstance(compiled, nn.Module)
+    assert_equal(step(compiled, list(compiled.parameters())), plain)
+    assert list(compiled.state_dict()) == [f"_orig_mod.{name}" for name in one.state_dict()]
+    stats = offload.stats(synchronize=True)
+    assert stats.compiled_regions == 1
+    assert "unpinned" not in stats.demotions
+
+
+def test_a_function_compiled_by_an_offload_is_served_by_it(plain: list[Tensor], offload: eo.Offload) -> None:
+    one = model()
+    compiled = offload.compile(lambda x: one(x))
+    assert_equal(step(compiled, list(one.parameters())), plain)
+    assert offload.stats(synchronize=True).compiled_regions == 1
+
+
+class Count(_torch.CustomGraphPass):
+    """A pass of a user."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.calls += 1
+
+    def uuid(self) -> object:
+        return None
+
+
+def test_a_pass_of_the_user_runs_beside_ours(plain: list[Tensor], offload: eo.Offload) -> None:
+    one, theirs = model(), Count()
+    compiled = offload.compile(one, options={"post_grad_custom_post_pass": theirs})
+    assert_equal(step(compiled, list(one.parameters())), plain)
+    assert theirs.calls == 2, "forward and backward"
+    assert "unpinned" not in offload.stats(synchronize=True).demotions
+
+
+def test_a_pass_that_takes_the_place_of_ours_is_counted_and_told(plain: list[Tensor], offload: eo.Offload) -> None:
+    one, theirs = model(), Count()
+    compiled = torch.compile(one, options={"post_grad_custom_post_pass": theirs})
+    with pytest.warns(RuntimeWarning, match=r"waits for each of its transfers.*offload\.compile"), offload:
+        assert_equal(step(compiled, list(one.parameters())), plain)
+    with offload:
+        assert_equal(step(compiled, list(one.parameters())), plain)
+    assert offload.stats(synchronize=True).demotions["unpinned"] == 2
+
+
+def test_a_graph_that_is_compiled_under_hooks_of_others_is_theirs(plain: list[Tensor], offload: eo.Offload) -> None:
+    """The compiler knows nothing of ours there, and would keep the graph for calls that are in no context at all."""
+    one = model()
+    compiled = torch.compile(one)
+    theirs = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with pytest.warns(RuntimeWarning, match="other saved-tensor hooks"), offload, theirs:
+        assert_equal(step(compiled, list(one.parameters())), plain)
+    assert offload.stats(synchronize=True).compiled_regions == 0
+    with offload:
+        assert_equal(step(compiled, list(one.parameters())), plain)
+    assert offload.stats(synchronize=True).compiled_regions == 1
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_another_thread_compiles_is_ordered_as_well(where: str, plain: list[Tensor], offload: eo.Offload) -> None:
+    one = model()
+    compiled = torch.compile(one)
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    ran = list[Tensor]()
+
+    def forward() -> None:
+        with offload:
+            ran.append(compiled(x))
+
+    in_thread(forward) if where == "forward" else forward()
+    y = ran.pop()
+    loss = y.square().sum()
+    in_thread(loss.backward) if where == "backward" else loss.backward()
+    gradients = [one.grad for one in (x, *one.parameters())]
+    assert_equal([y.detach(), *(gradient for gradient in gradients if gradient is not None)], plain)
+    assert "unpinned" not in offload.stats(synchronize=True).demotions
+    del y, loss
+
+
+def in_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_a_compiler_that_asks_no_hooks_is_offloaded_around_its_graphs(
+    offload: eo.Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = model()
+    expected = step(one, list(one.parameters()))
+    from torch._functorch._aot_autograd import graph_compile
+
+    monkeypatch.delattr(graph_compile, "_get_saved_tensor_hook_context")
+    compiled = torch.compile(one, backend="aot_eager")
+    with pytest.warns(RuntimeWarning, match="does not let saved-tensor hooks into compiled graphs"), offload:
+        results = step(compiled, list(one.parameters()))
+    assert_equal(results, expected)
+    stats = offload.stats(synchronize=True)
+    assert stats.demotions == {"uncompiled": 1}
+    assert stats.compiled_regions == 0
+
+
+def test_a_log_says_of_each_value_what_becomes_of_it(offload: eo.Offload, caplog: pytest.LogCaptureFixture) -> None:
+    one = model()
+    with caplog.at_level(logging.DEBUG, logger="eager_offload.compile"), offload:
+        step(torch.compile(one, backend="aot_eager"), list(one.parameters()))
+    said = [record.getMessage() for record in caplog.records]
+    assert any(" moves: " in line for line in said)
+    assert any(line.endswith(" stays: parameter") for line in said)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "mode": ({"mode": "max-autotune"}, r"mode='max-autotune' is not accepted by backend=\"eager_offload\""),
+    "unknown option": ({"options": {"min_byte": 1}}, r"unknown option 'min_byte'.*min_bytes.*list_options"),
+    "bad value": ({"options": {"min_bytes": -1}}, r"min_bytes=-1 is not accepted"),
+    "bad pair": ({"options": {"tier": "host", "disk_path": "/tmp"}}, r"disk_path=.* does not go with"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD.keys())
+def test_what_the_backend_does_not_take_it_names(arguments: dict[str, Any], message: str) -> None:
+    graph = torch.fx.symbolic_trace(nn.Identity())
+    with pytest.raises(eo.ConfigError, match=message):
+        backend(graph, [], **arguments)
+
+
+def test_an_error_of_the_backend_comes_through_torch_compile() -> None:
+    compiled = torch.compile(model(), backend=backend, options={"min_byte": 1})
+    with pytest.raises(Exception, match="unknown option 'min_byte'"):
+        compiled(torch.randn(4, 16))
+
+
+def test_compile_of_an_offload_refuses_the_backend_that_has_a_configuration_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(eo.ConfigError, match=r"has a configuration of its own.*options=\{\.\.\.\}"):
+        eo.Offload(disk_path=tmp_path).compile(model(), backend="eager_offload")
+
+
+def test_what_is_installed_wraps_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    from eager_offload.compile.inductor import install
+
+    install()
+    mine = config.post_grad_custom_post_pass
+    install()
+    assert config.post_grad_custom_post_pass is mine, "once is enough"
+    theirs = Count()
+    with config.patch(post_grad_custom_post_pass=theirs):
+        install()
+        wrapped = config.post_grad_custom_post_pass
+        assert isinstance(wrapped, OrderTransfers)
+        assert wrapped.inner is theirs
+        assert wrapped.uuid() is None, "what the compiler must not keep it still must not keep"
+    assert isinstance(config.custom_partitioner_fn, Partitioner)
+
+
+class CountSplits(_torch.CustomPartitionerFn):
+    """A partitioner of a user."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        self.calls += 1
+        return _torch.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> object:
+        return None
+
+
+@pytest.mark.parametrize("way", ["backend", "compile"])
+def test_passes_that_are_configured_for_everyone_run_beside_other_options(
+    way: str, plain: list[Tensor], offload: eo.Offload, tmp_path: Path
+) -> None:
+    one, order, split = model(), Count(), CountSplits()
+    with inductor_config.patch(post_grad_custom_post_pass=order, custom_partitioner_fn=split):
+        if way == "compile":
+            compiled = offload.compile(one, options={"max_autotune": False})
+            assert_equal(step(compiled, list(one.parameters())), plain)
+        else:
+            options = {**SMALL, "disk_path": str(tmp_path), "max_autotune": False}
+            compiled = torch.compile(one, backend=backend, options=options)
+            with offload:
+                assert_equal(step(compiled, list(one.parameters())), plain)
+    assert (order.calls, split.calls) == (2, 1), "forward and backward; the split of both"
+    assert "unpinned" not in offload.stats(synchronize=True).demotions
+
+
+def test_what_the_options_name_comes_before_what_is_configured_for_everyone() -> None:
+    everyones, named = Count(), Count()
+    with inductor_config.patch(post_grad_custom_post_pass=OrderTransfers(everyones)):
+        assert with_passes({})["post_grad_custom_post_pass"].inner is everyones, "and ours are there once"
+        for name in ("post_grad_custom_post_pass", "post-grad-custom-post-pass"):
+            assert with_passes({name: named})["post_grad_custom_post_pass"].inner is named
+        assert with_passes({"post_grad_custom_post_pass": None})["post_grad_custom_post_pass"].inner is None
+
+
+def test_ours_around_ours_are_there_once() -> None:
+    graph, theirs, split = torch.fx.symbolic_trace(nn.Identity()).graph, Count(), CountSplits()
+    order = OrderTransfers([OrderTransfers(theirs), OrderTransfers(OrderTransfers(None))])
+    order(graph)
+    assert (order._inner_passes(), theirs.calls) == ([theirs], 1)
+    assert Partitioner(Partitioner(split), "text").inner is split
+
+
+@pytest.mark.skipif(
+    not hasattr(custom_graph_pass, "CustomInferenceAwareGraphPass"), reason="this torch tells passes nothing"
+)
+def test_a_pass_of_the_user_that_asks_for_inference_is_told(plain: list[Tensor], offload: eo.Offload) -> None:
+    told = list[bool]()
+
+    class Aware(_torch.CustomInferenceAwareGraphPass):
+        def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+            told.append(is_inference)
+
+        def uuid(self) -> object:
+            return None
+
+    one, theirs = model(), Count()
+    passes = {"post_grad_custom_post_pass": [Aware(), theirs]}
+    assert_equal(step(offload.compile(one, options=passes), list(one.parameters())), plain)
+    with torch.no_grad():
+        offload.compile(one, options=passes)(torch.randn(4, 16))
+    assert told == [False, False, True]
+    assert theirs.calls == 3

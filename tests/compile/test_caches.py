@@ -1,0 +1,182 @@
+"""What compilers keep on disk serves the same configuration again, in another process too, and no other one."""
+
+from __future__ import annotations
+
+import json
+import os
+import py_compile
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.fx import GraphModule
+
+import eager_offload as eo
+from eager_offload._torch import CustomPartitionerFn, min_cut_rematerialization_partition
+from eager_offload.compile.hooks import hook_pair
+from eager_offload.compile.inductor import OrderTransfers, Partitioner
+from eager_offload.compile.revision import revision
+
+_PROGRAM = """
+import json, sys
+import torch
+from torch._dynamo.utils import counters
+import eager_offload as eo
+
+backend, fields = sys.argv[1], json.loads(sys.argv[2])
+torch.set_num_threads(1)
+torch._functorch.config.enable_autograd_cache = True
+
+def deep(x, weight):
+    for _ in range(2):
+        x = (x @ weight).sin().exp()
+    return x
+
+def deep_in_a_region(x, weight):
+    for _ in range(2):
+        with eo.no_offload():
+            x = (x @ weight).sin().exp()
+    return x
+
+def step(offload):
+    torch.manual_seed(0)
+    x, weight = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    run = torch.compile(deep_in_a_region if sys.argv[3:] == ["region"] else deep, backend=backend)
+    with offload:
+        loss = run(x, weight).sum()
+    loss.backward()
+    return [one.tolist() for one in (loss.detach(), x.grad, weight.grad)]
+
+offload = eo.Offload(**fields)
+results = step(offload)
+stats = offload.stats(synchronize=True)
+print(json.dumps({
+    "results": results,
+    "bytes_in": stats.bytes_in,
+    "aot_hits": counters["aot_autograd"]["autograd_cache_hit"],
+    "aot_misses": counters["aot_autograd"]["autograd_cache_miss"],
+    "aot_bypasses": counters["aot_autograd"]["autograd_cache_bypass"],
+    "fx_hits": counters["inductor"]["fxgraph_cache_hit"],
+    "fx_misses": counters["inductor"]["fxgraph_cache_miss"],
+    "fx_bypasses": counters["inductor"]["fxgraph_cache_bypass"],
+}))
+"""
+
+FIELDS = {"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0}
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs the program in a process of its own; all of them share one cache."""
+    kept_out = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE"}
+    environment = {name: value for name, value in os.environ.items() if name not in kept_out}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+
+    def run(*words: str, **fields: Any) -> dict[str, Any]:
+        command = [sys.executable, "-c", _PROGRAM, "inductor", json.dumps({**FIELDS, **fields}), *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout.splitlines()[-1])
+        assert isinstance(said, dict)
+        return said
+
+    return run
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_same_configuration_hits_in_another_process_and_another_one_misses(run: Run) -> None:
+    first = run()
+    assert (first["aot_hits"], first["aot_misses"], first["aot_bypasses"], first["fx_bypasses"]) == (0, 1, 0, 0)
+    assert first["bytes_in"] > 0
+    again = run()
+    assert (again["aot_hits"], again["aot_misses"], again["aot_bypasses"], again["fx_misses"]) == (1, 0, 0, 0)
+    assert again["results"] == first["results"]
+    assert again["bytes_in"] == first["bytes_in"]
+    # Whatever decides what moves, or when.
+    for other in ({"min_bytes": 300}, {"keep_last_bytes": 300}, {"prefetch_bytes": 1 << 20}, {"tier": "host"}):
+        missed = run(**other)
+        assert (missed["aot_hits"], missed["aot_misses"]) == (0, 1), other
+        assert missed["results"] == first["results"], other
+    assert run(min_bytes=300)["aot_hits"] == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_what_was_made_without_a_region_does_not_serve_a_function_with_one(run: Run) -> None:
+    without = run()
+    assert (without["aot_misses"], without["bytes_in"] > 0) == (1, True)
+    within = run("region")
+    assert (within["aot_hits"], within["aot_misses"], within["aot_bypasses"]) == (0, 1, 0)
+    assert within["bytes_in"] == 0
+    assert within["results"] == without["results"]
+    assert run("region")["aot_hits"] == 1
+
+
+def test_the_revision_knows_the_sources() -> None:
+    text = revision()
+    assert text.startswith(f"eager_offload {eo.__version__} ")
+    assert str(Partitioner().uuid()).count(text) == str(OrderTransfers().uuid()).count(text) == 1
+    (call,) = [node for node in hook_pair("{}").pack.graph.nodes if node.op == "call_function"]
+    assert text in call.meta["user_cache_hash"]
+
+
+_REVISION = "import eager_offload.compile.revision as one; print(one.revision()); print(one.__file__)"
+
+
+def test_a_changed_source_is_another_revision_in_a_folder_and_in_an_archive(tmp_path: Path) -> None:
+    package = Path(eo.__file__).parent
+    copied = tmp_path / "copied"
+    shutil.copytree(package, copied / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def packed(name: str) -> str:
+        return shutil.make_archive(str(tmp_path / name), "zip", copied)
+
+    def revision_of(place: object) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(place)}
+        command = [sys.executable, "-c", _REVISION]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        said, file = done.stdout.splitlines()
+        assert file.startswith(str(place))
+        return said
+
+    before = revision_of(copied)
+    assert before == revision_of(packed("same"))
+    with open(copied / package.name / "compile" / "order.py", "a") as source:
+        source.write("# changed\n")
+    changed = revision_of(copied)
+    assert changed == revision_of(packed("changed")) != before
+    py_compile.compile(str(ops := copied / package.name / "ops.py"), cfile=str(ops.with_suffix(".pyc")))
+    ops.unlink()
+    assert revision_of(copied) == f"eager_offload {eo.__version__}", "not all of the sources are there"
+
+
+class Split(CustomPartitionerFn):
+    """A partitioner of a user."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> object:
+        return self.name
+
+
+def test_the_identity_of_a_partitioner_is_that_of_the_one_inside_too() -> None:
+    assert Partitioner(Split("one")).uuid() == Partitioner(Split("one")).uuid()
+    assert len({Partitioner(inner).uuid() for inner in (None, Split("one"), Split("two"))}) == 3
+
+
+def test_what_a_partitioner_without_an_identity_made_is_never_found_again() -> None:
+    around = Partitioner(Split(None))
+    assert len({Partitioner().uuid(), around.uuid(), around.uuid(), Partitioner(Split(None)).uuid()}) == 4

@@ -1,0 +1,171 @@
+"""How long operators are taken to need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import eager_offload as eo
+from eager_offload import ops
+from eager_offload.compile import cost
+from eager_offload.compile.cost import Rates, bandwidth_of, flops_of, rates_of, roofline, traffic_of
+from eager_offload.runtime.base import Direction
+from eager_offload.runtime.simulated import SimulatedRuntime
+
+CPU = torch.device("cpu")
+
+
+def nodes_of(function: object, *inputs: Tensor, mode: str = "fake") -> dict[str, Node]:
+    """The nodes of a traced function by the names of their operators."""
+    graph = make_fx(function, tracing_mode=mode)(*inputs).graph
+    return {str(node.target): node for node in graph.nodes}
+
+
+def test_a_product_counts_its_operations_and_everything_its_bytes() -> None:
+    nodes = nodes_of(lambda x, y: torch.mm(x, y).sin().t(), torch.ones(8, 16), torch.ones(16, 4))
+    product, sine, view = (nodes[f"aten.{name}.default"] for name in ("mm", "sin", "t"))
+    assert (flops_of(product), traffic_of(product)) == (2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4))
+    assert (flops_of(sine), traffic_of(sine)) == (0, 4 * 2 * 8 * 4)
+    assert (flops_of(view), traffic_of(view)) == (0, 0)
+    assert traffic_of(nodes["output"]) == 0
+
+
+def test_the_longer_of_operations_and_bytes_is_what_an_operator_takes() -> None:
+    nodes = nodes_of(lambda x, y: torch.mm(x, y), torch.ones(8, 16), torch.ones(16, 4))
+    product = nodes["aten.mm.default"]
+    assert roofline(Rates(flops=1e9, single_flops=1024.0, memory=1e9))(product) == 1.0
+    assert roofline(Rates(flops=1e9, single_flops=1e9, memory=float(traffic_of(product))))(product) == 1.0
+
+
+def test_products_of_halves_go_at_their_own_rate() -> None:
+    nodes = nodes_of(torch.mm, torch.ones(8, 16).bfloat16(), torch.ones(16, 4).bfloat16())
+    assert roofline(Rates(flops=2048.0, single_flops=1.0, memory=1e9))(nodes["aten.mm.default"]) == 0.5
+
+
+@pytest.mark.parametrize(("is_causal", "part"), [(False, 1), (True, 2)])
+def test_an_attention_counts_on_a_cpu_as_elsewhere_and_by_half_if_it_is_causal(is_causal: bool, part: int) -> None:
+    def attend(query: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, query + 1, query + 2, is_causal=is_causal)
+
+    nodes = nodes_of(attend, torch.ones(2, 3, 16, 8))
+    (attention,) = (node for name, node in nodes.items() if "attention" in name)
+    assert flops_of(attention) == 2 * (2 * 2 * 3 * 16 * 16 * 8) // part
+
+
+def test_a_convolution_counts() -> None:
+    nodes = nodes_of(lambda x, w: torch.conv2d(x, w), torch.ones(1, 2, 6, 6), torch.ones(3, 2, 3, 3))
+    assert flops_of(nodes["aten.convolution.default"]) == 2 * (4 * 4) * 3 * 2 * 3 * 3
+
+
+def test_transfers_and_memory_that_nobody_fills_take_no_time() -> None:
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.reload(ops.offload(x), CPU), torch.empty_like(x)
+
+    nodes = nodes_of(program, torch.ones(64))
+    assert [traffic_of(node) for node in nodes.values()] == [0] * len(nodes)
+    assert "eager_offload.reload.default" in nodes
+
+
+def test_sizes_that_depend_on_the_inputs_are_those_of_the_trace_and_stay_free() -> None:
+    def program(x: Tensor, y: Tensor) -> Tensor:
+        return torch.baddbmm(torch.bmm(x, y), x, y).sin()
+
+    traced = make_fx(program, tracing_mode="symbolic")(torch.ones(2, 5, 5), torch.ones(2, 5, 5))
+    guards = len(traced.shape_env.guards)
+    nodes = {str(node.target): node for node in traced.graph.nodes}
+    assert flops_of(nodes["aten.bmm.default"]) == 2 * 2 * 5 * 5 * 5
+    assert flops_of(nodes["aten.baddbmm.default"]) > 0
+    assert traffic_of(nodes["aten.sin.default"]) == 4 * 2 * (2 * 5 * 5)
+    assert len(traced.shape_env.guards) == guards
+
+
+def test_what_a_cpu_does_is_tried_out_once() -> None:
+    rates = rates_of(CPU)
+    assert rates is rates_of(torch.device("cpu"))
+    assert rates.flops > 1e6
+    assert rates.memory > 1e6
+
+
+def test_what_a_gpu_does_follows_from_its_properties() -> None:
+    told = SimpleNamespace(
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        clock_rate=1_980_000,
+        memory_clock_rate=3_201_000,
+        memory_bus_width=6144,
+    )
+    rates = cost._from_properties(told)
+    assert 4e14 < rates.flops < 1e15
+    assert rates.single_flops < rates.flops
+    assert 3.5e12 < rates.memory < 4.9e12
+    newer = cost._from_properties(SimpleNamespace(**{**vars(told), "major": 13}))
+    assert newer.flops > 0
+
+
+def test_an_unknown_device_has_rates_too() -> None:
+    assert rates_of(torch.device("meta")).memory > 0
+
+
+def test_the_bandwidth_is_that_of_the_offload_that_is_active() -> None:
+    runtime = SimulatedRuntime(out_bandwidth=7.0, in_bandwidth=9.0)
+    offload = eo.Offload(runtime=runtime, tier="host")
+    with offload:
+        assert bandwidth_of(CPU, Direction.OUT, offload.config_text) == 7.0
+        assert bandwidth_of(CPU, Direction.IN, offload.config_text) == 9.0
+    offload.close()
+
+
+def test_the_bandwidth_of_a_disk_is_measured_once_and_counted_nowhere(tmp_path: Path) -> None:
+    offload = eo.Offload(tier="disk", disk_path=tmp_path)
+    with offload:
+        back = bandwidth_of(CPU, Direction.IN, offload.config_text)
+        assert back == bandwidth_of(CPU, Direction.IN, offload.config_text) > 1e4
+    assert offload.stats().disk_bytes_peak == 0
+    offload.close()
+
+
+def test_a_device_that_cannot_be_served_has_a_bandwidth_all_the_same() -> None:
+    assert bandwidth_of(torch.device("meta"), Direction.IN, "") > 0
+
+
+def test_what_is_measured_while_a_compiler_traces_is_the_machine_and_not_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = []
+
+    def note(work: Callable[[], object]) -> float:
+        kinds.append(type(work()))
+        return 1.0
+
+    monkeypatch.setattr(cost, "_least_seconds", note)
+    offload = eo.Offload(tier="disk", disk_path=tmp_path, min_bytes=5)
+    with FakeTensorMode(), offload:
+        assert bandwidth_of(CPU, Direction.OUT, offload.config_text) != cost._UNKNOWN_BANDWIDTH
+        cost._measured()
+    offload.close()
+    assert kinds == [Tensor, Tensor]
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_link_that_cannot_be_measured_has_a_bandwidth_all_the_same(
+    direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> float:
+        raise torch.OutOfMemoryError("no room")
+
+    runtime = SimulatedRuntime()
+    monkeypatch.setattr(runtime, "bandwidth", full)
+    offload = eo.Offload(runtime=runtime, tier="host", min_bytes=3)
+    with offload:
+        assert bandwidth_of(CPU, direction, offload.config_text) > 0
+    offload.close()

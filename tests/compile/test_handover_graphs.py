@@ -1,0 +1,248 @@
+"""However a model is cut into graphs, and however often they are differentiated, an ``Offload`` changes nothing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, aot_export_joint_with_descriptors
+
+import eager_offload as eo
+from tests.compile.compiled import BOTH, Compile, compare, fresh_compiler, step_of
+from tests.hazards.backends import assert_settled
+from tests.hazards.programs import leaf
+
+
+def deep(x: Tensor, weight: Tensor) -> Tensor:
+    for _ in range(2):
+        x = (x @ weight).sin().exp().cos()
+    return x
+
+
+class Block(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.wide = nn.Linear(size, 2 * size)
+        self.narrow = nn.Linear(2 * size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+        return result
+
+
+def model_of(blocks: int, size: int = 8) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(Block(size) for _ in range(blocks)))
+
+
+@BOTH
+def test_a_graph_that_is_kept_can_be_differentiated_again(backend: str) -> None:
+    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
+        x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
+        run = compile(deep)
+        with around:
+            loss = run(x, weight).sum()
+        loss.backward(retain_graph=True)
+        first = x.grad.clone() if x.grad is not None else None
+        loss.backward(retain_graph=True)
+        (again,) = torch.autograd.grad(loss, x)
+        return [loss, first, x.grad, weight.grad, again]
+
+    # Inductor refuses a second backward of buffers that it may reuse; that is off where somebody wants one.
+    with torch._functorch.config.patch(donated_buffer=False):
+        compare(step, backend)
+
+
+@BOTH
+def test_the_first_backward_may_keep_the_graph(backend: str) -> None:
+    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
+        x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
+        run = compile(deep)
+        results: list[Tensor | None] = []
+        with around:
+            loss = run(x, weight).sum()
+        loss.backward(retain_graph=True)
+        with around:
+            other = run(x, weight).sum()
+        other.backward()
+        return [*results, loss, other, x.grad, weight.grad]
+
+    compare(step, backend)
+
+
+@BOTH
+def test_several_graphs_are_differentiated_in_any_order(backend: str) -> None:
+    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
+        x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
+        run = compile(deep)
+        with around:
+            losses = [run(x * scale, weight).sum() for scale in (1, 2, 3)]
+            losses[1].backward()
+            losses.append(run(x * 4, weight).sum())
+        for which in (0, 3, 2):
+            losses[which].backward()
+        return [*losses, x.grad, weight.grad]
+
+    compare(step, backend)
+
+
+@BOTH
+def test_one_graph_feeds_another_and_both_are_differentiated_in_one_pass(backend: str) -> None:
+    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
+        x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
+        run = compile(deep)
+        with around:
+            loss = run(run(run(x, weight), weight), weight).sum()
+        loss.backward()
+        return [loss, x.grad, weight.grad]
+
+    compare(step, backend, regions=3, as_eager=False)
+
+
+@BOTH
+def test_a_graph_that_is_dropped_or_fails_leaves_nothing(backend: str) -> None:
+    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
+        x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
+        run = compile(deep)
+        with around:
+            loss = run(x, weight).sum()
+            dropped = run(x, weight)
+        del dropped
+        loss.backward()
+        return [loss, x.grad, weight.grad]
+
+    stats = compare(step, backend)
+    assert stats.released_bytes > 0
+
+
+@BOTH
+def test_regions_without_gradients_stay_without(backend: str) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        hidden = (x @ weight).sin()
+        with torch.no_grad():
+            scale = (hidden @ weight).exp().sin()
+        return (hidden * scale).exp() @ weight
+
+    compare(step_of(function, leaf(8, 8, seed=1), leaf(8, 8, seed=2)), backend)
+
+
+@BOTH
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nothing_moves_where_there_will_be_no_backward(backend: str, mode: Any) -> None:
+    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
+        run = compile(deep)
+        with around, mode():
+            return [run(leaf(8, 8, seed=1), leaf(8, 8, seed=2)).clone()]
+
+    stats = compare(step, backend, moves=False)
+    assert (stats.saved_bytes, stats.bytes_out) == (0, 0)
+
+
+@BOTH
+def test_graph_breaks_leave_graphs_that_are_offloaded_one_by_one(backend: str) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        hidden = deep(x, weight)
+        torch._dynamo.graph_break()
+        hidden = hidden.sin() * hidden.detach().mean().item()
+        return deep(hidden, weight)
+
+    compare(step_of(function, leaf(8, 8, seed=1), leaf(8, 8, seed=2)), backend, regions=4, as_eager=False)
+
+
+@BOTH
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_full_graph_is_one_region(backend: str, dynamic: bool) -> None:
+    step = step_of(deep, leaf(8, 8, seed=1), leaf(8, 8, seed=2), fullgraph=True, dynamic=dynamic)
+    assert compare(step, backend).compiled_regions == 2  # one for each of two steps
+
+
+@BOTH
+def test_compiled_blocks_in_an_eager_model_share_one_context(backend: str) -> None:
+    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
+        blocks = model_of(3)
+        compiled = [compile(block) for block in blocks]
+        x = leaf(4, 8)
+        with around:
+            hidden = x
+            for block in compiled:
+                hidden = block(hidden).sin()  # eager in between
+            loss = hidden.exp().sum()
+        loss.backward()
+        return [loss, x.grad, *(weight.grad for weight in blocks.parameters())]
+
+    compare(step, backend, regions=6)
+
+
+@BOTH
+def test_a_region_that_is_compiled_once_for_all_blocks(backend: str) -> None:
+    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
+        blocks = model_of(2)
+
+        @torch.compiler.nested_compile_region
+        def call(block: nn.Module, x: Tensor) -> Tensor:
+            result: Tensor = block(x)
+            return result
+
+        def whole(x: Tensor) -> Tensor:
+            for block in blocks:
+                x = call(block, x).sin()
+            return x.exp()
+
+        x = leaf(4, 8)
+        run = compile(whole, fullgraph=True)
+        with around:
+            loss = run(x).sum()
+        loss.backward()
+        return [loss, x.grad, *(weight.grad for weight in blocks.parameters())]
+
+    compare(step, backend)
+
+
+def test_the_passes_work_on_a_joint_graph_that_was_exported() -> None:
+    from eager_offload.compile.inductor import Partitioner
+
+    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
+
+    def run(partition_fn: Any) -> list[Tensor | None]:
+        model, x = model_of(2), leaf(4, 8)
+        with ExitStack() as stack:
+            joint = aot_export_joint_with_descriptors(stack, model, (x,))
+            compiled = aot_compile_joint_with_descriptors(joint, **partition_fn)
+        weights = list(model.parameters())
+        with offload:
+            result = compiled(*weights, x)
+            loss = (result[0] if isinstance(result, list | tuple) else result).exp().sum()
+        loss.backward()
+        return [loss.detach(), x.grad, *(weight.grad for weight in weights)]
+
+    with fresh_compiler():
+        expected = run({})
+        before = offload.stats().compiled_regions
+        ours = run({"partition_fn": Partitioner(text=offload.config_text)})
+    assert before == 0
+    assert all(
+        torch.equal(one, two) for one, two in zip(ours, expected, strict=True) if one is not None and two is not None
+    )
+    stats = offload.stats(synchronize=True)
+    assert stats.compiled_regions == 1
+    assert stats.bytes_in > 0
+    assert_settled(offload)
+    offload.close()
+
+
+@BOTH
+def test_compiled_autograd_changes_nothing(backend: str) -> None:
+    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
+        x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
+        run = compile(deep)
+        with around:
+            loss = run(x, weight).sum()
+        with torch._dynamo.compiled_autograd._enable(compile(lambda *given: given) and torch.compile(backend="eager")):
+            loss.backward()
+        return [loss, x.grad, weight.grad]
+
+    compare(step, backend)

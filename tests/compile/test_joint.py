@@ -1,0 +1,245 @@
+"""One graph of forward and backward, traced as a whole: where backward begins, what moves, and that it is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+import eager_offload as eo
+from eager_offload import ops
+from eager_offload.compile import boundary_of, choose_joint, insert_asynchronous, insert_synchronous_joint
+from tests.compile.split import config_of, moving, reasons, stats_of
+from tests.compile.test_insert import Attention, square, tokens
+from tests.proof.bits import same_bits
+
+
+def training(model: nn.Module) -> Callable[..., tuple[Tensor, ...]]:
+    """A step as one function: its loss, then its gradients."""
+    names = [name for name, _ in model.named_parameters()]
+
+    def step(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        loss = torch.func.functional_call(model, dict(zip(names, parameters, strict=True)), (x,)).square().mean()
+        return (loss, *torch.autograd.grad(loss, (x, *parameters)))
+
+    return step
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Attention(), nn.GELU(), Attention())
+
+
+def traced(model: nn.Module, x: Tensor, mode: str = "fake") -> GraphModule:
+    return make_fx(training(model), tracing_mode=mode)(x, *model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("mode", "waits"),
+    [("fake", True), ("fake", False), pytest.param("symbolic", True, marks=pytest.mark.long), ("symbolic", False)],
+)
+def test_a_joint_graph_is_exact(model: nn.Module, mode: str, waits: bool) -> None:
+    config = config_of()
+    module = traced(model, tokens(2, 8), mode)
+    before = str(module.graph)
+    boundary = boundary_of(module.graph, num_outputs=1)
+    choice = choose_joint(module.graph, boundary, config)
+    graph = insert_synchronous_joint(module.graph, boundary, choice, config)
+    if not waits:
+        graph = insert_asynchronous(graph)
+    assert str(module.graph) == before
+    assert len(choice.groups) > 10
+    assert not [reason for reason in choice.kept.values() if reason == "layout"]
+    moved = GraphModule(module, graph)
+    for x in [tokens(2, 8)] + ([tokens(3, 5), tokens(2, 9)] if mode == "symbolic" else []):
+        inputs = [x, *model.parameters()]
+        earlier = stats_of(config)
+        expected = training(model)(*inputs)
+        with torch.no_grad():
+            ours, theirs = moved(*inputs), module(*inputs)
+        later = stats_of(config)
+        assert all(map(same_bits, ours, theirs))
+        assert all(map(same_bits, ours, expected))
+        assert later.bytes_out > earlier.bytes_out
+        assert later.bytes_in - earlier.bytes_in == later.bytes_out - earlier.bytes_out
+        if mode == "fake":
+            assert later.bytes_out - earlier.bytes_out == choice.moved_bytes()
+
+
+class CountsElements(torch.autograd.Function):
+    """Its backward reads the storage of what was saved from the fifth element on, wherever that began."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Tensor:
+        (x,) = context.saved_tensors
+        assert isinstance(x, Tensor)
+        seen = x.transpose(0, 1).view_as(x.transpose(0, 1))  # a view of a view
+        return gradients[0] * seen.as_strided(x.size(), x.stride(), 4)
+
+
+class ScattersElements(torch.autograd.Function):
+    """Its backward writes, into a copy, where the storage of what was saved has its last rows."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Tensor:
+        (x,) = context.saved_tensors
+        assert isinstance(x, Tensor)
+        return gradients[0] * x.as_strided_scatter(gradients[0][:3], (3, 64), (64, 1), 61 * 64)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize(
+    ("counts", "part"),
+    [
+        (CountsElements, lambda x: x[60:]),
+        (CountsElements, lambda x: x[:, 8::8]),
+        (CountsElements, lambda x: x.split(13, 1)[1][60:]),
+        (ScattersElements, lambda x: x[60:]),
+    ],
+    ids=["rows", "columns", "corner", "scattered"],
+)
+def test_what_a_joint_graph_counts_from_the_beginning_of_a_storage_is_there(
+    counts: type[torch.autograd.Function], part: Callable[[Tensor], Tensor], waits: bool
+) -> None:
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        seen = counts.apply(part(x @ x.exp()))  # type: ignore[no-untyped-call]
+        loss = seen.exp().sum()
+        return loss, torch.autograd.grad(loss, x)[0]
+
+    config, x = config_of(), square(64)
+    module = make_fx(step, tracing_mode="fake")(x)
+    boundary = boundary_of(module.graph, num_outputs=1)
+    choice = choose_joint(module.graph, boundary, config)
+    assert [group.base.name for group in choice.groups if group.counted] == ["mm"]
+    graph = insert_synchronous_joint(module.graph, boundary, choice, config)
+    if not waits:
+        graph = insert_asynchronous(graph)
+    before = stats_of(config)
+    with torch.no_grad():
+        ours = GraphModule(module, graph)(x)
+    assert all(map(same_bits, ours, step(x)))
+    assert stats_of(config).bytes_in - before.bytes_in == choice.moved_bytes()
+
+
+def test_nothing_in_backward_uses_what_has_left(model: nn.Module) -> None:
+    config = config_of()
+    module = traced(model, tokens(2, 8))
+    boundary = boundary_of(module.graph, num_outputs=1)
+    choice = choose_joint(module.graph, boundary, config)
+    graph = insert_synchronous_joint(module.graph, boundary, choice, config)
+    order = {node.name: position for position, node in enumerate(graph.nodes)}
+    left = {node.name for group in choice.groups for node in (*group.members, group.base)}
+    for node in graph.nodes:
+        if order[node.name] >= order[boundary.name] and node.target is not ops.offload:
+            assert not {given.name for given in node.all_input_nodes} & left, f"{node} uses what has left"
+    reloads = [node for node in graph.nodes if node.target is ops.reload]
+    assert len(reloads) == len(choice.groups)
+    assert all(order[node.name] >= order[boundary.prev.name] for node in reloads)
+
+
+def test_inputs_and_outputs_of_a_joint_graph_stay(model: nn.Module) -> None:
+    module = traced(model, tokens(2, 8))
+    boundary = boundary_of(module.graph, num_outputs=1)
+    choice = choose_joint(module.graph, boundary, config_of())
+    inputs = {node.name for node in module.graph.find_nodes(op="placeholder")}
+    assert {name for name, reason in reasons(choice).items() if reason == "parameter"} <= inputs
+    assert not moving(choice) & inputs
+    assert set(reasons(choice).values()) <= {"parameter", "alive", "small"}
+
+
+def test_any_boundary_is_exact(model: nn.Module) -> None:
+    config = config_of(min_bytes=1)
+    module = traced(model, tokens(2, 8))
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    inputs = [tokens(2, 8), *model.parameters()]
+    with torch.no_grad():
+        expected = module(*inputs)
+    for boundary in nodes[3::40]:
+        choice = choose_joint(module.graph, boundary, config)
+        graph = insert_asynchronous(insert_synchronous_joint(module.graph, boundary, choice, config))
+        with torch.no_grad():
+            assert all(map(same_bits, GraphModule(module, graph)(*inputs), expected)), boundary
+
+
+def test_outputs_tell_where_backward_begins(model: nn.Module) -> None:
+    module = traced(model, tokens(2, 8))
+    boundary = boundary_of(module.graph, num_outputs=1)
+    loss = module.graph.output_node().args[0][0]
+    assert isinstance(loss, Node)
+    assert boundary is loss.next
+    assert "ones_like" in boundary.name
+
+
+def test_tags_and_sequence_numbers_tell_where_backward_begins() -> None:
+    found: list[torch.fx.Graph] = []
+
+    def taking(module: GraphModule, joint: Any, **named: Any) -> Any:
+        from functorch.compile import default_partition
+
+        found.append(module.graph)
+        return default_partition(module, joint, **named)
+
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def as_is(module: GraphModule, inputs: object) -> Any:
+        return make_boxed_func(module.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=as_is, bw_compiler=as_is, partition_fn=taking)
+    torch.compile(Attention(), backend=backend, fullgraph=True)(tokens(2, 8))
+    (graph,) = found
+    tagged = boundary_of(graph)
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    begin = nodes.index(tagged)
+    assert all(node.meta["partitioner_tag"] == "is_forward" for node in nodes[:begin])
+    assert all(node.meta["partitioner_tag"] == "is_backward" for node in nodes[begin:])
+    for node in nodes:
+        del node.meta["partitioner_tag"]
+    assert boundary_of(graph) is tagged
+
+
+def test_a_graph_that_does_not_tell_is_refused(model: nn.Module) -> None:
+    module = traced(model, tokens(2, 8))
+    with pytest.raises(eo.OffloadError, match="num_outputs=1"):
+        boundary_of(module.graph)
+
+
+def test_an_exported_joint_graph_is_exact() -> None:
+    """AOTAutograd's own joint graph: its nodes say what they are, and its outputs are nested."""
+    torch.manual_seed(0)
+    model, x = Attention(), tokens(2, 8)
+    with ExitStack() as stack:
+        module = aot_export_joint_with_descriptors(stack, model, (x,)).graph_module
+    config = config_of()
+    boundary = boundary_of(module.graph)
+    assert boundary.meta["partitioner_tag"] == "is_backward"
+    choice = choose_joint(module.graph, boundary, config)
+    graph = insert_asynchronous(insert_synchronous_joint(module.graph, boundary, choice, config))
+    assert len(choice.groups) > 5
+    inputs = [*model.parameters(), x], [torch.ones(2, 8, 16)]
+    before = stats_of(config)
+    with torch.no_grad():
+        ours, theirs = GraphModule(module, graph)(*inputs), module(*inputs)
+    assert all(map(same_bits, tree_leaves(ours), tree_leaves(theirs)))
+    assert len(tree_leaves(ours)) == 1 + 7
+    assert stats_of(config).bytes_in - before.bytes_in == choice.moved_bytes()

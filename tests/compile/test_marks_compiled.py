@@ -1,0 +1,241 @@
+"""What a user says about tensors in compiled code: it breaks no graph, and what moves follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+import eager_offload as eo
+from tests.compile.compiled import BOTH, compare, step_of
+from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly, config_of, moving, owner, reasons, split
+
+SIZE = 16
+
+
+def chain(between: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Saves the results of three operators; ``between`` gets that of the first."""
+
+    def program(x: Tensor) -> Tensor:
+        y = between(x.sigmoid())
+        return y.exp().tanh().sum()
+
+    return program
+
+
+def inputs() -> Tensor:
+    return torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def node_of(graph: Graph, name: str) -> Node:
+    return next(node for node in graph.nodes if node.name == name)
+
+
+# -- regions ----------------------------------------------------------------------------------------------------------
+
+
+def region(x: Tensor) -> Tensor:
+    y = x.sigmoid()
+    with eo.no_offload():
+        y = y.exp()
+    return y.tanh().sum()
+
+
+@eo.no_offload()
+def without_offload(x: Tensor) -> Tensor:
+    return x.exp()
+
+
+def decorated(x: Tensor) -> Tensor:
+    return without_offload(x.sigmoid()).tanh().sum()
+
+
+def nested(x: Tensor) -> Tensor:
+    y = x.sigmoid()
+    with eo.no_offload(), eo.no_offload():
+        y = y.exp()
+    return y.tanh().sum()
+
+
+@pytest.mark.parametrize("program", [region, decorated, nested])
+@pytest.mark.parametrize("partition", PARTITIONERS)
+def test_nothing_that_is_saved_in_a_region_moves(program: Callable[[Tensor], Tensor], partition: str) -> None:
+    _, choice = assert_moves_exactly(program, inputs(), partition=partition)
+    assert reasons(choice) == {"exp": "region"}
+    assert moving(choice) == {"sigmoid", "tanh"}
+
+
+@BOTH
+def test_regions_count_as_they_do_in_eager_code(backend: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        y = x @ x
+        with eo.no_offload():
+            z = y @ y
+        return z @ z
+
+    stats = compare(step_of(program, inputs(), fullgraph=True), backend)
+    assert stats.kept_bytes["region"] == 2 * SIZE * SIZE * 4
+
+
+def test_a_decorated_function_is_one_for_eager_code_too() -> None:
+    with eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0) as offload:
+        loss = decorated(inputs())
+    loss.backward()
+    stats = offload.stats(synchronize=True)
+    assert stats.kept_bytes == {"region": SIZE * SIZE * 4}
+    assert stats.offloaded_bytes == 2 * SIZE * SIZE * 4
+    offload.close()
+
+
+def traced_operators(program: Callable[[Tensor], Tensor]) -> tuple[list[str], list[str]]:
+    """What the compiler keys on, and what is left of it when it traces on."""
+    keyed, left = list[str](), list[str]()
+
+    def names(graph: Graph) -> list[str]:
+        return [f"{node.target}{node.args}" for node in graph.nodes if "eager_offload" in str(node.target)]
+
+    def inner(module: GraphModule, _: object) -> Callable[..., Any]:
+        left.extend(names(module.graph))
+        return make_boxed_func(module.forward)
+
+    def outer(module: GraphModule, example_inputs: list[Tensor]) -> Any:
+        keyed.extend(names(module.graph))
+        return aot_autograd(fw_compiler=inner, bw_compiler=inner, inference_compiler=inner)(module, example_inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend=outer, fullgraph=True)
+    compiled(inputs()).backward()
+    with torch.no_grad():
+        compiled(inputs())
+    return keyed, left
+
+
+@pytest.mark.parametrize("program", [region, decorated, nested])
+def test_a_region_is_in_the_operators_that_compilers_key_on_and_in_none_that_run(
+    program: Callable[[Tensor], Tensor],
+) -> None:
+    keyed, left = traced_operators(program)
+    depth = 2 if program is nested else 1
+    borders = ["eager_offload.region.default('begins',)"] * depth + ["eager_offload.region.default('ends',)"] * depth
+    assert keyed == borders * 2, "with gradients, and without"
+    assert left == []
+
+
+# -- marks ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_stays() -> None:
+    _, choice = assert_moves_exactly(chain(eo.keep), inputs())
+    assert reasons(choice) == {"sigmoid": "marked"}
+
+
+def test_a_mark_holds_for_a_view() -> None:
+    def through_a_view(y: Tensor) -> Tensor:
+        eo.keep(y.view(-1))
+        return y
+
+    _, choice = assert_moves_exactly(chain(through_a_view), inputs())
+    assert reasons(choice) == {"sigmoid": "marked"}
+
+
+def test_what_is_preferred_moves_though_it_is_small() -> None:
+    config = config_of(min_bytes="1MiB")
+    _, choice = assert_moves_exactly(chain(eo.prefer_offload), inputs(), config=config)
+    assert moving(choice) == {"sigmoid"}
+    assert set(reasons(choice).values()) == {"small"}
+
+
+def test_what_is_preferred_moves_though_it_is_new() -> None:
+    config = config_of(keep_last_bytes="1MiB")
+    _, choice = assert_moves_exactly(chain(eo.prefer_offload), inputs(), config=config)
+    assert moving(choice) == {"sigmoid"}
+    assert set(reasons(choice).values()) == {"newest"}
+
+
+def test_marks_leave_no_operator_behind() -> None:
+    one, _ = assert_moves_exactly(chain(eo.keep), inputs())
+    assert not [node for node in one.forward.graph.nodes if "mark" in str(node.target)]
+
+
+def test_what_belongs_to_others_does_not_move_for_a_mark() -> None:
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = eo.prefer_offload(x).sigmoid()
+        eo.prefer_offload(y)
+        return y, y.exp().sum()
+
+    _, choice = assert_moves_exactly(program, inputs())
+    assert moving(choice) == {"exp"}
+    assert set(reasons(choice).values()) <= {"alive", "parameter"}
+
+
+@BOTH
+def test_marks_count_as_they_do_in_eager_code(backend: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        y = x @ x
+        eo.keep(y)
+        z = y @ y
+        return z @ z
+
+    stats = compare(step_of(program, inputs(), fullgraph=True), backend)
+    assert stats.kept_bytes["marked"] == 2 * SIZE * SIZE * 4
+
+
+def test_without_a_gradient_marks_and_regions_do_nothing() -> None:
+    def program(x: Tensor) -> Tensor:
+        with eo.no_offload():
+            return eo.keep(x.exp()) + 1
+
+    x = inputs().detach()
+    with eo.Offload(tier="disk", min_bytes=0) as offload:
+        assert torch.equal(torch.compile(program, backend="aot_eager", fullgraph=True)(x), x.exp() + 1)
+    assert offload.stats(synchronize=True).saved_bytes == 0
+    offload.close()
+
+
+# -- notes on nodes ---------------------------------------------------------------------------------------------------
+
+
+def noted(**notes: object) -> Callable[[Split], None]:
+    def change(one: Split) -> None:
+        for name, note in notes.items():
+            node_of(one.forward.graph, name).meta.update({"should_offload": note} if isinstance(note, bool) else note)
+
+    return change
+
+
+def chosen(change: Callable[[Split], None], **fields: Any) -> tuple[set[str], dict[str, str]]:
+    one, _ = split(chain(lambda y: y), inputs())
+    change(one)
+    choice = one.choose(config_of(**fields))
+    return moving(choice), reasons(choice)
+
+
+def test_a_node_that_should_move_does() -> None:
+    assert chosen(noted(sigmoid=True), min_bytes="1MiB") == ({"sigmoid"}, {"exp": "small", "tanh": "small"})
+    assert chosen(noted(exp=True), keep_last_bytes="1MiB") == ({"exp"}, {"sigmoid": "newest", "tanh": "newest"})
+
+
+def test_a_node_that_should_stay_does() -> None:
+    assert chosen(noted(sigmoid=False, exp=True)) == ({"exp", "tanh"}, {"sigmoid": "marked"})
+
+
+def test_checkpoint_policies_are_marks() -> None:
+    must = {"recompute": CheckpointPolicy.MUST_CPU_OFFLOAD}
+    prefer = {"recompute": CheckpointPolicy.PREFER_CPU_OFFLOAD}
+    assert chosen(noted(sigmoid=must, exp=prefer), min_bytes="1MiB")[0] == {"sigmoid"}
+    assert chosen(noted(sigmoid=must, exp=prefer), keep_last_bytes="1MiB")[0] == {"sigmoid", "exp"}
+
+
+def test_what_is_asked_of_one_value_counts_for_its_storage() -> None:
+    def change(one: Split) -> None:
+        (saved,) = [node for node in one.saved() if owner(node) == "sigmoid"]
+        saved.meta["should_offload"] = False
+
+    assert chosen(change)[1] == {"sigmoid": "marked"}

@@ -1,0 +1,370 @@
+"""The three operations by themselves: on both tiers, waited for or not, and as torch's own checker sees them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+import eager_offload as eo
+from eager_offload import active, ops
+from eager_offload.eager.lane import Census
+from eager_offload.tiers.base import Slot, Tier
+from eager_offload.tiers.disk import DiskSlot
+from tests.hazards.backends import assert_balanced
+
+CPU = torch.device("cpu")
+NOTHING = Census(*[0] * len(Census._fields))
+
+
+@pytest.fixture(params=["disk", "host"])
+def offload(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[eo.Offload]:
+    """One that is active; afterwards it holds nothing."""
+    fields = {"disk_path": tmp_path} if request.param == "disk" else {}
+    with pytest.warns(RuntimeWarning) if request.param == "host" and first_on_host() else nullcontext():
+        one = eo.Offload(min_bytes=0, tier=request.param, **fields)
+        one.transfers_of(CPU)
+    active.entered(one)
+    yield one
+    active.left(one)
+    gc.collect()
+    assert census(one) == NOTHING
+    one.close()
+
+
+def first_on_host() -> bool:
+    """Whether nobody in this process has been told yet that the host tier saves nothing on a CPU."""
+    from eager_offload.eager import lanes
+
+    return not lanes._told_about_host_tier.is_set()
+
+
+def census(one: eo.Offload) -> Census:
+    one.stats(synchronize=True)
+    lane = one._lanes.of(CPU)
+    assert lane is not None
+    return lane.census()
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": Tensor.t,
+    "a part": lambda x: x[3:17],
+    "a part from an odd address": lambda x: x.flatten()[5:777],
+    "with gaps": lambda x: x[:, ::3],
+    "broadcast": lambda x: x[:1].expand(40, -1),
+    "bfloat16": lambda x: x.bfloat16(),
+    "complex": lambda x: torch.complex(x, -x),
+    "conjugate": lambda x: torch.complex(x, -x).conj(),
+    "negative": lambda x: torch.complex(x, -x).conj().imag,
+    "one element": lambda x: x[0, 0],
+    "nothing": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
+def test_what_comes_back_is_what_left(layout: Callable[[Tensor], Tensor], wait: bool, offload: eo.Offload) -> None:
+    source = layout(torch.randn(32, 48, generator=torch.Generator().manual_seed(0)))
+    expected, phase = source.clone(), source.data_ptr() % 64
+    host = ops.offload(source, config=offload.config_text, wait=wait)
+    if not wait:
+        ops.wait_tensor(host, source)
+    assert torch.equal(host, expected), "whoever reads the host tensor finds the bytes"
+    source.zero_() if layout is not LAYOUTS["broadcast"] else source[0].zero_()
+    back = ops.reload(host, CPU, config=offload.config_text, wait=wait)
+    if not wait:
+        ops.wait_tensor(back, host)
+    assert torch.equal(back, expected)
+    assert back.stride() == host.stride() == source.stride()
+    if source.numel():
+        assert source.is_conj() or source.is_neg() or back.data_ptr() % 64 == phase
+        stats = offload.stats(synchronize=True)
+        assert stats.bytes_out == stats.bytes_in > 0
+        assert stats.offloaded_bytes == stats.reloaded_bytes == source.nbytes
+
+
+def test_a_view_of_a_host_tensor_brings_back_a_view_of_the_whole(offload: eo.Offload) -> None:
+    source = torch.randn(8, 6)
+    host = ops.offload(source, config=offload.config_text)
+    view = ops.reload(host[2:5].t(), CPU)
+    assert torch.equal(view, source[2:5].t())
+    assert view.stride() == source[2:5].t().stride()
+    assert offload.stats(synchronize=True).bytes_in == source.nbytes
+
+
+def test_a_host_tensor_can_be_asked_for_again_and_again(offload: eo.Offload) -> None:
+    source = torch.randn(64, 64)
+    host = ops.offload(source, config=offload.config_text)
+    first, second = ops.reload(host, CPU), ops.reload(host, CPU)
+    first.zero_()
+    assert torch.equal(second, source)
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_in == 2 * source.nbytes
+    assert stats.reloaded_bytes == source.nbytes, "counted once per save"
+
+
+def test_what_is_never_asked_for_counts_as_released(offload: eo.Offload) -> None:
+    ops.offload(torch.randn(64, 64), config=offload.config_text)
+    gc.collect()
+    assert offload.stats(synchronize=True).released_bytes == 64 * 64 * 4
+
+
+def test_a_copy_of_a_host_tensor_holds_the_bytes_itself(offload: eo.Offload) -> None:
+    source = torch.randn(64, 64)
+    copy = ops.offload(source, config=offload.config_text).clone()
+    assert torch.equal(ops.reload(copy, CPU), source)
+    back = ops.reload(copy, CPU, wait=False)
+    ops.wait_tensor(back, copy)
+    assert torch.equal(back, source)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["none was started", "it was waited for"])
+def test_a_wait_without_a_transfer_says_what_to_pair(again: bool, offload: eo.Offload) -> None:
+    tensor = torch.randn(4, 4)
+    if again:
+        tensor = ops.offload(tensor, config=offload.config_text)
+    with pytest.raises(eo.OffloadError, match=r"no transfer is pending: pair it.*offload.*reload.*wait=False"):
+        ops.wait_tensor(tensor)
+
+
+def test_a_reload_before_the_wait_for_its_offload_says_so(offload: eo.Offload) -> None:
+    source = torch.randn(4, 4)
+    host = ops.offload(source, config=offload.config_text, wait=False)
+    with pytest.raises(eo.OffloadError, match="before the offload was waited for"):
+        ops.reload(host, CPU)
+    ops.wait_tensor(host, source)
+
+
+@pytest.mark.parametrize("lost", ["offload", "reload"])
+def test_a_transfer_that_nobody_waits_for_leaves_nothing(lost: str, offload: eo.Offload) -> None:
+    source = torch.randn(64, 64)
+    host = ops.offload(source, config=offload.config_text, wait=lost != "offload")
+    if lost == "reload":
+        ops.reload(host, CPU, wait=False)
+    del host
+    gc.collect()
+    assert census(offload) == NOTHING
+
+
+def test_an_input_that_requires_grad_is_refused(offload: eo.Offload) -> None:
+    with pytest.raises(eo.OffloadError, match=r"has no gradient.*torch\.no_grad\(\)"):
+        ops.offload(torch.randn(4, requires_grad=True), config=offload.config_text)
+    with torch.no_grad():
+        ops.offload(torch.randn(4, requires_grad=True), config=offload.config_text)
+
+
+def test_a_sparse_tensor_is_refused(offload: eo.Offload) -> None:
+    with pytest.raises(eo.OffloadError, match="strided"):
+        ops.offload(torch.eye(4).to_sparse(), config=offload.config_text)
+
+
+def test_outside_of_every_context_one_for_the_process_serves(tmp_path: Path) -> None:
+    text = eo.OffloadConfig(tier="disk", disk_path=tmp_path).to_text()
+    source = torch.randn(16, 16)
+    host = ops.offload(source, config=text)
+    standing = eo.Offload.serving(tier="disk", disk_path=tmp_path)
+    assert standing is eo.Offload.serving(eo.OffloadConfig(disk_path=tmp_path, tier="disk"))
+    assert standing.stats(synchronize=True).offloaded_bytes == source.nbytes
+    with eo.Offload(tier="disk", disk_path=tmp_path) as inner:
+        assert eo.Offload.serving(tier="disk", disk_path=tmp_path) is inner
+    assert torch.equal(ops.reload(host, CPU), source)
+    del host
+    standing.close()
+
+
+def test_a_thread_that_has_the_hooks_is_served_by_the_one_that_was_entered_last(offload: eo.Offload) -> None:
+    """As autograd's own threads have them, for what a backward saves."""
+    source = torch.randn(16, 16)
+
+    def run() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(*offload._hook_pair):
+            ops.offload(source, config=offload.config_text)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert offload.stats(synchronize=True).offloaded_bytes == source.nbytes
+
+
+def test_memory_that_the_system_does_not_map_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(slot: Slot) -> memoryview:
+        raise MemoryError("on purpose")
+
+    monkeypatch.setattr(DiskSlot, "memory", refuse)
+    one = eo.Offload(tier="disk", disk_path=tmp_path)
+    active.entered(one)
+    source = torch.randn(64, 64)
+    host = ops.offload(source, config=one.config_text)
+    active.left(one)
+    assert torch.equal(ops.reload(host, CPU), source)
+    assert one.stats(synchronize=True).kept_bytes == {"budget": source.nbytes}
+    del host
+    gc.collect()
+    assert one.stats(synchronize=True).released_bytes == 0
+    assert census(one) == NOTHING
+    one.close()
+
+
+def test_a_conjugate_whose_write_fails_is_what_it_was(tmp_path: Path) -> None:
+    one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "write"))
+    active.entered(one)
+    source = torch.randn(8, 8, dtype=torch.complex64).conj()
+    with pytest.warns(RuntimeWarning, match="failed"):
+        host = moved(source, one.config_text, wait=False)
+    active.left(one)
+    assert torch.equal(ops.reload(host, CPU), source)
+    del host
+    one.close()
+
+
+def test_an_interrupt_while_a_reload_is_waited_for_lets_the_copy_go_on(
+    offload: eo.Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = torch.randn(64, 64)
+    host = ops.offload(source, config=offload.config_text)
+    back = ops.reload(host, CPU, wait=False)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (lane,) = offload._lanes.all()
+    with monkeypatch.context() as patch:
+        patch.setattr(lane.runtime, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ops.wait_tensor(back, host)
+    ops.wait_tensor(back, host)
+    assert torch.equal(back, source)
+
+
+def test_another_thread_has_its_own_innermost_context(offload: eo.Offload) -> None:
+    text, found = offload.config_text, list[eo.Offload]()
+    thread = threading.Thread(target=lambda: found.append(active.serving(text)))
+    thread.start()
+    thread.join()
+    assert active.serving(text) is offload
+    assert found[0] is not offload
+    found[0].close()
+
+
+class Refusing(Tier):
+    """A tier that has no room, or whose writes or reads fail."""
+
+    def __init__(self, tier: Tier, what: str) -> None:
+        self.tier, self.what = tier, what
+        self.name = tier.name  # type: ignore[misc]
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        if self.what == "room":
+            return None
+        slot = self.tier.reserve(nbytes)
+        return None if slot is None else RefusingSlot(slot, self.what)
+
+    used_bytes = property(lambda self: self.tier.used_bytes)  # type: ignore[assignment]
+    held_bytes = property(lambda self: self.tier.held_bytes)  # type: ignore[assignment]
+    peak_bytes = property(lambda self: self.tier.peak_bytes)  # type: ignore[assignment]
+
+    def restart_peak(self) -> None:
+        self.tier.restart_peak()
+
+    def close(self) -> None:
+        self.tier.close()
+
+
+class RefusingSlot(Slot):
+    def __init__(self, slot: Slot, what: str) -> None:
+        super().__init__(slot.nbytes, slot.fences)
+        self.slot, self.what = slot, what
+
+    tier = "disk"
+    region = property(lambda self: self.slot.region)  # type: ignore[assignment]
+
+    def write(self, source: Tensor) -> None:
+        if self.what == "write":
+            raise OSError(5, "on purpose")
+        self.slot.write(source)
+
+    def read(self, target: Tensor) -> None:
+        raise OSError(5, "on purpose")
+
+    def memory(self) -> memoryview:
+        return self.slot.memory()
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(("what", "reason"), [("room", "budget"), ("write", "failed")])
+def test_bytes_that_cannot_leave_are_copied(what: str, reason: str, wait: bool, tmp_path: Path) -> None:
+    one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, what))
+    active.entered(one)
+    source = torch.randn(64, 64)
+    expected = source.clone()
+    with pytest.warns(RuntimeWarning, match="no room|failed"):
+        host = moved(source, one.config_text, wait)
+    active.left(one)
+    source.zero_()
+    back = ops.reload(host, CPU, wait=wait)
+    if not wait:
+        ops.wait_tensor(back, host)
+    assert torch.equal(back, expected)
+    back.zero_()
+    assert torch.equal(ops.reload(host, CPU), expected), "each reload is memory of its own"
+    stats = one.stats(synchronize=True)
+    assert stats.kept_bytes == {reason: source.nbytes}
+    assert_balanced(stats)
+    assert stats.demotions == {{"budget": "budget", "failed": "write_failed"}[reason]: 1}
+    del host, back
+    one.close()
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
+def test_bytes_that_do_not_come_back_raise(wait: bool, tmp_path: Path) -> None:
+    one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "read"))
+    active.entered(one)
+    host = ops.offload(torch.randn(64, 64), config=one.config_text)
+    active.left(one)
+    with pytest.raises(eo.TransferError, match="on purpose"):
+        ops.wait_tensor(ops.reload(host, CPU, wait=wait), host)
+    del host
+    gc.collect()
+    assert census(one) == NOTHING
+    one.close()
+
+
+def moved(source: Tensor, text: str, wait: bool) -> Tensor:
+    host = ops.offload(source, config=text, wait=wait)
+    if not wait:
+        ops.wait_tensor(host, source)
+    return host
+
+
+@pytest.mark.parametrize("source", [torch.randn(4, 6), torch.randn(4, 6).t(), torch.randn(3), torch.empty(0, 2)])
+def test_torch_finds_no_fault_with_offload_and_reload(source: Tensor, offload: eo.Offload) -> None:
+    opcheck(ops.offload, (source,), {"config": offload.config_text})
+    opcheck(ops.reload, (ops.offload(source, config=offload.config_text), CPU))
+    opcheck(ops.reload, (source, CPU))
+
+
+@pytest.mark.parametrize(
+    "subtest", ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+)
+def test_torch_finds_no_fault_with_the_form_of_a_wait(subtest: str) -> None:
+    """It copies what it is given, and a copy has no transfer pending; of nothing there is nothing to wait for."""
+    opcheck(ops.wait_tensor, (torch.empty(0), torch.empty(3)), test_utils=subtest)
+    opcheck(ops.wait_tensor, (torch.empty(0),), test_utils=subtest)
+
+
+@pytest.mark.parametrize("operation", [ops.offload, ops.reload, ops.wait_tensor])
+def test_graphs_keep_them_and_cuda_graphs_are_cut_around_them(operation: torch._ops.OpOverload) -> None:
+    assert torch.Tag.cudagraph_unsafe in operation.tags
+    graph = torch.fx.Graph()
+    graph.call_function(operation, (graph.placeholder("x"),))
+    graph.output(())
+    graph.eliminate_dead_code()
+    assert any(node.target is operation for node in graph.nodes)

@@ -1,0 +1,257 @@
+"""When transfers run: what sinking waits, prefetching and pinning promise, one property at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from eager_offload import OffloadError, ops
+from eager_offload.compile.graphs import copied
+from eager_offload.compile.insert import insert_asynchronous
+from eager_offload.compile.order import pin, prefetch, sink_waits
+from tests.compile.happens_before import (
+    CONFIG,
+    CPU,
+    Run,
+    asynchronous,
+    chain,
+    labels,
+    of_kind,
+    peak_flying,
+    run,
+    wait_of,
+)
+
+#: Bytes of every value of the chain, and what goes through it.
+NBYTES = 256
+X, WEIGHT = torch.linspace(-1, 1, 64).view(8, 8), torch.linspace(-0.3, 0.4, 64).view(8, 8)
+
+
+def one_second(node: Node) -> float:
+    """Every operator of torch takes a second."""
+    return float(node.op == "call_function" and node.target not in (ops.offload, ops.reload, ops.wait_tensor))
+
+
+def forward(x: Tensor, weight: Tensor) -> list[Tensor]:
+    hosts = []
+    for _ in range(4):
+        x = torch.mm(x, weight)
+        hosts.append(ops.offload(x, config=CONFIG))
+    return hosts
+
+
+def in_order(graph: Graph) -> str:
+    """A letter for each node: o, r, w for transfers and waits, c for all else that computes."""
+    return "".join(label[0] for label in labels(graph) if label not in ("placeholder", "output"))
+
+
+def test_a_wait_sinks_until_the_window_is_full_and_no_further() -> None:
+    graph = asynchronous(forward, X, WEIGHT)
+    assert in_order(graph) == "cowcowcowcow"
+    assert in_order(sink_waits(graph, NBYTES)) == "cocwocwocwow"
+    assert in_order(sink_waits(graph, 2 * NBYTES)) == "cococwocwoww"
+    assert in_order(sink_waits(graph, 4 * NBYTES)) == "cocococowwww"
+    assert in_order(graph) == "cowcowcowcow", "a pass changes its argument"
+
+
+def test_what_is_larger_than_the_window_travels_alone() -> None:
+    sunk = sink_waits(asynchronous(forward, X, WEIGHT), NBYTES - 1)
+    assert in_order(sunk) == "cocwocwocwow"
+    assert peak_flying(sunk) == (0, NBYTES)
+
+
+def test_a_wait_comes_before_its_host_tensor_is_used() -> None:
+    def program(x: Tensor) -> Tensor:
+        host = ops.offload(x.sin(), config=CONFIG)
+        y = x.cos()
+        return y + ops.reload(host, CPU, config=CONFIG)
+
+    sunk = sink_waits(asynchronous(program, X), 1 << 30)
+    assert in_order(sunk) == "cocwrwc"
+    assert torch.equal(run(sunk, X).results[0], X.cos() + X.sin())
+
+
+def test_a_wait_comes_before_its_source_is_written_over() -> None:
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        host = ops.offload(y, config=CONFIG)
+        z = x.cos()
+        y.view(-1).add_(z.view(-1))
+        return ops.reload(host, CPU, config=CONFIG), y
+
+    sunk = sink_waits(asynchronous(program, X), 1 << 30)
+    wait = wait_of(of_kind(sunk, ops.offload)[0])
+    (change,) = (node for node in sunk.nodes if node.target is torch.ops.aten.add_.Tensor)
+    assert wait.next is change
+    ran = run(sunk, X)
+    assert ran.violations == []
+    assert torch.equal(ran.results[0], X.sin())
+    assert torch.equal(ran.results[1], X.sin() + X.cos())
+
+
+def backward(a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
+    """All reloads at the top; ``b`` is used after five operators, ``a``, by a view, after seven."""
+    x, y = ops.reload(a, CPU, config=CONFIG), ops.reload(b, CPU, config=CONFIG)
+    view = x.view(64)
+    for _ in range(5):
+        grad = grad.sin()
+    grad = (grad * y).sin()
+    return grad.view(64) * view
+
+
+def test_a_reload_starts_when_the_operators_before_its_use_take_as_long_as_it_does() -> None:
+    graph = asynchronous(backward, X, X + 1, X + 2)
+    ready = prefetch(graph, 1 << 20, NBYTES / 2, one_second, margin=1.0)  # each transfer takes two seconds
+    soon, late = of_kind(ready, ops.reload)
+    assert [node.args[0].name for node in (soon, late)] == ["b_1", "a_1"], "they start in the order of need"
+    assert _seconds_between(soon, wait_of(soon)) == 2
+    assert _seconds_between(late, wait_of(late)) == 2
+    assert torch.equal(run(ready, X, X + 1, X).results[0], run(graph, X, X + 1, X).results[0])
+
+
+def _seconds_between(first: Node, last: Node) -> float:
+    seconds, node = 0.0, first
+    while node is not last:
+        seconds += one_second(node)
+        node = node.next
+    return seconds
+
+
+def test_a_link_carries_one_reload_after_another() -> None:
+    def program(a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
+        x, y = ops.reload(a, CPU, config=CONFIG), ops.reload(b, CPU, config=CONFIG)
+        for _ in range(8):
+            grad = grad.sin()
+        return torch.addcmul(grad, x, y)
+
+    graph = asynchronous(program, X, X + 1, X + 2)
+    ready = prefetch(graph, 1 << 20, NBYTES / 2, one_second, margin=1.0)
+    assert in_order(ready) == "ccccrccrccwwc"
+
+
+def test_a_view_of_what_comes_back_is_no_use_of_it() -> None:
+    graph = asynchronous(backward, X, X + 1, X + 2)
+    assert of_kind(graph, torch.ops.aten.view.default)[0].prev.target is ops.wait_tensor
+    ready = prefetch(graph, 0, 1.0, one_second)
+    wait = wait_of(of_kind(ready, ops.reload)[1])
+    assert wait.next.target is torch.ops.aten.view.default
+    assert wait.next.next.target is not torch.ops.aten.view.default
+    ran = run(ready, X, X + 1, X)
+    assert ran.violations == []
+    assert ran.stats.bytes_in == 2 * NBYTES
+
+
+def test_without_room_for_it_nothing_comes_back_early() -> None:
+    ready = prefetch(asynchronous(chain(4), X, WEIGHT), 0, 1.0, one_second)
+    assert all(node.next is wait_of(node) for node in of_kind(ready, ops.reload))
+
+
+def test_reloads_start_behind_the_inputs_however_slow_the_link_is() -> None:
+    ready = prefetch(asynchronous(backward, X, X + 1, X + 2), 1 << 20, 1e-9, one_second)
+    assert labels(ready)[:5] == ["placeholder"] * 3 + ["reload"] * 2
+
+
+def test_in_one_graph_of_both_no_reload_starts_before_the_wait_of_its_offload() -> None:
+    graph = prefetch(asynchronous(chain(4), X, WEIGHT), 1 << 20, 1e-9, one_second)
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    reloads = of_kind(graph, ops.reload)
+    assert len(reloads) == 4
+    assert all(order[wait_of(node.args[0])] < order[node] for node in reloads)
+
+
+def test_a_reload_starts_right_behind_a_product_where_it_can_be_pinned() -> None:
+    ready = prefetch(asynchronous(chain(4), X, WEIGHT), 1 << 20, NBYTES / 2, one_second)
+    before = [node.prev.target for node in of_kind(ready, ops.reload)]
+    assert before == [ops.wait_tensor, ops.reload, torch.ops.aten.mm.default, torch.ops.aten.mm.default]
+
+
+def test_passes_read_sizes_that_depend_on_the_inputs_without_fixing_them() -> None:
+    traced = make_fx(chain(4), tracing_mode="symbolic")(torch.randn(6, 8), WEIGHT)
+    shapes = traced.shape_env
+    guards = len(shapes.guards)
+    graph = insert_asynchronous(traced.graph)
+    graph = sink_waits(prefetch(graph, 2 * 6 * 8 * 4, 1e9, one_second), 2 * 6 * 8 * 4)
+    assert peak_flying(graph) == (2 * 6 * 8 * 4, 6 * 8 * 4)
+    assert len(shapes.guards) == guards
+
+
+# -- proof ------------------------------------------------------------------------------------------------------------
+
+
+def ordered(length: int = 4, window: int = 2 * NBYTES) -> Graph:
+    """The chain after all passes but the last."""
+    graph = asynchronous(chain(length), X, WEIGHT)
+    return sink_waits(prefetch(graph, window, NBYTES / 2, one_second), window)
+
+
+def expected(length: int = 4) -> Run:
+    return run(make_fx(chain(length), tracing_mode="fake")(X, WEIGHT).graph, X, WEIGHT)
+
+
+def test_after_each_pass_the_graph_is_ordered_and_exact() -> None:
+    wanted = expected()
+    graph = asynchronous(chain(4), X, WEIGHT)
+    early = prefetch(graph, 2 * NBYTES, NBYTES / 2, one_second)
+    sunk = sink_waits(early, 2 * NBYTES)
+    for each in (graph, early, sunk, pin(sunk)):
+        each.lint()
+        ran = run(each, X, WEIGHT)
+        assert ran.violations == []
+        assert torch.equal(ran.results[0], wanted.results[0])
+        assert ran.stats.bytes_out == ran.stats.bytes_in == 4 * NBYTES
+
+
+def test_two_transfers_in_flight_are_two_at_run_time() -> None:
+    assert run(ordered(window=2 * NBYTES), X, WEIGHT).stats.inflight_bytes_peak == 2 * NBYTES
+    assert run(ordered(window=NBYTES), X, WEIGHT).stats.inflight_bytes_peak == NBYTES
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_reload_whose_wait_is_dropped_is_reported(number: int) -> None:
+    graph, _ = copied(ordered())
+    graph.erase_node(wait_of(of_kind(graph, ops.reload)[number]))
+    assert run(graph, X, WEIGHT).violations
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_an_offload_whose_wait_is_dropped_cannot_be_reloaded(number: int) -> None:
+    graph, _ = copied(ordered())
+    graph.erase_node(wait_of(of_kind(graph, ops.offload)[number]))
+    with pytest.raises(OffloadError, match="before the offload was waited for"):
+        run(graph, X, WEIGHT)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_reload_above_the_wait_of_its_offload_raises(number: int) -> None:
+    graph, _ = copied(ordered())
+    reload = of_kind(graph, ops.reload)[number]
+    wait_of(reload.args[0]).prepend(reload)
+    graph.lint()
+    with pytest.raises(OffloadError, match="before the offload was waited for"):
+        run(graph, X, WEIGHT)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_value_that_is_used_before_its_wait_is_reported(number: int) -> None:
+    graph, _ = copied(ordered())
+    wait = wait_of(of_kind(graph, ops.reload)[number])
+    use = next(user for user in wait.args[0].users if user is not wait)
+    use.append(wait)
+    assert run(graph, X, WEIGHT).violations
+
+
+def test_a_source_that_is_written_over_before_its_wait_is_reported() -> None:
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        host = ops.offload(y, config=CONFIG)
+        return ops.reload(host, CPU, config=CONFIG), y.add_(1)
+
+    graph = asynchronous(program, X)
+    assert run(graph, X).violations == []
+    (change,) = (node for node in graph.nodes if node.target is torch.ops.aten.add_.Tensor)
+    of_kind(graph, ops.offload)[0].append(change)
+    graph.lint()
+    assert run(graph, X).violations

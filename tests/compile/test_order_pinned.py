@@ -1,0 +1,113 @@
+"""The order that transfers have in the code that Inductor makes by its default settings, with and without pins."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.fx import Graph
+
+import eager_offload as eo
+from eager_offload import ops
+from eager_offload.compile import inductor
+from eager_offload.compile.cost import counts_flops
+from eager_offload.compile.graphs import copied
+from eager_offload.compile.order import pin_in_place
+from tests.compile.compiled import fresh_compiler
+from tests.compile.happens_before import run
+
+ROWS, WIDTH, LAYERS = 512, 64, 5
+#: Of what each layer saves; what the last one saves is the network's output, which no graph may move.
+NBYTES = 4 * ROWS * WIDTH
+_CALL = re.compile(r"torch\.ops\.eager_offload\.(offload|reload|wait)\w*\.default\(|extern_kernels\.\w+\(")
+_KINDS = {ops.offload: "offload", ops.reload: "reload", ops.wait_tensor: "wait"}
+
+
+@dataclass
+class Compiled:
+    """What was decided, what the code says, and what came out."""
+
+    #: For forward and backward: transfers and products in order.
+    decided: list[list[str]] = field(default_factory=list)
+    found: list[list[str]] = field(default_factory=list)
+    #: The graphs after the last of our passes.
+    graphs: list[Graph] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    stats: eo.OffloadStats | None = None
+
+
+def compiled_step(monkeypatch: pytest.MonkeyPatch, *, pinned: bool, prefetch_bytes: int) -> Compiled:
+    """A compiled step of a small network on a link so slow that reloads start as early as the cap allows."""
+    told = Compiled()
+
+    def pin(graph: Graph) -> None:
+        kinds = [_KINDS.get(node.target, "product" if counts_flops(node) else "") for node in graph.nodes]
+        told.decided.append([kind for kind in kinds if kind])
+        if pinned:
+            pin_in_place(graph)
+        told.graphs.append(copied(graph)[0])
+
+    monkeypatch.setattr(inductor, "pin_in_place", pin)
+    monkeypatch.setattr(inductor, "bandwidth_of", lambda *_: 1.0)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    x = torch.randn(ROWS, WIDTH)
+    offload = eo.Offload(
+        tier="disk", min_bytes=0, keep_last_bytes=0, max_inflight_bytes=2 * NBYTES, prefetch_bytes=prefetch_bytes
+    )
+
+    def step() -> None:
+        with offload:
+            loss = compiled(x).square().mean()
+        loss.backward()
+
+    with fresh_compiler():
+        compiled = torch.compile(model)
+        _, codes = run_and_get_code(step)
+    for code in codes:
+        lines = [line for line in code[code.index("def call(") :].splitlines() if not line.lstrip().startswith("#")]
+        told.found.append([match[1] or "product" for line in lines if (match := _CALL.search(line))])
+    told.gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    told.stats = offload.stats(synchronize=True)
+    offload.close()
+    return told
+
+
+def inputs_like(graph: Graph) -> list[Tensor]:
+    """Random inputs of the sizes that ``graph`` was compiled for."""
+    values = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    return [torch.randn(value.numel()).as_strided(value.size(), value.stride()) for value in values]
+
+
+def test_pins_hold_transfers_where_they_were_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = compiled_step(monkeypatch, pinned=True, prefetch_bytes=3 * NBYTES)
+    forward, backward = told.found
+    assert told.found == told.decided
+    assert "".join(one[0] for one in forward).count("wo") == LAYERS - 3, "waits are where the window gets full"
+    assert backward[:3] == ["reload"] * 3, "and reloads start when the cap allows it"
+    assert len(told.gradients) == 2 * LAYERS
+    assert told.stats is not None
+    assert told.stats.inflight_bytes_peak <= 2 * NBYTES
+    assert told.stats.bytes_in == (LAYERS - 1) * NBYTES
+    for graph in told.graphs:
+        ran = run(graph, *inputs_like(graph))
+        assert ran.violations == []
+        assert ran.stats.bytes_out == (LAYERS - 1) * NBYTES
+    assert ran.stats.bytes_in == (LAYERS - 1) * NBYTES, "the last one is the backward"
+
+
+@pytest.mark.long
+def test_without_pins_a_compiler_moves_them_and_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = compiled_step(monkeypatch, pinned=True, prefetch_bytes=100 * NBYTES)
+    told = compiled_step(monkeypatch, pinned=False, prefetch_bytes=100 * NBYTES)
+    assert pinned.found == pinned.decided
+    for found, decided in zip(told.found, told.decided, strict=True):
+        assert sorted(found) == sorted(decided)
+        assert found != decided
+    assert all(torch.equal(one, other) for one, other in zip(told.gradients, pinned.gradients, strict=True))
+    assert told.stats is not None
+    assert told.stats.bytes_in == (LAYERS - 1) * NBYTES

@@ -1,0 +1,53 @@
+"""Graphs for a device that is not the CPU: what travels is on the host, and comes back to where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What a process found in which there is such a device, by name only."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.compile.elsewhere"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+def test_halves_keep_their_devices(found: dict[str, Any]) -> None:
+    assert len(found["pairs"]) == 4
+    for name, one in found["pairs"].items():
+        assert one["groups"] > 3, name
+        assert one["devices"] == {"offload": ["cpu"], "reload": ["elsewhere"], "others": ["elsewhere"]}, name
+        assert one["gradients"] == ["elsewhere"], name
+
+
+def test_a_joint_graph_keeps_its_devices(found: dict[str, Any]) -> None:
+    one = found["joint"]
+    assert one["groups"] > 3
+    assert one["wrong"] == []
+    assert one["devices"]["offload"] == ["cpu"]
+    assert one["devices"]["reload"] == ["elsewhere"]
+    assert one["results"] == ["elsewhere", "elsewhere", "cpu", *["elsewhere"] * (len(one["results"]) - 3)]
+
+
+def test_the_hosts_own_values_stay(found: dict[str, Any]) -> None:
+    assert "device" in found["joint"]["kept"]
+    assert set(found["joint"]["kept"]) <= {"device", "parameter", "alive"}

@@ -1,0 +1,177 @@
+"""What a graph asks for, in the order of a device: on the host, simulated, and on the accelerator runtime's double."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import eager_offload as eo
+from eager_offload import active, ops
+from eager_offload.runtime.base import Direction
+from eager_offload.runtime.recording import Recorded, Recording, Waited
+from eager_offload.runtime.simulated import SimulatedRuntime
+from tests.doubles.recorded_backend import RecordedBackend
+from tests.hazards.backends import Backend, CheckedBackend, SimulatedBackend, lane_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def offload(backend: Backend) -> Iterator[eo.Offload]:
+    """One that is active while the test runs."""
+    one = backend.offload()
+    active.entered(one)
+    yield one
+    active.left(one)
+    gc.collect()
+
+
+class Program:
+    """Moves tensors as a compiled graph does, whose compiler uses memory again as soon as it may."""
+
+    def __init__(self, offload: eo.Offload) -> None:
+        self.text = offload.config_text
+        self.expected: dict[int, Tensor] = {}
+
+    def make(self, seed: int, rows: int = 24) -> Tensor:
+        """A tensor that an operator has just written."""
+        values = torch.arange(rows * 32, dtype=torch.float32).view(rows, 32) + seed
+        return values * 3
+
+    def leave(self, x: Tensor, *, late: bool) -> Tensor:
+        host: Tensor = ops.offload(x, config=self.text, wait=not late)
+        return host
+
+    def come_back(self, host: Tensor, *, late: bool) -> Tensor:
+        tensor: Tensor = ops.reload(host, CPU, config=self.text, wait=not late)
+        return tensor
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["synchronous", "asynchronous"])
+def test_memory_is_used_again_as_soon_as_the_waits_allow(late: bool, offload: eo.Offload) -> None:
+    program = Program(offload)
+    x = program.make(1)
+    host = program.leave(x, late=late)
+    program.make(2).sum()
+    if late:
+        ops.wait_tensor(host, x)
+    x.zero_()  # the next owner of the memory
+    back = program.come_back(host, late=late)
+    program.make(3).sum()
+    if late:
+        ops.wait_tensor(back, host)
+    assert torch.equal(back * 1, program.make(1))
+    back.fill_(7)  # it belongs to whoever asked
+    assert torch.equal(program.come_back(host, late=False), program.make(1))
+    stats = offload.stats(synchronize=True)
+    assert (stats.bytes_out, stats.bytes_in) == (x.nbytes, 2 * x.nbytes)
+
+
+def test_many_are_on_their_way_at_once(backend: Backend, offload: eo.Offload) -> None:
+    program, count = Program(offload), 6
+    sources = [program.make(seed) for seed in range(count)]
+    hosts = [program.leave(x, late=True) for x in sources]
+    if isinstance(backend, CheckedBackend):  # real threads may be done with the first before the last begins
+        assert offload.stats().inflight_bytes_peak == sum(x.nbytes for x in sources)
+    for host, x in zip(hosts, sources, strict=True):
+        ops.wait_tensor(host, x)
+        x.zero_()
+    assert lane_of(offload).census().pending == 0
+    targets = [program.come_back(host, late=True) for host in reversed(hosts)]
+    for seed, host, target in zip(reversed(range(count)), reversed(hosts), targets, strict=True):
+        ops.wait_tensor(target, host)
+        assert torch.equal(target * 1, program.make(seed))
+    assert lane_of(offload).resident_bytes == 0
+
+
+def test_a_slot_is_written_again_after_its_last_read() -> None:
+    """Reading is so slow here that the next tensor comes to the slot while it is still being read."""
+    simulated, recording = SimulatedRuntime(in_bandwidth=1e4), Recording()
+    with simulated.checked(recording) as checker:
+        offload = eo.Offload(runtime=simulated, tier="host")
+        program = Program(offload)
+        active.entered(offload)
+        for seed in range(4):
+            x = program.make(seed)
+            host = program.leave(x, late=True)
+            ops.wait_tensor(host, x)
+            back = program.come_back(host, late=True)
+            del host
+            ops.wait_tensor(back)  # by a stream: the host does not know when that will be
+            assert torch.equal(back * 1, program.make(seed))
+        active.left(offload)
+        offload.close()
+    checker.assert_clean()
+    out, into = (simulated.transfer_stream(CPU, direction) for direction in (Direction.OUT, Direction.IN))
+    reads = {entry.event for entry in recording.entries if isinstance(entry, Recorded) and entry.stream is into}
+    waits = [entry for entry in recording.entries if isinstance(entry, Waited) and entry.stream is out]
+    assert any(entry.event in reads for entry in waits), "no slot was used again while it was being read"
+
+
+def test_the_memory_of_a_target_belonged_to_somebody_before(offload: eo.Offload) -> None:
+    program = Program(offload)
+    hosts = []
+    for seed in range(4):
+        x = program.make(seed)
+        hosts.append(program.leave(x, late=True))
+        ops.wait_tensor(hosts[-1], x)
+    del x
+    for seed, host in enumerate(hosts):
+        scratch = program.make(50 + seed) + 1  # its kernel may still be queued when its memory is handed out again
+        del scratch
+        target = program.come_back(host, late=True)
+        ops.wait_tensor(target, host)
+        assert torch.equal(target * 1, program.make(seed))
+
+
+@pytest.mark.parametrize("lost", ["offload", "reload"])
+def test_ends_of_a_transfer_that_nobody_waits_for_outlive_it(lost: str, backend: Backend, offload: eo.Offload) -> None:
+    program = Program(offload)
+    x = program.make(1)
+    host = program.leave(x, late=lost == "offload")
+    if lost == "reload":
+        program.come_back(host, late=True)
+    nbytes = x.nbytes
+    del x, host
+    gc.collect()
+    if isinstance(backend, SimulatedBackend):  # where nothing is carried out before somebody waits for it
+        assert lane_of(offload).census().used_bytes == nbytes, "what is written or read is not free to be used again"
+    program.make(2).zero_()  # what is freed too early is written here
+    offload.stats(synchronize=True)
+    assert lane_of(offload).census().pending == 0
+    gc.collect()
+    assert not any(lane_of(offload).census())
+
+
+@pytest.fixture(params=[SimulatedBackend, RecordedBackend], ids=lambda kind: kind.name)
+def checked(request: pytest.FixtureRequest) -> CheckedBackend:
+    """A backend whose violations a test looks at itself."""
+    one: CheckedBackend = request.param()
+    return one
+
+
+@pytest.mark.parametrize("wrong", ["the source is written over", "the target is read"])
+def test_a_wait_that_comes_too_late_is_reported(wrong: str, checked: CheckedBackend) -> None:
+    with pytest.raises(AssertionError), checked:
+        with_a_late_wait(checked.offload(), source=wrong == "the source is written over")
+    assert checked.checker is not None
+    assert checked.checker.violations
+
+
+def with_a_late_wait(offload: eo.Offload, *, source: bool) -> None:
+    program = Program(offload)
+    active.entered(offload)
+    x = program.make(1)
+    host = program.leave(x, late=source)
+    active.left(offload)
+    if source:
+        x.zero_()
+        ops.wait_tensor(host, x)
+    else:
+        back = program.come_back(host, late=True)
+        back.sum()
+        ops.wait_tensor(back, host)
