@@ -431,6 +431,12 @@ def _segment(tensor: Tensor) -> Tensor:
     return (tensor.tanh() * tensor).cumsum(0).sin()
 
 
+def _checkpointed(tensor: Tensor, use_reentrant: bool) -> Tensor:
+    # Backward would set torch's generator to what it was in forward, and with it that of a thread that draws just then.
+    # Nothing in the segment is random.
+    return checkpoint(_segment, tensor, use_reentrant=use_reentrant, preserve_rng_state=False)
+
+
 def _picked(tensor: Tensor) -> Tensor:
     return tensor[torch.arange(tensor.shape[0]) % max(tensor.shape[0] - 1, 1)]
 
@@ -463,8 +469,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "picked": _picked,
     "twice": Twice.apply,
     "spoil": Spoil.apply,
-    "checkpoint": lambda t: checkpoint(_segment, t, use_reentrant=False),
-    "checkpoint_reentrant": lambda t: checkpoint(_segment, t, use_reentrant=True),
+    "checkpoint": lambda t: _checkpointed(t, use_reentrant=False),
+    "checkpoint_reentrant": lambda t: _checkpointed(t, use_reentrant=True),
 }
 
 RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
