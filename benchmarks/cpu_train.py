@@ -3,11 +3,12 @@
     python -m benchmarks.cpu_train
     python -m benchmarks.cpu_train --rounds 1 --variants "none;offload"
 
-A decoder language model on real text, fp32, SGD. Every variant trains in a process of its own; the variants take turns,
+A decoder language model on real text, fp32, SGD; the same compiled by Inductor, against the same compiled without
+offload. Every variant trains in a process of its own; the variants take turns,
 round after round, and ratios are taken within a round. A step on a tiny batch loads code and makes gradients, which
 stay allocated from then on (they are zeroed in place), so that what comes on top of the resident memory after it is
-what training holds in between: mostly activations. All variants must end with the same losses and parameters, bit for
-bit.
+what training holds in between: mostly activations. A compiled variant takes one whole step first, which compiles. All
+variants of eager code must end with the same losses and parameters, bit for bit, and so must all compiled ones.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Variant:
 
     checkpointing: bool = False
     offload: bool = False
+    #: Whether Inductor compiles the model.
+    compiled: bool = False
     #: The option that gives both windows; ``None`` stands for the library's defaults.
     window: str | None = "window"
     #: Whether ``eager_offload.release_freed_memory()`` is called first.
@@ -54,6 +57,7 @@ class Variant:
 
 
 DEFAULT_MALLOC, RELEASE, HUGE_PAGES = "none, default malloc", "none", "none, huge pages"
+COMPILED, COMPILED_HUGE_PAGES = "compiled", "compiled, huge pages"
 VARIANTS = {
     DEFAULT_MALLOC: Variant(release=False),
     RELEASE: Variant(),
@@ -69,6 +73,12 @@ VARIANTS = {
     "checkpoint + offload": Variant(checkpointing=True, offload=True),
     # Recomputing a block takes long, so one block's input ahead is enough; each further one only takes room.
     "checkpoint + offload, small": Variant(checkpointing=True, offload=True, window="small_window", memory_limit=0.18),
+    COMPILED: Variant(compiled=True),
+    COMPILED_HUGE_PAGES: Variant(compiled=True, huge_pages=True),
+    "compiled + offload": Variant(compiled=True, offload=True, memory_limit=0.20, time_limit=1.10),
+    "compiled + offload, huge pages": Variant(
+        compiled=True, offload=True, huge_pages=True, memory_limit=0.20, time_limit=1.10
+    ),
 }
 
 
@@ -109,24 +119,30 @@ def train(name: str, options: argparse.Namespace) -> Run:
     if variant.release and not eo.release_freed_memory():
         raise SystemExit("benchmarks.cpu_train: this C library has no mallopt, so its memory cannot be compared")
     torch.set_num_threads(options.threads)
+    # What Inductor makes of an embedding's gradient adds up in the order of its threads, with or without offload.
+    torch.use_deterministic_algorithms(variant.compiled)
     torch.manual_seed(0)
     model = LanguageModel(
         options.layers, options.width, options.heads, options.sequence, checkpointing=variant.checkpointing
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     offload = make_offload(variant, options) if variant.offload else None
+    forward = torch.compile(model, dynamic=False) if variant.compiled else model
 
     def step(batch: Batch) -> float:
         optimizer.zero_grad(set_to_none=options.drop_gradients)
         with offload or nullcontext():
-            loss = model(batch.inputs, batch.targets)
+            loss = forward(batch.inputs, batch.targets)
         loss.backward()
         optimizer.step()
         return loss.item()
 
     text = read_text()
     data = batches(text, count=options.steps, batch=options.batch, sequence=options.sequence, seed=1)
-    step(batches(text, count=1, batch=1, sequence=8, seed=0)[0])
+    if variant.compiled:  # another shape would compile another graph
+        step(batches(text, count=1, batch=options.batch, sequence=options.sequence, seed=0)[0])
+    else:
+        step(batches(text, count=1, batch=1, sequence=8, seed=0)[0])
     gc.collect()
     if offload is not None:
         offload.reset_stats()
@@ -207,9 +223,10 @@ def judge(report: Report, runs: list[Run], options: argparse.Namespace) -> dict[
             "peak_bytes": Spread.of([run.peak_bytes for run in own]),
             "step_seconds": Spread.of([run.seconds for run in own]),
         }
-        same = HUGE_PAGES if variant.huge_pages else RELEASE  # the same settings of the allocator
+        plain, large = (COMPILED, COMPILED_HUGE_PAGES) if variant.compiled else (RELEASE, HUGE_PAGES)
+        same = large if variant.huge_pages else plain  # the same settings of the allocator
         compared = (
-            ("memory", RELEASE if variant.release else DEFAULT_MALLOC, "above_bytes", variant.memory_limit),
+            ("memory", plain if variant.release else DEFAULT_MALLOC, "above_bytes", variant.memory_limit),
             ("time", same, "seconds", variant.time_limit),
             ("time to default malloc", DEFAULT_MALLOC, "seconds", variant.default_malloc_limit),
         )
@@ -220,7 +237,10 @@ def judge(report: Report, runs: list[Run], options: argparse.Namespace) -> dict[
                 if limit is not None:
                     report.at_most(f"{name}: {title}", found[title].median, limit)
         summary[name] = found
-    report.at_most("different results", len({(run.losses_hash, run.parameters_hash) for run in runs}), 1)
+    for title, compiled in (("eager: different results", False), ("compiled: different results", True)):
+        own = [run for run in runs if VARIANTS[run.variant].compiled is compiled]
+        if own:
+            report.at_most(title, len({(run.losses_hash, run.parameters_hash) for run in own}), 1)
     return summary
 
 

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import eager_offload as eo
@@ -26,6 +29,8 @@ class Method:
     run: Run
     around: Callable[[], AbstractContextManager[Any]]
     offload: eo.Offload | None = None
+    #: Makes of the model what is called in its place.
+    compiled: Callable[[nn.Module], Callable[..., Any]] = lambda model: model
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,10 @@ class Variant:
     #: The variant without offload that computes the same.
     base: str = "none"
     ours: bool = False
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.base.startswith("compiled")
 
 
 def _plain(block: nn.Module, x: Tensor) -> Tensor:
@@ -95,6 +104,46 @@ def _activations(module: str) -> Callable[[torch.device], Method | None]:
     return make
 
 
+def _compiled(run: Run, **options: Any) -> Callable[[torch.device], Method | None]:
+    """Compiled by Inductor, with options of AOTAutograd; ``None`` where torch has no such option."""
+
+    def make(device: torch.device) -> Method | None:
+        for name, value in options.items():
+            if not hasattr(functorch_config, name):
+                return None
+            setattr(functorch_config, name, value)
+        return Method(run, nullcontext, compiled=lambda model: torch.compile(model, dynamic=False))
+
+    return make
+
+
+class _MarkAll(CustomGraphPass):
+    """Asks torch's own pass to move every large value, as ours would; what it can move it finds out itself."""
+
+    def __call__(self, graph: Graph) -> None:
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            if node.op == "call_function" and isinstance(value, Tensor) and value.nbytes >= 1 << 20:
+                node.meta["should_offload"] = True
+
+    def uuid(self) -> object:
+        return "mark all"
+
+
+def _torch_offloads(device: torch.device) -> Method | None:
+    """Torch's own offloading in compiled code."""
+    method = _compiled(_plain, enable_activation_offloading=True, activation_offload_separate_stream=True)(device)
+    if method is None:
+        return None
+    options = {"joint_custom_post_pass": _MarkAll()}
+    return Method(_plain, nullcontext, compiled=lambda model: torch.compile(model, dynamic=False, options=options))
+
+
+def _ours_compiled(device: torch.device) -> Method:
+    offload = eo.Offload()
+    return Method(_plain, nullcontext, offload, lambda model: offload.compile(model, dynamic=False))
+
+
 VARIANTS = {
     "none": Variant(_without(_plain)),
     "save_on_cpu": Variant(_save_on_cpu),
@@ -103,5 +152,10 @@ VARIANTS = {
     "ours": Variant(_ours(_plain), ours=True),
     "ours + checkpointing": Variant(_ours(_checkpointed), base="checkpointing", ours=True),
     "torchtune": Variant(_activations("torchtune.training")),
+    "compiled": Variant(_compiled(_plain), base="compiled"),
+    "compiled, ours": Variant(_ours_compiled, base="compiled", ours=True),
+    "compiled, torch's own pass": Variant(_torch_offloads, base="compiled"),
+    "compiled, checkpointing": Variant(_compiled(_checkpointed), base="compiled, checkpointing"),
+    "compiled, budget 0.5": Variant(_compiled(_plain, activation_memory_budget=0.5), base="compiled"),
     "TRL": Variant(_activations("trl.models.activation_offloading")),
 }

@@ -1,0 +1,184 @@
+"""How long the passes over graphs take, and that they grow with the graph and not with its square.
+
+    python -m benchmarks.compiled_passes
+    python -m benchmarks.compiled_passes --nodes 2500,5000,10000,20000
+
+A deep stack of small blocks, forward and backward, as AOTAutograd splits it; a graph counts with the nodes of both
+halves. Pinning, which takes most of its time in a pass of Inductor's, is timed apart. Times are the processor's: the
+passes are one thread that waits for nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+import eager_offload as eo
+from benchmarks.common import Report, Spread, add_common_options, console, positive, table
+from benchmarks.simulation.graphs import Halves, halves_of
+from benchmarks.simulation.model import Shape
+from eager_offload import ops
+from eager_offload.compile import choose, insert_asynchronous, insert_synchronous
+from eager_offload.compile.cost import Rates, roofline
+from eager_offload.compile.order import pin, prefetch, sink_waits
+
+#: Seconds for ten thousand nodes.
+LIMIT, COUNT = 1.0, 10_000
+#: How much more a node may cost in the largest graph than in the smallest.
+GROWTH = 1.5
+TOKENS = 128
+SHAPE = Shape(1, 64, 128, 4)
+STEPS = ("choose", "insert", "take the waiting out", "prefetch", "sink waits", "pin")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run of all passes over one graph. Seconds."""
+
+    nodes: int
+    transfers: int
+    #: By pass.
+    seconds: dict[str, float]
+    #: The most neighbours that a transfer is pinned to.
+    pins: int
+
+    @property
+    def without_pins(self) -> float:
+        return sum(taken for name, taken in self.seconds.items() if name != "pin")
+
+
+class Stopwatch:
+    """Times calls by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        gc.collect()
+        started = time.process_time()
+        result = work(*arguments)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - started
+        return result
+
+
+def sample(halves: Halves) -> Sample:
+    """Runs all passes; what they are given stays as it is."""
+    config, timed = eo.OffloadConfig(tier="host", min_bytes=0, keep_last_bytes=0), Stopwatch()
+    forward, backward, count = halves.forward.graph, halves.backward.graph, halves.num_outputs
+    nodes = len(forward.nodes) + len(backward.nodes)
+    estimate = roofline(Rates(1e9, 1e9, 1e9))
+    choice = timed("choose", choose, forward, backward, count, config)
+    forward, backward = timed("insert", insert_synchronous, forward, backward, count, choice, config)
+    forward = timed("take the waiting out", insert_asynchronous, forward)
+    backward = timed("take the waiting out", insert_asynchronous, backward)
+    room = 8 * max(group.nbytes for group in choice.groups)
+    backward = timed("prefetch", prefetch, backward, room, 1e9, estimate)
+    forward = timed("sink waits", sink_waits, forward, room)
+    pinned = [timed("pin", pin, graph) for graph in (forward, backward)]
+    transfers = 2 * len(choice.groups)
+    return Sample(nodes, transfers, timed.seconds, max(map(most_pins, pinned)))
+
+
+def most_pins(graph: Graph) -> int:
+    """The most neighbours that one transfer, or one wait, of ``graph`` is pinned to."""
+    pins: Counter[Node] = Counter()
+    ends: dict[Node, Node] = {}  # who a tensor stands for: the transfer, and from its wait on the wait
+    for node in graph.nodes:
+        if node.target in (ops.offload, ops.reload, ops.wait_tensor):
+            ends[node.args[0] if node.target is ops.wait_tensor else node] = node
+            pins[node] += "after" in node.kwargs
+        elif getattr(node.target, "__name__", "") == "control_deps":
+            pins.update(ends[one] for one in node.args[0])
+    return max(pins.values(), default=0)
+
+
+def halves_with(nodes: int) -> Halves:
+    """The graphs of a stack with about that many nodes."""
+    small, large = (halves_of(Shape(layers, *_sizes()), TOKENS) for layers in (1, 3))
+    fewest, per_layer = _size(small), (_size(large) - _size(small)) / 2
+    return halves_of(Shape(max(1, round((nodes - fewest) / per_layer) + 1), *_sizes()), TOKENS)
+
+
+def _sizes() -> tuple[int, int, int]:
+    return SHAPE.width, SHAPE.hidden, SHAPE.heads
+
+
+def _size(halves: Halves) -> int:
+    return len(halves.forward.graph.nodes) + len(halves.backward.graph.nodes)
+
+
+def judge(report: Report, found: dict[int, list[Sample]]) -> dict[str, object]:
+    per_node = {count: [one.without_pins / one.nodes for one in samples] for count, samples in found.items()}
+    fewest, most = min(found), max(found)
+    report.at_most(f"seconds for {COUNT:,} nodes", COUNT * median(per_node[most]), LIMIT)
+    report.at_most("a node in the largest graph over one in the smallest", _ratio(per_node, most, fewest), GROWTH)
+    report.at_most("pinned neighbours of a transfer", max(one.pins for every in found.values() for one in every), 2)
+    return {
+        str(count): {
+            "nodes": samples[0].nodes,
+            "transfers": samples[0].transfers,
+            "seconds": {name: Spread.of([one.seconds[name] for one in samples]) for name in STEPS},
+            "without pins": Spread.of([one.without_pins for one in samples]),
+        }
+        for count, samples in found.items()
+    }
+
+
+def _ratio(per_node: dict[int, list[float]], most: int, fewest: int) -> float:
+    return median(per_node[most]) / median(per_node[fewest])
+
+
+def show(found: dict[int, list[Sample]]) -> None:
+    shown = table("nodes", "transfers", *STEPS, "all but pins")
+    for samples in found.values():
+        taken = [f"{1e3 * median(one.seconds[name] for one in samples):,.0f}" for name in STEPS]
+        whole = f"{1e3 * median(one.without_pins for one in samples):,.0f}"
+        shown.add_row(f"{samples[0].nodes:,}", f"{samples[0].transfers:,}", *taken, whole)
+    console.print("Medians in milliseconds")
+    console.print(shown)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    torch.set_num_threads(1)
+    report = Report("compiled_passes", options)
+    found: dict[int, list[Sample]] = {}
+    for count in options.nodes:
+        halves = halves_with(count)
+        sample(halves)  # the first looks things up that are remembered
+        found[count] = [sample(halves) for _ in range(options.rounds)]
+    summary = judge(report, found)
+    show(found)
+    return report.finish({count: [asdict(one) for one in samples] for count, samples in found.items()}, summary)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--nodes", type=counts, default="1000,3000,10000")
+    parser.add_argument("--rounds", type=positive, default=5)
+    add_common_options(parser)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.nodes, options.rounds = [300, 900], min(options.rounds, 2)
+    return options
+
+
+def counts(text: str) -> list[int]:
+    """Whole numbers with commas between."""
+    return [positive(one) for one in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""How well transfers in compiled graphs hide behind compute, on a virtual clock: 32 blocks, an H200 and PCIe 5 x16.
+
+    python -m benchmarks.compiled_simulate
+    python -m benchmarks.compiled_simulate --tokens 32k --jitter 0
+
+The graphs are those of the large model itself, without its numbers; what moves, when it starts and when somebody waits
+is decided by the library's passes. They believe in other rates than the clock has, and every operator takes a time that
+differs by up to 30 percent from what it should take. Beside it: torch's own passes on the same graphs, which get the
+true time of every operator, for the values of our choice that they accept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from unittest.mock import patch
+
+import torch
+from torch.fx import Graph, Node
+
+import eager_offload as eo
+from benchmarks.common import Report, Spread, add_common_options, console, positive, table
+from benchmarks.simulate import GIB, LARGE, LIMIT, SEQUENCES, sequences
+from benchmarks.simulation.device import Machine
+from benchmarks.simulation.graphs import halves_of, peak_bytes
+from benchmarks.simulation.model import Shape
+from benchmarks.simulation.oracle import Link, floor
+from benchmarks.simulation.player import OURS, Kind, Played, play
+from eager_offload.compile import Choice, prefetch, sink_waits
+from eager_offload.compile.cost import Rates, roofline
+from eager_offload.compile.graphs import nbytes_of
+from eager_offload.config import parse_size
+
+try:
+    import torch._functorch._activation_offloading.activation_offloading as torch_passes
+    from torch._functorch import config as functorch_config
+
+    AO: dict[object, Kind] = {
+        torch.ops.ao.offload.default: Kind.OUT,
+        torch.ops.ao.reload.default: Kind.BACK,
+        torch.ops.ao.wait_tensor.default: Kind.WAIT,
+    }
+except (ImportError, AttributeError):  # a torch without them
+    AO = {}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. Seconds and bytes."""
+
+    tokens: int
+    seed: int
+    step_seconds: float
+    compute_seconds: float
+    floor_seconds: float
+    bytes_out: int
+    bytes_back: int
+    inflight_bytes_peak: int
+    prefetched_bytes_peak: int
+
+    @property
+    def over_floor(self) -> float:
+        return self.step_seconds / self.floor_seconds
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """Both graphs of a step with transfers in their places."""
+
+    forward: Graph
+    backward: Graph
+    kinds: dict[object, Kind]
+    #: Most bytes of activations on the device in each half.
+    forward_bytes: int
+    backward_bytes: int
+
+
+class Simulation:
+    """One sequence length.
+
+    Args:
+        tokens: of the one sequence.
+        options: the command line.
+    """
+
+    def __init__(self, tokens: int, options: argparse.Namespace) -> None:
+        self.tokens = tokens
+        self.options = options
+        machine = Machine()
+        self.link = Link(machine.link, machine.link)
+        #: What the clock has, and what the passes believe.
+        self.truth = Rates(machine.flops, machine.flops / 16, machine.memory)
+        wrong = 1.0 + options.wrong
+        self.belief = Rates(machine.flops * wrong, machine.flops / 16 * wrong, machine.memory / wrong)
+        self.shape = Shape(options.layers, LARGE.width, LARGE.hidden, LARGE.heads)
+        self.halves = halves_of(self.shape, tokens)
+        self.saved_bytes = sum(nbytes_of(node.meta["val"]) for node in self.halves.saved())
+        largest = max(nbytes_of(node.meta["val"]) for node in self.halves.saved())
+        window = options.window_tensors * largest if options.window is None else parse_size(options.window)
+        self.window = int(window)
+        self.config = eo.OffloadConfig(tier="host", max_inflight_bytes=self.window, prefetch_bytes=self.window)
+        self.choice = self.halves.choose(self.config)
+
+    def ours(self) -> Ordered:
+        """The library's passes."""
+        forward, backward = self.halves.with_transfers(self.choice, self.config)
+        forward = sink_waits(forward, self.window)
+        backward = prefetch(backward, self.window, self.link.back, roofline(self.belief))
+        return self._ordered(forward, backward, OURS)
+
+    def torchs(self) -> Ordered | None:
+        """torch's passes on the same graphs; ``None`` where this torch has none."""
+        if not AO:
+            return None
+        halves = halves_of(self.shape, self.tokens)
+        marked = _names(self.choice)
+        for node in halves.forward.graph.nodes:
+            node.meta["should_offload"] = node.name in marked
+        estimate = roofline(self.truth)
+        settings = functorch_config.patch(
+            activation_offload_separate_stream=True,
+            activation_offload_sink_wait=True,
+            activation_reload_prefetch=True,
+            activation_offload_cpu_gpu_bw=self.link.back / GIB,
+        )
+        # It times kernels on the device that it compiles for; here is none, so it is told the truth instead.
+        with settings, patch.object(torch_passes, "benchmark_node", lambda node: 1e3 * estimate(node)):
+            torch_passes.enable_activation_offloading(halves.forward, halves.backward, halves.num_outputs, set())
+        return self._ordered(halves.forward.graph, halves.backward.graph, AO)
+
+    def run(self, ordered: Ordered, seed: int) -> Step:
+        """A step, with the operator times of ``seed``."""
+        seconds = self._perturbed(seed)
+        forward = play(ordered.forward, seconds, self.link, ordered.kinds)
+        backward = play(ordered.backward, seconds, self.link, ordered.kinds)
+        assert forward.bytes_out == backward.bytes_back
+        return Step(
+            tokens=self.tokens,
+            seed=seed,
+            step_seconds=forward.seconds + backward.seconds,
+            compute_seconds=forward.compute_seconds + backward.compute_seconds,
+            floor_seconds=floor(forward.compute_seconds, backward.compute_seconds, forward.bytes_out, self.link),
+            bytes_out=forward.bytes_out,
+            bytes_back=backward.bytes_back,
+            inflight_bytes_peak=_peak(forward, Kind.OUT),
+            prefetched_bytes_peak=_peak(backward, Kind.BACK),
+        )
+
+    def without(self) -> Ordered:
+        """The graphs as they were."""
+        return self._ordered(self.halves.forward.graph, self.halves.backward.graph, {})
+
+    def _perturbed(self, seed: int) -> Callable[[Node], float]:
+        estimate, jitter = roofline(self.truth), self.options.jitter
+        # By name: the same operator takes the same time, whoever has put transfers around it.
+        return lambda node: estimate(node) * (1 + random.Random(f"{seed} {node.name}").uniform(-jitter, jitter))
+
+    def _ordered(self, forward: Graph, backward: Graph, kinds: dict[object, Kind]) -> Ordered:
+        forward.lint()
+        backward.lint()
+        return Ordered(
+            forward,
+            backward,
+            kinds,
+            peak_bytes(forward, host=_sources(kinds, Kind.OUT)),
+            peak_bytes(backward, [node.name for node in self.halves.saved()]),
+        )
+
+
+def _sources(kinds: dict[object, Kind], kind: Kind) -> frozenset[object]:
+    return frozenset(target for target, one in kinds.items() if one is kind)
+
+
+def _names(choice: Choice) -> set[str]:
+    return {node.name for group in choice.groups for node in (group.base, *group.members)}
+
+
+def _peak(played: Played, kind: Kind) -> int:
+    return max(played.together[kind], played.alone[kind])
+
+
+def judge(report: Report, name: str, simulation: Simulation, found: dict[str, tuple[Ordered, list[Step]]]) -> object:
+    _, steps = found["ours"]
+    report.at_most(f"{name}: step over floor", max(step.over_floor for step in steps), LIMIT)
+    window = simulation.window
+    report.at_most(f"{name}: in flight over the window", max(s.inflight_bytes_peak for s in steps) / window, 1)
+    report.at_most(f"{name}: brought back over the cap", max(s.prefetched_bytes_peak for s in steps) / window, 1)
+    return {
+        "window_bytes": window,
+        "saved_bytes": simulation.saved_bytes,
+        **{
+            who: {
+                "step over floor": Spread.of([step.over_floor for step in steps]),
+                "moved_bytes": steps[0].bytes_out,
+                "forward_peak_bytes": ordered.forward_bytes,
+                "backward_peak_bytes": ordered.backward_bytes,
+            }
+            for who, (ordered, steps) in found.items()
+        },
+    }
+
+
+def show(found: dict[str, dict[str, tuple[Ordered, list[Step]]]]) -> None:
+    shown = table(
+        "tokens",
+        "moved GiB",
+        "compute s",
+        "step s",
+        "over floor",
+        "in flight",
+        "early",
+        "peak, forward",
+        "backward",
+    )
+    for name, ways in found.items():
+        for who, (ordered, steps) in ways.items():
+            shown.add_row(
+                f"{name} {who}",
+                f"{steps[0].bytes_out / GIB:,.1f}",
+                f"{Spread.of([s.compute_seconds for s in steps]).median:,.3f}",
+                f"{Spread.of([s.step_seconds for s in steps]).median:,.3f}",
+                Spread.of([s.over_floor for s in steps]).show(),
+                f"{max(s.inflight_bytes_peak for s in steps) / GIB:,.2f}",
+                f"{max(s.prefetched_bytes_peak for s in steps) / GIB:,.2f}",
+                f"{ordered.forward_bytes / GIB:,.1f}",
+                f"{ordered.backward_bytes / GIB:,.1f}",
+            )
+    console.print("Times of the virtual clock, sizes in GiB; the floor is that of the bytes that a way moves")
+    console.print(shown)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    torch.set_num_threads(1)
+    report = Report("compiled_simulate", options)
+    found: dict[str, dict[str, tuple[Ordered, list[Step]]]] = {}
+    summary: dict[str, object] = {}
+    for name in options.tokens:
+        simulation = Simulation(SEQUENCES[name], options)
+        ways = {"none": simulation.without(), "ours": simulation.ours(), "torch": simulation.torchs()}
+        found[name] = {
+            who: (ordered, [simulation.run(ordered, options.seed + n) for n in range(options.steps)])
+            for who, ordered in ways.items()
+            if ordered is not None
+        }
+        summary[name] = judge(report, name, simulation, found[name])
+    show(found)
+    samples = {
+        name: {who: [asdict(step) for step in steps] for who, (_, steps) in ways.items()}
+        for name, ways in found.items()
+    }
+    return report.finish(samples, summary)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--tokens", type=sequences, default=",".join(SEQUENCES))
+    parser.add_argument("--steps", type=positive, default=5, help="each with other operator times")
+    parser.add_argument("--layers", type=positive, default=LARGE.layers)
+    parser.add_argument("--jitter", type=float, default=0.3, help="how far operator times vary; a part of them")
+    parser.add_argument(
+        "--wrong", type=float, default=0.25, help="how far off the rates are that the passes believe in"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the jitter")
+    parser.add_argument("--window-tensors", type=float, default=5.0, help="both windows, in largest saved tensors")
+    parser.add_argument("--window", help="both windows, in bytes instead")
+    add_common_options(parser)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.steps, options.layers = min(options.steps, 2), min(options.layers, 4)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""A large model's forward and backward as a compiler sees them: no numbers, only shapes, so that any size fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo
+from functorch.compile import default_partition, make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+
+from benchmarks.simulation.model import Shape, Stack
+from eager_offload import OffloadConfig, ops
+from eager_offload.compile import Choice, choose, insert_asynchronous, insert_synchronous
+from eager_offload.compile.graphs import nbytes_of, outputs_of, storage_of
+
+__all__ = ["Halves", "halves_of", "peak_bytes"]
+
+
+@dataclass
+class Halves:
+    """The two graphs of a training step."""
+
+    forward: GraphModule
+    backward: GraphModule
+    #: How many of the forward's outputs are the user's.
+    num_outputs: int
+
+    def saved(self) -> list[Node]:
+        """What the forward leaves to the backward, and nobody else has."""
+        inputs = {storage_of(node) for node in self.forward.graph.find_nodes(op="placeholder")}
+        return [
+            node
+            for node in outputs_of(self.forward.graph)[self.num_outputs :]
+            if isinstance(node, Node) and storage_of(node) is not None and storage_of(node) not in inputs
+        ]
+
+    def choose(self, config: OffloadConfig) -> Choice:
+        return choose(self.forward.graph, self.backward.graph, self.num_outputs, config)
+
+    def with_transfers(self, choice: Choice, config: OffloadConfig) -> tuple[Graph, Graph]:
+        """Both graphs with transfers, as early and as late as data flows."""
+        forward, backward = insert_synchronous(
+            self.forward.graph, self.backward.graph, self.num_outputs, choice, config
+        )
+        return insert_asynchronous(forward), insert_asynchronous(backward)
+
+
+def halves_of(shape: Shape, tokens: int) -> Halves:
+    """The graphs of a stack of blocks for one sequence of ``tokens``, as AOTAutograd splits them by itself."""
+    found: list[Halves] = []
+
+    def split(module: GraphModule, joint: Sequence[object], **named: Any) -> tuple[GraphModule, GraphModule]:
+        forward, backward = default_partition(module, joint, **named)
+        found.append(Halves(forward, backward, named["num_fwd_outputs"]))
+        return forward, backward
+
+    def as_is(module: GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
+        boxed: Callable[..., Any] = make_boxed_func(module.forward)
+        return boxed
+
+    with torch.device("meta"):
+        model = Stack(shape)
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                    setattr(module, name, nn.Parameter(like))
+        backend = aot_autograd(fw_compiler=as_is, bw_compiler=as_is, partition_fn=split)
+        x = torch.empty(tokens, shape.width, dtype=torch.bfloat16)
+        torch.compile(model, backend=backend, dynamic=False, fullgraph=True)(x)
+    torch._dynamo.reset()
+    return found[0]
+
+
+def peak_bytes(graph: Graph, held: Sequence[str] = (), host: Container[object] = (ops.offload,)) -> int:
+    """The most bytes that the storages made in ``graph`` take, each until its last use; host tensors take none.
+
+    Args:
+        held: names of placeholders that go after their last use as well.
+        host: operations that return host tensors.
+    """
+    inputs = {storage_of(node) for node in graph.find_nodes(op="placeholder") if node.name not in held}
+    counted = {
+        node: key
+        for node in graph.nodes
+        if (key := storage_of(node)) is not None and key not in inputs and node.target not in host
+    }
+    last = {counted[one]: node for node in graph.nodes for one in (node, *node.all_input_nodes) if one in counted}
+    ends: dict[Node, list[int]] = {}
+    live = peak = 0
+    seen = set[object]()
+    for node in graph.nodes:
+        key = counted.get(node)
+        if key is not None and key not in seen:
+            seen.add(key)
+            nbytes = nbytes_of(node.meta["val"])
+            live += nbytes
+            ends.setdefault(last[key], []).append(nbytes)
+        for nbytes in _other_results(node):
+            live += nbytes
+            ends.setdefault(node, []).append(nbytes)
+        peak = max(peak, live)
+        live -= sum(ends.pop(node, ()))
+    return peak
+
+
+def _other_results(node: Node) -> list[int]:
+    """Bytes of results that nobody takes out of a tuple; they go at once."""
+    values = node.meta.get("val")
+    if not isinstance(values, list | tuple):
+        return []
+    taken = {user.args[1] for user in node.users}
+    return [nbytes_of(one) for number, one in enumerate(values) if isinstance(one, Tensor) and number not in taken]

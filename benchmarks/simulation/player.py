@@ -1,0 +1,84 @@
+"""How long a graph takes whose operators and transfers run on streams of their own, on a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from benchmarks.simulation.oracle import Link
+from eager_offload import ops
+from eager_offload.compile.graphs import nbytes_of
+
+__all__ = ["OURS", "Kind", "Played", "play"]
+
+
+class Kind(Enum):
+    OUT = "out"
+    BACK = "back"
+    WAIT = "wait"
+
+
+#: What the operations of this library do.
+OURS: dict[object, Kind] = {ops.offload: Kind.OUT, ops.reload: Kind.BACK, ops.wait_tensor: Kind.WAIT}
+
+
+@dataclass
+class Played:
+    """What came of one graph. Seconds and bytes."""
+
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    bytes_out: int = 0
+    bytes_back: int = 0
+    #: The most bytes that had started and nobody had waited for, of two or more transfers and of a single one.
+    together: dict[Kind, int] = field(default_factory=lambda: {Kind.OUT: 0, Kind.BACK: 0})
+    alone: dict[Kind, int] = field(default_factory=lambda: {Kind.OUT: 0, Kind.BACK: 0})
+
+    def within(self, kind: Kind, room: int) -> bool:
+        """Whether no two transfers ever had more than ``room`` between them; a larger one may travel alone."""
+        return self.together[kind] <= room
+
+
+def play(graph: Graph, seconds: Callable[[Node], float], link: Link, kinds: dict[object, Kind] = OURS) -> Played:
+    """Runs the nodes of ``graph`` in order on one stream, and its transfers on one for each way.
+
+    Args:
+        seconds: that an operator takes.
+        kinds: which operations are transfers, and what waits for them by its first argument.
+    """
+    played = Played()
+    rates = {Kind.OUT: link.out, Kind.BACK: link.back}
+    free = {Kind.OUT: 0.0, Kind.BACK: 0.0}
+    over: dict[Node, float] = {}
+    under: dict[Kind, dict[Node, int]] = {Kind.OUT: {}, Kind.BACK: {}}
+    now = 0.0
+    for node in graph.nodes:
+        kind = kinds.get(node.target) if node.op == "call_function" else None
+        if kind is None:
+            taken = seconds(node)
+            played.compute_seconds += taken
+            now += taken
+        elif kind is Kind.WAIT:
+            transfer: Any = node.args[0]
+            now = max(now, over[transfer])
+            for flying in under.values():
+                flying.pop(transfer, None)
+        else:
+            end: Any = node.args[0] if kind is Kind.OUT else node
+            nbytes = nbytes_of(end.meta["val"])
+            over[node] = free[kind] = max(now, free[kind]) + nbytes / rates[kind]
+            flying = under[kind]
+            flying[node] = nbytes
+            played.alone[kind] = max(played.alone[kind], nbytes)
+            if len(flying) > 1:
+                played.together[kind] = max(played.together[kind], sum(flying.values()))
+            if kind is Kind.OUT:
+                played.bytes_out += nbytes
+            else:
+                played.bytes_back += nbytes
+    played.seconds = now
+    return played
