@@ -41,13 +41,24 @@ _ACCELERATOR = [
     "tests/runtime/test_staging.py",
 ]
 _HOST = ["tests/runtime/test_host_order.py", "tests/test_host_runtime.py", "tests/test_transfer_threads.py"]
+_DISK = [
+    "tests/tiers/test_disk.py",
+    "tests/tiers/test_interrupted_slots.py",
+    "tests/tiers/test_disk_files.py",
+    "tests/tiers/test_disk_failures.py",
+]
 
 #: By the beginning of the module's path in the package; the longest that fits counts.
 _FIRST: dict[str, list[str]] = {
     "": [],
+    "compile": ["tests/compile/test_order.py", "tests/compile/test_backend.py"],
     "eager/ground": ["tests/hazards/test_interrupted_copies.py", "tests/hazards/test_copies.py"],
     "eager/handles": ["tests/hazards/test_versions.py", "tests/hazards/test_lifetime.py"],
-    "eager/lane": ["tests/hazards/test_versions.py", "tests/hazards/test_lifetime.py"],
+    "eager/lane": [
+        "tests/hazards/test_versions.py",
+        "tests/hazards/test_lifetime.py",
+        "tests/compile/test_transfers.py",
+    ],
     "eager/hooks": ["tests/hazards/test_versions.py", "tests/test_contract.py"],
     "eager/reloading": [
         "tests/hazards/test_streams.py",
@@ -58,7 +69,13 @@ _FIRST: dict[str, list[str]] = {
     "learning": ["tests/test_learning.py", "tests/test_learned_steps.py"],
     "offload": ["tests/test_contract.py", "tests/test_counts.py"],
     "runtime/accelerator": _ACCELERATOR,
-    "runtime/base": ["tests/runtime/test_simulated.py", "tests/runtime/test_checker.py", *_ACCELERATOR],
+    "runtime/base": [
+        "tests/test_registry.py",
+        "tests/runtime/test_simulated.py",
+        "tests/runtime/test_checker.py",
+        "tests/hazards/test_copies.py",
+        *_ACCELERATOR,
+    ],
     "runtime/checker": _SIMULATED,
     "runtime/deferred": _SIMULATED,
     "runtime/host": _HOST,
@@ -73,16 +90,23 @@ _FIRST: dict[str, list[str]] = {
     "runtime/registry": ["tests/test_registry.py"],
     "runtime/simulated": _SIMULATED,
     "runtime/staging": ["tests/runtime/test_staging.py", *_ACCELERATOR],
-    "tiers/arena": ["tests/tiers/test_arena.py", "tests/tiers/test_leases.py", "tests/hazards/test_copies.py"],
+    "transfers": ["tests/compile/test_transfers.py", "tests/compile/test_operations.py"],
+    "parcels": ["tests/compile/test_transfers.py", "tests/compile/test_operations.py"],
+    "tiers/arena": [
+        "tests/tiers/test_arena.py",
+        "tests/tiers/test_interrupted_slots.py",
+        "tests/tiers/test_leases.py",
+        "tests/hazards/test_copies.py",
+    ],
     "tiers/base": ["tests/tiers/test_arena.py", "tests/tiers/test_disk.py"],
-    "tiers/disk": ["tests/tiers/test_disk.py", "tests/tiers/test_disk_files.py", "tests/tiers/test_disk_failures.py"],
+    "tiers/disk": _DISK,
     "tiers/extents": ["tests/tiers/test_extents.py"],
     "tiers/slabs": ["tests/tiers/test_arena.py", "tests/runtime/test_pinned.py"],
-    "tiers/spill": ["tests/tiers/test_disk.py", "tests/tiers/test_disk_files.py", "tests/tiers/test_disk_failures.py"],
+    "tiers/spill": _DISK,
     "tiers/throttle": ["tests/tiers/test_throttle.py"],
 }
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
-_ALONE = ("runtime/link_probe", "runtime/pinned", "runtime/recording", "runtime/staging", "tiers/throttle")
+_ALONE = ("compile", "runtime/link_probe", "runtime/pinned", "runtime/recording", "runtime/staging", "tiers/throttle")
 
 
 def suites_of(path: str) -> list[str]:

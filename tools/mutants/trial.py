@@ -25,9 +25,11 @@ from hypothesis import Phase, settings
 settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), database=None, derandomize=True)
 settings.load_profile("mutants")
 """
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/[^\s:]+(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
 _NOTICED = re.compile(r"^(tests/\S+::.*?) (?:FAILED|ERROR)", re.MULTILINE)
-_BEGUN = re.compile(r"^(tests/\S+::.*?)(?: (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL).*)?$", re.MULTILINE)
+_BEGUN = re.compile(r"^(tests/\S+::.*?)(?: (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|\++ Timeout).*)?$", re.MULTILINE)
+#: Seconds that a process has to end by itself after a failure.
+_TO_END = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,10 @@ class Workplace:
     def run(self, suites: Sequence[str], limit: float, *, all_of_them: bool = False) -> Verdict:
         """Runs ``suites``, in order, up to the first failure unless ``all_of_them``.
 
-        The process may also hang between tests, or at its end: then it is stopped after five times the limit.
+        The process may also hang between tests, or at its end: then it is stopped after five times the limit, or thirty
+        if it runs them all. Where a test has failed there is nothing left to learn, so what hangs after that (as a
+        fixture may, of a test that did not come to open its gate, and pytest-timeout has stopped looking) is stopped
+        within seconds.
         """
         present = [suite for suite in suites if (self.directory / suite).exists()]
         command = [
@@ -80,26 +85,29 @@ class Workplace:
             *present,
         ]
         begun = time.monotonic()
-        try:
-            ended = subprocess.run(
-                command,
-                cwd=self.directory,
-                env=self._environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=5 * limit,
-            )
-        except subprocess.TimeoutExpired as expired:
-            output = (expired.stdout or b"").decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
-            failed = _NOTICED.findall(output)  # and then the process did not end
-            return Verdict(failed[0] if failed else _last_begun(output), not failed, time.monotonic() - begun, output)
-        seconds = time.monotonic() - begun
-        if ended.returncode == 0:
-            return Verdict(None, False, seconds, ended.stdout)
-        failed = _FAILED.findall(ended.stdout)
-        hung = "+ Timeout +" in ended.stdout  # the whole process ends: a hang in a finalizer hears no signal
-        return Verdict(failed[0] if failed else _last_begun(ended.stdout), hung, seconds, ended.stdout)
+        written = self.directory / "output"
+        with (
+            written.open("w") as stdout,
+            subprocess.Popen(
+                command, cwd=self.directory, env=self._environment(), stdout=stdout, stderr=subprocess.STDOUT
+            ) as process,
+        ):
+            latest = begun + (30 if all_of_them else 5) * limit
+            failed: list[str] = []
+            while (status := _status(process)) is None and time.monotonic() < latest:
+                if not (failed or all_of_them) and (failed := _NOTICED.findall(written.read_text(errors="replace"))):
+                    latest = min(latest, time.monotonic() + _TO_END)
+            if status is None:
+                process.kill()
+        seconds, output = time.monotonic() - begun, written.read_text(errors="replace")
+        if status is None:
+            failed = _NOTICED.findall(output)
+            return Verdict(failed[0] if failed else _last_begun(output), not failed, seconds, output)
+        if status == 0:
+            return Verdict(None, False, seconds, output)
+        failed = _FAILED.findall(output)
+        hung = "+ Timeout +" in output  # the whole process ends: a hang in a finalizer hears no signal
+        return Verdict(failed[0] if failed else _last_begun(output), hung, seconds, output)
 
     def module_file(self) -> Path:
         """Where the package that is tested comes from."""
@@ -118,6 +126,14 @@ class Workplace:
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
         }
+
+
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """How a process ended, if it does so soon."""
+    try:
+        return process.wait(0.2)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _last_begun(output: str) -> str:
