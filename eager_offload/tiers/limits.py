@@ -1,15 +1,39 @@
-"""How much of this machine's memory and disks one process may take."""
+"""How much of this machine's memory and disks one process may take, and what stands in the way of more.
+
+    machine     available memory; what the kernel commits to, where it is told to keep its word
+    groups      limits of the control groups that the process is in (``cgroups.py``)
+    process     its own limits: address space, data, file size
+    node        how many processes of the run share all this (``ranks.py``)
+
+What is found is the least of these. It is asked for anew whenever it is needed, because others take memory too.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-__all__ = ["disk_budget", "host_budget", "local_ranks"]
+from eager_offload.tiers.cgroups import group_limits, read
+from eager_offload.tiers.ranks import local_ranks
+
+__all__ = [
+    "Headroom",
+    "Limit",
+    "System",
+    "disk_budget",
+    "disk_headroom",
+    "host_budget",
+    "host_headroom",
+    "local_ranks",
+    "pinning_limit",
+    "size_text",
+]
 
 #: The part of the memory that is available now that saved tensors may take. The other half is for what the process
 #: still has to allocate itself: data loading, checkpoints on their way to disk, the page cache that feeds both.
@@ -17,36 +41,248 @@ HOST_FRACTION = 0.5
 #: The part of a disk's free room that spill files may take. The rest is for the checkpoints that a run writes.
 DISK_FRACTION = 0.75
 
-#: What launchers call the number of processes that they started on this node: torchrun, Open MPI, MVAPICH2, Slurm.
-_LOCAL_RANKS = (
-    "LOCAL_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-    "SLURM_NTASKS_PER_NODE",
-)
+
+def _limit_of_process(name: str) -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits
+        return None
+    number = getattr(resource, name, None)
+    soft = resource.RLIM_INFINITY if number is None else resource.getrlimit(number)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
-def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """How many processes share this node's memory and disks, by the launcher's word; 1 where there is none.
+@dataclass(frozen=True)
+class System:
+    """Where limits are looked up. A test puts its own in place of the machine's."""
 
-    A value that is no positive integer is passed over.
+    root: Path = Path("/")
+    """What stands in place of ``/``: ``proc`` and whatever is mounted are looked for below it."""
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    """Where launchers say how many processes they have started."""
+    process_limit: Callable[[str], int | None] = _limit_of_process
+    """The soft limit of this process under a name such as ``RLIMIT_AS``, in bytes; ``None`` for no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One thing that bounds what this process can take."""
+
+    kind: str
+    """``memory``, ``commit``, ``cgroup``, ``rlimit`` or ``disk``."""
+    where: str
+    """The file, the limit's name or the directory that sets it."""
+    capacity: int
+    """What it is set to, in bytes."""
+    room: int
+    """What is left of it, in bytes, for everyone whom it binds."""
+    sharers: int
+    """How many processes of the run it binds together: each may take this part of the room."""
+    reason: str
+    """A sentence that says what binds, with numbers."""
+    remedy: str
+    """What a user can do about it: a clause in the imperative."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this process may take of the room."""
+        return self.room // self.sharers
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """How much more this process can take."""
+
+    nbytes: int
+    """Bytes that it can take: all of them, with nothing left for anybody else."""
+    binding: Limit
+    """What stands in the way of more: the limit with the least bytes."""
+    limits: tuple[Limit, ...]
+    """Everything that bounds it, the least first."""
+
+    def __str__(self) -> str:
+        return f"{size_text(self.nbytes)}: {self.binding.reason}"
+
+
+def host_headroom(system: System | None = None) -> Headroom:
+    """How much more host memory this process can take at this moment, and what binds.
+
+    Args:
+        system: where it is looked up; this machine where it is left out.
     """
-    for name in _LOCAL_RANKS:
-        value = environ.get(name, "").strip()
-        if value.isdecimal() and int(value) > 0:
-            return int(value)
-    return 1
+    system = System() if system is None else system
+    ranks = local_ranks(system.environ)
+    meminfo = _kibibytes(read(system.root / "proc/meminfo"))
+    limits = [_available(meminfo, ranks), *_committed(system, meminfo, ranks)]
+    limits += _groups(system, ranks)
+    limits += _process(system)
+    return _least(limits)
 
 
-def host_budget() -> int:
-    """Bytes of host memory for this process's saved tensors: ``HOST_FRACTION`` of what is available, by rank."""
-    return int(psutil.virtual_memory().available * HOST_FRACTION) // local_ranks()
+def disk_headroom(path: Path, system: System | None = None, *, in_memory: bool = False) -> Headroom:
+    """How much more this process can write to a file in the directory ``path``, and what binds.
 
-
-def disk_budget(path: Path) -> int:
-    """Bytes on the disk of ``path`` for this process's spill file: ``DISK_FRACTION`` of what is free, by rank.
+    Args:
+        system: where limits are looked up; this machine where it is left out.
+        in_memory: ``path`` is on a filesystem whose files are memory (tmpfs): then what bounds memory bounds it too.
 
     Raises:
         OSError: ``path`` cannot be looked at.
     """
-    return int(shutil.disk_usage(path).free * DISK_FRACTION) // local_ranks()
+    system = System() if system is None else system
+    ranks, usage = local_ranks(system.environ), shutil.disk_usage(path)
+    limits = [
+        Limit(
+            kind="disk",
+            where=str(path),
+            capacity=usage.total,
+            room=usage.free,
+            sharers=ranks,
+            reason=f"the disk of {path} has {size_text(usage.free)} free{_divided(ranks)}",
+            remedy="make room there, or name a larger disk in disk_path",
+        )
+    ]
+    file_size = system.process_limit("RLIMIT_FSIZE")
+    if file_size is not None:
+        limits.append(
+            Limit(
+                kind="rlimit",
+                where="RLIMIT_FSIZE",
+                capacity=file_size,
+                room=file_size,
+                sharers=1,
+                reason=f"no file of this process may exceed {size_text(file_size)} (RLIMIT_FSIZE)",
+                remedy="raise the limit (ulimit -f)",
+            )
+        )
+    return _least([*limits, *(host_headroom(system).limits if in_memory else ())])
+
+
+def host_budget(system: System | None = None) -> int:
+    """Bytes of host memory for this process's saved tensors: ``HOST_FRACTION`` of its headroom."""
+    return int(host_headroom(system).nbytes * HOST_FRACTION)
+
+
+def disk_budget(path: Path, system: System | None = None) -> int:
+    """Bytes on the disk of ``path`` for this process's spill file: ``DISK_FRACTION`` of its headroom there.
+
+    Raises:
+        OSError: ``path`` cannot be looked at.
+    """
+    return int(disk_headroom(path, system).nbytes * DISK_FRACTION)
+
+
+def pinning_limit(system: System | None = None) -> int | None:
+    """Bytes that this process may lock in memory (``RLIMIT_MEMLOCK``); ``None`` for no limit.
+
+    Not every driver counts what it pins against it (NVIDIA's does not), so it bounds no headroom; where pinning fails,
+    it is the first thing to look at.
+    """
+    return (System() if system is None else system).process_limit("RLIMIT_MEMLOCK")
+
+
+def size_text(nbytes: int) -> str:
+    """A number of bytes for a reader, such as ``1.5 GiB``."""
+    value = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.1f} {unit}" if unit != "bytes" else f"{nbytes} bytes"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+# -- what bounds memory ---------------------------------------------------------------------------------------------
+
+
+def _available(meminfo: Mapping[str, int], ranks: int) -> Limit:
+    room, capacity = meminfo.get("MemAvailable"), meminfo.get("MemTotal")
+    if room is None or capacity is None:
+        memory = psutil.virtual_memory()
+        room, capacity = int(memory.available), int(memory.total)
+    return Limit(
+        kind="memory",
+        where="MemAvailable",
+        capacity=capacity,
+        room=room,
+        sharers=ranks,
+        reason=f"{size_text(room)} of this machine's {size_text(capacity)} of memory are available{_divided(ranks)}",
+        remedy="end other programs that take memory, or take a machine with more of it",
+    )
+
+
+def _committed(system: System, meminfo: Mapping[str, int], ranks: int) -> list[Limit]:
+    """Where the kernel promises no more than it has, it refuses what goes beyond (``vm.overcommit_memory`` is 2)."""
+    mode = (read(system.root / "proc/sys/vm/overcommit_memory") or "").strip()
+    capacity, promised = meminfo.get("CommitLimit"), meminfo.get("Committed_AS")
+    if mode != "2" or capacity is None or promised is None:
+        return []
+    return [
+        Limit(
+            kind="commit",
+            where="CommitLimit",
+            capacity=capacity,
+            room=max(capacity - promised, 0),
+            sharers=ranks,
+            reason=f"the kernel promises {size_text(capacity)} in all and has promised {size_text(promised)} already "
+            f"(vm.overcommit_memory=2){_divided(ranks)}",
+            remedy="raise vm.overcommit_ratio, or set vm.overcommit_memory to 0",
+        )
+    ]
+
+
+def _groups(system: System, ranks: int) -> list[Limit]:
+    return [
+        Limit(
+            kind="cgroup",
+            where=str(group.file),
+            capacity=group.limit,
+            room=group.room,
+            sharers=ranks,
+            reason=f"the control group {group.file.parent} may use {size_text(group.limit)} ({group.file.name}) and "
+            f"uses {size_text(max(group.used - group.reclaimable, 0))}, not counting file cache{_divided(ranks)}",
+            remedy="give the container or job more memory (docker run --memory, resources.limits.memory in Kubernetes, "
+            "sbatch --mem)",
+        )
+        for group in group_limits(system.root)
+    ]
+
+
+def _process(system: System) -> list[Limit]:
+    """The process's own limits; they bind no other process."""
+    status: Mapping[str, int] | None = None
+    limits = []
+    for name, used_name, what, option in (
+        ("RLIMIT_AS", "VmSize", "addresses", "-v"),
+        ("RLIMIT_DATA", "VmData", "data", "-d"),
+    ):
+        capacity = system.process_limit(name)
+        if capacity is None:
+            continue
+        status = _kibibytes(read(system.root / "proc/self/status")) if status is None else status
+        used = status[used_name] if used_name in status else int(psutil.Process().memory_info().vms)
+        limits.append(
+            Limit(
+                kind="rlimit",
+                where=name,
+                capacity=capacity,
+                room=max(capacity - used, 0),
+                sharers=1,
+                reason=f"this process may have {size_text(capacity)} of {what} ({name}) and has {size_text(used)}",
+                remedy=f"raise the limit (ulimit {option})",
+            )
+        )
+    return limits
+
+
+def _least(limits: list[Limit]) -> Headroom:
+    ordered = sorted(limits, key=lambda limit: limit.nbytes)
+    return Headroom(ordered[0].nbytes, ordered[0], tuple(ordered))
+
+
+def _kibibytes(text: str | None) -> dict[str, int]:
+    """The lines ``Name:   123 kB`` of a file of the kernel's, in bytes."""
+    return {name: int(number) << 10 for name, number in re.findall(r"^(\w+):\s+(\d+) kB$", text or "", re.MULTILINE)}
+
+
+def _divided(ranks: int) -> str:
+    return f", shared by {ranks} processes of this run" if ranks > 1 else ""

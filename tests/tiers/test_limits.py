@@ -1,14 +1,27 @@
-"""What one process may take of the machine."""
+"""What one process may take of the machine, and what it is told stands in the way of more."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from eager_offload.tiers import limits
-from eager_offload.tiers.limits import disk_budget, host_budget, local_ranks
+from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom, local_ranks
+from tests.tiers.machines import GIB, MIB, FakeMachine, real_group
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> FakeMachine:
+    return FakeMachine(tmp_path)
+
+
+# -- how many share it ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -18,31 +31,251 @@ from eager_offload.tiers.limits import disk_budget, host_budget, local_ranks
         ({"LOCAL_WORLD_SIZE": "8"}, 8),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
         ({"MV2_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({"MVP_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
+        ({"MPI_LOCALNRANKS": "6"}, 6),
         ({"SLURM_NTASKS_PER_NODE": "16"}, 16),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 3),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,7(x2)"}, 7),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,7(x2)", "SLURM_NODEID": "9"}, 7),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NTASKS_PER_NODE": "8", "SLURM_TASKS_PER_NODE": "8(x4)"}, 2),
+        ({"SLURM_TASKS_PER_NODE": "8(x4)"}, 8),
         ({"LOCAL_WORLD_SIZE": "8", "SLURM_NTASKS_PER_NODE": "1"}, 8),
         ({"LOCAL_WORLD_SIZE": "", "SLURM_NTASKS_PER_NODE": "4"}, 4),
         ({"LOCAL_WORLD_SIZE": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "-3", "SLURM_NTASKS_PER_NODE": "many"}, 1),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x", "SLURM_TASKS_PER_NODE": "4,,2", "MPI_LOCALNRANKS": "9" * 99}, 1),
     ],
 )
 def test_h26_the_launcher_says_how_many_processes_share_the_node(environ: dict[str, str], ranks: int) -> None:
     assert local_ranks(environ) == ranks
 
 
-def test_h26_ranks_on_one_node_divide_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Memory:
-        available = 64 << 30
+def test_h26_two_ranks_on_one_node_divide_what_binds_them_both(machine: FakeMachine) -> None:
+    machine.belongs_to("/job", version=2)
+    machine.set_group_v2("/sys/fs/cgroup/job", most=8 * GIB, used=2 * GIB)
+    alone = host_headroom(machine.system)
+    machine.environ["LOCAL_WORLD_SIZE"] = "2"
+    both = host_headroom(machine.system)
+    assert (alone.nbytes, both.nbytes) == (6 * GIB, 3 * GIB)
+    assert both.binding.room == 6 * GIB
+    assert "shared by 2 processes" in both.binding.reason
+    assert "shared by" not in alone.binding.reason
+    assert host_budget(machine.system) == both.nbytes // 2
 
-    monkeypatch.setattr(psutil, "virtual_memory", Memory)
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 400 << 30}))
-    for name in limits._LOCAL_RANKS:
-        monkeypatch.delenv(name, raising=False)
-    assert (host_budget(), disk_budget(tmp_path)) == (32 << 30, 300 << 30)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert (host_budget(), disk_budget(tmp_path)) == (4 << 30, 300 << 27)
+
+def test_h26_ranks_do_not_divide_what_binds_each_process_alone(machine: FakeMachine) -> None:
+    machine.set_process(addresses=3 * GIB, data=GIB)
+    machine.process_limits["RLIMIT_AS"] = 8 * GIB
+    machine.environ["LOCAL_WORLD_SIZE"] = "8"
+    assert host_headroom(machine.system).nbytes == 5 * GIB
 
 
-def test_budgets_of_this_machine_are_less_than_it_has(tmp_path: Path) -> None:
+def test_h26_ranks_on_one_node_divide_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine, usage = FakeMachine(tmp_path), type("Usage", (), {"free": 400 * GIB, "total": 900 * GIB})
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _: usage)
+    assert disk_budget(tmp_path, machine.system) == 300 * GIB
+    machine.environ["LOCAL_WORLD_SIZE"] = "8"
+    assert disk_budget(tmp_path, machine.system) == 300 * GIB // 8
+
+
+# -- version 2 ------------------------------------------------------------------------------------------------------
+
+
+def test_h26_without_groups_the_memory_that_is_available_binds(machine: FakeMachine) -> None:
+    found = host_headroom(machine.system)
+    assert found.nbytes == 48 * GIB
+    assert found.binding.kind == "memory"
+    assert str(found) == "48.0 GiB: 48.0 GiB of this machine's 64.0 GiB of memory are available"
+    machine.write("proc/meminfo", "")
+    assert host_headroom(machine.system).binding.capacity == psutil.virtual_memory().total
+
+
+def test_h26_a_version_2_limit_below_physical_memory_binds_and_file_cache_does_not_count(machine: FakeMachine) -> None:
+    machine.belongs_to("/job", version=2)
+    machine.set_group_v2("/sys/fs/cgroup/job", most=8 * GIB, used=7 * GIB, cache=2 * GIB, dirty=256 * MIB)
+    found = host_headroom(machine.system)
+    assert found.nbytes == 8 * GIB - 7 * GIB + 2 * GIB - 256 * MIB
+    assert found.binding.kind == "cgroup"
+    assert found.binding.where.endswith("/sys/fs/cgroup/job/memory.max")
+    assert "may use 8.0 GiB (memory.max) and uses 5.2 GiB, not counting file cache" in found.binding.reason
+    assert "docker run --memory" in found.binding.remedy
+    assert [limit.kind for limit in found.limits] == ["cgroup", "memory"]
+
+
+@pytest.mark.parametrize("binding", ["/a", "/a/b", "/a/b/c"])
+def test_h26_every_version_2_ancestor_counts(machine: FakeMachine, binding: str) -> None:
+    machine.belongs_to("/a/b/c", version=2)
+    for group in ("/a", "/a/b", "/a/b/c"):
+        machine.set_group_v2(f"/sys/fs/cgroup{group}", most=4 * GIB if group == binding else 32 * GIB, used=GIB)
+    found = host_headroom(machine.system)
+    assert found.nbytes == 3 * GIB
+    assert found.binding.where.endswith(f"/sys/fs/cgroup{binding}/memory.max")
+
+
+def test_h26_the_height_above_which_a_group_is_slowed_down_is_a_limit(machine: FakeMachine) -> None:
+    machine.belongs_to("/job", version=2)
+    machine.set_group_v2("/sys/fs/cgroup/job", most=8 * GIB, high=5 * GIB, used=2 * GIB)
+    found = host_headroom(machine.system)
+    assert found.nbytes == 3 * GIB
+    assert found.binding.where.endswith("memory.high")
+    machine.set_group_v2("/sys/fs/cgroup/job", used=2 * GIB)
+    assert host_headroom(machine.system).binding.kind == "memory", "max is no limit"
+
+
+def test_h26_a_group_beyond_its_limit_has_no_room_and_no_less(machine: FakeMachine) -> None:
+    machine.belongs_to("/job", version=2)
+    machine.set_group_v2("/sys/fs/cgroup/job", high=GIB, used=2 * GIB)
+    assert host_headroom(machine.system).nbytes == host_budget(machine.system) == 0
+
+
+def test_h26_a_container_that_sees_itself_as_the_root_finds_its_limit(machine: FakeMachine) -> None:
+    machine.belongs_to("/", version=2)
+    machine.set_group_v2("/sys/fs/cgroup", most=8 * GIB, used=GIB)
+    assert host_headroom(machine.system).nbytes == 7 * GIB
+
+
+# -- version 1 ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("binding", ["", "/slurm", "/slurm/job_7"])
+def test_h26_every_version_1_ancestor_counts(machine: FakeMachine, binding: str) -> None:
+    machine.belongs_to("/slurm/job_7", version=1)
+    machine.belongs_to("/", version=2, point="/sys/fs/cgroup/unified")  # beside them, without controllers
+    for group in ("", "/slurm", "/slurm/job_7"):
+        most = {"most": 4 * GIB} if group == binding else {}
+        machine.set_group_v1(f"/sys/fs/cgroup/memory{group}", used=2 * GIB, cache=GIB, **most)
+    found = host_headroom(machine.system)
+    assert found.nbytes == 3 * GIB
+    assert found.binding.where.endswith(f"/sys/fs/cgroup/memory{binding}/memory.limit_in_bytes")
+
+
+def test_h26_a_version_1_container_whose_group_is_what_is_mounted_finds_its_limit(machine: FakeMachine) -> None:
+    machine.belongs_to("/docker/0123", version=1, mounted="/docker/0123")
+    machine.set_group_v1("/sys/fs/cgroup/memory", most=2 * GIB, used=GIB)
+    assert host_headroom(machine.system).nbytes == GIB
+
+
+def test_h26_a_group_that_cannot_be_found_by_name_is_the_one_that_is_mounted(machine: FakeMachine) -> None:
+    machine.belongs_to("/kubepods/pod1/0123", version=1, mounted="/elsewhere")
+    machine.set_group_v1("/sys/fs/cgroup/memory", most=2 * GIB, used=GIB)
+    assert host_headroom(machine.system).nbytes == GIB
+
+
+def test_h26_version_1_tells_the_limit_of_groups_that_are_not_mounted(machine: FakeMachine) -> None:
+    machine.belongs_to("/kubepods/pod1/0123", version=1, mounted="/kubepods/pod1/0123")
+    machine.set_group_v1("/sys/fs/cgroup/memory", used=GIB, least_around=3 * GIB)
+    found = host_headroom(machine.system)
+    assert found.nbytes == 2 * GIB
+    assert found.binding.where.endswith("memory.stat")
+
+
+def test_h26_a_version_1_limit_that_counts_swap_as_well_is_a_limit(machine: FakeMachine) -> None:
+    machine.belongs_to("/job", version=1)
+    machine.set_group_v1("/sys/fs/cgroup/memory/job", most=8 * GIB, with_swap=6 * GIB, used=2 * GIB)
+    assert host_headroom(machine.system).nbytes == 4 * GIB
+
+
+def test_h26_a_version_1_ancestor_that_does_not_count_its_children_binds_nobody(machine: FakeMachine) -> None:
+    machine.belongs_to("/a/b", version=1)
+    machine.set_group_v1("/sys/fs/cgroup/memory/a", most=GIB, hierarchical=False)
+    machine.set_group_v1("/sys/fs/cgroup/memory/a/b", most=8 * GIB)
+    assert host_headroom(machine.system).nbytes == 8 * GIB
+
+
+def test_h26_a_group_in_which_nothing_can_be_read_binds_nobody(machine: FakeMachine) -> None:
+    machine.belongs_to("/../outside", version=2)
+    assert host_headroom(machine.system).binding.kind == "memory"
+    machine.write("proc/self/mountinfo", "")
+    machine.write("proc/self/cgroup", "0::/nowhere\n")
+    assert host_headroom(machine.system).binding.kind == "memory"
+
+
+# -- other limits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "room"), [("RLIMIT_AS", 5 * GIB), ("RLIMIT_DATA", 7 * GIB)])
+def test_h26_the_limits_of_a_process_bind_it(machine: FakeMachine, name: str, room: int) -> None:
+    machine.set_process(addresses=3 * GIB, data=GIB)
+    machine.process_limits[name] = 8 * GIB
+    found = host_headroom(machine.system)
+    assert found.nbytes == room
+    assert found.binding.where == name
+    assert "ulimit" in found.binding.remedy
+
+
+def test_h26_a_kernel_that_keeps_its_promises_binds_by_what_it_has_promised(machine: FakeMachine) -> None:
+    machine.set_memory(available=48 * GIB, committed=(32 * GIB, 30 * GIB))
+    assert host_headroom(machine.system).nbytes == 48 * GIB
+    machine.write("proc/sys/vm/overcommit_memory", "2\n")
+    found = host_headroom(machine.system)
+    assert found.nbytes == 2 * GIB
+    assert "vm.overcommit_memory=2" in found.binding.reason
+
+
+def test_the_size_that_a_file_may_have_bounds_a_disk(machine: FakeMachine, tmp_path: Path) -> None:
+    assert disk_headroom(tmp_path, machine.system).binding.kind == "disk"
+    machine.process_limits["RLIMIT_FSIZE"] = MIB
+    found = disk_headroom(tmp_path, machine.system)
+    assert found.nbytes == MIB
+    assert found.binding.where == "RLIMIT_FSIZE"
+
+
+def test_a_filesystem_in_memory_has_no_more_room_than_memory_has(machine: FakeMachine, tmp_path: Path) -> None:
+    machine.set_memory(available=MIB)
+    found = disk_headroom(tmp_path, machine.system, in_memory=True)
+    assert found.nbytes == MIB
+    assert found.binding.kind == "memory"
+
+
+def test_this_machine_has_headroom_and_says_what_binds(tmp_path: Path) -> None:
+    found = host_headroom()
+    assert 0 < found.nbytes <= psutil.virtual_memory().total
+    assert found.nbytes == found.binding.nbytes == min(limit.nbytes for limit in found.limits)
+    assert found.binding.reason
+    assert found.binding.remedy
     assert 0 < host_budget() < psutil.virtual_memory().total
     assert 0 < disk_budget(tmp_path) < psutil.disk_usage(str(tmp_path)).total
     with pytest.raises(FileNotFoundError):
         disk_budget(tmp_path / "missing")
+
+
+def test_the_limits_that_a_process_has_are_those_that_it_was_given() -> None:
+    resource = pytest.importorskip("resource")
+    program = "from eager_offload.tiers.limits import System; print(System().process_limit('RLIMIT_AS'))"
+
+    def limit(nbytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, preexec_fn=lambda: limit(16 * GIB)
+    )
+    assert done.stdout.strip() == str(16 * GIB), done.stderr
+    assert System().process_limit("RLIMIT_OF_NOTHING") is None
+
+
+# -- a real group ---------------------------------------------------------------------------------------------------
+
+IN_GROUP = """
+import os, sys
+from pathlib import Path
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+from eager_offload.tiers.limits import host_headroom
+found = host_headroom()
+held = bytearray(os.urandom(1 << 20)) * 64
+less = host_headroom()
+print(found.binding.where, found.nbytes, less.nbytes)
+"""
+
+
+def test_h26_a_process_in_a_real_control_group_finds_its_limit_and_what_it_uses_of_it() -> None:
+    with real_group() as group:
+        group.set_limit(512 * MIB)
+        done = subprocess.run(
+            [sys.executable, "-c", IN_GROUP, str(group.directory)], capture_output=True, text=True, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stderr[-1000:]
+        where, before, after = done.stdout.split()
+        assert Path(where).parent == group.directory
+        assert 64 * MIB < int(before) < 512 * MIB
+        assert 56 * MIB < int(before) - int(after) < 72 * MIB

@@ -1,0 +1,68 @@
+"""How many processes of a run share this node, by the words of whoever launched them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+__all__ = ["local_ranks"]
+
+#: What launchers call the number of processes that they started on this node: torchrun (and what starts processes as it
+#: does), Open MPI, MVAPICH2 and 3, Hydra (MPICH, Intel MPI), Cray's PALS, IBM's JSM. The one that started this very
+#: process comes first: a torchrun that Slurm has started knows better than Slurm.
+_NUMBERS = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MVP_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "PALS_LOCAL_SIZE",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)
+#: Slurm's: of the step that this process belongs to, what was asked for, of the whole job.
+_SLURM = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+#: ``4(x2)``: two nodes in a row with four each.
+_RUN = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
+
+
+def local_ranks(environ: Mapping[str, str] | None = None) -> int:
+    """How many processes share this node's memory and disks, by the launcher's word; 1 where there is none.
+
+    A value that makes no sense is passed over.
+
+    Args:
+        environ: the environment; that of this process where it is left out.
+    """
+    environ = os.environ if environ is None else environ
+    for name in _NUMBERS:
+        if ranks := _positive(environ.get(name, "")):
+            return ranks
+    for name in _SLURM:
+        if ranks := _on_this_node(environ.get(name, ""), environ.get("SLURM_NODEID", "")):
+            return ranks
+    return 1
+
+
+def _positive(text: str) -> int:
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
+
+def _on_this_node(text: str, node: str) -> int:
+    """The entry of ``node`` in a list such as ``4(x2),3``; the largest where nobody says which node this is.
+
+    Returns:
+        0 for a text of another form.
+    """
+    runs = [_RUN.fullmatch(part.strip()) for part in text.split(",")]
+    found = [(int(run[1]), int(run[2] or 1)) for run in runs if run is not None]
+    if len(found) < len(runs):
+        return 0
+    if node.isascii() and node.isdecimal():
+        left = int(node)
+        for ranks, times in found:
+            if left < times:
+                return ranks
+            left -= times
+    return max(ranks for ranks, _ in found)

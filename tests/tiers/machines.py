@@ -1,0 +1,159 @@
+"""Machines made of files, for whoever looks up limits; and real control groups, where a test may make one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from eager_offload.tiers.limits import System
+
+MIB, GIB = 1 << 20, 1 << 30
+#: How version 1 writes "no limit".
+NO_LIMIT = 9223372036854771712
+
+
+class FakeMachine:
+    """Below ``root`` lies what a machine with this much memory, and one process in it, shows in its files."""
+
+    def __init__(self, root: Path, *, total: int = 64 * GIB, available: int = 48 * GIB) -> None:
+        self.root = root
+        self.environ: dict[str, str] = {}
+        self.process_limits: dict[str, int] = {}
+        self._membership: list[str] = []
+        self._mounts: list[str] = ["22 1 0:20 / /proc rw - proc proc rw", "23 1 8:1 / / rw - ext4 /dev/root rw"]
+        self.write("proc/self/cgroup", "")
+        self.set_memory(total=total, available=available)
+
+    @property
+    def system(self) -> System:
+        return System(self.root, self.environ, self.process_limits.get)
+
+    def write(self, path: str, text: str) -> None:
+        file = self.root / path.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def set_memory(self, *, total: int = 64 * GIB, available: int, committed: tuple[int, int] | None = None) -> None:
+        lines = {"MemTotal": total, "MemFree": available // 2, "MemAvailable": available, "SwapTotal": 0}
+        if committed is not None:
+            lines["CommitLimit"], lines["Committed_AS"] = committed
+        self.write("proc/meminfo", "".join(f"{name}:   {n >> 10} kB\n" for name, n in lines.items()) + "HugePages: 0\n")
+
+    def set_process(self, *, addresses: int, data: int) -> None:
+        self.write("proc/self/status", f"Name:\tpython\nVmSize:\t {addresses >> 10} kB\nVmData:\t {data >> 10} kB\n")
+
+    def belongs_to(self, group: str, *, version: int, mounted: str = "/", point: str | None = None) -> None:
+        """The process is in ``group``; ``mounted`` and what is in it are seen at ``point``."""
+        if version == 1:
+            point = point or "/sys/fs/cgroup/memory"
+            self._membership += [f"5:cpu,cpuacct:{group}", f"4:memory:{group}"]
+            self._mounts += [
+                f"31 23 0:28 {mounted} /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct",
+                f"32 23 0:29 {mounted} {point} rw,nosuid shared:9 - cgroup cgroup rw,memory",
+            ]
+        else:
+            point = point or "/sys/fs/cgroup"
+            self._membership.append(f"0::{group}")
+            self._mounts.append(f"33 23 0:30 {mounted} {point} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate")
+        (self.root / point.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        self.write("proc/self/cgroup", "\n".join(self._membership) + "\n")
+        self.write("proc/self/mountinfo", "\n".join(self._mounts) + "\n")
+
+    def set_group_v2(
+        self,
+        directory: str,
+        *,
+        most: int | None = None,
+        high: int | None = None,
+        used: int = 0,
+        cache: int = 0,
+        dirty: int = 0,
+    ) -> None:
+        self.write(f"{directory}/memory.max", f"{'max' if most is None else most}\n")
+        self.write(f"{directory}/memory.high", f"{'max' if high is None else high}\n")
+        self.write(f"{directory}/memory.current", f"{used}\n")
+        # What lies in tmpfs counts as file, and cannot be dropped.
+        statistics = {"anon": used - cache, "file": cache + MIB, "shmem": MIB, "active_file": cache // 2}
+        statistics |= {"inactive_file": cache - cache // 2, "file_dirty": dirty, "file_writeback": 0}
+        self.write(f"{directory}/memory.stat", "".join(f"{name} {n}\n" for name, n in statistics.items()))
+
+    def set_group_v1(
+        self,
+        directory: str,
+        *,
+        most: int = NO_LIMIT,
+        with_swap: int = NO_LIMIT,
+        used: int = 0,
+        cache: int = 0,
+        least_around: int | None = None,
+        hierarchical: bool = True,
+    ) -> None:
+        self.write(f"{directory}/memory.limit_in_bytes", f"{most}\n")
+        self.write(f"{directory}/memory.usage_in_bytes", f"{used}\n")
+        self.write(f"{directory}/memory.memsw.limit_in_bytes", f"{with_swap}\n")
+        self.write(f"{directory}/memory.memsw.usage_in_bytes", f"{used}\n")
+        self.write(f"{directory}/memory.use_hierarchy", f"{int(hierarchical)}\n")
+        statistics = {"cache": cache, "active_file": 0, "hierarchical_memory_limit": least_around or most}
+        statistics |= {"total_active_file": cache // 2, "total_inactive_file": cache - cache // 2, "total_dirty": 0}
+        self.write(f"{directory}/memory.stat", "".join(f"{name} {n}\n" for name, n in statistics.items()))
+
+
+# -- real ones ------------------------------------------------------------------------------------------------------
+
+
+class RealGroup:
+    """A control group that a test has made, inside of the one that the test itself is in."""
+
+    def __init__(self, directory: Path, limit_file: str) -> None:
+        self.directory = directory
+        self._limit_file = directory / limit_file
+
+    def set_limit(self, nbytes: int) -> None:
+        self._limit_file.write_text(str(nbytes))
+
+    @property
+    def kills(self) -> int:
+        """How many processes in it the kernel has killed for its limit."""
+        for name in ("memory.events", "memory.oom_control"):
+            file = self.directory / name
+            if file.exists():
+                pairs = dict(line.split(" ", 1) for line in file.read_text().splitlines())
+                return int(pairs.get("oom_kill", 0))
+        return 0
+
+
+@contextmanager
+def real_group() -> Iterator[RealGroup]:
+    """A new group below this process's own, which is gone at the end; skips the test where none can be made."""
+    parent, limit_file = _own_group()
+    directory = parent / f"eager_offload_test_{os.getpid()}"
+    try:
+        directory.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error.strerror}")
+    try:
+        if not (directory / limit_file).exists():
+            pytest.skip("control groups here do not limit memory")
+        yield RealGroup(directory, limit_file)
+    finally:
+        directory.rmdir()
+
+
+def _own_group() -> tuple[Path, str]:
+    """The directory of this process's group, and the file that sets a limit in it."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        pytest.skip("this system has no control groups")
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return Path("/sys/fs/cgroup/memory") / path.lstrip("/"), "memory.limit_in_bytes"
+    for line in lines:
+        if line.startswith("0::"):
+            return Path("/sys/fs/cgroup") / line[3:].lstrip("/"), "memory.max"
+    pytest.skip("this process is in no control group")
