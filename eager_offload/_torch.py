@@ -4,29 +4,36 @@
 | --- | --- | --- |
 | ``torch.autograd._get_sequence_nr`` | 2.11 to 2.15 | the import fails: when a copy may start cannot be told |
 | ``torch._C._current_autograd_node`` | 2.11 to 2.15 | a reentrant checkpoint's recomputation is offloaded again |
-| ``_top_saved_tensors_default_hooks`` | 2.11 to 2.15 | an interrupt while a context is entered may leave its hooks |
+| ``torch._C._autograd._top_saved_tensors_default_hooks`` | 2.11 to 2.15 | an interrupted enter may leave its hooks |
 | ``torch._neg_view`` | 2.11 to 2.15 | the import fails |
 | ``torch._C.DisableTorchFunctionSubclass`` | 2.11 to 2.15 | the import fails |
 | ``torch._subclasses.fake_tensor.FakeTensor`` | 2.11 to 2.15 | there are none |
-| ``AsyncCollectiveTensor`` | 2.11 to 2.15 | there is no tensor that a collective is still filling |
-| ``torch._ops``, ``torch.utils._python_dispatch`` | 2.11 to 2.15 | the import fails |
+| ``torch.distributed._functional_collectives.AsyncCollectiveTensor`` | 2.11 to 2.15 | there are none |
+| ``torch._ops.OpOverload``, ``torch.utils._python_dispatch`` | 2.11 to 2.15 | the import fails |
 | ``torch.cuda.cudart().cudaHostRegister`` | 2.11 to 2.15 | host memory is pinned by torch, which rounds sizes up |
 | ``torch._C._AutoDispatchBelowAutograd`` | 2.11 to 2.15 | the import fails: compiled code could not be served |
-| ``_get_saved_tensor_hook_context`` | 2.11 to 2.15 | compiled code is offloaded around its graphs |
-| ``torch._inductor.config``, ``compile_fx``, ``CustomGraphPass``, ``CustomPartitionerFn`` | 2.11 to 2.15 | see below |
-| ``min_cut_rematerialization_partition``, ``preserve_node_ordering``, ``OrderedSet`` | 2.11 to 2.15 | see below |
-| ``torch._inductor.ir``, ``virtualized.V``, ``lowering.make_fallback`` | 2.11 to 2.15 | see below |
-| ``make_channels_last_strides_for`` | 2.11 to 2.15 | see below |
-| ``_CachingTorchDispatchMode``, ``_CachedTorchDispatchMode`` | 2.11 to 2.15 | what should go to the CPU is recomputed |
+| ``torch._functorch._aot_autograd.graph_compile._get_saved_tensor_hook_context`` | 2.11 to 2.15 | not inside graphs |
+| ``torch._functorch.partitioners.min_cut_rematerialization_partition`` | 2.11 to 2.15 | compiling fails |
+| ``torch._inductor.config``, ``torch._inductor.compile_fx.compile_fx`` | 2.11 to 2.15 | compiling fails |
+| ``torch._inductor.custom_graph_pass.CustomGraphPass`` | 2.11 to 2.15 | compiling fails |
+| ``torch._inductor.custom_graph_pass.CustomPartitionerFn`` | 2.11 to 2.15 | compiling fails |
+| ``torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass`` | 2.13 on, not 2.11 | not told of inference |
+| ``torch._inductor.fx_passes.control_dependencies.preserve_node_ordering`` | 2.11 to 2.15 | compiling fails |
+| ``torch._inductor.ir``, ``torch._inductor.virtualized.V`` | 2.11 to 2.15 | compiling fails |
+| ``torch._inductor.lowering.make_fallback``, ``torch.utils._ordered_set.OrderedSet`` | 2.11 to 2.15 | compiling fails |
+| ``torch._prims_common.make_channels_last_strides_for`` | 2.11 to 2.15 | compiling fails |
+| ``torch.utils.checkpoint._CachingTorchDispatchMode`` | 2.11 to 2.15 | what should go to the CPU is recomputed |
+| ``torch.utils.checkpoint._CachedTorchDispatchMode`` | 2.11 to 2.15 | what should go to the CPU is recomputed |
+| ``torch.utils.checkpoint._is_compiling`` | 2.11 to 2.15 | what should go to the CPU is recomputed |
+| ``torch._C._SetExcludeDispatchKeyGuard`` | 2.11 to 2.15 | what should go to the CPU is recomputed |
+| ``torch.utils.checkpoint._sac_storage_key`` | 2.13 on, not 2.11 | operators name their values themselves |
 | ``torch.utils._pytree`` | 2.11 to 2.15 | the import fails |
 | ``torch.fx.Graph._codegen`` | 2.11 to 2.15 | copies of graphs take their inputs flat |
-| ``torch._C._SetExcludeDispatchKeyGuard`` | 2.11 to 2.15 | the same |
-| ``torch.utils.checkpoint._is_compiling`` | 2.11 to 2.15 | the same |
-| ``CustomInferenceAwareGraphPass`` | 2.13 to 2.15, and not in 2.11 | passes are not told of inference |
-| ``_sac_storage_key`` | 2.13 to 2.15, and not in 2.11 | operators name their values themselves |
-| ``_checkpoint_hook``, ``_recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
+| ``torch.utils.checkpoint._checkpoint_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
+| ``torch.utils.checkpoint._recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
 
-Those of Inductor are imported when something is compiled; without them that fails, and eager code does not notice.
+The compiler's are imported when something is compiled, and eager code does not notice that they are not there. Without
+the context of hooks compiled code is offloaded around its graphs. ``python -m eager_offload.doctor`` reads this table.
 """
 
 from __future__ import annotations
@@ -301,8 +308,7 @@ def finish_collective(tensor: Tensor) -> None:
 
     Whoever reads such a tensor does the same first; it may be done any number of times.
     """
-    # What has never been imported has made no tensor either.
-    module = sys.modules.get("torch.distributed._functional_collectives")
+    module = sys.modules.get("torch.distributed._functional_collectives")  # never imported: it has made no tensor
     kind = getattr(module, "AsyncCollectiveTensor", None)
     if kind is not None and isinstance(tensor, kind):
         tensor.trigger_wait()

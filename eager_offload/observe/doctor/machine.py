@@ -1,0 +1,93 @@
+"""What a machine says of itself: versions, devices, memory, directories."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+import torch
+
+from eager_offload import __version__
+from eager_offload.observe.doctor.findings import Device, Disk, Memory, Software
+from eager_offload.tiers.directories import filesystem_of
+from eager_offload.tiers.limits import host_budget, host_headroom, local_ranks, pinning_limit
+
+__all__ = ["candidates", "devices", "disk", "memory", "software"]
+
+#: Accelerators of one machine that are looked at.
+_MOST_DEVICES = 8
+
+
+def software() -> Software:
+    """Versions."""
+    version = torch.version
+    built = [f"CUDA {version.cuda}"] if version.cuda else []
+    built += [f"ROCm {hip}"] if (hip := getattr(version, "hip", None)) else []
+    built += [f"XPU {xpu}"] if (xpu := getattr(version, "xpu", None)) else []
+    return Software(
+        eager_offload=__version__,
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+        system=platform.platform(),
+        accelerator=", ".join(built),
+    )
+
+
+def devices() -> list[Device]:
+    """The CPU, and every accelerator that can be used now."""
+    found = [Device("cpu", _processor(), psutil.virtual_memory().total)]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return found
+    module = torch.get_device_module(accelerator)
+    for index in range(min(torch.accelerator.device_count(), _MOST_DEVICES)):
+        device = torch.device(accelerator.type, index)
+        # Not every kind of device can be asked for its name and its memory.
+        model = module.get_device_name(device) if hasattr(module, "get_device_name") else accelerator.type
+        total = module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else None
+        found.append(Device(str(device), model, total))
+    return found
+
+
+def memory() -> Memory:
+    """What is free, and what limits it."""
+    headroom = host_headroom()
+    return Memory(
+        total_bytes=psutil.virtual_memory().total,
+        headroom_bytes=headroom.nbytes,
+        budget_bytes=host_budget(),
+        ranks=local_ranks(),
+        bound_by=headroom.binding.reason,
+        remedy=headroom.binding.remedy,
+        limits=list(headroom.limits),
+        pinning_limit_bytes=pinning_limit(),
+    )
+
+
+def candidates() -> list[Path]:
+    """The directories that are tried where nobody names one, in their order, each once."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return list(dict.fromkeys([Path(tempfile.gettempdir()), Path(cache).expanduser(), Path.cwd()]))
+
+
+def disk(path: Path) -> Disk:
+    """``path``, not measured yet."""
+    try:
+        return Disk(str(path), filesystem_of(path), path.stat().st_dev, shutil.disk_usage(path).free)
+    except OSError as error:
+        return Disk(str(path), "", 0, 0, refused=error.strerror or str(error))
+
+
+def _processor() -> str:
+    """What this CPU is, and how many threads torch uses of it."""
+    name = platform.processor() or platform.machine()
+    table = Path("/proc/cpuinfo")
+    if table.exists():
+        named = [line for line in table.read_text(errors="replace").splitlines() if line.startswith("model name")]
+        name = named[0].partition(":")[2].strip() if named else name
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'' if threads == 1 else 's'}"

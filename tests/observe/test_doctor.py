@@ -1,0 +1,229 @@
+"""What the doctor finds on this machine, and that whatever fails is a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import eager_offload as eo
+from eager_offload.observe.doctor import Diagnosis, command, examination, examine, features, machine, speeds
+from eager_offload.observe.doctor.findings import Disk, Feature
+from eager_offload.observe.doctor.text import WIDTH, to_text
+from eager_offload.tiers.directories import filesystem_of
+from eager_offload.tiers.rawfile import RawFile
+
+DOCS = Path(eo.__file__).parents[1] / "docs" / "doctor_and_report.md"
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("spill")
+
+
+@pytest.fixture(scope="module")
+def diagnosis(directory: Path) -> Diagnosis:
+    """Of this machine, with one directory and another one on the same disk."""
+    second = directory / "second"
+    second.mkdir()
+    return examine([directory, second, directory / "missing"])
+
+
+def test_the_cpu_and_its_speeds_are_found(diagnosis: Diagnosis) -> None:
+    cpu = diagnosis.devices[0]
+    assert cpu.name == "cpu"
+    assert cpu.flops is not None
+    assert cpu.flops > 1e8
+    assert cpu.link is not None
+    assert min(cpu.link.out, cpu.link.back) > 1e7
+    assert diagnosis.software.torch == torch.__version__
+    assert diagnosis.memory is not None
+    assert diagnosis.memory.bound_by == diagnosis.memory.limits[0].reason
+    assert 0 < diagnosis.memory.budget_bytes <= diagnosis.memory.headroom_bytes <= diagnosis.memory.total_bytes
+
+
+def test_a_step_with_everything_offloaded_is_compared(diagnosis: Diagnosis) -> None:
+    cpu = diagnosis.self_tests[0]
+    assert (cpu.device, cpu.equal) == ("cpu", True)
+    assert cpu.moved_bytes >= 16 * MIB
+    assert diagnosis.verdict.works
+    assert diagnosis.verdict.flop_per_byte["cpu"] > 0
+
+
+def test_each_disk_is_measured_once_and_nothing_stays_there(diagnosis: Diagnosis, directory: Path) -> None:
+    first, second, missing = diagnosis.disks
+    assert first.speed is not None
+    assert first.buffered is not None
+    assert min(first.speed.out, first.speed.back, first.buffered.out, first.buffered.back) > 1e5
+    assert (second.direct, second.buffered) == (first.direct, first.buffered)
+    assert missing.speed is None
+    assert missing.refused == "No such file or directory"
+    assert [path.name for path in directory.iterdir()] == ["second"]
+
+
+def test_the_settings_can_be_pasted(diagnosis: Diagnosis, directory: Path) -> None:
+    verdict = diagnosis.verdict
+    config = eval(verdict.python, {"eo": eo})
+    assert config == eo.OffloadConfig.from_fields(verdict.settings)
+    assert config.tier == "disk"
+    assert config.disk_paths == (directory,)
+    assert eo.OffloadConfig.from_env(dict(part.split("=", 1) for part in shlex.split(verdict.environment))) == config
+
+
+def test_the_json_has_every_field_and_the_docs_have_every_key(diagnosis: Diagnosis) -> None:
+    given = json.loads(json.dumps(diagnosis.as_dict()))
+    assert given["format"] == 1
+    documented = DOCS.read_text()
+    for key in keys(given):
+        assert f"`{key}`" in documented, key
+
+
+def keys(value: object) -> Iterator[str]:
+    """Every key; what is under ``settings`` and ``flop_per_byte`` is named by others."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            if key not in ("settings", "flop_per_byte"):
+                yield from keys(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from keys(inner)
+
+
+def test_the_text_has_80_columns_and_no_colours(diagnosis: Diagnosis) -> None:
+    text = to_text(diagnosis)
+    # What is copied stays whole, however long a path is.
+    copied = {diagnosis.verdict.python, diagnosis.verdict.environment}
+    for line in text.splitlines():
+        assert len(line) <= WIDTH or line.strip() in copied or "/" in line, line
+        assert line.isprintable(), line
+    assert text.index("Software") < text.index("Directories") < text.index("Verdict") < text.index("Recommended")
+    assert diagnosis.verdict.python in text
+
+
+def test_a_probe_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    def broken(*_: object) -> float:
+        raise RuntimeError("the driver is gone\nand here is a long story")
+
+    monkeypatch.setattr(speeds, "matmul_flops", broken)
+    monkeypatch.setattr(machine, "memory", broken)
+    quickly(monkeypatch)
+    found = examine([directory])
+    assert "compute of cpu: RuntimeError: the driver is gone" in found.failures
+    assert "host memory: RuntimeError: the driver is gone" in found.failures
+    assert found.memory is None
+    assert found.devices[0].flops is None
+    assert found.verdict.works
+    assert "the driver is gone" in to_text(found)
+
+
+def test_a_probe_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(machine, "disk", lambda path: answered.wait())
+    monkeypatch.setattr(examination, "_ONE_PROBE", 0.3)
+    quickly(monkeypatch)
+    try:
+        found = examine([directory])
+    finally:
+        answered.set()
+    assert any(line.startswith(f"directory {directory}: no answer within") for line in found.failures)
+
+
+def test_when_the_time_is_over_the_rest_is_left_out(directory: Path) -> None:
+    found = examine([directory], seconds=0)
+    assert found.failures
+    assert all("left out" in line for line in found.failures)
+    assert not found.verdict.works
+    assert to_text(found)
+
+
+def test_nothing_can_work_where_no_directory_serves(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quickly(monkeypatch)
+    assert command.main(["--disk-path", str(directory / "missing")]) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "No such file or directory" in told
+    assert "cannot work here" in told
+    assert "Recommended" not in told
+
+
+def test_h27_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path("/dev/shm")
+    if not path.is_dir() or filesystem_of(path) != "tmpfs":
+        pytest.skip("this system has no /dev/shm")
+    quickly(monkeypatch)
+    (disk,) = examine([path]).disks
+    assert disk.refused == "it is on tmpfs, which is memory itself"
+    assert disk.speed is None
+
+
+def test_h27_where_direct_io_is_refused_only_the_page_cache_is_measured(
+    monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> None:
+    def refuse(self: RawFile, direct: bool) -> None:
+        if direct:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(RawFile, "set_direct", refuse)
+    assert speeds.disk(directory, 1 << 40, direct=True) == speeds.Measured()
+    assert speeds.disk(directory, 1 << 40, direct=False).speed is not None
+
+
+def test_a_disk_that_is_nearly_full_is_left_alone(directory: Path) -> None:
+    measured = speeds.disk(directory, 100 * MIB, direct=True)
+    assert measured.speed is None
+    assert measured.refused == f"only {100 * MIB} bytes are free there"
+
+
+def test_every_private_name_is_looked_for() -> None:
+    names = features.private_names()
+    assert len({one.name for one in names}) == len(names) > 30
+    assert Feature("torch.fx.Graph._codegen", True, "copies of graphs take their inputs flat") in names
+    absent = {one.name for one in names if not one.there}
+    if torch.__version__.startswith("2.13"):
+        assert absent == set()
+    assert all(one.without and "below" not in one.without for one in names)
+
+
+@pytest.mark.parametrize("name", ["torch.no_such_name", "torch._no_such_module.name", "torch.Tensor._no.name"])
+def test_a_name_that_is_not_there_is_found_out(name: str) -> None:
+    assert not features._resolves(name)
+
+
+def test_the_command_prints_json_and_nothing_else(directory: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "eager_offload.doctor", "--json", "--disk-path", str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(eo.__file__).parents[1]), *filter(None, sys.path)])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    given = json.loads(done.stdout)
+    assert given["verdict"]["works"] is True
+    assert [Disk(**{**disk, "direct": None, "buffered": None}).path for disk in given["disks"]] == [str(directory)]
+
+
+def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--what"])
+    assert stopped.value.code == 2
+    assert "unrecognized arguments: --what" in capsys.readouterr().err
+
+
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out what takes long and what the test at hand is not about."""
+    monkeypatch.setattr(features, "features", list)
+    monkeypatch.setattr(speeds, "_MEASURING", 0.02)
