@@ -191,10 +191,9 @@ def disk(path: Path | None) -> dict[str, Any]:
     try:
         bandwidth = tier.measure()
         (directory,) = tier.directories
-        assert tier._files is not None
         return {
             "filesystem": filesystem_of(directory),
-            "direct_io": tier._files[0].memory_alignment is not None,
+            "direct_io": tier.direct_io,
             "write_bytes_per_second": round(bandwidth.write),
             "read_bytes_per_second": round(bandwidth.read),
         }

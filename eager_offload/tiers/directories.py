@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ from eager_offload.errors import ConfigError
 from eager_offload.tiers.rawfile import RawFile
 from eager_offload.tiers.spill import SpillFile
 
-__all__ = ["filesystem_of", "open_spill_files"]
+__all__ = ["filesystem_of", "open_some", "open_spill_files"]
 
 #: Filesystems whose files are memory: to spill there moves nothing out of it.
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
@@ -43,6 +44,15 @@ def open_spill_files(paths: Sequence[Path] | None, budget: int | None, file_type
             opened.append(_open(path, 0, file_type))
         except OSError as error:
             raise ConfigError(f"disk_path: {str(path)!r} cannot serve: {error}; accepted is {_ACCEPTED}.") from error
+    return opened
+
+
+def open_some(paths: Sequence[Path], file_type: type[RawFile]) -> list[SpillFile]:
+    """A new, empty spill file in each of ``paths`` that can take one."""
+    opened = []
+    for path in paths:
+        with suppress(OSError):
+            opened.append(_open(path, 0, file_type))
     return opened
 
 

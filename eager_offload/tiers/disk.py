@@ -15,13 +15,15 @@ from torch import Tensor
 
 from eager_offload.errors import CapacityError, ConfigError, CorruptionError
 from eager_offload.tiers.base import Fence, Region, Slot, Tier
-from eager_offload.tiers.directories import open_spill_files
+from eager_offload.tiers.crew import Crew
+from eager_offload.tiers.directories import open_some, open_spill_files
 from eager_offload.tiers.extents import Extent
 from eager_offload.tiers.forking import tell_after_fork
 from eager_offload.tiers.limits import disk_budget
 from eager_offload.tiers.memory import PAGE, anonymous_slab, round_up, view_of
 from eager_offload.tiers.rawfile import RawFile
-from eager_offload.tiers.spill import Remains, SpillFile
+from eager_offload.tiers.space import MOST_PIECES, Remains, Space
+from eager_offload.tiers.spill import SpillFile
 
 __all__ = ["Bandwidth", "DiskSlot", "DiskTier"]
 
@@ -37,58 +39,60 @@ class Bandwidth(NamedTuple):
 
 
 class DiskSlot(Slot):
-    """A range of a spill file, which it keeps open."""
+    """A range of the spill files, which it keeps open."""
 
     tier: ClassVar[str] = "disk"
-    __slots__ = ("_checksum", "_extent", "_file", "_verify")
+    __slots__ = ("_checksum", "_extent", "_space", "_verify")
     #: Set when it is handed out; one without was lost to an interrupt before, and gives nothing back.
     _extent: Extent
 
-    def __init__(self, file: SpillFile, fences: tuple[Fence, ...], nbytes: int, verify: bool) -> None:
+    def __init__(self, space: Space, fences: tuple[Fence, ...], nbytes: int, verify: bool) -> None:
         super().__init__(nbytes, fences)
-        self._file = file
+        self._space = space
         self._verify = verify
         self._checksum: int | None = None
 
     @property
     def region(self) -> Region:
-        return Region(self._file.name, self._extent.start, self._extent.start + self.nbytes)
+        return Region(self._space.name, self._extent.start, self._extent.start + self.nbytes)
 
     def write(self, source: Tensor) -> None:
         assert source.numel() == self.nbytes
-        self._file.write(self._extent, source)
+        self._space.write(self._extent, source)
         if self._verify:
             self._checksum = _checksum(source)
 
     def read(self, target: Tensor) -> None:
         assert target.numel() == self.nbytes
-        self._file.read(self._extent, target)
+        self._space.read(self._extent, target)
         if self._checksum is not None and self._checksum != _checksum(target):
             raise CorruptionError(
-                f"{self.nbytes} bytes came back changed from the spill file in {str(self._file.directory)!r}: their "
+                f"{self.nbytes} bytes came back changed from the spill file in {self._space.where}: their "
                 "checksum does not match. Nothing was computed with them. Check the disk and the machine's memory."
             )
 
     def memory(self) -> memoryview:
-        return self._file.mapping(self._extent, self.nbytes, self)
+        return self._space.mapping(self._extent, self.nbytes, self)
 
     def __del__(self) -> None:
         try:
             remains = Remains(self._extent._replace(fences=self.fences), self.nbytes)
         except AttributeError:
             return
-        self._file.returned.append(remains)
+        self._space.returned.append(remains)
 
 
 class DiskTier(Tier):
     """Room on disk, up to ``budget`` bytes in all files.
 
     The files have no name, grow as room is asked for, and give it back when the tier is closed and the last slot gone.
-    After a fork the child has an empty tier with files of its own.
+    No disk is filled: see ``FLOOR_SHARE`` in ``spill.py``. After a fork the child has an empty tier with files of its
+    own.
 
     Args:
-        paths: directories, one file in each; a slot goes to the one with the most room. ``None``: the first of the
-            temporary, cache and working directories that is on a disk and has room.
+        paths: directories, one file in each; large slots are spread over all of them. Where one of several fails to
+            write, the others serve alone from then on. ``None``: the first of the temporary, cache and working
+            directories that is on a disk and has room.
         budget: bytes, or ``None`` for a share of what is free on the disks of its directories.
         verify: whether to checksum what is written (CRC-32) and check it when it is read.
         file_type: makes the system calls.
@@ -113,42 +117,41 @@ class DiskTier(Tier):
         self._bandwidth: Bandwidth | None = None
         self._closed = False
         self._lock = threading.Lock()
+        self._crew = Crew("eager_offload-piece", max(MOST_PIECES, len(paths or ())) - 1)
         #: ``None`` in a forked child that has not asked for room yet.
-        self._files: list[SpillFile] | None = open_spill_files(paths, budget, file_type)
-        #: The files of a closed tier, which only their slots keep.
-        self._left: weakref.WeakSet[SpillFile] = weakref.WeakSet()
-        self._budget = _share_of(self._files) if budget is None else budget
-        self._peak = 0
+        self._space: Space | None = Space(open_spill_files(paths, budget, file_type), self._crew)
+        #: Spaces that only their slots keep: of a closed tier, or with a disk that fails.
+        self._left: weakref.WeakSet[Space] = weakref.WeakSet()
+        self._budget = _share_of(self._space.files) if budget is None else budget
+        self._peak = self._written = 0
         tell_after_fork(self)
 
     def reserve(self, nbytes: int) -> DiskSlot | None:
         size = round_up(nbytes, PAGE)
         with self._lock:
-            if self._files is None:
-                self._files = self._reopen()
+            space = self._usable()
+            if space is None:
+                return None
             self._drain()
-            # With one file there is no choice, and asking the disk for its room takes time.
-            files = self._files if len(self._files) == 1 else sorted(self._files, key=SpillFile.room, reverse=True)
-            for file in files:
-                extent = file.extents.allocate(size)
-                if extent is None and file.grow(size, self._budget - self._length()):
-                    self._peak = max(self._peak, self._length())
-                    extent = file.extents.allocate(size)
-                if extent is not None:
-                    # As in [Note: handing out] in `arena.py`: no call after the one or the other.
-                    file.carved = extent
-                    slot = DiskSlot(file, extent.fences, nbytes, self._verify)
-                    slot._extent = extent
-                    file.used += nbytes
-                    file.carved = None
-                    return slot
-        return None
+            extent = space.extents.allocate(size)
+            if extent is None and space.grow(size, self._budget - self._length()):
+                self._peak = max(self._peak, self._length())
+                extent = space.extents.allocate(size)
+            if extent is None:
+                return None
+            # As in [Note: handing out] in `arena.py`: no call after the one or the other.
+            space.carved = extent
+            slot = DiskSlot(space, extent.fences, nbytes, self._verify)
+            slot._extent = extent
+            space.used += nbytes
+            space.carved = None
+            return slot
 
     @property
     def used_bytes(self) -> int:
         with self._lock:
             self._drain()
-            return sum(file.used for file in self._all())
+            return sum(space.used for space in self._all())
 
     @property
     def held_bytes(self) -> int:
@@ -165,10 +168,23 @@ class DiskTier(Tier):
             self._peak = self._length()
 
     @property
+    def written_bytes(self) -> int:
+        """Bytes that this process has written to the disks so far."""
+        with self._lock:
+            self._drain()
+            return self._written
+
+    @property
     def directories(self) -> list[Path]:
         """Where the files are."""
         with self._lock:
-            return [file.directory for file in self._files or ()]
+            return [] if self._space is None else [file.directory for file in self._space.files]
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether transfers go around the page cache, on every disk."""
+        with self._lock:
+            return self._space is not None and all(file.memory_alignment is not None for file in self._space.files)
 
     def drain(self) -> None:
         """Takes up the slots that have died; once all have, gives the buffers of transfers back to the system."""
@@ -189,35 +205,50 @@ class DiskTier(Tier):
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            # A file closes when the last slot that refers to it goes.
-            self._left.update(self._files or ())
-            self._files = []
+            # Files close when the last slot that refers to them goes.
+            if self._space is not None:
+                self._left.add(self._space)
+                self._space = None
+        self._crew.retire()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_crew"):
+            self._crew.dismiss()
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
         self._left = weakref.WeakSet()
-        self._files = None
+        self._space = None
 
     # -- with the lock held ---------------------------------------------------------------------------------------
 
-    def _reopen(self) -> list[SpillFile]:
+    def _usable(self) -> Space | None:
+        """Where room is to be found now; ``None`` where there is none at all."""
         if self._closed:
-            return []
-        try:
-            return open_spill_files(self._paths, self._budget, self._file_type)
-        except ConfigError:  # what served the parent is gone: a child without room, not one that fails
-            return []
+            return None
+        space = self._space
+        if space is None:
+            try:
+                self._space = Space(open_spill_files(self._paths, self._budget, self._file_type), self._crew)
+            except ConfigError:  # what served the parent is gone: a child without room, not one that fails
+                return None
+        elif space.failing:
+            files = open_some([file.directory for file in space.files if not file.failing], self._file_type)
+            if files:
+                self._left.add(space)
+                self._space = Space(files, self._crew)
+        return self._space
 
-    def _all(self) -> list[SpillFile]:
-        files = self._files or []
-        return [*files, *self._left] if self._left else files
+    def _all(self) -> list[Space]:
+        spaces = [] if self._space is None else [self._space]
+        return [*spaces, *self._left] if self._left else spaces
 
     def _drain(self) -> None:
-        for file in self._all():
-            file.drain()
+        for space in self._all():
+            self._written += space.drain()
 
     def _length(self) -> int:
-        return sum(file.length for file in self._all())
+        return sum(space.length for space in self._all())
 
     def _measure(self) -> Bandwidth:
         source = anonymous_slab(_MEASURED_PIECE)

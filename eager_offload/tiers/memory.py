@@ -6,18 +6,23 @@ import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-__all__ = ["PAGE", "anonymous_slab", "mapped_file", "move", "round_up", "view_of"]
+__all__ = ["PAGE", "FilePart", "anonymous_slab", "mapped_file", "move", "round_up", "view_of"]
 
 #: Bytes; what blocks, slots and direct I/O are aligned to.
 PAGE = 4096
 
 #: ``off_t`` of the C library's ``mmap``.
 _OFFSET = ctypes.c_int64 if ctypes.sizeof(ctypes.c_void_p) == 8 else ctypes.c_long
+
+#: Of Linux and the BSDs alike; Python's ``mmap`` does not name it.
+_MAP_FIXED = 0x10
 
 
 def round_up(nbytes: int, grain: int) -> int:
@@ -52,25 +57,48 @@ class _Mapping:
         _system_calls().munmap(self._address, self._nbytes)
 
 
-def mapped_file(descriptor: int, offset: int, nbytes: int, owner: object) -> memoryview:
-    """``nbytes`` of a file as memory, shared with whoever else writes it; page in the file, page in memory.
+class FilePart(NamedTuple):
+    """A range of an open file."""
+
+    descriptor: int
+    #: Bytes; a multiple of ``PAGE``.
+    offset: int
+    #: A multiple of ``PAGE`` too, but for the last part of several.
+    nbytes: int
+
+
+def mapped_file(parts: Sequence[FilePart], owner: object) -> memoryview:
+    """Ranges of files as memory, one behind the other; shared with whoever else writes them, page by page.
 
     Not ``mmap.mmap``: that keeps a descriptor open for each mapping, and a step has more tensors than a process may
     have descriptors.
 
     Args:
-        descriptor: of the open file; the mapping outlives it.
-        offset: bytes, a multiple of ``PAGE``.
+        parts: of open files; the mapping outlives their descriptors.
         owner: stays alive for as long as the memory does.
 
     Raises:
         MemoryError: the system refused.
     """
-    address = _system_calls().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset)
-    if address in (None, ctypes.c_void_p(-1).value):
+    nbytes = sum(part.nbytes for part in parts)
+    if len(parts) == 1:
+        address = _map(None, parts[0], mmap.MAP_SHARED)
+        return view_of(address, nbytes, _Mapping(address, nbytes, owner))
+    address = _map(None, FilePart(-1, 0, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # all addresses, for a start
+    mapping, at = _Mapping(address, nbytes, owner), 0
+    for part in parts:
+        _map(address + at, part, mmap.MAP_SHARED | _MAP_FIXED)
+        at += part.nbytes
+    return view_of(address, nbytes, mapping)
+
+
+def _map(address: int | None, part: FilePart, flags: int) -> int:
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    mapped = _system_calls().mmap(address, part.nbytes, protection, flags, part.descriptor, part.offset)
+    if mapped in (None, ctypes.c_void_p(-1).value):
         number = ctypes.get_errno()
-        raise MemoryError(f"the system refused to map {nbytes} bytes of a file: {os.strerror(number)}")
-    return view_of(address, nbytes, _Mapping(address, nbytes, owner))
+        raise MemoryError(f"the system refused to map {part.nbytes} bytes of a file: {os.strerror(number)}")
+    return cast(int, mapped)
 
 
 @cache

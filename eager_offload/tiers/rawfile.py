@@ -7,15 +7,28 @@ import errno
 import os
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["RawFile"]
+__all__ = ["RawFile", "Usage"]
+
+
+class Usage(NamedTuple):
+    """How full a disk is, and what one file has of it; bytes."""
+
+    total: int
+    #: What this process may still take.
+    free: int
+    #: Where the file ends.
+    length: int
+    #: What the file takes of the disk.
+    occupied: int
 
 
 class RawFile:
     """An open file that has no name, which only its owner could have read while it had one.
 
-    The methods are one system call each and raise ``OSError`` as it does. A subclass shows what a tier does when the
-    calls fail or do half of their work.
+    The methods are a system call or two each and raise ``OSError`` as those do. A subclass shows what a tier does when
+    the calls fail or do half of their work.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -43,6 +56,11 @@ class RawFile:
             os.posix_fallocate(self._descriptor, offset, nbytes)
         else:
             self.truncate(offset + nbytes)
+
+    def usage(self) -> Usage:
+        """How full the disk is, as it was a moment ago."""
+        disk, file = os.fstatvfs(self._descriptor), os.fstat(self._descriptor)
+        return Usage(disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, file.st_size, file.st_blocks * 512)
 
     def truncate(self, length: int) -> None:
         """Makes the file ``length`` bytes long, without asking for room."""

@@ -1,47 +1,37 @@
-"""A spill file: ranges of one unnamed file, written and read around the page cache."""
+"""A spill file: one unnamed file, written and read around the page cache."""
 
 from __future__ import annotations
 
 import errno
-import itertools
 import os
-import shutil
 import threading
 from collections import deque
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import Tensor
 
-from eager_offload.errors import OffloadError, TransferError
-from eager_offload.tiers.extents import Extent, Extents
+from eager_offload.errors import TransferError
 from eager_offload.tiers.forking import tell_after_fork
-from eager_offload.tiers.memory import PAGE, anonymous_slab, mapped_file, move, round_up, view_of
+from eager_offload.tiers.memory import PAGE, anonymous_slab, move, round_up, view_of
 from eager_offload.tiers.rawfile import RawFile
 
-__all__ = ["Remains", "SpillFile"]
+__all__ = ["FLOOR_BYTES", "FLOOR_SHARE", "SpillFile"]
 
-#: Bytes; the file grows by this much, or by the request where that is more.
-_GROWTH = 64 << 20
+#: What stays free on every disk for whoever else writes to it: this share of the disk, and at most so many bytes.
+FLOOR_SHARE, FLOOR_BYTES = 1 / 20, 4 << 30
+
 #: Bytes a bounce buffer, and how many there may be: that many transfers run at once, the others wait for one.
 _BOUNCE_BYTES = 4 << 20
 _BOUNCE_BUFFERS = 4
 #: Bytes written through the page cache before they are flushed and dropped from it.
 _CACHED_BYTES = 16 << 20
-#: How often a call may succeed without moving anything on before it counts as failed.
+#: How often a call may lead nowhere on end, by moving nothing or by asking to be repeated, before it counts as failed.
 _PATIENCE = 8
 
 #: What a filesystem says to a call that it does not offer.
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-
-_serial = itertools.count()
-
-
-class Remains(NamedTuple):
-    """What a slot leaves behind: its range, with what still has to be over, and how much of it was used."""
-
-    extent: Extent
-    nbytes: int
+#: What is said where there is no room: on the disk, for its owner, for one file.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _Bounce:
@@ -75,7 +65,7 @@ class _Bounce:
 
 
 class SpillFile:
-    """Ranges of one file, which closes with the last reference. Reading and writing need no lock, the rest does.
+    """One file, which closes with the last reference. Reading and writing need no lock, growing does.
 
     [Note: direct I/O]
     A buffered write would leave a copy in the page cache, and the memory that offloading frees would be gone again. So
@@ -92,14 +82,10 @@ class SpillFile:
 
     def __init__(self, directory: Path, file_type: type[RawFile]) -> None:
         self.directory = directory
-        self.extents = Extents()
-        #: Where slots end up; see [Note: slots give themselves back] in ``tiers/base.py``.
-        self.returned: deque[Remains] = deque()
-        #: What was carved and has no slot yet.
-        self.carved: Extent | None = None
-        self.name = ("spill file", next(_serial))
-        #: Bytes in slots that are alive or not taken up yet; the tier counts.
-        self.used = 0
+        #: Bytes that went to the disk and that nobody has counted yet; whoever counts takes them out.
+        self.written: deque[int] = deque()
+        #: Whether a write failed for another reason than that something was full.
+        self.failing = False
         #: Whether this process is a child and the file its parent's.
         self.inherited = False
         self._raw = file_type(directory)
@@ -109,70 +95,77 @@ class SpillFile:
         tell_after_fork(self)
 
     @property
-    def length(self) -> int:
-        """Bytes of the file."""
-        return self.extents.length
+    def descriptor(self) -> int:
+        """What the operating system knows the file by."""
+        return self._raw.descriptor
 
     def room(self) -> int:
-        """Bytes that are free in the file and on its disk."""
-        return self.extents.free_bytes + shutil.disk_usage(self.directory).free
+        """Bytes by which the file may grow: those free on its disk above the floor; 0 where the disk does not tell."""
+        try:
+            usage = self._raw.usage()
+        except OSError:
+            return 0
+        floor = min(int(usage.total * FLOOR_SHARE), FLOOR_BYTES)
+        # What was not promised is not in use yet, and will be.
+        return max(usage.free - floor - max(usage.length - usage.occupied, 0), 0)
 
-    def grow(self, nbytes: int, limit: int) -> bool:
-        """Makes room for a range of ``nbytes`` at the end.
-
-        Args:
-            limit: by how much the file may grow, in bytes.
-
-        Returns:
-            Whether there was room on the disk.
-        """
-        need = nbytes - self.extents.free_at_end
-        if need > limit:
+    def extend(self, length: int, nbytes: int) -> bool:
+        """Makes the file, which is used up to ``length``, reach ``nbytes`` further; returns whether it does."""
+        try:
+            self._raw.allocate(length, nbytes)
+        except OSError as error:
+            if error.errno in _REFUSALS:
+                # The filesystem cannot promise room; a write that finds none fails and is counted then.
+                return self._try_truncate(length + nbytes)
+            self.cut_off(length)
             return False
-        # Asking for what is not there would fill the disk to the brim for a moment, at the cost of everyone else on it.
-        free = shutil.disk_usage(self.directory).free
-        for step in (min(max(_GROWTH, need), limit // PAGE * PAGE), need):
-            if step <= free and self._extend(step):
-                self.extents.grow(step)
-                return True
-        return False
+        return True
 
-    def drain(self) -> None:
-        """Takes up the slots that have died; when all have, gives the buffers of transfers back to the system."""
-        if self.carved is not None:
-            self.extents.release(self.carved.start, self.carved.nbytes, self.carved.fences)
-            self.carved = None
-        while self.returned:
-            remains = self.returned[0]
-            self.extents.release(remains.extent.start, remains.extent.nbytes, remains.extent.fences)
-            self.used -= remains.nbytes
-            del self.returned[0]
-        if self.used == 0:
-            self._bounce.trim()
+    def cut_off(self, length: int) -> None:
+        """Gives back what lies behind ``length``, if the system lets it."""
+        self._try_truncate(length)
 
-    def write(self, extent: Extent, source: Tensor) -> None:
-        """Writes all of ``source`` to the start of ``extent``.
+    def write(self, address: int, nbytes: int, offset: int) -> None:
+        """Writes ``nbytes`` bytes of memory to ``offset``, a multiple of ``PAGE``, and up to the next one.
 
         Raises:
-            TransferError: the operating system refused.
+            OSError, MemoryError: the operating system refused.
         """
-        self._transfer("write", extent, source)
+        try:
+            self._write(address, nbytes, offset)
+        except OSError as error:
+            self.failing |= error.errno not in (*_FULL, errno.ENOMEM)
+            raise
 
-    def read(self, extent: Extent, target: Tensor) -> None:
-        """Reads the start of ``extent`` into all of ``target``.
+    def read(self, address: int, nbytes: int, offset: int) -> None:
+        """Reads ``nbytes`` bytes at ``offset``, a multiple of ``PAGE``, into memory.
 
         Raises:
-            TransferError: the operating system refused.
+            OSError, MemoryError: the operating system refused.
         """
-        self._transfer("read", extent, target)
+        self._read(address, nbytes, offset)
 
-    def mapping(self, extent: Extent, nbytes: int, owner: object) -> memoryview:
-        """The first ``nbytes`` of ``extent`` as memory, which keeps ``owner``; what direct I/O writes shows there.
+    def failed(self, what: str, nbytes: int, error: OSError | MemoryError) -> TransferError:
+        """What a user is told when a transfer of ``nbytes`` bytes met with ``error`` here."""
+        number = error.errno if isinstance(error, OSError) else errno.ENOMEM
+        if number in _FULL:
+            remedy = "free some room there, lower disk_budget, or set disk_path to a directory on another disk"
+        elif number == errno.ENOMEM:
+            remedy = "leave the system more memory for transfers: lower max_inflight_bytes and prefetch_bytes"
+        else:
+            remedy = "check the disk (the kernel's log says more), or set disk_path to a directory on another one"
+        reason = os.strerror(number) if number is not None else str(error)
+        return TransferError(
+            f"could not {what} {nbytes} bytes {'to' if what == 'write' else 'from'} the spill file in "
+            f"{str(self.directory)!r}: {reason}. What to do: {remedy}.",
+            errno=number,
+            tier="disk",
+            nbytes=nbytes,
+        )
 
-        Raises:
-            MemoryError: the system refused.
-        """
-        return mapped_file(self._raw.descriptor, extent.start, nbytes, owner)
+    def trim(self) -> None:
+        """Gives the buffers of transfers back to the system."""
+        self._bounce.trim()
 
     def after_fork(self) -> None:
         """The child must not touch what its parent writes and reads, nor keep its room on the disk occupied."""
@@ -180,18 +173,6 @@ class SpillFile:
         self._raw.close()
 
     # -- growing and probing --------------------------------------------------------------------------------------
-
-    def _extend(self, nbytes: int) -> bool:
-        length = self.length
-        try:
-            self._raw.allocate(length, nbytes)
-        except OSError as error:
-            if error.errno in _REFUSALS:
-                # The filesystem cannot promise room; a write that finds none fails and is counted then.
-                return self._try_truncate(length + nbytes)
-            self._try_truncate(length)
-            return False
-        return True
 
     def _try_truncate(self, length: int) -> bool:
         try:
@@ -222,23 +203,6 @@ class SpillFile:
         return None
 
     # -- moving ---------------------------------------------------------------------------------------------------
-
-    def _transfer(self, what: str, extent: Extent, tensor: Tensor) -> None:
-        nbytes = tensor.numel()
-        assert nbytes <= extent.nbytes
-        if self.inherited:
-            raise OffloadError(
-                f"cannot {what} {nbytes} bytes on disk: they belong to the process that this one was forked from. "
-                "What was saved before a fork can only be used by the parent; run forward and backward in one process."
-            )
-        address = tensor.data_ptr()
-        try:
-            if what == "write":
-                self._write(address, nbytes, extent.start)
-            else:
-                self._read(address, nbytes, extent.start)
-        except (OSError, MemoryError) as error:
-            raise self._failed(what, nbytes, error) from error
 
     def _write(self, address: int, nbytes: int, offset: int) -> None:
         if self.memory_alignment is None:
@@ -301,13 +265,20 @@ class SpillFile:
     def _write_fully(self, source: memoryview, offset: int) -> None:
         done = patience = 0
         while done < len(source):
-            moved = self._raw.write_from(source[done:], offset + done)
+            try:
+                moved = self._raw.write_from(source[done:], offset + done)
+            except (InterruptedError, BlockingIOError):  # EINTR, EAGAIN: it did nothing, and asks to be repeated
+                moved = 0
+            self.written.append(moved)
             done, patience = self._after(done, moved, patience)
 
     def _read_fully(self, target: memoryview, offset: int) -> None:
         done = patience = 0
         while done < len(target):
-            moved = self._raw.read_into(target[done:], offset + done)
+            try:
+                moved = self._raw.read_into(target[done:], offset + done)
+            except (InterruptedError, BlockingIOError):
+                moved = 0
             done, patience = self._after(done, moved, patience)
 
     def _after(self, done: int, moved: int, patience: int) -> tuple[int, int]:
@@ -319,20 +290,5 @@ class SpillFile:
         if reached > done:
             return reached, 0
         if patience == _PATIENCE:
-            raise OSError(errno.EIO, "the call succeeds but moves no bytes")
+            raise OSError(errno.EIO, "the call moves no bytes, however often it is repeated")
         return done, patience + 1
-
-    def _failed(self, what: str, nbytes: int, error: OSError | MemoryError) -> TransferError:
-        number = error.errno if isinstance(error, OSError) else errno.ENOMEM
-        if number in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "free some room there, lower disk_budget, or set disk_path to a directory on another disk"
-        else:
-            remedy = "check the disk (the kernel's log says more), or set disk_path to a directory on another one"
-        reason = os.strerror(number) if number is not None else str(error)
-        return TransferError(
-            f"could not {what} {nbytes} bytes {'to' if what == 'write' else 'from'} the spill file in "
-            f"{str(self.directory)!r}: {reason}. What to do: {remedy}.",
-            errno=number,
-            tier="disk",
-            nbytes=nbytes,
-        )

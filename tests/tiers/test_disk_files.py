@@ -252,6 +252,6 @@ def test_h28_no_file_is_left_behind_however_the_process_ends(directory: Path, en
 def test_an_inherited_slot_names_the_fork_as_the_reason(directory: Path) -> None:
     tier, _ = open_tier(directory)
     slot = stored(tier, noise(5000))
-    slot._file.inherited = True
+    slot._space.files[0].inherited = True
     with pytest.raises(OffloadError, match="forked from"):
         content(slot)
