@@ -1,0 +1,237 @@
+"""What a page says of a trace, and what the command does with something that is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import eager_offload as eo
+from eager_offload.observe.report import command, figures, render
+from eager_offload.observe.report.figures import Outcome, Saver
+from eager_offload.observe.report.markup import Markup, figure, seconds_text, size_text, tag
+from eager_offload.observe.trace import FORMAT, Kind, SavedGroup, Slice, Trace, write_trace
+from tests.observe.traces import AWKWARD, LAYERS, example
+
+MIB = 1 << 20
+PACKAGE = Path(eo.__file__).parent
+
+
+# -- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_time_that_overlaps_counts_once() -> None:
+    slices = (
+        Slice(Kind.COMPUTE, "outer", "cpu", "compute forward", 1.0, 4.0),
+        Slice(Kind.COMPUTE, "inner", "cpu", "compute forward", 2.0, 1.0),
+        Slice(Kind.COMPUTE, "beyond", "cpu", "compute forward 2", 4.0, 3.0),
+        Slice(Kind.COMPUTE, "later", "cpu", "compute forward", 10.0, 0.5),
+        Slice(Kind.OFFLOAD, "offload", "cuda:1", "offload", 0.0, 0.5, 100),
+        Slice(Kind.OFFLOAD, "offload", "cuda:1", "offload", 1.0, 1.5, 300),
+    )
+    compute, offload = figures.work_totals(Trace(12.0, {}, {}, slices=slices))
+    assert (compute.device, compute.kind, compute.count) == ("cpu", Kind.COMPUTE, 4)
+    assert compute.seconds == pytest.approx(6.5)
+    assert compute.rate is None
+    assert (offload.device, offload.count, offload.nbytes, offload.rate) == ("cuda:1", 2, 400, 200)
+
+
+def test_alike_modules_count_as_one() -> None:
+    groups = [
+        SavedGroup("Mm", "Net.layers.0.mlp", "offloaded", "", 1, 10),
+        SavedGroup("Mm", "Net.layers.1.mlp", "offloaded", "", 2, 20),
+        SavedGroup("Mm", "Net.layers.1.mlp", "kept", "newest", 1, 40),
+        SavedGroup("Mm", "Net.head2", "kept", "newest", 1, 5),
+        SavedGroup("Mm", "Net.blocks.7", "shared", "", 1, 3),
+    ]
+    alike = figures.savers(groups, alike=True)
+    assert alike == [
+        Saver("Mm", "Net.layers.*.mlp", 2, 4, 70, (Outcome("newest", True, 40), Outcome("offloaded", False, 30))),
+        Saver("Mm", "Net.head2", 1, 1, 5, (Outcome("newest", True, 5),)),
+        Saver("Mm", "Net.blocks.7", 1, 1, 3, (Outcome("shared", False, 3),)),
+    ]
+    each = figures.savers(groups, alike=False)
+    assert [(one.module, one.nbytes) for one in each] == [
+        ("Net.layers.1.mlp", 60),
+        ("Net.layers.0.mlp", 10),
+        ("Net.head2", 5),
+        ("Net.blocks.7", 3),
+    ]
+
+
+def test_what_lies_inside_is_drawn_below() -> None:
+    slices = [
+        Slice(Kind.COMPUTE, "inner", "cpu", "compute forward", 1.0, 1.0),
+        Slice(Kind.COMPUTE, "outer", "cpu", "compute forward", 1.0, 3.0),
+        Slice(Kind.COMPUTE, "beside", "cpu", "compute forward", 2.0, 1.0),
+        Slice(Kind.COMPUTE, "innermost", "cpu", "compute forward", 2.5, 0.25),
+        # Rounded: it begins a moment before its neighbour is over.
+        Slice(Kind.COMPUTE, "next", "cpu", "compute forward", 3.9999, 1.0),
+    ]
+    (lane,) = figures.lanes(Trace(5.0, {}, {}, slices=tuple(slices)))
+    assert [(one.slice.name, one.depth) for one in lane.placed] == [
+        ("outer", 0),
+        ("inner", 1),
+        ("beside", 1),
+        ("innermost", 2),
+        ("next", 0),
+    ]
+    assert lane.depth == 3
+
+
+def test_tracks_stand_in_the_order_of_their_kinds() -> None:
+    assert [(lane.device, lane.name) for lane in figures.lanes(example())] == [
+        ("cpu", "compute forward"),
+        ("cpu", "compute backward"),
+        *(("cpu", kind) for kind in ("offload", "reload", "prefetch", "stall", "demotion")),
+        ("cuda:0", "offload"),
+    ]
+
+
+def test_peaks_are_those_of_memory() -> None:
+    most = figures.peaks(example())
+    assert (most.device, most.disk, most.host, most.without_offload) == (45 * MIB, 123 * MIB, 0, LAYERS * 28 * MIB)
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+class Links(HTMLParser):
+    """Everything that a page could ask the network for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [str(value) for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
+
+
+def test_the_page_stands_by_itself() -> None:
+    page = render(example(), "step.json")
+    links = Links()
+    links.feed(page)
+    assert links.found == ["data:,"]
+    assert "Content-Security-Policy" in page
+    assert not re.search(r"https?://|@import|url\(", page)
+
+
+def test_names_cannot_become_markup() -> None:
+    trace = dataclasses.replace(example(), error=f"ValueError: {AWKWARD}", advice=(AWKWARD,))
+    page = render(trace, AWKWARD)
+    assert "<img" not in page
+    assert page.count("</script>") == 2
+
+
+def test_an_empty_trace_has_a_page() -> None:
+    page = render(Trace(0.0, {}, {}))
+    assert "Nothing limited this run" in page
+    assert page.count("Nothing.</p>") == 4
+
+
+def test_what_ended_the_trace_and_what_it_lacks_is_said() -> None:
+    page = render(dataclasses.replace(example(), error="KeyboardInterrupt: ", dropped=1234))
+    assert "The run ended early: KeyboardInterrupt" in page
+    assert ">1,234</data> slices were too many" in page
+
+
+def test_every_reason_that_the_stats_have_is_explained() -> None:
+    from eager_offload.observe.report.sections import _REASONS
+    from eager_offload.stats import KeepReason
+
+    assert set(_REASONS) == set(KeepReason)
+
+
+def test_text_is_escaped_and_markup_is_not() -> None:
+    assert tag("p", "<b>", Markup("<i>"), class_='"', data_x=None) == '<p class="&quot;">&lt;b&gt;<i></p>'
+    assert figure("a.b", 12, "12 <") == '<data value="12" data-figure="a.b">12 &lt;</data>'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (size_text(0), "0 B"),
+        (size_text(1023), "1,023 B"),
+        (size_text(1536), "1.5 KiB"),
+        (size_text(5 << 40), "5.0 TiB"),
+        (seconds_text(0), "0 s"),
+        (seconds_text(2e-6), "2 µs"),
+        (seconds_text(0.0125), "12.5 ms"),
+        (seconds_text(61.5), "61.50 s"),
+    ],
+)
+def test_numbers_are_short(text: str, expected: str) -> None:
+    assert text == expected
+
+
+def test_its_parts_are_installed_with_the_package() -> None:
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    installed = set(project["tool"]["setuptools"]["package-data"]["eager_offload"])
+    parts = {
+        path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.*") if path.suffix not in (".py", ".pyc")
+    }
+    assert parts <= installed
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_page_goes_beside_the_trace_or_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "step.json"
+    write_trace(example(), source)
+    assert command.main([str(source)]) == 0
+    assert command.main([str(source), "-o", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "step.html").read_text() == (tmp_path / "other.html").read_text()
+    assert str(tmp_path / "other.html") in capsys.readouterr().out
+
+
+NEWER = json.dumps({"traceEvents": [], "eager_offload": {"format": FORMAT + 1}})
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "No such file or directory"),
+        ("", "no trace of eager_offload"),
+        ("not JSON", "no trace of eager_offload"),
+        ('{"traceEvents": []}', "no trace of eager_offload"),
+        ("[]", "no trace of eager_offload"),
+        (NEWER, "Upgrade eager_offload"),
+        ('{"eager_offload": {"format": 1}}', "damaged"),
+        (b"\xff\xfe\x00", "no trace of eager_offload"),
+    ],
+)
+def test_what_is_no_trace_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes | None, told: str
+) -> None:
+    source = tmp_path / "step.json"
+    if content is not None:
+        source.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert command.main([str(source), "-o", str(tmp_path / "page.html")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert told in captured.err
+    assert "step.json" in captured.err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_page_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "step.json"
+    write_trace(example(), source)
+    assert command.main([str(source), "-o", str(tmp_path / "missing" / "page.html")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_the_trace_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "step.html"
+    write_trace(example(), source)
+    before = source.read_bytes()
+    assert command.main([str(source)]) == 2
+    assert "is the trace itself" in capsys.readouterr().err
+    assert source.read_bytes() == before
