@@ -36,7 +36,6 @@ def examine(paths: Sequence[Path] | None = None, *, seconds: float = _ALL_PROBES
     probes = _Probes(seconds)
     software = machine.software()
     memory: Memory | None = probes.run("host memory", machine.memory, None)
-    there = probes.run("features", features.features, list[Feature]())
     devices = [_device(probes, one) for one in probes.run("devices", machine.devices, list[Device]())]
     disks = _disks(probes, paths)
     settings = recommended(devices, memory, disks)
@@ -45,6 +44,8 @@ def examine(paths: Sequence[Path] | None = None, *, seconds: float = _ALL_PROBES
         for device in devices
         if (test := probes.run(f"self test on {device.name}", lambda: trial.self_test(device.name, settings), None))  # noqa: B023
     ]
+    # Last, since where no byte code is cached the modules that it looks into take long to import.
+    there = probes.run("features", features.features, list[Feature]())
     return Diagnosis(
         FORMAT,
         probes.elapsed,

@@ -1,0 +1,113 @@
+"""What the doctor measures of an accelerator: on the recording double, and (``gpu``) on the one of this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from eager_offload.observe.doctor import Diagnosis, examine, speeds
+from eager_offload.observe.doctor.findings import FORMAT, Device, Disk, Memory, SelfTest, Software, Speed
+from eager_offload.observe.doctor.text import WIDTH, to_text
+from eager_offload.observe.doctor.verdict import recommended, verdict
+from eager_offload.runtime.accelerator import AcceleratorRuntime
+from tests.doubles.recording_accelerator import RecordingAccelerator
+
+DEVICE = torch.device("cuda", 0)
+GIB = 1 << 30
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> RecordingAccelerator:
+    machine = RecordingAccelerator(rate=2e9, can_register=True)
+    runtime = AcceleratorRuntime(machine, probe_bytes=1 << 16)
+    monkeypatch.setattr(speeds, "accelerator_runtime", lambda: runtime)
+    return machine
+
+
+def test_a_link_is_measured_each_way_and_both_ways_at_once(double: RecordingAccelerator) -> None:
+    alone, both = speeds.link(DEVICE), speeds.duplex_link(DEVICE)
+    assert (alone.out, alone.back) == pytest.approx((2e9, 2e9))
+    assert 0 < both.out <= alone.out * 1.01
+    assert 0 < both.back <= alone.back * 1.01
+    assert sum(call.startswith("copy") for call in double.calls) >= 4
+
+
+def test_memory_that_came_pageable_was_not_pinned(double: RecordingAccelerator) -> None:
+    # Torch asks the driver, which knows nothing of what the double has registered.
+    with pytest.raises(RuntimeError, match="pageable"):
+        speeds.pin_seconds()
+
+
+def test_the_text_of_a_machine_with_an_accelerator() -> None:
+    cpu = Device("cpu", "a processor, 16 threads", 128 * GIB, flops=1e12, dtype="float32", link=Speed(1e10, 1e10))
+    gpu = Device("cuda:0", "NVIDIA H200", 140 * GIB, 6e14, "bfloat16", Speed(52e9, 51e9), Speed(43e9, 42e9), 0.2)
+    memory = Memory(128 * GIB, 60 * GIB, 30 * GIB, 4, "the control group may use 64 GiB", "give it more")
+    disk = Disk("/mnt/nvme", "xfs", 7, 900 * GIB, direct=Speed(6e9, 7e9), buffered=Speed(2e9, 3e9))
+    tests = [SelfTest("cpu", True, 36 << 20), SelfTest("cuda:0", True, 36 << 20)]
+    settings = recommended([cpu, gpu], memory, [disk])
+    text = to_text(
+        Diagnosis(
+            format=FORMAT,
+            seconds=9.5,
+            software=Software("0.1.0", "2.13.0+cu130", "3.12.0", "Linux", "CUDA 13.0"),
+            devices=[cpu, gpu],
+            memory=memory,
+            disks=[disk],
+            features=[],
+            self_tests=tests,
+            failures=[],
+            verdict=verdict([cpu, gpu], [disk], tests, settings),
+        )
+    )
+    for line in (
+        "  cuda:0         NVIDIA H200, 140.0 GiB",
+        "    compute      600.0 TFLOP/s (bfloat16 product)",
+        "    link         52.00 GB/s out, 51.00 GB/s back",
+        "    both at once 43.00 GB/s out, 42.00 GB/s back",
+        "    pinning      200 ms a GiB",
+        '  host_budget    "auto" is 30.0 GiB for this process, one of 4 ranks here',
+        "  Offloading works here: cuda:0 to host memory, then to /mnt/nvme.",
+        "    eo.OffloadConfig(disk_path='/mnt/nvme')",
+    ):
+        assert line in text.splitlines(), (line, text)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "release_freed_memory" not in text
+
+
+def test_several_directories_without_a_speed_are_each_a_line() -> None:
+    refused = Disk("/proc", "proc", 3, 0, refused="it is not writable")
+    unmeasured = dataclasses.replace(refused, path="/slow", refused="")
+    told = to_text(
+        Diagnosis(
+            FORMAT,
+            1.0,
+            Software("", "", "", "", ""),
+            [],
+            None,
+            [refused, unmeasured],
+            [],
+            [],
+            [],
+            verdict([], [], [], {}),
+        )
+    )
+    assert "/proc: cannot serve: it is not writable" in told
+    assert told.count("refused or not measured") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine")
+def test_an_accelerator_is_examined(tmp_path: Path) -> None:
+    found = examine([tmp_path])
+    device = next(one for one in found.devices if one.name != "cpu")
+    assert device.flops is not None
+    assert device.link is not None
+    assert device.duplex is not None
+    assert min(device.link.out, device.link.back, device.duplex.out, device.duplex.back) > 1e9
+    assert device.pin_seconds is not None
+    assert [test for test in found.self_tests if test.device == device.name and test.equal and test.moved_bytes]
+    assert found.verdict.works
+    assert found.verdict.flop_per_byte[device.name] > 1
