@@ -126,6 +126,27 @@ def test_a_probe_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, directory
     assert "the driver is gone" in to_text(found)
 
 
+def test_an_accelerator_that_is_broken_does_not_hide_the_cpu(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    def broken() -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(machine, "accelerators", broken)
+    quickly(monkeypatch)
+    found = examine([directory])
+    assert [one.name for one in found.devices] == ["cpu"]
+    assert "accelerators: RuntimeError: no kernel image is available" in found.failures
+    assert found.verdict.works
+
+
+def test_an_interrupt_ends_it_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(paths: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "examine", interrupted)
+    assert command.main([]) == 130
+    assert capsys.readouterr().out == ""
+
+
 def test_a_probe_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     answered = threading.Event()
     monkeypatch.setattr(machine, "disk", lambda path: answered.wait())

@@ -19,7 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the diagnosis of this machine.
 
     Returns:
-        The exit status: 0, or 1 where offloading cannot work here. Wrong arguments exit with 2.
+        The exit status: 0, or 1 where offloading cannot work here, or 130 after an interrupt. Wrong arguments exit
+        with 2.
     """
     parser = argparse.ArgumentParser(
         prog="python -m eager_offload.doctor",
@@ -38,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if sys.stderr.isatty():
         print("Measuring for about 10 seconds ...", file=sys.stderr)
-    diagnosis = examine(options.disk_path)
+    try:
+        diagnosis = examine(options.disk_path)
+    except KeyboardInterrupt:
+        return 130  # what a shell says of it
     try:
         print(json.dumps(diagnosis.as_dict(), indent=2) if options.json else to_text(diagnosis), flush=True)
     except BrokenPipeError:  # whoever read it has seen enough; nothing more is to be flushed into the pipe

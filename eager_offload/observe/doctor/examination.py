@@ -36,7 +36,9 @@ def examine(paths: Sequence[Path] | None = None, *, seconds: float = _ALL_PROBES
     probes = _Probes(seconds)
     software = machine.software()
     memory: Memory | None = probes.run("host memory", machine.memory, None)
-    devices = [_device(probes, one) for one in probes.run("devices", machine.devices, list[Device]())]
+    found = [probes.run("processor", machine.processor, Device("cpu", "unknown"))]
+    found += probes.run("accelerators", machine.accelerators, list[Device]())
+    devices = [_device(probes, one) for one in found]
     disks = _disks(probes, paths)
     settings = recommended(devices, memory, disks)
     tests = [

@@ -16,10 +16,10 @@ from eager_offload.observe.doctor.findings import Device, Disk, Memory, Software
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.limits import host_budget, host_headroom, local_ranks, pinning_limit
 
-__all__ = ["candidates", "devices", "disk", "memory", "software"]
+__all__ = ["accelerators", "candidates", "disk", "memory", "processor", "software"]
 
 #: Accelerators of one machine that are looked at.
-_MOST_DEVICES = 8
+_MOST_DEVICES = 4
 
 
 def software() -> Software:
@@ -37,13 +37,12 @@ def software() -> Software:
     )
 
 
-def devices() -> list[Device]:
-    """The CPU, and every accelerator that can be used now."""
-    found = [Device("cpu", _processor(), psutil.virtual_memory().total)]
+def accelerators() -> list[Device]:
+    """The first few that can be used now."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        return found
-    module = torch.get_device_module(accelerator)
+        return []
+    found, module = [], torch.get_device_module(accelerator)
     for index in range(min(torch.accelerator.device_count(), _MOST_DEVICES)):
         device = torch.device(accelerator.type, index)
         # Not every kind of device can be asked for its name and its memory.
@@ -82,12 +81,13 @@ def disk(path: Path) -> Disk:
         return Disk(str(path), "", 0, 0, refused=error.strerror or str(error))
 
 
-def _processor() -> str:
-    """What this CPU is, and how many threads torch uses of it."""
+def processor() -> Device:
+    """The CPU, and how many threads torch uses of it."""
     name = platform.processor() or platform.machine()
     table = Path("/proc/cpuinfo")
     if table.exists():
         named = [line for line in table.read_text(errors="replace").splitlines() if line.startswith("model name")]
         name = named[0].partition(":")[2].strip() if named else name
     threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'' if threads == 1 else 's'}"
+    model = f"{name}, {threads} thread{'' if threads == 1 else 's'}"
+    return Device("cpu", model, psutil.virtual_memory().total)

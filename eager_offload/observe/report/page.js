@@ -178,9 +178,12 @@
       const pen = this.begin();
       this.axis(pen);
       for (const track of data.tracks) {
+        const name = (this.several ? track.device + " · " : "") + track.name;
         pen.textAlign = "left";
+        pen.fillStyle = color("card");
+        pen.fillRect(0, track.top, pen.measureText(name).width + 4, LABEL);
         pen.fillStyle = color("text");
-        pen.fillText((this.several ? track.device + " · " : "") + track.name, 0, track.top + LABEL / 2 + 1);
+        pen.fillText(name, 0, track.top + LABEL / 2 + 1);
         track.rows.forEach((row, depth) => this.row(pen, track, row, track.top + LABEL + depth * ROW));
       }
     }
