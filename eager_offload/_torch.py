@@ -31,6 +31,9 @@
 | ``torch.fx.Graph._codegen`` | 2.11 to 2.15 | copies of graphs take their inputs flat |
 | ``torch.utils.checkpoint._checkpoint_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
 | ``torch.utils.checkpoint._recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
+| ``torch._C._current_graph_task_id`` | 2.11 to 2.15 | traces do not show backward |
+| ``torch.autograd.Variable._execution_engine`` | 2.11 to 2.15 | the last operation of a backward seems to take no time |
+| ``torch.autograd.profiler._is_profiler_enabled`` | 2.11 to 2.15 | profiles have no ranges of the library |
 
 The compiler's are imported when something is compiled, and eager code does not notice that they are not there. Without
 the context of hooks compiled code is offloaded around its graphs. ``python -m eager_offload.doctor`` reads this table.
@@ -82,6 +85,7 @@ __all__ = [
     "OrderedSet",
     "TorchDispatchMode",
     "V",
+    "after_backward",
     "autograd_sequence",
     "below_autograd",
     "channels_last_strides",
@@ -94,6 +98,7 @@ __all__ = [
     "compiler_is_loaded",
     "configure_inductor",
     "current_autograd_node",
+    "current_backward",
     "detached",
     "fake_mode_of",
     "finish_collective",
@@ -110,7 +115,10 @@ __all__ = [
     "make_fallback",
     "min_cut_rematerialization_partition",
     "neg_view",
+    "node_sequence",
     "preserve_node_ordering",
+    "profiled",
+    "profiler_is_on",
     "replace_checkpoint_modes",
     "require_torch",
     "saved_tensor_hook_context",
@@ -123,6 +131,7 @@ __all__ = [
 ]
 
 _OLDEST = (2, 11)
+_profiler: Any = torch.autograd.profiler
 
 
 def require_torch(version: str = torch.__version__) -> None:
@@ -398,3 +407,29 @@ def has_compiled() -> bool:
 def compiler_is_loaded() -> bool:
     """Whether anything in this process may have been compiled."""
     return "torch._dynamo" in sys.modules
+
+
+def profiler_is_on() -> bool:
+    """Whether a profiler of torch's runs."""
+    return getattr(_profiler, "_is_profiler_enabled", False)
+
+
+def profiled(what: str) -> AbstractContextManager[object]:
+    """A range of the running profiler."""
+    return torch.autograd.profiler.record_function(f"eager_offload::{what}")
+
+
+#: Names the backward that this thread is running, -1 outside.
+current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Has ``call`` called when the backward that this thread is running is over; it must not raise."""
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is not None:
+        engine.queue_callback(call)
+
+
+def node_sequence(node: Any) -> int:
+    """When an autograd node was made: its number in the count of the thread that made it."""
+    return int(node._sequence_nr())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from eager_offload import active
 from eager_offload._torch import autograd_sequence, compiler_asks_hooks, compiler_is_loaded, has_compiled, top_pack_hook
@@ -19,6 +21,7 @@ from eager_offload.eager import checkpointing, foreign
 from eager_offload.eager.hooks import Hooks, Session, unpack
 from eager_offload.eager.lanes import Lanes
 from eager_offload.errors import ConfigError, OffloadError
+from eager_offload.observe.tracing import Tracing
 from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, OffloadStats
 from eager_offload.tiers.base import Tier
@@ -71,7 +74,7 @@ class Offload:
         self._contexts = _Contexts()
         self._hooks = Hooks(self.config.size("min_bytes"), self._accounts, self._lanes.of, self._session)
         #: What the saved-tensor hooks of eager code do with a tensor.
-        self.pack = self._hooks.pack
+        self.pack: Callable[[Tensor], object] = self._hooks.pack
         # Here and not in `with`: torch makes a graph module with a cycle that holds the frames of its callers.
         self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_text)
         self._serves_compiled_code = False
@@ -178,6 +181,28 @@ class Offload:
             for lane in self._lanes.all():
                 lane.settle()
             self._lanes.new_tally()
+
+    def trace(self, path: str | os.PathLike[str]) -> Tracing:
+        """A context manager that writes a trace of what runs inside to ``path``, for https://ui.perfetto.dev.
+
+            with offload.trace("step.json"):
+                train_one_step()
+
+        It shows forward and backward by module, every offload, reload, prefetch, stall and demotion, and the bytes of
+        saved tensors by where they are, beside those that autograd would hold otherwise. For a few steps: a trace takes
+        memory for each saved tensor. It begins and ends by waiting for all transfers; in between it does not wait. The
+        file appears when it is left, with an exception too. What is compiled for the first time inside is compiled
+        again when it is called outside.
+
+        Args:
+            path: a file, which is replaced if it exists, in a directory that exists.
+
+        Raises:
+            ConfigError: at once, if the file could not be written there.
+            OffloadError: when entered, if this object is being traced already; when left, if the file could not be
+                written after all.
+        """
+        return Tracing(self, path)
 
     def close(self) -> None:
         """Waits for what is on its way, then gives back every tier's memory and files. Idempotent.

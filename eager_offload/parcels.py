@@ -63,6 +63,7 @@ class Parcel:
         "logical_bytes",
         "nbytes",
         "phase",
+        "recorded",
         "slot",
         "tally",
         "ticket",
@@ -86,6 +87,8 @@ class Parcel:
         #: The bytes of one that could not leave.
         self.kept: Tensor | None = None
         self.was_asked = False
+        #: What a trace has of it; goes when this goes.
+        self.recorded: object | None = None
         self._graveyard = transfers.graveyard
 
     def __del__(self) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from eager_offload.tiers.forking import tell_after_fork
+
+if TYPE_CHECKING:
+    from eager_offload.observe.seam import Recorder
 
 __all__ = ["Accounts", "KeepReason", "OffloadStats", "Tally"]
 
@@ -175,6 +179,8 @@ class Accounts:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.tally = Tally()
+        #: Who writes down what happens, while a trace runs.
+        self.recorder: Recorder | None = None
         tell_after_fork(self)
 
     def after_fork(self) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eager_offload.eager.ground import Ground
 from eager_offload.errors import CapacityError, OffloadError
+from eager_offload.observe.seam import Waiting
 from eager_offload.parcels import (
     Arrival,
     Parcel,
@@ -103,6 +104,8 @@ class Transfers:
             else:
                 host = host_tensor(memory, source, parcel)
                 self._send(parcel, slot, source)
+            if (recorder := ground.accounts.recorder) is not None:
+                recorder.parcel(ground, parcel, region)
         if wait:
             self.leave(parcel, source)
         return host
@@ -140,16 +143,23 @@ class Transfers:
         if slot is None:
             parcel.is_pending = False
             return
-        runtime = ground.runtime
+        runtime, recorder = ground.runtime, ground.accounts.recorder
+        waiting: Waiting | None = None
         started = None if runtime.query(parcel.event) else time.perf_counter()
         failure: OffloadError | None = None
         try:
-            if slot.tier == "disk":  # only the host learns whether a write has failed, and the source goes after this
+            # Of a disk only the host learns whether a write has failed, and the source goes after this.
+            stream = None if slot.tier == "disk" else runtime.current_stream(ground.device)
+            if recorder is not None and started is not None:
+                waiting = recorder.waits(ground, stream)
+            if stream is None:
                 runtime.synchronize(parcel.event)
             else:
-                runtime.wait(runtime.current_stream(ground.device), parcel.event)
+                runtime.wait(stream, parcel.event)
         except OffloadError as error:
             failure = error.with_traceback(None)
+        if waiting is not None:
+            waiting.over("offload")
         with ground.accounts.lock:
             if started is not None:
                 ground.accounts.tally.stall_seconds += time.perf_counter() - started
@@ -162,6 +172,8 @@ class Transfers:
             if ground.accounts.tally.demote("write_failed"):
                 ground.tell(f"offloading failed, a copy of the saved tensor stays in memory: {failure}")
             parcel.tally.reclassify(parcel.logical_bytes, None, KeepReason.FAILED)
+            if recorder is not None:
+                recorder.parcel_stays(parcel)
             parcel.tally.bytes_out -= parcel.nbytes
             self._keep(parcel, keepalive)
 
@@ -219,6 +231,8 @@ class Transfers:
                     "eager_offload::offload(..., wait=False) and the reload of its result"
                 )
             self._note_asked(parcel)
+            if (recorder := ground.accounts.recorder) is not None:
+                recorder.graph_reloads(ground)
             target = runtime.allocate(Layout(parcel.nbytes, parcel.phase), ground.device, stream)
             if parcel.slot is None:
                 assert parcel.kept is not None
@@ -228,20 +242,20 @@ class Transfers:
                 arrival = Arrival(None, parcel.nbytes)
             else:
                 arrival = Arrival(self, parcel.nbytes)
-                self._fetch(parcel, parcel.slot, target, arrival, stream)
+                self._fetch(parcel, parcel.slot, target, arrival, stream, "reload" if wait else "prefetch")
         tensor = like_host(target, host)
         own(tensor.untyped_storage(), arrival)
         if wait:
             arrive(arrival)
         return tensor
 
-    def _fetch(self, parcel: Parcel, slot: Slot, target: Tensor, arrival: Arrival, stream: Stream) -> None:
+    def _fetch(self, parcel: Parcel, slot: Slot, target: Tensor, arrival: Arrival, stream: Stream, what: str) -> None:
         ground, runtime, tally = self._ground, self._ground.runtime, self._ground.accounts.tally
         # See [Note: the block's last owner] in eager/reloading.py.
         allocated = runtime.record(stream)
         back = runtime.transfer_stream(ground.device, Direction.IN)
         after = (allocated,) if runtime.query(parcel.event) else (allocated, parcel.event)
-        ground.copy(target, slot, slot, back, after, keepalive=(target, slot), transfer=arrival)
+        ground.copy(target, slot, slot, back, after, keepalive=(target, slot), transfer=arrival, what=what)
         assert arrival.ticket is not None
         self._in[arrival.ticket] = arrival.event, arrival.nbytes
         ground.resident_bytes += arrival.nbytes
@@ -255,13 +269,19 @@ class Transfers:
             TransferError, CorruptionError: the bytes did not come back.
         """
         ground = self._ground
-        runtime = ground.runtime
+        runtime, recorder = ground.runtime, ground.accounts.recorder
+        waiting: Waiting | None = None
         started = None if runtime.query(arrival.event) else time.perf_counter()
         failure: OffloadError | None = None
         try:
-            runtime.wait(runtime.current_stream(ground.device), arrival.event)
+            stream = runtime.current_stream(ground.device)
+            if recorder is not None and started is not None:
+                waiting = recorder.waits(ground, stream)
+            runtime.wait(stream, arrival.event)
         except OffloadError as error:
             failure = error
+        if waiting is not None:
+            waiting.over("reload")
         # Not where the wait was interrupted: the copy goes on, and what it writes to has to outlive it.
         with ground.accounts.lock:
             if started is not None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from eager_offload._torch import profiled, profiler_is_on
 from eager_offload.runtime.base import Event, Runtime, Stream
 from eager_offload.runtime.registry import Registry
 from eager_offload.stats import Accounts
@@ -74,6 +75,8 @@ class Ground:
         *,
         keepalive: object,
         transfer: Transfer,
+        what: str = "offload",
+        key: int | None = None,
     ) -> None:
         """Enqueues a copy of bytes on ``stream`` and registers it, as the last use of ``slot``.
 
@@ -84,12 +87,20 @@ class Ground:
         Args:
             keepalive: both ends, and whatever else has to stay until it is over.
             transfer: is told the event that the copy is over with, and the ticket.
+            what: ``"offload"``, ``"reload"`` or ``"prefetch"``, for traces.
+            key: of the saved storage, for traces.
         """
-        runtime = self.runtime
+        runtime, recorder = self.runtime, self.accounts.recorder
         try:
-            event = runtime.copy(dst, src, stream, after)
+            if profiler_is_on():
+                with profiled(what):
+                    event = runtime.copy(dst, src, stream, after)
+            else:
+                event = runtime.copy(dst, src, stream, after)
             # It stands for all earlier uses: a write waits for them, and a read for the write; reads are on one stream.
             slot.fences = (Fence(runtime, event),)
+            if recorder is not None:
+                recorder.copied(self, what, slot, event, key)
             ticket = self.registry.register(event, keepalive)
         except BaseException:
             event = runtime.record(stream)

@@ -59,11 +59,12 @@ class Keeper(Protocol):
 class KeptTensor:
     """The handle of a saved tensor that stays where it is."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("reason", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, version: int) -> None:
+    def __init__(self, tensor: Tensor, version: int, reason: KeepReason) -> None:
         self.tensor = tensor
         self.version = version
+        self.reason = reason
 
     def unpack(self) -> Tensor:
         tensor = self.tensor

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from eager_offload import marks
-from eager_offload._torch import autograd_sequence, current_autograd_node, detached, is_wrapper
+from eager_offload._torch import (
+    autograd_sequence,
+    current_autograd_node,
+    detached,
+    is_wrapper,
+    profiled,
+    profiler_is_on,
+)
 from eager_offload.eager.handles import KeptTensor, SavedView
 from eager_offload.eager.lane import Lane
 from eager_offload.eager.subclasses import WrappedTensor, Wrappers
@@ -22,7 +29,7 @@ from eager_offload.schedule import DelayLine
 from eager_offload.selection import plain_tensors, reason_to_stay, root_of
 from eager_offload.stats import Accounts, KeepReason
 
-__all__ = ["Hooks", "Session", "unpack"]
+__all__ = ["Hooks", "Session", "logical_bytes", "unpack"]
 
 _sequences = itertools.count(1)
 
@@ -74,6 +81,12 @@ class Hooks:
 
     def pack(self, tensor: Tensor) -> KeptTensor | SavedView | WrappedTensor:
         """Decides about a saved tensor; called by autograd while the operator that saves it is recorded."""
+        if profiler_is_on():
+            with profiled("pack"):
+                return self._pack(tensor)
+        return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> KeptTensor | SavedView | WrappedTensor:
         session = self.session
         session.packed += 1
         mark = _mark_of(tensor) if marks.any_marks() else None
@@ -94,14 +107,14 @@ class Hooks:
             )
         accounts = self._accounts
         with accounts.lock:
-            accounts.tally.kept(reason, _nbytes(tensor))
+            accounts.tally.kept(reason, logical_bytes(tensor))
         # A leaf that requires grad is held itself, so that `leaf.data = ...` stays visible; see the note in handles.py
         # for why nothing else is.
         if tensor.requires_grad and tensor.is_leaf:
             held = tensor
         else:
             held = tensor.detach() if type(tensor) is Tensor else detached(tensor)
-        return KeptTensor(held, tensor._version)
+        return KeptTensor(held, tensor._version, reason)
 
     def _take(self, tensor: Tensor, mark: Mark | None, session: Session) -> SavedView | KeepReason:
         lane = self._lane_of(tensor.device)
@@ -153,10 +166,11 @@ def _in_recomputation() -> bool:
     return node is not None and isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-def _nbytes(tensor: Tensor) -> int:
+def logical_bytes(tensor: Tensor) -> int:
+    """The bytes that the stats count for a saved tensor that stays."""
     kind = type(tensor)
     if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
-        return sum(map(_nbytes, plain_tensors(tensor)))  # its own number may be that of all processes together
+        return sum(map(logical_bytes, plain_tensors(tensor)))  # its own number may be that of all processes together
     try:
         return tensor.nbytes
     except (NotImplementedError, RuntimeError):  # some layouts have no such number

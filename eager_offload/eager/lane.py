@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eager_offload._torch import weak_storage
+from eager_offload._torch import profiled, profiler_is_on, weak_storage
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.ground import Ground
 from eager_offload.eager.handles import Remains, SavedStorage, SavedView, State
@@ -280,6 +280,10 @@ class Lane:
             TransferError, CorruptionError: its bytes did not come back.
         """
         view.check_version()
+        if profiler_is_on():
+            with profiled("unpack"):
+                self.settle()
+                return self._reloading.give(view)
         self.settle()
         return self._reloading.give(view)
 

@@ -70,7 +70,7 @@ class Lanes:
     def snapshot_peaks(self) -> None:
         """Brings what the tiers measure into the tally."""
         tally = self._accounts.tally
-        for tier in self._all_tiers():
+        for tier in self.tiers():
             if tier.name == "disk":
                 tally.disk_bytes_peak = max(tally.disk_bytes_peak, tier.peak_bytes)
             else:
@@ -82,7 +82,7 @@ class Lanes:
             tally = self._accounts.tally = Tally()
             tally.resident_bytes_peak = sum(lane.resident_bytes for lane in self.all())
             tally.inflight_bytes_peak = max((lane.inflight_bytes for lane in self.all()), default=0)
-            for tier in self._all_tiers():
+            for tier in self.tiers():
                 tier.restart_peak()
 
     def close(self) -> None:
@@ -100,15 +100,21 @@ class Lanes:
         for runtime in tiers:
             runtime.detach_user(self._accounts)
 
-    def _all_tiers(self) -> list[Tier]:
+    def runtime_of(self, device: torch.device) -> Runtime | None:
+        """What moves the bytes of the tensors of ``device``; ``None`` where they cannot move."""
+        if device.type == "cpu":
+            return self._given or host_runtime()
+        if (found := torch.accelerator.current_accelerator()) is not None and found.type == device.type:
+            return accelerator_runtime()
+        return None
+
+    def tiers(self) -> list[Tier]:
+        """Every tier that is open."""
         return [tier for opened in self._tiers.values() for tier in opened]
 
     def _open(self, device: torch.device) -> Lane | None:
-        if device.type == "cpu":
-            runtime = self._given or host_runtime()
-        elif (found := torch.accelerator.current_accelerator()) is not None and found.type == device.type:
-            runtime = accelerator_runtime()
-        else:
+        runtime = self.runtime_of(device)
+        if runtime is None:
             return None
         lane = self._lanes[device] = Lane(device, runtime, self._open_tiers(runtime), self._config, self._accounts)
         return lane

@@ -126,6 +126,8 @@ class Offloading:
         saved.tally.reclassify(saved.logical_bytes, KeepReason.NEWEST, reason, shared_bytes=saved.shared_bytes)
         saved.state, saved.kept = State.KEPT, reason  # no call in between: see [Note: interrupts] in ground.py
         self._ground.resident_bytes -= saved.footprint.nbytes
+        if (recorder := self._ground.accounts.recorder) is not None:
+            recorder.stays(saved.key)
 
     def _send(self, saved: SavedStorage, slot: Slot) -> None:
         """Enqueues the copy into ``slot``."""
@@ -157,7 +159,15 @@ class Offloading:
         out = runtime.transfer_stream(self._ground.device, Direction.OUT)
         earlier = [fence.event for fence in slot.fences if not fence.passed()]
         self._ground.copy(
-            slot, source, slot, out, (ordering, *earlier), keepalive=(source, saved.aliases, slot), transfer=leaving
+            slot,
+            source,
+            slot,
+            out,
+            (ordering, *earlier),
+            keepalive=(source, saved.aliases, slot),
+            transfer=leaving,
+            what="offload",
+            key=saved.key,
         )
 
     def _make_room(self) -> None:
@@ -167,9 +177,13 @@ class Offloading:
         go once its allocating stream waits for the event, without the host; but that stream need not be the one that
         was current at pack (a batch that another stream loaded), and the allocator would hand its block out too early.
         """
+        recorder = self._ground.accounts.recorder
+        waiting = None if recorder is None else recorder.waits(self._ground, None)
         started = time.perf_counter()
         self._arrive(next(iter(self._leaving)))
         self._ground.accounts.tally.stall_seconds += time.perf_counter() - started
+        if waiting is not None:
+            waiting.over("window is full")
 
     def _arrive(self, key: int) -> None:
         """Takes up an offload's completion, waiting for it if need be, and lets go of its source.
@@ -216,5 +230,7 @@ class Offloading:
             tally.forwarded_bytes -= leaving.logical_bytes
         if saved is not None:
             saved.state, saved.kept, saved.slot = State.KEPT, KeepReason.FAILED, None
+            if (recorder := self._ground.accounts.recorder) is not None:
+                recorder.stays(key)
         elif not leaving.asked and not leaving.buried:
             self._failed[key] = None

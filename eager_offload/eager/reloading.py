@@ -186,7 +186,7 @@ class Reloading:
             if saved.origin() is not None or (saved.returned is not None and saved.returned.storage() is not None):
                 continue
             try:
-                saved.reload = self._bring(saved, saved.stream)
+                saved.reload = self._bring(saved, saved.stream, "prefetch")
             except (torch.OutOfMemoryError, MemoryError):
                 return  # prefetch is a hint: what is needed now may still fit
 
@@ -196,10 +196,10 @@ class Reloading:
         if shared and saved.reload is not None:
             return saved.reload
         try:
-            reload = self._bring(saved, stream)
+            reload = self._bring(saved, stream, "reload")
         except (torch.OutOfMemoryError, MemoryError):
             self._make_room(saved)
-            reload = self._bring(saved, stream)
+            reload = self._bring(saved, stream, "reload")
         if shared:
             saved.reload = reload
         return reload
@@ -212,8 +212,8 @@ class Reloading:
                 self.drop(key)
         self.synchronize()
 
-    def _bring(self, saved: SavedStorage, stream: Stream) -> Reload:
-        """Enqueues a reload into a new target that belongs to ``stream``."""
+    def _bring(self, saved: SavedStorage, stream: Stream, what: str) -> Reload:
+        """Enqueues a reload into a new target that belongs to ``stream``; ``what`` is for traces."""
         ground, slot = self._ground, saved.slot
         runtime = ground.runtime
         assert slot is not None
@@ -224,7 +224,9 @@ class Reloading:
         allocated = runtime.record(stream)
         back = runtime.transfer_stream(ground.device, Direction.IN)
         tally, reload = ground.accounts.tally, Reload(target, None, None, held=False)
-        ground.copy(target, slot, slot, back, (allocated,), keepalive=(target, slot), transfer=reload)
+        ground.copy(
+            target, slot, slot, back, (allocated,), keepalive=(target, slot), transfer=reload, what=what, key=saved.key
+        )
         # [Note: interrupts] in ground.py: no call stands between the copy and whoever has the reload from here.
         reload.held = True
         ground.resident_bytes += target.nbytes
@@ -236,13 +238,18 @@ class Reloading:
     def _await(self, reload: Reload, ticket: int | None, stream: Stream) -> None:
         """Makes ``stream`` wait for a reload; on a CPU device the host waits, without the lock."""
         ground = self._ground
+        recorder, waiting = ground.accounts.recorder, None
         started = None
         if not ground.runtime.query(reload.event):
+            if recorder is not None:
+                waiting = recorder.waits(ground, stream)
             started = time.perf_counter()
         if ticket is None:
             ground.runtime.wait(stream, reload.event)
         else:
             ground.registry.wait(ticket, stream)
+        if waiting is not None:
+            waiting.over("reload")
         if started is not None:
             with ground.accounts.lock:
                 ground.accounts.tally.stall_seconds += time.perf_counter() - started

@@ -91,6 +91,10 @@ class WrappedTensor:
         self._version = wrapper._version
         self._lock = threading.Lock()
 
+    def views(self) -> list[SavedView]:
+        """The handles of those tensors inside that were taken."""
+        return [part.handle for part in self._parts]
+
     def unpack(self) -> Tensor:
         wrapper = self._wrapper
         if wrapper._version != self._version:

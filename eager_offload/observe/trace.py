@@ -22,10 +22,12 @@ events; on a CPU device they are the host's; on a simulated one they are of its 
   ``reload``     ``reload``              bytes on their way back that were asked for
   ``prefetch``   ``prefetch``            bytes on their way back before they were asked for
   ``stall``      ``stall``               compute waits for a transfer; the name says for which
+  ``stall``      ``stall host``          the host of an accelerator waits for one, which compute may not notice
   ``demotion``   ``demotion``            what could not be done as planned; the name is the kind that the stats count
   ============== ======================= ==============================================================================
 
-  A second thread (on an accelerator: a second stream) has tracks of its own, ``compute forward 2`` and so on. ``args``
+  A second thread has tracks of its own, ``compute forward 2`` and so on. Where an accelerator reaches a disk through
+  host memory, the part of the way between that and the disk is on tracks ``offload disk`` and ``reload disk``. ``args``
   holds, where they are known, ``bytes``, ``module``, ``operation``, ``tier`` and, of what did not arrive, ``error``.
 - ``"ph": "C"``: a counter, by its name: ``device``, ``host``, ``disk`` and ``without offload``, each with
   ``{"bytes": n}`` in ``args``. Their times are the host's, which hands memory out and takes it back, also where slices

@@ -18,7 +18,8 @@ from torch import Tensor
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.accelerator_api import AcceleratorApi, TorchAcceleratorApi
 from eager_offload.runtime.accelerator_streams import AcceleratorEvent, AcceleratorStream
-from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Runtime, Stream
+from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Leg, Runtime, Stream
+from eager_offload.runtime.device_clock import DeviceClocks, DeviceMark
 from eager_offload.runtime.link_probe import LinkProbe
 from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.runtime.staging import StagedEvent, Staging
@@ -71,6 +72,7 @@ class AcceleratorRuntime(Runtime):
         self._links: dict[torch.device, LinkProbe] = {}
         self._pinned = PinnedMemory(self._api)
         self._staging = Staging(self, self._enqueue)
+        self._clocks = DeviceClocks(self._record_timed)
         #: Whether this process is a child and the device its parent's.
         self._inherited = False
         tell_after_fork(self)
@@ -138,6 +140,31 @@ class AcceleratorRuntime(Runtime):
     def seconds(self, event: Event) -> float | None:
         return event.seconds if isinstance(event, StagedEvent) else None
 
+    def start_timing(self, device: torch.device) -> None:
+        self._clocks.start(self.current_stream(device))
+
+    def stop_timing(self, device: torch.device) -> None:
+        self._clocks.stop(self._indexed(device))
+
+    def mark(self, stream: Stream) -> object:
+        assert isinstance(stream, AcceleratorStream)
+        return self._clocks.mark(stream)
+
+    def time_of(self, mark: object) -> float:
+        assert isinstance(mark, DeviceMark)
+        return self._clocks.time_of(mark)
+
+    def legs(self, event: Event) -> tuple[Leg, ...]:
+        found = []
+        if isinstance(event, StagedEvent):
+            assert event.work is not None
+            found.append(event.work.leg(event.tier))
+            event = event.on_device
+        if isinstance(event, AcceleratorEvent) and event.began is not None:
+            start, stop = self._clocks.seconds_of(event.began), self._clocks.seconds_of(event)
+            found.append(None if start is None or stop is None else Leg("", start, stop))
+        return tuple(leg for leg in found if leg is not None)
+
     @property
     def staging_bytes(self) -> int:
         """Bytes of pinned memory through which tiers that no copy engine reaches are served."""
@@ -164,6 +191,11 @@ class AcceleratorRuntime(Runtime):
     def _record(self, stream: Stream) -> AcceleratorEvent:
         assert isinstance(stream, AcceleratorStream)
         event = AcceleratorEvent(self._api.event(stream.device, enable_timing=False))
+        event.record(stream)
+        return event
+
+    def _record_timed(self, stream: AcceleratorStream) -> AcceleratorEvent:
+        event = AcceleratorEvent(self._api.event(stream.device, enable_timing=True))
         event.record(stream)
         return event
 
@@ -206,9 +238,13 @@ class AcceleratorRuntime(Runtime):
             assert end.is_contiguous(), "copies move flat bytes"
         for event in after:
             self._wait(stream, event)
+        timed = self._clocks.is_running
+        began = self._record_timed(stream) if timed else None
         with torch.no_grad(), self.enter(stream):
             self._api.copy(target, source)
-        return self._record(stream)
+        over = self._record_timed(stream) if timed else self._record(stream)
+        over.began = began
+        return over
 
     def _allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         assert isinstance(stream, AcceleratorStream)

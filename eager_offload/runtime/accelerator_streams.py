@@ -35,11 +35,13 @@ class AcceleratorEvent:
     would pass for a finished copy. The event therefore knows where it was recorded, and every use asserts it.
     """
 
-    __slots__ = ("__weakref__", "_done", "_event", "recorded_on")
+    __slots__ = ("__weakref__", "_done", "_event", "began", "recorded_on")
 
     def __init__(self, event: torch.Event) -> None:
         self._event = event
         self._done = False
+        #: Before the copy that this one stands behind; both tell the time. ``None`` where nobody asked for it.
+        self.began: AcceleratorEvent | None = None
         #: The stream it was recorded on (which names its device too); ``None`` before.
         self.recorded_on: AcceleratorStream | None = None
 
@@ -55,6 +57,10 @@ class AcceleratorEvent:
         # A stream is in order by itself, and what is enqueued now comes after what is already over.
         if not self._done and stream != self.recorded_on:
             stream.torch_stream.wait_event(self._event)
+
+    def seconds_until(self, other: AcceleratorEvent) -> float:
+        """Device time from here to ``other``, both over, of one device, and made to tell the time."""
+        return self._event.elapsed_time(other._event) / 1e3
 
     def query(self) -> bool:
         """Whether it is over; never blocks."""

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch import Tensor
 from eager_offload.errors import OffloadError
 from eager_offload.tiers.base import Region, Slot
 
-__all__ = ["ALIGNMENT", "Direction", "Event", "Layout", "Log", "Naming", "Runtime", "Stream"]
+__all__ = ["ALIGNMENT", "Direction", "Event", "Layout", "Leg", "Log", "Naming", "Runtime", "Stream"]
 
 #: Streams and events are opaque and named by identity; each runtime has its own types.
 Stream: TypeAlias = Hashable
@@ -51,6 +51,15 @@ class Layout:
     nbytes: int
     #: The address of the first byte, modulo ``ALIGNMENT``.
     phase: int = 0
+
+
+class Leg(NamedTuple):
+    """When a copy, or a part of its way, ran: seconds on the clock of ``Runtime.host_clock``."""
+
+    #: Which part, where there are several; else empty.
+    name: str
+    start: float
+    stop: float
 
 
 #: Bytes; what ``Layout.phase`` is counted in. The widest vector register that torch's CPU kernels use.
@@ -160,6 +169,35 @@ class Runtime(abc.ABC):
     def seconds(self, event: Event) -> float | None:
         """How long the copy took that ``event`` stands behind and that is over; ``None`` where nobody knows."""
         return None
+
+    # -- for traces -----------------------------------------------------------------------------------------------
+
+    def start_timing(self, device: torch.device) -> None:
+        """From here on copies and marks on ``device`` can tell when they ran; pairs with ``stop_timing``."""
+        return
+
+    def stop_timing(self, device: torch.device) -> None:
+        """Ends what the matching ``start_timing`` began."""
+        return
+
+    def host_clock(self) -> float:
+        """Seconds, from any beginning: the host's clock."""
+        return time.perf_counter()
+
+    def mark(self, stream: Stream) -> object:
+        """The moment when ``stream`` comes to what is enqueued next; ``time_of`` tells when that was."""
+        return self.clock(stream)
+
+    def time_of(self, mark: object) -> float:
+        """Seconds of ``host_clock``; the host waits until ``mark`` is over."""
+        assert isinstance(mark, float)
+        return mark
+
+    def legs(self, event: Event) -> tuple[Leg, ...]:
+        """When the copy ran that ``event`` stands behind and that is over; empty where nobody knows."""
+        return ()
+
+    # -- in between -----------------------------------------------------------------------------------------------
 
     def leave_behind(self, event: Event, keepalive: object) -> None:
         """Holds ``keepalive`` until ``event`` has completed, for a transfer whose owner is gone.

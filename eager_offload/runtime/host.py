@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import OffloadError, TransferError
-from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
+from eager_offload.runtime.base import Direction, Event, Layout, Leg, Runtime, Stream
 from eager_offload.tiers.arena import Arena, anonymous_slab
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
@@ -41,14 +41,15 @@ _PROBE_BYTES = 64 << 20
 class HostEvent:
     """Something that a transfer thread comes to, and how it ended; without work it only marks a place in the queue."""
 
-    __slots__ = ("_thread", "_work", "done", "error", "seconds")
+    __slots__ = ("_thread", "_work", "began", "done", "error", "seconds")
 
     def __init__(self, thread: TransferThread | None, work: Callable[[], None] | None = None) -> None:
         self._thread = thread
         self._work = work
         self.done = False
         self.error: BaseException | None = None
-        #: How long the work took.
+        #: When the work began, and how long it took if it succeeded.
+        self.began: float | None = None
         self.seconds: float | None = None
 
     def carry_out(self) -> None:
@@ -58,7 +59,7 @@ class HostEvent:
     def _attempt(self) -> BaseException | None:
         work, self._work = self._work, None  # or the event would hold the copy's tensors
         assert work is not None
-        began = time.perf_counter()
+        self.began = began = time.perf_counter()
         try:
             work()
             self.seconds = time.perf_counter() - began
@@ -70,6 +71,10 @@ class HostEvent:
             return None
         finally:
             del work  # frames of the traceback lead back to this one
+
+    def leg(self, name: str) -> Leg | None:
+        """When the work ran, under ``name``; ``None`` where it never began."""
+        return None if self.began is None else Leg(name, self.began, self.began + (self.seconds or 0.0))
 
     def finish(self, error: BaseException | None) -> None:
         self._work = None
@@ -308,6 +313,10 @@ class HostRuntime(Runtime):
 
     def seconds(self, event: Event) -> float | None:
         return cast(HostEvent, event).seconds
+
+    def legs(self, event: Event) -> tuple[Leg, ...]:
+        leg = cast(HostEvent, event).leg("")
+        return () if leg is None else (leg,)
 
     def host_buffer(self, nbytes: int) -> Tensor:
         return anonymous_slab(nbytes)

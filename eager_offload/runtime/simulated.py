@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import TorchDispatchMode, without_dispatch_modes
-from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Log, Runtime, Stream
+from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Leg, Log, Runtime, Stream
 from eager_offload.runtime.checker import Access, Checker, Kind, Violation
 from eager_offload.runtime.deferred import POISON, Move
 from eager_offload.runtime.observer import Observer
@@ -66,7 +66,7 @@ class SimulatedStream:
 class SimulatedEvent:
     """A point on a stream; equal to itself only."""
 
-    __slots__ = ("__weakref__", "moves", "position", "stream", "time")
+    __slots__ = ("__weakref__", "moves", "position", "span", "stream", "time")
 
     def __init__(self, stream: SimulatedStream, time: float) -> None:
         self.stream = stream
@@ -77,6 +77,8 @@ class SimulatedEvent:
         #: The copies whose failure it carries: those after the event before it.
         self.moves = tuple(stream.fresh)
         stream.fresh.clear()
+        #: Of the copy that it was recorded behind.
+        self.span: Span | None = None
 
     def __repr__(self) -> str:
         return f"event on {self.stream} at {self.time:.9f} s"
@@ -249,6 +251,13 @@ class SimulatedRuntime(Runtime):
         with self._lock:
             return max(stream.tail, stream.clear_from, self.now)
 
+    def host_clock(self) -> float:
+        return self.now
+
+    def legs(self, event: Event) -> tuple[Leg, ...]:
+        assert isinstance(event, SimulatedEvent)
+        return () if event.span is None else (Leg("", event.span.start, event.span.stop),)
+
     def host_buffer(self, nbytes: int) -> Tensor:
         with without_dispatch_modes(), torch.inference_mode(False):
             buffer = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, device="cpu")
@@ -308,11 +317,14 @@ class SimulatedRuntime(Runtime):
         with self._lock:
             self._launch()
             self._occupy(stream, slot.nbytes / self._bandwidths[direction], what, slot.nbytes)
+            span = self.timeline.spans[-1]
             stream.push(move)
             stream.fresh.append(move)
             if self._at_once or not stream.is_transfer:
                 self._carry_out(stream, stream.enqueued)
-        return self._record(stream)
+        over = self._record(stream)
+        over.span = span
+        return over
 
     def _allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         assert 0 <= layout.phase < ALIGNMENT

@@ -69,15 +69,23 @@ class _Device(Protocol):
 class StagedEvent:
     """The end of a transfer that a thread has a part in; equal to itself only."""
 
-    __slots__ = ("__weakref__", "landed", "seconds", "work")
+    __slots__ = ("__weakref__", "copied", "landed", "seconds", "tier", "work")
 
-    def __init__(self) -> None:
+    def __init__(self, tier: str) -> None:
+        self.tier = tier
         #: The thread's part, once it was given it.
         self.work: HostEvent | None = None
         #: The copy to the device that the thread has enqueued, if this is a reload that came so far.
         self.landed: AcceleratorEvent | None = None
+        #: The copy from the device, if this is an offload.
+        self.copied: AcceleratorEvent | None = None
         #: How long the tier took to write or read, once it has; the device is faster.
         self.seconds: float | None = None
+
+    @property
+    def on_device(self) -> AcceleratorEvent | None:
+        """The part of it that ran on the device, if it came so far."""
+        return self.landed or self.copied
 
     def hold_back(self, stream: AcceleratorStream) -> None:
         """Makes ``stream`` wait; the host waits until the thread has enqueued what there is to wait for."""
@@ -168,12 +176,12 @@ class Staging:
 
     def offload(self, slot: Slot, source: Tensor, stream: AcceleratorStream, after: Sequence[Event]) -> StagedEvent:
         """Enqueues the copy of ``source`` into staging and has it written to ``slot``; see ``Runtime.copy``."""
-        event, room = StagedEvent(), self._out.take(slot.nbytes)
+        event, room = StagedEvent(slot.tier), self._out.take(slot.nbytes)
         if room is None:
             event.work = self._writer.submit(_Refuse(_no_room(slot)))
             return event
         try:
-            copied = self._enqueue(room.tensor, source, stream, _of_device(after))
+            copied = event.copied = self._enqueue(room.tensor, source, stream, _of_device(after))
             event.work = self._writer.submit(_Write(self._device, event, slot, room, copied))
         except BaseException:
             # An interrupt may come when the copy is enqueued and nobody knows of it yet.
@@ -184,7 +192,7 @@ class Staging:
 
     def reload(self, target: Tensor, slot: Slot, stream: AcceleratorStream, after: Sequence[Event]) -> StagedEvent:
         """Has ``slot`` read into staging and copied from there into ``target``; see ``Runtime.copy``."""
-        event = StagedEvent()
+        event = StagedEvent(slot.tier)
         event.work = self._reader.submit(_Read(self, event, target, slot, stream, _of_device(after)))
         return event
 

@@ -1,0 +1,504 @@
+"""A trace of real steps: what is in it, that its numbers are those of the stats, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.modules.module as hooked
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import eager_offload as eo
+from eager_offload.observe import tracing as module
+from eager_offload.observe.trace import Kind, Trace, read_trace
+from eager_offload.tiers.disk import DiskSlot
+from tests.doubles.recorded_backend import RecordedBackend
+from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
+from tests.hazards.wrappers import two
+from tests.observe.steps import DEPTH, NBYTES, Net, nested, step
+
+WINDOW = 2 * NBYTES
+FIELDS = {"min_bytes": NBYTES, "max_inflight_bytes": WINDOW, "prefetch_bytes": WINDOW}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "step.json"
+
+
+def traced(offload: eo.Offload, path: Path, work: Callable[[], object]) -> Trace:
+    with offload.trace(path):
+        work()
+    assert nothing_is_left(offload)
+    return read_trace(path)
+
+
+def nothing_is_left(offload: eo.Offload) -> bool:
+    return (
+        not hooked._has_any_global_hook()
+        and offload._accounts.recorder is None
+        and offload.pack == offload._hooks.pack
+        and not any("global hooks" in str(entry[1]) for entry in warnings.filters)
+    )
+
+
+def of(trace: Trace, *kinds: Kind) -> list[str]:
+    return [one.name for one in trace.slices if one.kind in kinds]
+
+
+def moved(trace: Trace, *kinds: Kind) -> int:
+    return sum(one.nbytes for one in trace.slices if one.kind in kinds and one.track in kinds)
+
+
+def saved(trace: Trace, outcome: str, reason: str = "") -> int:
+    return sum(group.nbytes for group in trace.saved if (group.outcome, group.reason) == (outcome, reason))
+
+
+def assert_sound(trace: Trace) -> None:
+    """What holds for every trace whose graphs are gone."""
+    tracks = {(one.device, one.track) for one in trace.slices}
+    for device, track in tracks:
+        on_it = [one for one in trace.slices if (one.device, one.track) == (device, track)]
+        assert nested(on_it), f"slices of {track} cut each other"
+    assert all(-1e-6 <= one.start <= one.stop <= trace.seconds + 1e-6 for one in trace.slices)
+    stats = trace.stats
+    assert moved(trace, Kind.OFFLOAD) == stats["bytes_out"]
+    assert moved(trace, Kind.RELOAD, Kind.PREFETCH) == stats["bytes_in"]
+    assert saved(trace, "offloaded") == stats["offloaded_bytes"]
+    assert saved(trace, "shared") == stats["shared_bytes"]
+    assert {g.reason for g in trace.saved} - {""} == set(stats["kept_bytes"])
+    assert all(saved(trace, "kept", reason) == nbytes for reason, nbytes in stats["kept_bytes"].items())
+    assert sum(group.count for group in trace.saved) == stats["saved_tensors"]
+    last = trace.memory[-1]
+    assert (last.device, last.host, last.disk, last.without_offload) == (0, 0, 0, 0), "the graphs are gone"
+    assert trace.dropped == 0
+
+
+@pytest.mark.parametrize("kind", [DiskBackend, SimulatedBackend, RecordedBackend])
+def test_a_step_is_shown_whole_and_is_the_same_step(kind: type[Backend], path: Path) -> None:
+    net = Net()
+    expected = step(net, nullcontext())
+    with kind() as backend:
+        offload = backend.offload(**FIELDS)
+        found: list[Tensor] = []
+        trace = traced(offload, path, lambda: found.extend(step(net, offload)))
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert_sound(trace)
+        assert trace.stats["bytes_out"] == trace.stats["offloaded_bytes"] == (1 + 2 * DEPTH) * NBYTES
+        assert trace.stats["bytes_in"] > 0
+        assert of(trace, Kind.PREFETCH), "the next ones came early"
+        assert of(trace, Kind.STALL) or kind is DiskBackend
+        assert trace.devices == ("cpu",)
+        assert trace.config["max_inflight_bytes"] == WINDOW
+        assert trace.versions["torch"] == torch.__version__
+        found.clear()
+        backend.assert_nothing_is_held()
+
+
+def test_forward_and_backward_are_named_by_module_and_operation(path: Path) -> None:
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        trace = traced(offload, path, lambda: step(net, offload))
+    forward = [one.name for one in trace.slices if one.track == "compute forward"]
+    inner = [name for n in range(DEPTH) for name in (f"Net.layers.{n}", f"Net.layers.{n}.inner")]
+    assert forward == ["Net", *inner]
+    backward = [one for one in trace.slices if one.track == "compute backward"]
+    assert backward[0].name == "backward"
+    assert [(one.module, one.operation) for one in backward[1:4]] == [
+        ("Net", "PowBackward0"),
+        ("Net.layers.3", "ExpBackward0"),
+        ("Net.layers.3", "TanhBackward0"),
+    ]
+    assert all(one.stop <= backward[0].stop + 1e-9 for one in backward)
+    groups = {(group.module, group.operation): group for group in trace.saved if group.outcome == "offloaded"}
+    assert groups["Net.layers.2", "TanhBackward0"].nbytes == NBYTES
+    assert {one.module for one in trace.slices if one.kind is Kind.OFFLOAD} >= {"Net.layers.0", "Net.layers.3"}
+
+
+def test_operations_are_known_without_a_backward(path: Path) -> None:
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        graphs: list[Tensor] = []
+
+        def forward() -> None:
+            with offload:
+                graphs.append(net(torch.ones(64, 64)))
+
+        trace = traced(offload, path, forward)
+        assert {group.operation for group in trace.saved} == {
+            *("PowBackward0", "ExpBackward0", "TanhBackward0", "MmBackward0"),
+        }
+        graphs[0].backward()  # the handles outlive the trace
+        assert offload.stats().reloaded_bytes > 0
+        graphs.clear()
+        disk.assert_nothing_is_held()
+
+
+def test_without_offload_autograd_would_hold_what_the_counter_says(path: Path) -> None:
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        trace = traced(offload, path, lambda: step(net, offload))
+    # The input, and two results in each layer, of which one is the next layer's input; no parameters.
+    assert max(one.without_offload for one in trace.memory) == (1 + 2 * DEPTH) * NBYTES
+    assert max(one.device for one in trace.memory) <= trace.stats["resident_bytes_peak"] + NBYTES
+    assert max(one.disk for one in trace.memory) >= 2 * DEPTH * NBYTES
+    assert [one.seconds for one in trace.memory] == sorted(one.seconds for one in trace.memory)
+
+
+def test_what_stays_is_counted_on_the_device(path: Path) -> None:
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(min_bytes=1 << 30)
+        trace = traced(offload, path, lambda: step(net, offload))
+        assert_sound(trace)
+    assert max(one.device for one in trace.memory) == (1 + 2 * DEPTH) * NBYTES
+    assert all(one.device == one.without_offload for one in trace.memory)
+
+
+def test_newest_bytes_that_are_asked_for_stay_on_the_device(path: Path) -> None:
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(keep_last_bytes=1 << 30, min_bytes=NBYTES)
+        trace = traced(offload, path, lambda: step(net, offload))
+        assert_sound(trace)
+    assert trace.stats["kept_bytes"]["newest"] > 0
+    assert [one.device for one in trace.memory] == [one.without_offload for one in trace.memory]
+
+
+def test_a_full_tier_is_a_demotion(path: Path) -> None:
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(disk_budget=1, min_bytes=NBYTES)
+        with pytest.warns(RuntimeWarning, match="no room"):
+            trace = traced(offload, path, lambda: step(net, offload))
+        assert_sound(trace)
+    assert set(of(trace, Kind.DEMOTION)) == {"budget"}
+    assert trace.stats["kept_bytes"]["budget"] > 0
+
+
+def test_a_failed_write_is_shown_with_its_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(slot: DiskSlot, source: Tensor) -> None:
+        raise eo.TransferError("the disk is broken", errno=5, tier="disk", nbytes=slot.nbytes)
+
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        monkeypatch.setattr(DiskSlot, "write", fail)
+        with pytest.warns(RuntimeWarning, match="offloading failed"):
+            trace = traced(offload, path, lambda: step(net, offload))
+        monkeypatch.undo()
+    assert {one.error for one in trace.slices if one.kind is Kind.OFFLOAD} == {"the disk is broken"}
+    assert "write_failed" in of(trace, Kind.DEMOTION)
+    assert trace.stats["bytes_out"] == 0
+
+
+def test_a_wait_is_shown_with_who_waited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward waits for a read that ends when the main thread is seen to wait."""
+    from eager_offload.runtime.host import HostEvent
+
+    waits, wait, read = threading.Event(), HostEvent.wait, DiskSlot.read
+
+    def seen(event: HostEvent) -> None:
+        if threading.current_thread() is threading.main_thread() and not event.done:
+            waits.set()
+        wait(event)
+
+    def late(slot: DiskSlot, target: Tensor) -> None:
+        assert waits.wait(60), "nobody waited for the read"
+        read(slot, target)
+
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(min_bytes=NBYTES, prefetch_bytes=0)
+
+        def work() -> None:
+            with offload:
+                loss = net(torch.ones(64, 64))
+            offload.stats(synchronize=True)
+            monkeypatch.setattr(HostEvent, "wait", seen)
+            monkeypatch.setattr(DiskSlot, "read", late)
+            loss.backward()
+            monkeypatch.undo()
+
+        trace = traced(offload, path, work)
+        assert_sound(trace)
+    (first, *_) = [one for one in trace.slices if one.kind is Kind.STALL]
+    assert (first.name, first.module, first.operation) == ("reload", "Net", "PowBackward0")
+    assert sum(one.seconds for one in trace.slices if one.kind is Kind.STALL) <= trace.stats["stall_seconds"] + 0.1
+
+
+def test_virtual_times_are_those_of_the_simulated_device(path: Path) -> None:
+    net = Net()
+    with SimulatedBackend() as simulated:
+        offload = simulated.offload(**FIELDS)
+        first = len(simulated.runtime.timeline.spans)
+        base = simulated.runtime.now
+        trace = traced(offload, path, lambda: step(net, offload))
+        spans = simulated.runtime.timeline.spans[first:]
+    expected = sorted((span.start - base, span.seconds) for span in spans if span.is_transfer)
+    found = sorted(
+        (one.start, one.seconds) for one in trace.slices if one.kind in (Kind.OFFLOAD, Kind.RELOAD, Kind.PREFETCH)
+    )
+    assert len(found) == len(expected) > 0
+    # The trace begins a few calls of the runtime after `base`, each of which takes a microsecond of its clock.
+    assert all(abs(a[0] - b[0]) < 1e-4 and abs(a[1] - b[1]) < 1e-8 for a, b in zip(found, expected, strict=True))
+    stalls = sum(one.seconds for one in trace.slices if one.track == "stall")
+    assert stalls == pytest.approx(sum(span.seconds for span in spans if span.is_stall), rel=0.02)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_lies_inside_the_backward_that_asks_for_it(path: Path, reentrant: bool) -> None:
+    net = Net()
+
+    def work() -> None:
+        x = torch.ones(64, 64, requires_grad=True)
+        with offload:
+            for layer in net.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+        x.sum().backward()
+
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        trace = traced(offload, path, work)
+        assert_sound(trace)
+    assert len([one for one in trace.slices if one.name == "Layer"]) == 2, "forward, and again in backward"
+
+
+def test_several_threads_have_tracks_of_their_own(path: Path) -> None:
+    nets = [Net(), Net()]
+    together = threading.Barrier(2)
+
+    def train(net: Net) -> None:
+        together.wait(60)
+        step(net, offload)
+
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+
+        def work() -> None:
+            threads = [threading.Thread(target=train, args=(net,)) for net in nets]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        trace = traced(offload, path, work)
+        assert_sound(trace)
+    tracks = {one.track for one in trace.slices if one.kind is Kind.COMPUTE}
+    assert tracks == {"compute forward", "compute forward 2", "compute backward", "compute backward 2"}
+    assert {one.module.partition(".")[0] for one in trace.slices} >= {"Net", "Net 2"}
+
+
+def test_wrappers_are_counted_by_what_is_inside(path: Path) -> None:
+    with DiskBackend() as disk:
+        offload = disk.offload(min_bytes=0)
+
+        def leaf_of(seed: int) -> Tensor:
+            return torch.full((64, 64), float(seed))
+
+        def work() -> None:
+            x = two(leaf_of).requires_grad_()
+            with offload:
+                loss = (x.sin() * x.cos()).exp().sum()
+            loss.backward()
+
+        trace = traced(offload, path, work)
+    assert saved(trace, "offloaded") == trace.stats["offloaded_bytes"] > 0
+    assert saved(trace, "shared") == trace.stats["shared_bytes"]
+
+
+def test_a_second_trace_begins_anew(path: Path) -> None:
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        first = traced(offload, path, lambda: step(net, offload))
+        second = traced(offload, path, lambda: (step(net, offload), step(net, offload)))
+        assert_sound(second)
+    assert second.stats["saved_bytes"] == 2 * first.stats["saved_bytes"]
+
+
+def test_counting_anew_inside_is_told_as_it_is(path: Path) -> None:
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        step(net, offload)
+        trace = traced(offload, path, lambda: (offload.reset_stats(), step(net, offload)))
+        assert trace.stats["saved_bytes"] == offload.stats().saved_bytes
+
+
+def test_closing_inside_a_trace_is_fine(path: Path) -> None:
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        trace = traced(offload, path, lambda: (step(net, offload), offload.close(), step(net, offload)))
+        assert_sound(trace)
+
+
+# -- what can go wrong ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("missing/step.json", "No such file"), (".", "is a directory"), ("file/step.json", "Not a directory")],
+)
+def test_a_path_that_cannot_be_written_is_refused_before_training(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "file").touch()
+    offload = eo.Offload()
+    with pytest.raises(eo.ConfigError, match=f"path=.*{why}.*trace takes the path of a file"):
+        offload.trace(tmp_path / name)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file"]
+
+
+def test_something_that_is_no_path_is_refused() -> None:
+    with pytest.raises(eo.ConfigError, match="path=7 is not accepted"):
+        eo.Offload().trace(7)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(eo.ConfigError, match="Permission denied"):
+        eo.Offload().trace(tmp_path / "step.json")
+    tmp_path.chmod(0o700)
+
+
+def test_a_second_trace_at_the_same_time_is_refused_and_the_first_goes_on(path: Path, tmp_path: Path) -> None:
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        with offload.trace(path):
+            with (
+                pytest.raises(eo.OffloadError, match=r"being traced already.*other\.json"),
+                offload.trace(tmp_path / "other.json"),
+            ):
+                raise AssertionError("two traces of one Offload")
+            step(net, offload)
+        assert_sound(read_trace(path))
+        assert nothing_is_left(offload)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_offloads_may_be_traced_at_the_same_time(path: Path, tmp_path: Path) -> None:
+    net = Net()
+    with DiskBackend() as disk:
+        first, second = disk.offload(**FIELDS), disk.offload(**FIELDS)
+        with first.trace(path), second.trace(tmp_path / "other.json"):
+            step(net, first)
+        assert_sound(read_trace(path))
+        other = read_trace(tmp_path / "other.json")
+        assert other.stats["saved_bytes"] == 0
+        assert of(other, Kind.OFFLOAD) == []
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_inside_ends_the_trace_and_the_file_is_there(path: Path, error: type[BaseException]) -> None:
+    class Fails(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise error("no")
+
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+
+        def work() -> None:
+            step(net, offload)
+            with offload:
+                Fails()(net(torch.ones(64, 64)))
+
+        with pytest.raises(error, match="no"), offload.trace(path):
+            work()
+        assert nothing_is_left(offload)
+        trace = read_trace(path)
+        assert trace.error == f"{error.__name__}: no"
+        assert "Fails" in of(trace, Kind.COMPUTE)
+        assert trace.stats["bytes_out"] > 0
+        gc.collect()  # the traceback and what it held
+
+
+def test_a_backward_that_raises_ends_where_it_was_seen_last(path: Path) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+            raise ValueError("no")
+
+    with DiskBackend() as disk:
+        offload = disk.offload(min_bytes=0)
+
+        def work() -> None:
+            x = torch.ones(64, 64, requires_grad=True)
+            with offload:
+                loss = Fails.apply(x.exp()).sin().sum()  # type: ignore[no-untyped-call]
+            with pytest.raises(ValueError, match="no"):
+                loss.backward()
+
+        trace = traced(offload, path, work)
+    assert [one.name for one in trace.slices if one.track == "compute backward"] == ["SinBackward0", "backward"]
+
+
+def test_a_file_that_cannot_be_written_in_the_end_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    net = Net()
+    monkeypatch.setattr(module, "write_trace", fail)
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        with pytest.raises(eo.OffloadError, match=r"could not be written.*No space left"), offload.trace(path):
+            step(net, offload)
+        assert nothing_is_left(offload)
+        with (
+            pytest.warns(RuntimeWarning, match="could not be written"),
+            pytest.raises(ValueError, match=r"^mine$"),
+            offload.trace(path),
+        ):
+            raise ValueError("mine")
+        assert nothing_is_left(offload)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_h28_a_forked_child_leaves_the_file_to_its_parent(path: Path) -> None:
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        with offload.trace(path) as tracing:
+            step(net, offload)
+            child = os.fork()
+            if not child:
+                tracing.__exit__(None, None, None)
+                os._exit(0 if not path.exists() and nothing_is_left(offload) else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert_sound(read_trace(path))
+
+
+def test_nothing_keeps_an_offload_that_was_traced(path: Path) -> None:
+    net = Net()
+    eo.Offload(tier="disk", **FIELDS)  # the first of a configuration makes the pair of hooks
+    gc.collect()
+    gc.disable()
+    try:
+        offload = eo.Offload(tier="disk", **FIELDS)
+        with offload.trace(path), offload:
+            loss = net(torch.ones(64, 64))
+        offload.close()
+        alive = weakref.ref(offload)
+        del offload
+        assert alive() is None, "handles that outlive a trace hold no Offload"
+        loss.backward()
+    finally:
+        gc.enable()
