@@ -32,7 +32,7 @@
 | ``torch.utils.checkpoint._checkpoint_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
 | ``torch.utils.checkpoint._recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
 | ``torch._C._current_graph_task_id`` | 2.11 to 2.15 | traces do not show backward |
-| ``torch.autograd.Variable._execution_engine`` | 2.11 to 2.15 | the last operation of a backward seems to take no time |
+| ``torch.autograd.Variable._execution_engine`` | 2.11 to 2.15 | a backward has no end in traces |
 | ``torch.autograd.profiler._is_profiler_enabled`` | 2.11 to 2.15 | profiles have no ranges of the library |
 
 The compiler's are imported when something is compiled, and eager code does not notice that they are not there. Without
