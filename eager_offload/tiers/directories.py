@@ -16,7 +16,7 @@ from eager_offload.errors import ConfigError
 from eager_offload.tiers.rawfile import RawFile
 from eager_offload.tiers.spill import SpillFile
 
-__all__ = ["filesystem_of", "open_some", "open_spill_files"]
+__all__ = ["filesystem_of", "open_some", "open_spill_files", "usual_directories"]
 
 #: Filesystems whose files are memory: to spill there moves nothing out of it.
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
@@ -79,10 +79,15 @@ def _mounts() -> Iterator[tuple[Path, str]]:
         yield Path(point), right.split(" ")[0]
 
 
-def _first_that_serves(room: int, file_type: type[RawFile]) -> SpillFile:
+def usual_directories() -> list[Path]:
+    """Those that are tried where nobody names one, in their order, each once."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return list(dict.fromkeys([Path(tempfile.gettempdir()), Path(cache).expanduser(), Path.cwd()]))
+
+
+def _first_that_serves(room: int, file_type: type[RawFile]) -> SpillFile:
     reasons = []
-    for path in (Path(tempfile.gettempdir()), Path(cache).expanduser(), Path.cwd()):
+    for path in usual_directories():
         try:
             return _open(path, room, file_type)
         except OSError as error:

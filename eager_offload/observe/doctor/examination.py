@@ -15,6 +15,7 @@ import torch
 from eager_offload.observe.doctor import features, machine, speeds, trial
 from eager_offload.observe.doctor.findings import FORMAT, Device, Diagnosis, Disk, Feature, Memory
 from eager_offload.observe.doctor.verdict import recommended, verdict
+from eager_offload.tiers.directories import usual_directories
 
 __all__ = ["examine"]
 
@@ -83,7 +84,7 @@ def _device(probes: _Probes, device: Device) -> Device:
 def _disks(probes: _Probes, paths: Sequence[Path] | None) -> list[Disk]:
     """Every directory, each disk measured once."""
     found: list[Disk] = []
-    for path in machine.candidates() if paths is None else paths:
+    for path in usual_directories() if paths is None else paths:
         disk = probes.run(f"directory {path}", lambda: machine.disk(path), None)  # noqa: B023
         if disk is None:
             continue

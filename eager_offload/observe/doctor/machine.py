@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
-import tempfile
 from pathlib import Path
 
 import psutil
@@ -16,7 +14,7 @@ from eager_offload.observe.doctor.findings import Device, Disk, Memory, Software
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.limits import host_budget, host_headroom, local_ranks, pinning_limit
 
-__all__ = ["accelerators", "candidates", "disk", "memory", "processor", "software"]
+__all__ = ["accelerators", "disk", "memory", "processor", "software"]
 
 #: Accelerators of one machine that are looked at.
 _MOST_DEVICES = 4
@@ -65,12 +63,6 @@ def memory() -> Memory:
         limits=list(headroom.limits),
         pinning_limit_bytes=pinning_limit(),
     )
-
-
-def candidates() -> list[Path]:
-    """The directories that are tried where nobody names one, in their order, each once."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return list(dict.fromkeys([Path(tempfile.gettempdir()), Path(cache).expanduser(), Path.cwd()]))
 
 
 def disk(path: Path) -> Disk:
