@@ -46,6 +46,8 @@ _DISK = [
     "tests/tiers/test_interrupted_slots.py",
     "tests/tiers/test_disk_files.py",
     "tests/tiers/test_disk_failures.py",
+    "tests/tiers/test_disk_room.py",
+    "tests/tiers/test_disk_stripes.py",
 ]
 
 #: By the beginning of the module's path in the package; the longest that fits counts.
@@ -99,9 +101,12 @@ _FIRST: dict[str, list[str]] = {
         "tests/hazards/test_copies.py",
     ],
     "tiers/base": ["tests/tiers/test_arena.py", "tests/tiers/test_disk.py"],
+    "tiers/crew": ["tests/tiers/test_crew.py", "tests/tiers/test_disk_stripes.py"],
+    "tiers/depth": ["tests/tiers/test_depth.py", "tests/tiers/test_disk_stripes.py"],
     "tiers/disk": _DISK,
     "tiers/extents": ["tests/tiers/test_extents.py"],
     "tiers/slabs": ["tests/tiers/test_arena.py", "tests/runtime/test_pinned.py"],
+    "tiers/space": _DISK,
     "tiers/spill": _DISK,
     "tiers/throttle": ["tests/tiers/test_throttle.py"],
 }

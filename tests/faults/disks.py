@@ -1,0 +1,164 @@
+"""Real files on which one chosen system call goes wrong, and training steps to try it on."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import eager_offload as eo
+from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.rawfile import RawFile, Usage
+from tests.hazards.backends import assert_settled
+from tests.proof.bits import same_bits
+
+__all__ = ["OPERATIONS", "Faults", "Faulty", "on_faulty_disk", "step", "step_is_exact"]
+
+#: The system calls that a fault may strike.
+OPERATIONS = ("write", "read", "allocate", "usage")
+
+
+class Faults:
+    """Counts the operations of one kind, and has chosen ones call ``strike``.
+
+    Args:
+        kind: one of ``OPERATIONS``.
+        first: the operation that is struck, from 1.
+        strike: what happens there; it may raise, or not come back.
+        for_good: whether all later ones are struck as well.
+    """
+
+    def __init__(self, kind: str, first: int, strike: Callable[[], None], *, for_good: bool = False) -> None:
+        self.kind, self.first, self.for_good = kind, first, for_good
+        self.seen = self.injected = 0
+        self._strike = strike
+        self._lock = threading.Lock()
+
+    def meet(self, kind: str) -> None:
+        """An operation begins."""
+        if kind != self.kind and self.kind != "any":
+            return
+        with self._lock:
+            self.seen += 1
+            struck = self.seen == self.first or (self.for_good and self.seen > self.first)
+            self.injected += struck
+        if struck:
+            self._strike()
+
+
+class Faulty(RawFile):
+    """A real file whose operations meet ``Faulty.faults`` first."""
+
+    faults: ClassVar[Faults | None] = None
+    #: Files that are open.
+    alive: ClassVar[int] = 0
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        Faulty.alive += 1
+
+    def close(self) -> None:
+        Faulty.alive -= self.descriptor >= 0
+        super().close()
+
+    def write_from(self, source: memoryview, offset: int) -> int:
+        self._meet("write")
+        return super().write_from(source, offset)
+
+    def read_into(self, target: memoryview, offset: int) -> int:
+        self._meet("read")
+        return super().read_into(target, offset)
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        self._meet("allocate")
+        super().allocate(offset, nbytes)
+
+    def usage(self) -> Usage:
+        self._meet("usage")
+        return super().usage()
+
+    def _meet(self, kind: str) -> None:
+        if Faulty.faults is not None:
+            Faulty.faults.meet(kind)
+
+
+@contextmanager
+def on_faulty_disk(file_type: type[RawFile] = Faulty) -> Iterator[None]:
+    """Every disk tier that an ``Offload`` opens within is on files of ``file_type``; none may be left open."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # demotions are told
+        gc.freeze()  # what is there already is not looked at again after each of many errors
+        patch.setattr("eager_offload.eager.lanes.DiskTier", functools.partial(DiskTier, file_type=file_type))
+        try:
+            yield
+        finally:
+            Faulty.faults = None
+            if Faulty.alive:
+                gc.collect()
+            gc.unfreeze()
+    assert Faulty.alive == 0, "a spill file was left open"
+
+
+def make_offload(directory: Path, **fields: object) -> eo.Offload:
+    """An ``Offload`` to disk that moves everything that can move."""
+    given = {"tier": "disk", "disk_path": directory, "min_bytes": 0, "keep_last_bytes": 0, **fields}
+    return eo.Offload(**given)
+
+
+def loss_of(x: Tensor) -> Tensor:
+    """Saves a handful of tensors, of one size and of another."""
+    wide = ((x * 2).tanh() @ x.exp()).sigmoid()
+    return (torch.cat([wide, wide.sin()]).tanh() * 3).square().sum()
+
+
+def step(around: object, seed: int, loss: Callable[[Tensor], Tensor] = loss_of) -> Tensor:
+    """One training step; returns its gradient."""
+    x = torch.randn(48, 48, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    with around:  # type: ignore[attr-defined]
+        value = loss(x)
+    if isinstance(around, eo.Offload):
+        around.stats(synchronize=True)  # all of it is away: the order of the calls is the same each time
+    value.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@functools.cache
+def expected(seed: int) -> Tensor:
+    """The gradient without offload."""
+    x = torch.randn(48, 48, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return torch.autograd.grad(loss_of(x), x)[0]
+
+
+def step_is_exact(offload: eo.Offload, seed: int) -> None:
+    """Asserts that a step of which nothing is known to fail is exact, and moves its bytes."""
+    before = offload.stats(synchronize=True)
+    assert same_bits(step(offload, seed), expected(seed))
+    after = offload.stats(synchronize=True)
+    assert after.bytes_out > before.bytes_out, "nothing moved"
+
+
+def nothing_is_held(offload: eo.Offload, *, after_error: bool) -> None:
+    """Asserts that no tensor, slot or promise is left."""
+    if after_error:
+        gc.collect()  # its traceback is in a cycle with the frames of the backward that it ended
+    assert_settled(offload)
+
+
+def fail_with(number: int) -> Callable[[], None]:
+    """Something that fails as a system call does."""
+
+    def strike() -> None:
+        raise OSError(number, os.strerror(number))
+
+    return strike

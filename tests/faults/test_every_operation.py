@@ -1,0 +1,121 @@
+"""H27: each system call of a training step fails once, or from then on, with each number that it may fail with."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import eager_offload as eo
+from tests.faults.disks import (
+    Faults,
+    Faulty,
+    expected,
+    fail_with,
+    loss_of,
+    make_offload,
+    nothing_is_held,
+    on_faulty_disk,
+    step,
+    step_is_exact,
+)
+from tests.proof.bits import same_bits
+
+#: What happens first, and what else has been seen, which is left to the long tests.
+_TRANSFERS = (errno.EIO, errno.ENOSPC, errno.EINTR, errno.ENOMEM)
+_GROWING = (errno.EIO, errno.ENOSPC)
+_RARE_TRANSFERS = (
+    errno.EDQUOT, errno.EAGAIN, errno.EROFS, errno.EBADF, errno.EINVAL, errno.EFBIG, errno.ESTALE, errno.ENODEV,
+)  # fmt: skip
+_RARE_GROWING = (errno.EDQUOT, errno.EFBIG, errno.EOPNOTSUPP, errno.EINVAL, errno.EROFS, errno.EBADF)
+#: A call that fails with these did nothing, and is to be made again.
+_AGAIN = (errno.EINTR, errno.EAGAIN)
+
+
+def _cases() -> Iterator[object]:
+    for rare, transfers, growing in ((False, _TRANSFERS, _GROWING), (True, _RARE_TRANSFERS, _RARE_GROWING)):
+        for kind, numbers in (("write", transfers), ("read", transfers), ("allocate", growing), ("usage", growing[:1])):
+            for number, for_good in itertools.product(numbers, (False, True)):
+                marks = [pytest.mark.long] if rare or (for_good and number != errno.EIO) else []
+                name = f"{kind}-{errno.errorcode[number]}-{'for good' if for_good else 'once'}"
+                yield pytest.param(kind, number, for_good, id=name, marks=marks)
+
+
+def one_step(offload: eo.Offload, faults: Faults, number: int) -> bool:
+    """A step that meets ``faults``: exact, or an error that says which; returns whether it was an error."""
+    Faulty.faults = faults
+    failed = None
+    try:
+        assert same_bits(step(offload, 1), expected(1))
+    except eo.TransferError as error:
+        failed = error.errno, error.tier
+    finally:
+        offload.stats(synchronize=True)
+        Faulty.faults = None
+    if failed is None:
+        return False
+    assert faults.kind == "read", "only what cannot be read may stop a step"
+    assert failed == (errno.EIO if number in _AGAIN else number, "disk")
+    return True
+
+
+@pytest.mark.parametrize(("kind", "number", "for_good"), list(_cases()))
+def test_h27_a_step_of_which_any_call_fails_is_exact_or_says_why(
+    kind: str, number: int, for_good: bool, tmp_path: Path
+) -> None:
+    injected = errors = first = 0
+    with on_faulty_disk():
+        offload = make_offload(tmp_path)
+        while True:
+            first += 1
+            faults = Faults(kind, first, fail_with(number), for_good=for_good)
+            if kind in ("allocate", "usage"):
+                offload.close()  # it grows in the first step of a file only
+            error = one_step(offload, faults, number)
+            nothing_is_held(offload, after_error=error)
+            errors += error
+            if not faults.injected:
+                break
+            injected += faults.injected
+            step_is_exact(offload, 2)
+        offload.close()
+    assert first > (4 if kind in ("write", "read") else 1), "every operation of the step was struck"
+    assert injected >= first - 1 > 0
+    assert (errors > 0) == (kind == "read" and (number not in _AGAIN or for_good))
+    print(f"\n{injected} faults injected ({kind}, {errno.errorcode[number]}): {errors} errors, 0 wrong gradients")
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_h27_compiled_code_of_which_any_call_fails_is_exact_or_says_why(kind: str, tmp_path: Path) -> None:
+    injected = errors = first = 0
+    torch._dynamo.reset()
+    compiled = torch.compile(loss_of, backend="aot_eager")
+    with on_faulty_disk():
+        offload = make_offload(tmp_path)
+        assert same_bits(step(offload, 2, compiled), expected(2))
+        while True:
+            first += 1
+            Faulty.faults = faults = Faults(kind, first, fail_with(errno.EIO))
+            number = errno.EIO
+            try:
+                assert same_bits(step(offload, 1, compiled), expected(1))
+            except eo.TransferError as error:
+                number, errors = error.errno, errors + 1
+            assert number == errno.EIO
+            Faulty.faults = None
+            nothing_is_held(offload, after_error=True)
+            if not faults.injected:
+                break
+            injected += faults.injected
+            before = offload.stats(synchronize=True).bytes_in
+            assert same_bits(step(offload, 2, compiled), expected(2))
+            assert offload.stats(synchronize=True).bytes_in > before
+        assert offload.stats().compiled_regions > 0
+        offload.close()
+    torch._dynamo.reset()
+    assert injected == first - 1 > 3
+    print(f"\n{injected} faults injected ({kind}, EIO, compiled): {errors} errors, 0 wrong gradients")

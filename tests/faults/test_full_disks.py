@@ -1,0 +1,174 @@
+"""H26, H27: disks that fill up in the middle of a step: a filesystem of 96 MiB, and a limit on a file's size."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload.tiers.spill import FLOOR_SHARE
+from tests.faults.disks import Faulty, make_offload, nothing_is_held, on_faulty_disk
+from tests.proof.bits import same_bits
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real filesystem of its own with room for 96 MiB; what a failed test has left open there does not matter."""
+    image, point = tmp_path / "image", tmp_path / "disk"
+    point.mkdir()
+    with image.open("wb") as file:
+        file.truncate(96 * MIB)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True, capture_output=True)
+        subprocess.run(["mount", "-o", "loop", str(image), str(point)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine does not let a test mount a filesystem: {error}")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "--lazy", str(point)], check=True, capture_output=True)
+
+
+class Unpromised(Faulty):
+    """A file whose room is not promised: the disk says that it is full when it is written to."""
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+def fill(disk: Path) -> Path:
+    """Takes every block of ``disk`` that is left."""
+    path = disk / "filler"
+    with path.open("wb") as file:
+        for nbytes in (MIB, 4096):
+            try:
+                while True:
+                    os.posix_fallocate(file.fileno(), file.tell(), nbytes)
+                    file.seek(nbytes, os.SEEK_CUR)
+            except OSError as error:
+                number = error.errno
+            assert number == errno.ENOSPC
+    assert os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize < 4096
+    return path
+
+
+class Filling(torch.autograd.Function):
+    """The identity; somebody else fills the disk when it runs."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, disk: Path) -> Tensor:
+        fill(disk)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def chain(x: Tensor, disk: Path | None) -> Tensor:
+    """Saves 2 x 9 activations of 4 MiB; the disk fills up between the halves."""
+    for _ in range(9):
+        x = x.sigmoid()
+    if disk is not None:
+        x = Filling.apply(x, disk)
+    for _ in range(9):
+        x = x.tanh()
+    return x.sum()
+
+
+@pytest.mark.parametrize("file_type", [Faulty, Unpromised])
+def test_h27_a_disk_that_others_fill_in_mid_step_is_told_apart_from_one_with_room(
+    file_type: type[Faulty], small_disk: Path
+) -> None:
+    x = torch.linspace(-3, 3, MIB).requires_grad_()
+    expected = torch.autograd.grad(chain(x, None), x)[0]
+    with on_faulty_disk(file_type):
+        offload = make_offload(small_disk, disk_budget=1 << 40)
+        with offload:
+            loss = chain(x, small_disk)
+        full = offload.stats(synchronize=True)
+        assert full.bytes_out > 4 * MIB, "something moved before"
+        assert full.kept_bytes["budget" if file_type is Faulty else "failed"] >= 4 * MIB
+        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+        del loss
+        nothing_is_held(offload, after_error=True)
+        (small_disk / "filler").unlink()
+        offload.reset_stats()
+        with offload:
+            loss = chain(x, None)
+        again = offload.stats(synchronize=True)
+        assert again.bytes_out > 4 * MIB
+        assert {"budget", "failed"}.isdisjoint(again.kept_bytes), "there is room again"
+        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+        del loss
+        nothing_is_held(offload, after_error=False)
+        offload.close()
+    assert list(small_disk.iterdir()) == [small_disk / "lost+found"]
+    print(f"\n1 disk filled in mid-step: {full.demotions}")
+
+
+def test_h27_a_step_that_saves_more_than_the_disk_has_leaves_the_floor_free(small_disk: Path) -> None:
+    x = torch.linspace(-3, 3, 2 * MIB).requires_grad_()
+    expected = torch.autograd.grad(chain(x, None), x)[0]
+    warnings.simplefilter("ignore", RuntimeWarning)
+    offload = make_offload(small_disk, disk_budget=1 << 40)
+    with offload:
+        loss = chain(x, None)
+    stats = offload.stats(synchronize=True)
+    usage = os.statvfs(small_disk)
+    assert usage.f_bavail * usage.f_frsize >= FLOOR_SHARE * usage.f_blocks * usage.f_frsize
+    assert stats.bytes_out > 32 * MIB
+    assert stats.kept_bytes["budget"] > 16 * MIB
+    assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+    del loss
+    nothing_is_held(offload, after_error=False)
+    offload.close()
+    usage = os.statvfs(small_disk)
+    assert usage.f_bavail * usage.f_frsize > 64 * MIB, "the room has gone back"
+
+
+LIMITED = """
+import resource, sys, warnings
+from pathlib import Path
+import torch
+from tests.faults.disks import Faulty, make_offload, nothing_is_held, on_faulty_disk
+from tests.faults.test_full_disks import MIB, Unpromised, chain
+from tests.proof.bits import same_bits
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (30 * MIB, resource.RLIM_INFINITY))
+x = torch.linspace(-3, 3, MIB).requires_grad_()
+expected = torch.autograd.grad(chain(x, None), x)[0]
+for file_type, reason in ((Faulty, "budget"), (Unpromised, "budget")):
+    with on_faulty_disk(file_type):
+        offload = make_offload(Path(sys.argv[1]))
+        with offload:
+            loss = chain(x, None)
+        stats = offload.stats(synchronize=True)
+        assert stats.bytes_out > 0 and stats.kept_bytes[reason] >= 4 * MIB, stats
+        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+        del loss
+        nothing_is_held(offload, after_error=True)
+        offload.close()
+print("exact")
+"""
+
+
+def test_h27_a_limit_on_the_size_of_files_is_room_that_is_not_there(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=200)
+    assert (ended.stdout, ended.returncode) == ("exact\n", 0), ended.stderr[-2000:]
+    assert list(tmp_path.iterdir()) == []
