@@ -1,0 +1,178 @@
+"""H28: processes that are killed, forked or doubled at any operation of a step."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PRELUDE = """
+import os, random, signal, sys, threading, traceback
+from pathlib import Path
+import torch
+import eager_offload as eo
+from tests.faults.disks import Faults, Faulty, expected, make_offload, on_faulty_disk, step, step_is_exact
+from tests.hazards.backends import assert_settled
+from tests.proof.bits import same_bits
+
+directory, argument = Path(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(1)
+
+def code_of(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def operations_of(steps):
+    # How many operations a process meets in so many steps, opening and closing included.
+    Faulty.faults = faults = Faults("any", 1 << 30, print)
+    offload = make_offload(directory)
+    for seed in range(1, steps + 1):
+        step_is_exact(offload, seed)
+    offload.close()
+    Faulty.faults = None
+    return faults.seen
+"""
+
+#: Children that kill themselves at an operation that a seed chooses, in the thread that is at it.
+KILLS = """
+def live():
+    # Never returns: the process is killed at an operation of one of its steps, before it or in the middle of others.
+    signal.alarm(120)
+    for _ in range(1000):
+        offload = make_offload(directory)
+        for seed in (1, 2):
+            step(offload, seed)
+        offload.close()
+    os._exit(99)
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+with on_faulty_disk():
+    operations = operations_of(2)
+    chance, killed = random.Random(argument), set()
+    for number in range(argument):
+        first = chance.randrange(1, operations + 1)
+        pid = os.fork()
+        if pid == 0:
+            Faulty.faults = Faults("any", first, die)
+            live()
+        assert code_of(pid) == -signal.SIGKILL, number
+        assert os.listdir(directory) == [], "a file is left"
+        killed.add(first)
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        pass  # no child is left, dead or alive
+    else:
+        raise AssertionError("a child is left")
+    offload = make_offload(directory)
+    step_is_exact(offload, 3)
+    assert_settled(offload)
+    offload.close()
+assert os.listdir(directory) == []
+print(f"{argument} killed at {len(killed)} of {operations} operations")
+"""
+
+#: A fork at each operation in turn, from the very thread that is at it, while the others are in the middle of a step.
+FORKS = """
+def child(seed):
+    signal.alarm(120)
+    Faulty.faults = None
+    try:
+        with torch.enable_grad():  # autograd saves tensors with gradients off
+            own = make_offload(directory)
+            step_is_exact(own, seed)
+            step_is_exact(inherited, seed)
+            own.close()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+def fork():
+    pid = os.fork()
+    if pid == 0:
+        child(3)
+    codes.append(code_of(pid))
+
+codes = []
+with on_faulty_disk():
+    operations = operations_of(1)
+    for first in range(1, operations + 1):
+        inherited = make_offload(directory)
+        Faulty.faults = faults = Faults("any", first, fork)
+        assert same_bits(step(inherited, 1), expected(1))
+        Faulty.faults = None
+        assert_settled(inherited)
+        step_is_exact(inherited, 2)
+        inherited.close()
+assert codes == [0] * len(codes), codes
+assert os.listdir(directory) == []
+print(f"{len(codes)} forked at {operations} operations")
+"""
+
+#: Two processes on one path, of which one is killed while the other trains on.
+TWO = """
+def train(offload, steps):
+    for seed in range(1, steps + 1):
+        step_is_exact(offload, seed % 3 + 1)
+
+with on_faulty_disk():
+    reading, writing = os.pipe()
+    other = os.fork()
+    if other == 0:
+        signal.alarm(120)
+        offload = make_offload(directory)
+        train(offload, 5)
+        os.write(writing, b"trains")
+        while True:
+            train(offload, 5)
+    offload = make_offload(directory)
+    train(offload, 5)
+    assert os.read(reading, 6) == b"trains"
+    train(offload, 5)
+    os.kill(other, signal.SIGKILL)
+    train(offload, 5)
+    assert code_of(other) == -signal.SIGKILL
+    train(offload, 5)
+    assert_settled(offload)
+    offload.close()
+assert os.listdir(directory) == []
+print("both exact")
+"""
+
+
+def run(program: str, directory: Path, argument: int) -> str:
+    """Runs ``program`` in a process of its own; returns what it said."""
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", PRELUDE + program, str(directory), str(argument)],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        timeout=280,
+    )
+    assert ended.returncode == 0, ended.stdout[-500:] + ended.stderr[-3000:]
+    assert list(directory.iterdir()) == []
+    print("\n" + ended.stdout.strip())
+    return ended.stdout.strip()
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.long)])
+def test_h28_a_process_that_is_killed_at_any_operation_leaves_nothing(times: int, tmp_path: Path) -> None:
+    said = run(KILLS, tmp_path, times)
+    assert said.startswith(f"{times} killed at ")
+
+
+def test_h28_a_fork_at_any_operation_leaves_both_sides_exact(tmp_path: Path) -> None:
+    said = run(FORKS, tmp_path, 0)
+    assert int(said.split()[0]) > 5
+
+
+def test_h28_two_processes_share_a_path_and_one_is_killed(tmp_path: Path) -> None:
+    assert run(TWO, tmp_path, 0) == "both exact"
