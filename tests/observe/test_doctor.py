@@ -178,6 +178,12 @@ def test_nothing_can_work_where_no_directory_serves(
     assert "Recommended" not in told
 
 
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert machine.disk(tmp_path / "file").refused == "it is no directory"
+    assert machine.disk(tmp_path).refused == ""
+
+
 def test_h27_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path("/dev/shm")
     if not path.is_dir() or filesystem_of(path) != "tmpfs":

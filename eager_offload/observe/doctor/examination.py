@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,7 +46,7 @@ def examine(paths: Sequence[Path] | None = None, *, seconds: float = _ALL_PROBES
     tests = [
         test
         for device in devices
-        if (test := probes.run(f"self test on {device.name}", lambda: trial.self_test(device.name, settings), None))  # noqa: B023
+        if (test := probes.run(f"self test on {device.name}", partial(trial.self_test, device.name, settings), None))
     ]
     # Last, since where no byte code is cached the modules that it looks into take long to import.
     there = probes.run("features", features.features, list[Feature]())
@@ -68,15 +69,15 @@ def _device(probes: _Probes, device: Device) -> Device:
     dtype = torch.float32 if at.type == "cpu" else torch.bfloat16
     device = replace(
         device,
-        flops=probes.run(f"compute of {name}", lambda: speeds.matmul_flops(at, dtype), None),
+        flops=probes.run(f"compute of {name}", partial(speeds.matmul_flops, at, dtype), None),
         dtype=str(dtype).removeprefix("torch."),
-        link=probes.run(f"link of {name}", lambda: speeds.link(at), None),
+        link=probes.run(f"link of {name}", partial(speeds.link, at), None),
     )
     if at.type == "cpu":
         return device
     return replace(
         device,
-        duplex=probes.run(f"link of {name}, both ways at once", lambda: speeds.duplex_link(at), None),
+        duplex=probes.run(f"link of {name}, both ways at once", partial(speeds.duplex_link, at), None),
         pin_seconds=probes.run(f"pinning for {name}", speeds.pin_seconds, None),
     )
 
@@ -85,7 +86,7 @@ def _disks(probes: _Probes, paths: Sequence[Path] | None) -> list[Disk]:
     """Every directory, each disk measured once."""
     found: list[Disk] = []
     for path in usual_directories() if paths is None else paths:
-        disk = probes.run(f"directory {path}", lambda: machine.disk(path), None)  # noqa: B023
+        disk = probes.run(f"directory {path}", partial(machine.disk, path), None)
         if disk is None:
             continue
         same = next((one for one in found if one.device == disk.device and one.speed), None)
@@ -98,12 +99,9 @@ def _disks(probes: _Probes, paths: Sequence[Path] | None) -> list[Disk]:
 
 
 def _measured(probes: _Probes, path: Path, disk: Disk) -> Disk:
-    def measure(direct: bool) -> speeds.Measured:
-        return speeds.disk(path, disk.free_bytes, direct=direct)
-
-    nothing = speeds.Measured()
-    direct = probes.run(f"disk of {path} with O_DIRECT", lambda: measure(True), nothing)
-    buffered = probes.run(f"disk of {path} without O_DIRECT", lambda: measure(False), nothing)
+    measure, nothing = partial(speeds.disk, path, disk.free_bytes), speeds.Measured()
+    direct = probes.run(f"disk of {path} with O_DIRECT", partial(measure, direct=True), nothing)
+    buffered = probes.run(f"disk of {path} without O_DIRECT", partial(measure, direct=False), nothing)
     return replace(disk, direct=direct.speed, buffered=buffered.speed, refused=direct.refused or buffered.refused)
 
 

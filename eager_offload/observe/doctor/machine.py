@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -68,9 +70,12 @@ def memory() -> Memory:
 def disk(path: Path) -> Disk:
     """``path``, not measured yet."""
     try:
-        return Disk(str(path), filesystem_of(path), path.stat().st_dev, shutil.disk_usage(path).free)
+        found = Disk(str(path), filesystem_of(path), path.stat().st_dev, shutil.disk_usage(path).free)
     except OSError as error:
         return Disk(str(path), "", 0, 0, refused=error.strerror or str(error))
+    if not path.is_dir():
+        return replace(found, refused="it is no directory")
+    return found if os.access(path, os.W_OK | os.X_OK) else replace(found, refused="it is not writable")
 
 
 def processor() -> Device:
