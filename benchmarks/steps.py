@@ -27,8 +27,8 @@ import torch
 import eager_offload as eo
 from benchmarks.common import MIB, Report, add_common_options, console, disk, positive, table
 from eager_offload.runtime.host import host_runtime
-from eager_offload.tiers.arena import HostTier
 from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.host import HostTier
 
 from lm.data import batches, read_text
 from lm.model import LanguageModel

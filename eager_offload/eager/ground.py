@@ -120,11 +120,23 @@ class Ground:
             slot = tier.reserve(nbytes)
             if slot is not None:
                 if tier is not first and tally.demote(f"{first.name}_to_{tier.name}"):
-                    self.tell(f"the {first.name} tier is full: saved tensors go to the {tier.name} tier as well")
+                    reason, remedy = first.shortage
+                    self.tell(
+                        f"the {first.name} tier is full: saved tensors go to the {tier.name} tier as well. The reason: "
+                        f"{reason}. To change that, {remedy}"
+                    )
                 return slot
         if tally.demote("budget"):
             names = " and ".join(tier.name for tier in tiers)
-            self.tell(f"no room for {nbytes} bytes in the {names} tier: {else_ or f'they stay on {self.device}'}")
+            why = "; ".join(f"{tier.name}: {tier.shortage.reason}" for tier in tiers)
+            cures = [tier.shortage.remedy for tier in tiers]
+            if all(tier.name != "disk" for tier in tiers):
+                cures.append('let saved tensors go on to disk (tier="auto" and a disk_path)')
+            cure = ", or ".join(dict.fromkeys(cures))
+            self.tell(
+                f"no room for {nbytes} bytes in the {names} tier: {else_ or f'they stay on {self.device}'}. "
+                f"The reason: {why}. To change that, {cure}"
+            )
         return None
 
     def tell(self, message: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.lane import Lane
@@ -15,10 +18,11 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_ru
 from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.host import HostRuntime, host_runtime
 from eager_offload.stats import Accounts, Tally
-from eager_offload.tiers.arena import Arena, HostTier
+from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.limits import host_budget
+from eager_offload.tiers.guard import process_guard
+from eager_offload.tiers.host import HostTier, shared_arena
 
 __all__ = ["Lanes"]
 
@@ -66,6 +70,8 @@ class Lanes:
         """A forward begins."""
         for lane in self.all():
             lane.runtime.trim()
+        for tier in self._all_tiers():
+            tier.trim()
 
     def snapshot_peaks(self) -> None:
         """Brings what the tiers measure into the tally."""
@@ -149,14 +155,29 @@ class Lanes:
         return DiskTier(config.disk_paths, _bytes(config.disk_budget), verify=config.verify)
 
     def _host_tier(self, runtime: Runtime) -> HostTier:
-        budget = _bytes(self._config.host_budget) or host_budget()
-        if isinstance(runtime, AcceleratorRuntime):
-            # Pinning costs milliseconds, and the next step needs the same slabs again: none goes back before the end.
-            pin_memory = self._config.pin_memory is not False
-            slabs = partial(runtime.host_buffer, pin_memory=pin_memory)
-            sizes = runtime.slab_sizes(pin_memory=pin_memory)
-            return HostTier(Arena(slabs, idle_bytes=budget, sizes=sizes), budget)
-        return HostTier(Arena(runtime.host_buffer), budget)
+        pin_memory = isinstance(runtime, AcceleratorRuntime) and self._config.pin_memory is not False
+        arena = shared_arena(runtime, pin_memory, lambda: _new_arena(runtime, pin_memory=pin_memory))
+        return HostTier(arena, _bytes(self._config.host_budget))
+
+
+def _new_arena(runtime: Runtime, *, pin_memory: bool) -> Arena:
+    """An arena over the host buffers of ``runtime``, which takes no more than the machine has to give."""
+    guard, allocate = process_guard(), runtime.host_buffer
+    more: dict[str, Any] = {}
+    if isinstance(runtime, AcceleratorRuntime):
+        allocate = partial(runtime.host_buffer, pin_memory=pin_memory)
+        # Pinning costs milliseconds, and the next step needs the same slabs again: none goes back before the end.
+        more = {"idle_bytes": sys.maxsize, "sizes": runtime.slab_sizes(pin_memory=pin_memory)}
+
+    def take(nbytes: int) -> Tensor:
+        guard.admit(nbytes)
+        return allocate(nbytes)
+
+    def given_back() -> None:
+        runtime.tidy()  # what is pinned has to be unpinned before it is back
+        guard.forget()
+
+    return Arena(take, given_back=given_back, **more)
 
 
 def _bytes(budget: int | str) -> int | None:

@@ -25,7 +25,7 @@ from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.runtime.staging import StagedEvent, Staging
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
-from eager_offload.tiers.memory import anonymous_slab
+from eager_offload.tiers.memory import resident_slab
 from eager_offload.tiers.slabs import SlabSizes
 
 __all__ = ["AcceleratorEvent", "AcceleratorRuntime", "AcceleratorStream", "accelerator_runtime"]
@@ -127,7 +127,7 @@ class AcceleratorRuntime(Runtime):
         if pin_memory:
             return self._pinned.allocate(nbytes)
         with torch.inference_mode(False):
-            return anonymous_slab(nbytes)
+            return resident_slab(nbytes)
 
     def slab_sizes(self, *, pin_memory: bool = True) -> SlabSizes | None:
         """How large an arena's slabs have to be, so that pinning wastes nothing; ``None`` where any size will do."""

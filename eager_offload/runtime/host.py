@@ -21,9 +21,10 @@ from torch import Tensor
 
 from eager_offload.errors import OffloadError, TransferError
 from eager_offload.runtime.base import Direction, Event, Layout, Leg, Runtime, Stream
-from eager_offload.tiers.arena import Arena, anonymous_slab
+from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
+from eager_offload.tiers.memory import anonymous_slab, resident_slab
 
 __all__ = ["HostEvent", "HostRuntime", "TransferThread", "carry", "host_runtime"]
 
@@ -319,7 +320,7 @@ class HostRuntime(Runtime):
         return () if leg is None else (leg,)
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        return anonymous_slab(nbytes)
+        return resident_slab(nbytes)
 
     def bandwidth(self, device: torch.device, direction: Direction) -> float:
         """Of a copy within host memory, which is what the host tier of a CPU device does; see ``DiskTier.measure``."""

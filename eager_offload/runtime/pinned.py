@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.runtime.accelerator_api import AcceleratorApi
-from eager_offload.tiers.memory import PAGE, anonymous_slab, view_of
+from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
 from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
 
 __all__ = ["PinnedMemory"]
@@ -95,7 +95,7 @@ class PinnedMemory:
                 return self._registered_slab(nbytes) if self._can_register() else self._torch_slab(nbytes)
             except RuntimeError as error:
                 self._warn(nbytes, error)
-            return anonymous_slab(nbytes)
+            return resident_slab(nbytes)
 
     def drain(self) -> None:
         """Unpins the slabs that have gone; what the process inherited from a parent stays as it is."""

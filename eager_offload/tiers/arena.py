@@ -1,4 +1,4 @@
-"""Host memory in slabs, handed out in exact sizes; and the host tier over it.
+"""Host memory in slabs, handed out in exact sizes.
 
 The allocators of torch round a pinned block up to a power of two and keep it, and allocating each block from the
 system costs milliseconds when it has to be pinned. So memory is taken in slabs, cut to size here, and given back a slab
@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from eager_offload.tiers.base import Fence, Region, Slot, Tier
+from eager_offload.tiers.base import Shortage
 from eager_offload.tiers.extents import Extent
 from eager_offload.tiers.forking import tell_after_fork
-from eager_offload.tiers.memory import PAGE, anonymous_slab, move, round_up, view_of
+from eager_offload.tiers.guard import NoHeadroomError
+from eager_offload.tiers.hostslots import HostSlot, Lease, Remains, Returns, Share
+from eager_offload.tiers.memory import PAGE, anonymous_slab, round_up
 from eager_offload.tiers.slabs import ExactSizes, Idle, Slab, SlabSizes, Space
 
-__all__ = ["Arena", "HostSlot", "HostTier", "anonymous_slab"]
+__all__ = ["Arena", "HostSlot", "OverBudgetError", "anonymous_slab"]
 
 #: Bytes; requests below a page share slabs of their own, cut to multiples of this.
 _LINE = 64
@@ -30,91 +30,12 @@ _LINE = 64
 #: is used.
 _SLACK, _TOTAL_SLACK = 8, 32
 
-
-class _Remains(NamedTuple):
-    """What a slot leaves behind."""
-
-    slab: Slab
-    start: int
-    held: int
-    nbytes: int
-    fences: tuple[Fence, ...]
-
-
-class _Lease(weakref.ref[memoryview]):
-    """Watches the view that a leased tensor's storage holds, and owns the slot under it."""
-
-    __slots__ = ("slot",)
-    slot: HostSlot
-    # By identity: a weak reference hashes what it refers to, and a writable memoryview has no hash.
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-
-
-class _Returns:
-    """Where slots and leases end up; see [Note: slots give themselves back] in ``tiers/base.py``."""
-
-    __slots__ = ("leases", "slots")
-
-    def __init__(self) -> None:
-        self.slots: deque[_Remains] = deque()
-        self.leases: deque[weakref.ref[memoryview]] = deque()
-
-
-class HostSlot(Slot):
-    """``nbytes`` bytes of host memory, at a multiple of 4096 (of 64 where there are fewer than 4096 of them)."""
-
-    tier: ClassVar[str] = "host"
-    __slots__ = ("_held", "_returns", "_slab", "_start")
-    #: Set when it is handed out; one without was lost to an interrupt before, and gives nothing back.
-    _held: int
-
-    def __init__(self, slab: Slab, extent: Extent, nbytes: int, returns: _Returns) -> None:
-        super().__init__(nbytes, extent.fences)
-        self._slab = slab
-        #: Within the slab; bytes.
-        self._start = extent.start - slab.start
-        self._returns = returns
-
-    @property
-    def address(self) -> int:
-        """Where the bytes are; a slot does not move."""
-        return self._slab.address + self._start
-
-    @property
-    def tensor(self) -> Tensor:
-        """The bytes as a flat ``uint8`` CPU tensor, for copies by a stream; it does not keep the slot alive."""
-        return self._slab.tensor[self._start : self._start + self.nbytes]
-
-    @property
-    def region(self) -> Region:
-        return Region(("host slab", self._slab.serial), self._start, self._start + self.nbytes)
-
-    def write(self, source: Tensor) -> None:
-        assert source.numel() == self.nbytes
-        move(self.address, source.data_ptr(), self.nbytes)
-
-    def read(self, target: Tensor) -> None:
-        assert target.numel() == self.nbytes
-        move(target.data_ptr(), self.address, self.nbytes)
-
-    def memory(self) -> memoryview:
-        return view_of(self.address, self.nbytes, self)
-
-    def view(self) -> memoryview:
-        """The bytes as a buffer that keeps the slab, but not the slot."""
-        return self._slab.buffer[self._start : self._start + self.nbytes]
-
-    def __del__(self) -> None:
-        try:
-            remains = _Remains(self._slab, self._start, self._held, self.nbytes, self.fences)
-        except AttributeError:
-            return
-        self._returns.slots.append(remains)
-
-
 #: What a forked child must neither use nor give back: a driver that only the parent can talk to may have pinned it.
 _inherited: list[object] = []
+
+
+class OverBudgetError(MemoryError):
+    """What was asked for would go beyond what may be held."""
 
 
 class Arena:
@@ -133,6 +54,11 @@ class Arena:
 
     Slots that die are taken up at the next call of any method; ``drain()`` is the call that does nothing else.
 
+    [Note: shares]
+    Several tiers may share an arena, and what is idle in it serves all of them. Each has a budget for the slots that
+    it has alive. The budgets bound all that the arena holds too: those that are pooled, since each is the same part of
+    the same machine, as if they were one; those in bytes that a user gave, added up.
+
     [Note: handing out]
     A KeyboardInterrupt may come after any call. So a range is written down as carved without a call between that and
     its allocation, and counted as handed out in the same way once its slot is there; what is still written down
@@ -144,6 +70,7 @@ class Arena:
         slab_bytes: the largest slab that is shared.
         idle_bytes: how much idle memory is kept for reuse.
         sizes: how large slabs are, in place of ``slab_bytes``.
+        given_back: is called when slabs have gone back to the system, with the arena's lock held.
     """
 
     def __init__(
@@ -153,16 +80,20 @@ class Arena:
         slab_bytes: int = 64 << 20,
         idle_bytes: int = 256 << 20,
         sizes: SlabSizes | None = None,
+        given_back: Callable[[], object] = lambda: None,
     ) -> None:
         self._allocate_slab = allocate_slab
         self._sizes = ExactSizes(slab_bytes) if sizes is None else sizes
         self._idle_bytes = idle_bytes
+        self._given_back = given_back
+        self._shares: weakref.WeakSet[Share] = weakref.WeakSet()
+        self._is_closed = False
         self._reset()
         tell_after_fork(self)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._returns = _Returns()
+        self._returns = Returns()
         self._leases: set[weakref.ref[memoryview]] = set()
         self._pages = Space(PAGE)
         self._lines = Space(_LINE)
@@ -171,25 +102,46 @@ class Arena:
         self._carved: Extent | None = None
         self._carved_from: Space = self._pages
         self._held = 0
-        #: Most bytes held at one time since ``restart_peak``.
-        self.peak_bytes = 0
         self._used = self._slack = self._slabs = 0
+        #: Bytes of all requests so far.
+        self.served_bytes = 0
 
     def after_fork(self) -> None:
         """The child starts with an empty arena; slots from before the fork stay readable there, as copies."""
         _inherited.extend([self._returns, self._leases, self._pages, self._lines, self._idle])
         self._reset()
+        for share in list(self._shares):
+            share.reset()
 
-    def allocate(self, nbytes: int, *, limit: int | None = None) -> HostSlot | None:
-        """A slot of ``nbytes`` bytes, or ``None`` where ``limit`` or the system has no room.
+    def join(self, share: Share) -> None:
+        """From now on ``share`` bounds what is held for it, and all that is held; see [Note: shares]."""
+        with self._lock:
+            self._shares.add(share)
+            self._is_closed = False
+
+    def leave(self, share: Share) -> None:
+        """Its slots live on. What is idle and was only held for it goes back to the system. Idempotent."""
+        with self._lock:
+            self._shares.discard(share)
+            self._is_closed = not self._shares
+            self._drain()
+            limit = self._limit(None)
+            if limit is not None and self._held > limit:
+                self._give_back(max(self._idle.nbytes - (self._held - limit), 0))
+
+    def allocate(self, nbytes: int, *, limit: int | None = None, share: Share | None = None) -> HostSlot | None:
+        """A slot of ``nbytes`` bytes, or ``None`` where ``limit``, ``share`` or the system has no room.
 
         Args:
             limit: what the arena may hold with the new slot, in bytes.
+            share: whose it is; is told the reason where there is no room.
         """
         with self._lock:
             try:
-                return self._carve(nbytes, limit)
-            except (MemoryError, RuntimeError):
+                return self._carve(nbytes, limit, share)
+            except (MemoryError, RuntimeError) as error:
+                if share is not None:
+                    share.refusal = _why(error)
                 return None
 
     def lease(self, nbytes: int) -> Tensor:
@@ -203,11 +155,11 @@ class Arena:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         with self._lock:
-            slot = self._carve(nbytes, None)
+            slot = self._carve(nbytes, None, None)
             assert not slot.fences, "memory that streams copy to and memory for leases come from different arenas"
             view = slot.view()
             # The storage holds this very view until it is freed, so the view's death is the storage's.
-            lease = _Lease(view, self._returns.leases.append)
+            lease = Lease(view, self._returns.leases.append)
             lease.slot = slot
             self._leases.add(lease)
         return torch.frombuffer(view, dtype=torch.uint8)
@@ -217,11 +169,11 @@ class Arena:
         with self._lock:
             self._drain()
 
-    def trim(self) -> None:
-        """Gives everything that is idle back to the system."""
+    def trim(self, keep: int = 0) -> None:
+        """Gives what is idle back to the system, but for ``keep`` bytes."""
         with self._lock:
             self._drain()
-            self._give_back(0)
+            self._give_back(keep)
 
     @property
     def has_returns(self) -> bool:
@@ -242,11 +194,22 @@ class Arena:
             self._drain()
             return self._held
 
-    def restart_peak(self) -> None:
-        """Starts measuring the peak anew, from what is held now."""
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of slabs in which nothing is alive."""
         with self._lock:
             self._drain()
-            self.peak_bytes = self._held
+            return self._idle.nbytes
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether everyone has left it, so that it keeps nothing idle."""
+        return self._is_closed
+
+    @property
+    def held_now(self) -> int:
+        """Bytes of all slabs, whatever has died in them meanwhile; takes no lock."""
+        return self._held
 
     @property
     def slabs(self) -> int:
@@ -262,18 +225,20 @@ class Arena:
         transfers end before the arena goes: nothing then asks whether the fences have passed.
         """
         with self._lock:
-            self._idle_bytes = 0
+            self._is_closed = True
             self._drain()
 
     # -- with the lock held ---------------------------------------------------------------------------------------
 
-    def _carve(self, nbytes: int, limit: int | None) -> HostSlot:
+    def _carve(self, nbytes: int, limit: int | None, share: Share | None) -> HostSlot:
         self._drain()
-        if self._sizes.alone(nbytes):
-            slab = self._whole_slab(nbytes, limit)
-            return self._hand_out(slab, Extent(0, slab.nbytes, slab.fences), nbytes)
         space = self._pages if nbytes >= PAGE else self._lines
         size = round_up(nbytes, space.grain)
+        if share is not None and share.held_bytes + size > share.budget:
+            raise OverBudgetError(f"{nbytes} more bytes would go beyond the budget of {share.budget} bytes")
+        if self._sizes.alone(nbytes):
+            slab = self._whole_slab(nbytes, limit)
+            return self._hand_out(slab, Extent(0, slab.nbytes, slab.fences), nbytes, share)
         extent = space.extents.allocate(size)
         if extent is None:
             memory = self._new_memory(size, limit)
@@ -283,21 +248,23 @@ class Arena:
             extent = space.extents.allocate(size)
             assert extent is not None
         self._carved, self._carved_from = extent, space
-        return self._hand_out(space.slab_at(extent.start), extent, nbytes)
+        return self._hand_out(space.slab_at(extent.start), extent, nbytes, share)
 
-    def _hand_out(self, slab: Slab, extent: Extent, nbytes: int) -> HostSlot:
-        slot, is_idle = HostSlot(slab, extent, nbytes, self._returns), slab in self._idle
-        slot._held = extent.nbytes
+    def _hand_out(self, slab: Slab, extent: Extent, nbytes: int, share: Share | None) -> HostSlot:
+        slot, is_idle = HostSlot(slab, extent, nbytes, self._returns, share), slab in self._idle
+        slot.held = extent.nbytes
         self._carved = None
         slab.slots += 1
         self._used += nbytes
+        self.served_bytes += nbytes
+        if share is not None:
+            share.used_bytes += nbytes
+            share.held_bytes += extent.nbytes
         if slab.space is None:
             self._slack += slab.nbytes - nbytes
             if not is_idle:
                 self._held += slab.nbytes
                 self._slabs += 1
-        if self._held > self.peak_bytes:
-            self.peak_bytes = self._held
         if is_idle:
             self._idle.remove(slab)
         return slot
@@ -314,17 +281,29 @@ class Arena:
 
     def _new_memory(self, need: int, limit: int | None) -> Tensor:
         """A slab of the size that ``need`` calls for, or of a smaller one where that is all there is room for."""
-        wanted = self._sizes.wanted(need, self._held)
+        wanted, limit = self._sizes.wanted(need, self._held), self._limit(limit)
         if limit is not None and self._held + wanted > limit:
             self._give_back(0)
             wanted = min(wanted, self._sizes.within(need, limit - self._held))
             if wanted <= 0:
-                raise MemoryError(f"{need} more bytes would go beyond the limit of {limit} bytes")
+                raise OverBudgetError(f"{need} more bytes would go beyond the limit of {limit} bytes")
         try:
             return self._allocate_slab(wanted)
         except (MemoryError, RuntimeError):
             self._give_back(0)
             return self._allocate_slab(self._sizes.least(need))
+
+    def _limit(self, limit: int | None) -> int | None:
+        """The least of ``limit`` and of what the shares come to; ``None`` where nothing bounds it."""
+        if not self._shares:
+            return limit
+        pooled = added = 0
+        for share in self._shares:
+            if share.pooled:
+                pooled = max(pooled, share.budget)
+            else:
+                added += share.budget
+        return pooled + added if limit is None else min(pooled + added, limit)
 
     def _drain(self) -> None:
         returns = self._returns
@@ -337,10 +316,11 @@ class Arena:
             self._carved = None
         while returns.slots:
             self._take_back(returns.slots[0])
-        if self._idle.nbytes > self._idle_bytes:
-            self._give_back(self._idle_bytes)
+        keep = 0 if self._is_closed else self._idle_bytes
+        if self._idle.nbytes > keep:
+            self._give_back(keep)
 
-    def _take_back(self, remains: _Remains) -> None:
+    def _take_back(self, remains: Remains) -> None:
         slab = remains.slab
         if slab.slots == 1:
             self._idle.add(slab)
@@ -351,53 +331,35 @@ class Arena:
             slab.space.extents.release(slab.start + remains.start, remains.held, remains.fences)
         slab.slots -= 1
         self._used -= remains.nbytes
+        if remains.share is not None:
+            remains.share.used_bytes -= remains.nbytes
+            remains.share.held_bytes -= remains.held
         del self._returns.slots[0]
 
     def _give_back(self, keep: int) -> None:
         """Returns idle slabs to the system until ``keep`` idle bytes are left."""
-        for slab in self._idle.oldest_at_rest(keep):
+        if self._let_go(keep):
+            self._given_back()
+
+    def _let_go(self, keep: int) -> int:
+        """Drops idle slabs; how many. No reference is left when this returns."""
+        found = self._idle.oldest_at_rest(keep)
+        for slab in found:
             if slab.space is not None:
                 slab.space.remove(slab)
             self._idle.remove(slab)
             self._held -= slab.nbytes
             self._slabs -= 1
+        return len(found)
 
 
-class HostTier(Tier):
-    """Host memory, up to ``budget`` bytes held from the system.
-
-    Args:
-        arena: where the memory comes from; the budget bounds all that it holds.
-        budget: bytes.
-    """
-
-    name: ClassVar[str] = "host"
-
-    def __init__(self, arena: Arena, budget: int) -> None:
-        self._arena = arena
-        self._budget = budget
-
-    def reserve(self, nbytes: int) -> HostSlot | None:
-        return self._arena.allocate(nbytes, limit=self._budget)
-
-    @property
-    def used_bytes(self) -> int:
-        return self._arena.used_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._arena.peak_bytes
-
-    def restart_peak(self) -> None:
-        self._arena.restart_peak()
-
-    @property
-    def held_bytes(self) -> int:
-        return self._arena.held_bytes
-
-    def drain(self) -> None:
-        """Takes up the slots that have died and gives back to the system what is idle beyond the arena's allowance."""
-        self._arena.drain()
-
-    def close(self) -> None:
-        self._arena.close()
+def _why(error: Exception) -> Shortage | None:
+    """What a user is told of the error that a slot was refused with; ``None`` where a budget is the reason."""
+    if isinstance(error, OverBudgetError):
+        return None
+    if isinstance(error, NoHeadroomError):
+        return error.shortage
+    text = str(error).partition("\n")[0]
+    return Shortage(
+        f"the system refused it ({text})", "end other programs that take memory, or set a lower host_budget"
+    )

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["Fence", "Region", "Slot", "Tier"]
+__all__ = ["Fence", "Region", "Shortage", "Slot", "Tier"]
 
 
 class Region(NamedTuple):
@@ -96,6 +96,15 @@ class Slot(abc.ABC):
         """
 
 
+class Shortage(NamedTuple):
+    """Why a tier has no room."""
+
+    #: A clause that says what binds, with numbers.
+    reason: str
+    #: What the user can do about it: a clause in the imperative.
+    remedy: str
+
+
 class Tier(abc.ABC):
     """A place where saved bytes rest, with a bound in bytes."""
 
@@ -107,6 +116,14 @@ class Tier(abc.ABC):
 
         Reserving comes before moving: once it has succeeded, only an I/O error can stop the bytes. Thread-safe.
         """
+
+    @property
+    def shortage(self) -> Shortage:
+        """Why ``reserve`` last found no room."""
+        return Shortage(f"all of {self.name}_budget is in use", f"raise {self.name}_budget")
+
+    def trim(self) -> None:  # noqa: B027  # most tiers keep nothing idle that anyone else could use
+        """A forward begins: gives idle memory back where the machine is short of it. Cheap where nothing is to do."""
 
     @property
     @abc.abstractmethod

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple, cast
@@ -13,7 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-__all__ = ["PAGE", "FilePart", "anonymous_slab", "mapped_file", "move", "round_up", "view_of"]
+__all__ = ["PAGE", "FilePart", "anonymous_slab", "mapped_file", "move", "resident_slab", "round_up", "view_of"]
 
 #: Bytes; what blocks, slots and direct I/O are aligned to.
 PAGE = 4096
@@ -107,6 +108,7 @@ def _system_calls() -> ctypes.CDLL:
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, _OFFSET]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library
 
 
@@ -131,3 +133,19 @@ def anonymous_slab(nbytes: int) -> Tensor:
             pages.madvise(mmap.MADV_HUGEPAGE)
     # The storage holds the mmap object, and nothing else does.
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+#: Not in the ``mmap`` module yet: Linux 5.14 takes it.
+_MADV_POPULATE_WRITE = 23
+
+
+def resident_slab(nbytes: int) -> Tensor:
+    """An ``anonymous_slab`` whose pages are all there: what the system says of its memory counts them already.
+
+    Raises:
+        MemoryError: the system has no room.
+    """
+    slab = anonymous_slab(nbytes)
+    if sys.platform != "linux" or _system_calls().madvise(slab.data_ptr(), nbytes, _MADV_POPULATE_WRITE):
+        ctypes.memset(slab.data_ptr(), 0, nbytes)
+    return slab

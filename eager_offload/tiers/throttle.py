@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from eager_offload.tiers.base import Fence, Region, Slot, Tier
+from eager_offload.tiers.base import Fence, Region, Shortage, Slot, Tier
 
 __all__ = ["Clock", "ThrottledSlot", "ThrottledTier", "TokenBucket"]
 
@@ -141,6 +141,13 @@ class ThrottledTier(Tier):
     def reserve(self, nbytes: int) -> ThrottledSlot | None:
         slot = self.tier.reserve(nbytes)
         return None if slot is None else ThrottledSlot(slot, self)
+
+    @property
+    def shortage(self) -> Shortage:
+        return self.tier.shortage
+
+    def trim(self) -> None:
+        self.tier.trim()
 
     @property
     def used_bytes(self) -> int:

@@ -17,8 +17,9 @@ from eager_offload.runtime.base import Layout, Stream
 from eager_offload.runtime.simulated import SimulatedRuntime
 from eager_offload.schedule import DelayLine, PrefetchOrder
 from eager_offload.stats import Accounts
-from eager_offload.tiers.arena import Arena, HostTier
+from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Slot, Tier
+from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, lane_of
 
 CPU = torch.device("cpu")

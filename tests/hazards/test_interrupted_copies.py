@@ -17,8 +17,9 @@ from eager_offload.eager.handles import Reload
 from eager_offload.runtime.base import Direction, Event, Stream
 from eager_offload.runtime.simulated import SimulatedRuntime
 from eager_offload.stats import Accounts
-from eager_offload.tiers.arena import Arena, HostTier
+from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot
+from eager_offload.tiers.host import HostTier
 
 CPU = torch.device("cpu")
 NBYTES = 4096

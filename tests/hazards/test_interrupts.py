@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.host import HostEvent
-from eager_offload.tiers.arena import HostTier
 from eager_offload.tiers.disk import DiskSlot, DiskTier
+from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, DiskBackend, assert_settled, hooks_are_gone
 from tests.hazards.functions import call_in_backward
 from tests.hazards.programs import REGIMES, Regime, assert_identical, assert_moved, leaf

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from eager_offload.runtime.accelerator import AcceleratorRuntime, AcceleratorStream
 from eager_offload.runtime.checker import Checker
-from eager_offload.tiers.arena import Arena, HostSlot, HostTier
+from eager_offload.tiers.arena import Arena, HostSlot
+from eager_offload.tiers.host import HostTier
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.runtime.accelerator_scenarios import Machine
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRuntime, AcceleratorStream
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout
-from eager_offload.tiers.arena import Arena, HostSlot, HostTier
+from eager_offload.tiers.arena import Arena, HostSlot
 from eager_offload.tiers.base import Fence
+from eager_offload.tiers.host import HostTier
 
 __all__ = ["SCENARIOS", "Machine", "Outcome", "Scenario", "assert_exact"]
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from eager_offload.runtime.accelerator import AcceleratorStream, accelerator_runtime
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
-from eager_offload.tiers.arena import Arena, HostTier
+from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Slot
+from eager_offload.tiers.host import HostTier
 from tests.runtime.accelerator_scenarios import SCENARIOS, Machine, Outcome, Scenario, assert_exact, pattern
 
 pytestmark = [

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eager_offload.tiers.arena import Arena, HostSlot, HostTier, anonymous_slab
+from eager_offload.tiers.arena import Arena, HostSlot, anonymous_slab
+from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
 from tests.tiers.rig import MIB, noise
 from tests.tiers.system import System

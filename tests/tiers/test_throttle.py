@@ -12,8 +12,9 @@ from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.errors import TransferError
-from eager_offload.tiers.arena import Arena, HostTier
+from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Tier
+from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.throttle import ThrottledTier, TokenBucket
 from tests.tiers.rig import noise
 

@@ -100,6 +100,12 @@ _FIRST: dict[str, list[str]] = {
         "tests/tiers/test_leases.py",
         "tests/hazards/test_copies.py",
     ],
+    "tiers/cgroups": ["tests/tiers/test_limits.py"],
+    "tiers/guard": ["tests/tiers/test_guard.py", "tests/hazards/test_short_memory.py"],
+    "tiers/host": ["tests/tiers/test_shares.py", "tests/tiers/test_arena.py", "tests/hazards/test_short_memory.py"],
+    "tiers/hostslots": ["tests/tiers/test_arena.py", "tests/tiers/test_shares.py", "tests/tiers/test_leases.py"],
+    "tiers/limits": ["tests/tiers/test_limits.py"],
+    "tiers/ranks": ["tests/tiers/test_limits.py"],
     "tiers/base": ["tests/tiers/test_arena.py", "tests/tiers/test_disk.py"],
     "tiers/crew": ["tests/tiers/test_crew.py", "tests/tiers/test_disk_stripes.py"],
     "tiers/depth": ["tests/tiers/test_depth.py", "tests/tiers/test_disk_stripes.py"],
@@ -111,7 +117,17 @@ _FIRST: dict[str, list[str]] = {
     "tiers/throttle": ["tests/tiers/test_throttle.py"],
 }
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
-_ALONE = ("compile", "runtime/link_probe", "runtime/pinned", "runtime/recording", "runtime/staging", "tiers/throttle")
+_ALONE = (
+    "compile",
+    "runtime/link_probe",
+    "runtime/pinned",
+    "runtime/recording",
+    "runtime/staging",
+    "tiers/cgroups",
+    "tiers/limits",
+    "tiers/ranks",
+    "tiers/throttle",
+)
 
 
 def suites_of(path: str) -> list[str]:

@@ -1,0 +1,108 @@
+"""Looks at what the machine has left while training goes on, and refuses memory before the kernel has to.
+
+A budget is worked out once. After that the model grows, other processes come, a checkpoint is written: the memory that
+a budget counted on may be gone. So before an arena takes a slab, what is left is looked at again.
+
+[Note: how often]
+To look takes a few hundred microseconds. What one look has found admits slabs up to an eighth of it and up to a GiB, so
+the nearer the limit, the more often; and what one look has refused is refused for the next 256 MiB that are asked for.
+Both are forgotten when slabs have gone back to the system. When a forward begins, only an arena that has handed out a
+GiB since the last look has another.
+
+[Note: what is left for others]
+Of every limit a 16th is never taken: the kernel kills whoever crosses a limit, not whoever took most, and between two
+looks others take memory too. Slabs have all their pages from the start, so that a look sees what was taken before.
+"""
+
+from __future__ import annotations
+
+from eager_offload.tiers.base import Shortage
+from eager_offload.tiers.forking import ForkSafeLock
+from eager_offload.tiers.limits import Headroom, Limit, host_headroom, size_text
+
+__all__ = ["Guard", "NoHeadroomError", "process_guard"]
+
+#: What one look admits without another: this part of what it has found, and at most so many bytes.
+_TRUSTED, _TRUSTED_BYTES = 8, 1 << 30
+#: Bytes that are refused without another look.
+_REFUSED = 256 << 20
+#: The part of each limit that is left for others.
+_RESERVE = 16
+
+
+class NoHeadroomError(MemoryError):
+    """Taking more memory would come too near to a limit."""
+
+    def __init__(self, shortage: Shortage) -> None:
+        super().__init__(shortage.reason)
+        self.shortage = shortage
+
+
+class Guard:
+    """Admits slabs as long as enough is left. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeLock()
+        #: Bytes that the last look admits yet.
+        self._admitted = 0
+        #: What the last look refused: as many bytes or more are refused again.
+        self._refused: tuple[int, Shortage] | None = None
+        self._refused_bytes = 0
+
+    def admit(self, nbytes: int) -> None:
+        """Whether ``nbytes`` more may be taken from the system.
+
+        Raises:
+            NoHeadroomError: no.
+        """
+        with self._lock.lock:
+            if nbytes <= self._admitted:
+                self._admitted -= nbytes
+                return
+            refused = self._refused
+            if refused is not None and nbytes >= refused[0] and self._refused_bytes < _REFUSED:
+                self._refused_bytes += nbytes
+                raise NoHeadroomError(refused[1])
+            limit = _tightest(host_headroom())
+            spare = _spare(limit)
+            if nbytes <= spare:
+                self._admitted, self._refused = min((spare - nbytes) // _TRUSTED, _TRUSTED_BYTES), None
+                return
+            shortage = _shortage(nbytes, limit)
+            self._admitted, self._refused, self._refused_bytes = 0, (nbytes, shortage), 0
+            raise NoHeadroomError(shortage)
+
+    def missing_bytes(self) -> int:
+        """How many bytes should go back to the system so that enough is left for others; 0 where enough is. Looks."""
+        return max(-_spare(_tightest(host_headroom())), 0)
+
+    def forget(self) -> None:
+        """Slabs have gone back to the system: what the last look has found does not hold any more."""
+        with self._lock.lock:
+            self._admitted, self._refused = 0, None
+
+
+def _spare(limit: Limit) -> int:
+    """Bytes that may be taken so that the reserve is left; below 0 where it is not."""
+    return limit.nbytes - limit.capacity // (_RESERVE * limit.sharers)
+
+
+def _tightest(headroom: Headroom) -> Limit:
+    return min(headroom.limits, key=_spare)
+
+
+def _shortage(nbytes: int, limit: Limit) -> Shortage:
+    reserve = limit.capacity // _RESERVE
+    return Shortage(
+        f"{size_text(nbytes)} more of host memory would leave less than {size_text(reserve)} of it for others, for "
+        f"{limit.reason}",
+        limit.remedy,
+    )
+
+
+_guard = Guard()
+
+
+def process_guard() -> Guard:
+    """The one of this process, since all that is taken comes from the same machine."""
+    return _guard

@@ -1,0 +1,185 @@
+"""What is left on the machine is looked at again before memory is taken: idle slabs go back first, then nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eager_offload.runtime.accelerator import AcceleratorRuntime
+from eager_offload.tiers import guard, host
+from eager_offload.tiers.arena import Arena, HostSlot
+from eager_offload.tiers.guard import Guard, NoHeadroomError
+from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.limits import Headroom, host_headroom
+from tests.doubles.recording_accelerator import RecordingAccelerator
+from tests.tiers.machines import GIB, MIB, FakeMachine
+from tests.tiers.system import System
+
+
+class Readings:
+    """What a machine of files says whenever it is looked at; counts the looks."""
+
+    def __init__(self, machine: FakeMachine) -> None:
+        self.machine = machine
+        self.looks = 0
+        #: Takes its part of what is said to be available.
+        self.held: Callable[[], int] = lambda: 0
+
+    def __call__(self) -> Headroom:
+        self.looks += 1
+        self.machine.set_memory(total=self.total, available=max(self.available - self.held(), 0))
+        return host_headroom(self.machine.system)
+
+    total = 16 * GIB
+    #: All that there is for this process; the reserve is a GiB.
+    available = 3 * GIB
+
+
+@pytest.fixture
+def readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Readings:
+    readings = Readings(FakeMachine(tmp_path))
+    monkeypatch.setattr(guard, "host_headroom", readings)
+    return readings
+
+
+def guarded(readings: Readings) -> tuple[HostTier, Guard, System]:
+    system, watch = System(), Guard()
+
+    def take(nbytes: int) -> object:
+        watch.admit(nbytes)
+        return system(nbytes)
+
+    arena = Arena(take, slab_bytes=MIB, idle_bytes=GIB, given_back=watch.forget)  # type: ignore[arg-type]
+    readings.held = lambda: arena.held_now
+    return HostTier(arena, 64 * GIB), watch, system
+
+
+def fill(tier: HostTier, nbytes: int) -> list[HostSlot]:
+    slots: list[HostSlot] = []
+    while (slot := tier.reserve(nbytes)) is not None:
+        slots.append(slot)
+    return slots
+
+
+def test_h26_slabs_are_taken_until_only_the_reserve_is_left(readings: Readings) -> None:
+    tier, _, _ = guarded(readings)
+    slots = fill(tier, 64 * MIB)
+    assert len(slots) == 32, "2 GiB; the rest is for others"
+    assert tier.shortage.reason == (
+        "64.0 MiB more of host memory would leave less than 1.0 GiB of it for others, for 1.0 GiB of this machine's "
+        "16.0 GiB of memory are available"
+    )
+    assert "take a machine with more of it" in tier.shortage.remedy
+
+
+def test_h26_every_rank_leaves_the_others_their_part(readings: Readings) -> None:
+    readings.machine.environ["LOCAL_WORLD_SIZE"] = "2"
+    tier, _, _ = guarded(readings)
+    # What is left when it stops is shared by two, and so is the reserve.
+    readings.held = lambda: 2 * tier._arena.held_now  # the other one does the same
+    assert len(fill(tier, 64 * MIB)) == 16
+
+
+def test_h26_what_is_idle_goes_back_before_memory_is_refused(readings: Readings) -> None:
+    tier, _, system = guarded(readings)
+    idle = [tier.reserve(512 * MIB) for _ in range(2)]
+    idle.clear()
+    assert tier.held_bytes == GIB
+    slot = tier.reserve(1536 * MIB)
+    assert slot is not None
+    assert tier.held_bytes == 1536 * MIB
+    assert len(system.alive) == 1
+
+
+def test_h26_memory_that_others_take_in_mid_training_is_seen(readings: Readings) -> None:
+    tier, _, _ = guarded(readings)
+    slots = [tier.reserve(64 * MIB) for _ in range(8)]
+    assert None not in slots
+    readings.available = GIB
+    assert len(fill(tier, 64 * MIB)) <= 4, "what the last look found is trusted for an eighth"
+    readings.available = 3 * GIB
+    del slots[:4]
+    assert all(tier.reserve(64 * MIB) is not None for _ in range(4)), "what is held already serves on"
+
+
+def test_looks_are_few_far_from_the_limit_and_more_near_it(readings: Readings) -> None:
+    readings.available, readings.total = 800 * GIB, 1024 * GIB
+    watch = Guard()
+    for _ in range(1000):
+        watch.admit(64 * MIB)
+    assert readings.looks <= 1000 // 16
+    readings.available = 65 * GIB
+    watch.forget()
+    before = readings.looks
+    for _ in range(8):
+        watch.admit(64 * MIB)
+    assert 1 < readings.looks - before <= 8
+
+
+def test_what_was_refused_is_refused_again_without_a_look_but_not_for_ever(readings: Readings) -> None:
+    readings.available = GIB
+    watch = Guard()
+    for _ in range(200):
+        with pytest.raises(NoHeadroomError):
+            watch.admit(16 * MIB)
+    assert readings.looks <= 200 * 16 // 256 + 1
+    readings.available = 3 * GIB
+    with pytest.raises(NoHeadroomError):
+        watch.admit(16 * MIB)
+    watch.forget()
+    watch.admit(16 * MIB)
+
+
+def test_h26_a_smaller_request_than_the_one_refused_is_looked_at_for_itself(readings: Readings) -> None:
+    readings.available = GIB + 8 * MIB
+    watch = Guard()
+    with pytest.raises(NoHeadroomError):
+        watch.admit(16 * MIB)
+    watch.admit(8 * MIB)
+
+
+def test_h26_when_a_forward_begins_idle_memory_goes_back_as_far_as_it_is_missed(
+    readings: Readings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_guard", Guard())
+    tier, _, system = guarded(readings)
+    slots = [tier.reserve(256 * MIB) for _ in range(4)]
+    slots.clear()
+    tier.trim()
+    readings.available = 1536 * MIB
+    tier.trim()
+    assert tier.held_bytes == GIB, "it has not handed out enough to look again"
+    monkeypatch.setattr(host, "_LOOK_BYTES", 0)
+    tier._next_look = 0
+    tier.trim()
+    assert tier.held_bytes == 512 * MIB, "and the reserve is whole again"
+    assert len(system.alive) == 2
+    looks = readings.looks
+    tier.trim()
+    assert tier.held_bytes == 512 * MIB
+    assert readings.looks == looks + 1
+
+
+def test_h26_pinned_memory_is_unpinned_before_the_next_look(readings: Readings) -> None:
+    double = RecordingAccelerator(can_register=True)
+    runtime, watch = AcceleratorRuntime(double), Guard()
+
+    def take(nbytes: int) -> object:
+        watch.admit(nbytes)
+        return runtime.host_buffer(nbytes)
+
+    def given_back() -> None:
+        runtime.tidy()
+        watch.forget()
+
+    readings.held = lambda: sum(double.registered.values())
+    readings.available = GIB + 96 * MIB
+    sizes = runtime.slab_sizes()
+    tier = HostTier(Arena(take, idle_bytes=GIB, sizes=sizes, given_back=given_back), GIB)  # type: ignore[arg-type]
+    slot = tier.reserve(64 * MIB)
+    del slot
+    other = tier.reserve(80 * MIB)
+    assert other is not None
+    assert double.registered == {other.address: 80 * MIB}
