@@ -70,7 +70,7 @@ class Lanes:
         """A forward begins."""
         for lane in self.all():
             lane.runtime.trim()
-        for tier in self._all_tiers():
+        for tier in self.tiers():
             tier.trim()
 
     def snapshot_peaks(self) -> None:

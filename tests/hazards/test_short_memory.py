@@ -150,7 +150,7 @@ def test_h26_idle_slabs_go_back_when_a_forward_begins_and_memory_is_short(
     expected = step()
     assert_identical(expected, step(Settled(offload)))
     assert_identical(expected, step(Settled(offload)))
-    (tier,) = offload._lanes._all_tiers()
+    (tier,) = offload._lanes.tiers()
     held = tier.held_bytes
     assert held >= NBYTES
     assert_settled(offload)
