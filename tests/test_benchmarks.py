@@ -140,6 +140,17 @@ def test_steps_behind_a_token_bucket_are_compared_with_the_floor_of_their_round(
     assert {"0.5 x free: step over floor", "2 x free: step over floor"} <= {one["what"] for one in content["limits"]}
 
 
+def test_the_disk_tier_is_compared_with_dd_in_turn_on_the_same_file(tmp_path: Path) -> None:
+    content = measured("disk", tmp_path, "--quick", "--slot", "2MiB", "--slots", "4", "--disk-path", str(tmp_path))
+    samples = content["samples"]
+    assert {one["side"] for one in samples} == {"tier", "dd, 1 MiB", "dd, 8 MiB"}
+    assert {one["round"] for one in samples} == {0, 1}
+    assert all(one["bytes_per_second"] > 0 for one in samples)
+    order = [one["side"] for one in samples if one["way"] == "write"]
+    assert order == ["dd, 1 MiB", "dd, 8 MiB", "tier", "tier", "dd, 1 MiB", "dd, 8 MiB"]
+    assert {limit["bound"] for limit in content["limits"]} == {0.9}
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
