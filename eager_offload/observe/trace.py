@@ -174,7 +174,7 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, separators=(",", ":"))
+            json.dump(content, file, separators=(",", ":"), default=os.fspath)  # directories, as texts
         os.chmod(temporary, 0o666 & ~_umask())  # what an ordinary new file has
         os.replace(temporary, path)
     except BaseException:

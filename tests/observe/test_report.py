@@ -10,12 +10,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
 import eager_offload as eo
 from eager_offload.observe.report import command, figures, render
 from eager_offload.observe.report.figures import Outcome, Saver
 from eager_offload.observe.report.markup import Markup, figure, seconds_text, size_text, tag
-from eager_offload.observe.trace import FORMAT, Kind, SavedGroup, Slice, Trace, write_trace
+from eager_offload.observe.trace import FORMAT, Kind, SavedGroup, Slice, Trace, read_trace, write_trace
 from tests.observe.traces import AWKWARD, LAYERS, example
 
 MIB = 1 << 20
@@ -176,6 +177,30 @@ def test_its_parts_are_installed_with_the_package() -> None:
         path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.*") if path.suffix not in (".py", ".pyc")
     }
     assert parts <= installed
+
+
+def test_the_page_of_a_real_run_has_the_numbers_of_its_stats(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(4)))
+    small = {"max_inflight_bytes": "4MiB", "prefetch_bytes": "4MiB", "keep_last_bytes": 0, "min_bytes": "64KiB"}
+    offload = eo.Offload(disk_path=tmp_path, **small)
+    with offload.trace(tmp_path / "step.json"):
+        with offload:
+            loss = model(torch.ones(1024, 256)).square().mean()
+        loss.backward()
+    stats = offload.stats()
+    offload.close()
+    assert stats.bytes_out > 4 * MIB
+    trace = read_trace(tmp_path / "step.json")
+    page = render(trace, "step.json")
+    for name in ("saved_bytes", "offloaded_bytes", "shared_bytes", "bytes_out", "bytes_in", "stall_seconds"):
+        assert f'<data value="{getattr(stats, name)}" data-figure="{name}">' in page, name
+    for reason, nbytes in stats.kept_bytes.items():
+        assert f'<data value="{nbytes}" data-figure="kept.{reason}">' in page
+    assert sum(one.nbytes for one in figures.savers(trace.saved, alike=True)) == stats.saved_bytes
+    assert "Sequential.*.*" in page
+    assert {lane.kind for lane in figures.lanes(trace)} >= {Kind.COMPUTE, Kind.OFFLOAD}
+    assert figures.peaks(trace).without_offload > figures.peaks(trace).device
 
 
 # -- the command ----------------------------------------------------------------------------------------------------

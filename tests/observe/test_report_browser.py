@@ -169,7 +169,7 @@ def test_what_is_pointed_at_is_told(browser: Browser, page: Path) -> None:
         "cpu reload: Net.layers.0.mlp · 30.00 ms at 700.00 ms · 16.0 MiB · GeluBackward0 · disk"
     )
     browser.run(f"{point}(['memory', {0.32 / 0.9}, 10])")
-    assert browser.run(told) == ("at 320.00 ms: 45.0 MiB on the device, 168.0 MiB without offload, 123.0 MiB on disk")
+    assert browser.run(told) == ("at 320.00 ms: 123.0 MiB on disk, 45.0 MiB on the device, 168.0 MiB without offload")
 
 
 def looked_at(browser: Browser, script: str = "0") -> list[float]:

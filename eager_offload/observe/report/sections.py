@@ -124,7 +124,9 @@ def _tile(name: str, value: Markup, *told: str) -> Markup:
 
 
 def _share(part: float, whole: float) -> str:
-    return f" ({part / whole:.0%})" if whole else ""
+    if not whole:
+        return ""
+    return f" ({part / whole:.0%})" if not 0 < part / whole < 0.01 else f" ({part / whole:.1%})"
 
 
 def _demotions(demotions: Mapping[str, int]) -> Markup:
