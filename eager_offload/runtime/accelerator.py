@@ -25,7 +25,6 @@ from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.runtime.staging import StagedEvent, Staging
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
-from eager_offload.tiers.memory import resident_slab
 from eager_offload.tiers.slabs import SlabSizes
 
 __all__ = ["AcceleratorEvent", "AcceleratorRuntime", "AcceleratorStream", "accelerator_runtime"]
@@ -124,10 +123,7 @@ class AcceleratorRuntime(Runtime):
         Raises:
             MemoryError: the system has no room.
         """
-        if pin_memory:
-            return self._pinned.allocate(nbytes)
-        with torch.inference_mode(False):
-            return resident_slab(nbytes)
+        return self._pinned.allocate(nbytes) if pin_memory else self._pinned.pageable(nbytes)
 
     def slab_sizes(self, *, pin_memory: bool = True) -> SlabSizes | None:
         """How large an arena's slabs have to be, so that pinning wastes nothing; ``None`` where any size will do."""

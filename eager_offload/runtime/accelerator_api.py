@@ -57,6 +57,9 @@ class AcceleratorApi(Protocol):
     def unregister(self, address: int) -> None:
         """Unpins what was registered at ``address``."""
 
+    def pci_address(self, index: int) -> str | None:
+        """Where a device is on the PCI bus, such as ``0000:3b:00.0``; ``None`` where nobody knows."""
+
     def copy(self, dst: Tensor, src: Tensor) -> None:
         """Enqueues ``dst.copy_(src)`` on the current stream of the one that is on the accelerator."""
 
@@ -110,6 +113,14 @@ class TorchAcceleratorApi:
         assert registration is not None
         # After an error of the device nothing can be unpinned any more, and the process has heard of it elsewhere.
         registration.unregister(address)
+
+    def pci_address(self, index: int) -> str | None:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or accelerator.type != "cuda":
+            return None
+        properties = torch.cuda.get_device_properties(index)
+        domain, bus, device = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+        return None if domain is None or bus is None or device is None else f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         dst.copy_(src, non_blocking=True)

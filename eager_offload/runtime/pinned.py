@@ -8,6 +8,11 @@ for as one (``PowersOfTwo`` in ``tiers/slabs.py``). Which of the two it is, is f
 [Note: a slab is a piece]
 One registration covers one slab and no more. The driver refuses very large ones, and a copy that straddles two, so the
 slabs are the pieces in which host memory is registered, and a slot lies in one of them.
+
+[Note: the node of the device]
+Pages are taken from the node of memory that is nearest to the device which is selected when a slab is taken: that is
+where the copies go, as long as a process uses one device. What several devices share an arena for may come from the
+node of any of them.
 """
 
 from __future__ import annotations
@@ -22,7 +27,9 @@ import torch
 from torch import Tensor
 
 from eager_offload.runtime.accelerator_api import AcceleratorApi
+from eager_offload.tiers.limits import pinning_limit, size_text
 from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
+from eager_offload.tiers.numa import node_of_device, prefer_node
 from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
 
 __all__ = ["PinnedMemory"]
@@ -77,6 +84,8 @@ class PinnedMemory:
         self._lock = threading.Lock()
         self._registers: bool | None = None
         self._warned = False
+        #: The node of memory nearest to a device, by the device's index.
+        self._nodes: dict[int, int | None] = {}
 
     @property
     def sizes(self) -> SlabSizes:
@@ -95,7 +104,16 @@ class PinnedMemory:
                 return self._registered_slab(nbytes) if self._can_register() else self._torch_slab(nbytes)
             except RuntimeError as error:
                 self._warn(nbytes, error)
-            return resident_slab(nbytes)
+            return self.pageable(nbytes)
+
+    def pageable(self, nbytes: int) -> Tensor:
+        """A slab that is not pinned, near the device that is selected.
+
+        Raises:
+            MemoryError: the system has no room.
+        """
+        with torch.inference_mode(False):
+            return resident_slab(nbytes, node=self._node())
 
     def drain(self) -> None:
         """Unpins the slabs that have gone; what the process inherited from a parent stays as it is."""
@@ -131,9 +149,19 @@ class PinnedMemory:
         if nbytes > _MOST_REGISTERED:
             raise RuntimeError(f"one piece may have {_MOST_REGISTERED} bytes")
         pages = anonymous_slab(nbytes)
+        node = self._node()
+        if node is not None:
+            prefer_node(pages.data_ptr(), nbytes, node)
         self._api.register(pages.data_ptr(), nbytes)
         owner = _Owner(_Registered(pages, os.getpid()), self._returned)
         return torch.frombuffer(view_of(pages.data_ptr(), nbytes, owner), dtype=torch.uint8)
+
+    def _node(self) -> int | None:
+        """See [Note: the node of the device]; ``None`` where any memory is as near as any other."""
+        index = self._api.current_device_index()
+        if index not in self._nodes:
+            self._nodes[index] = node_of_device(self._api.pci_address(index))
+        return self._nodes[index]
 
     def _torch_slab(self, nbytes: int) -> Tensor:
         # Pinned memory starts at a page as it is. Room to spare would double a slab whose size is a power of two.
@@ -149,11 +177,12 @@ class PinnedMemory:
             if self._warned:
                 return
             self._warned = True
-        reason = str(error).partition("\n")[0]
+        reason, limit = str(error).partition("\n")[0], pinning_limit()
+        lock = "" if limit is None else f", which is {size_text(limit)} now,"
         warnings.warn(
             f"{nbytes} bytes of host memory could not be pinned ({reason}); offloading goes on with pageable memory, "
-            "and the host waits for each copy. A higher limit on locked memory (ulimit -l) or a smaller host_budget "
-            "may help; pin_memory=False says that it is meant so",
+            f"and the host waits for each copy. A higher limit on locked memory (ulimit -l){lock} or a smaller "
+            "host_budget may help; pin_memory=False says that it is meant so",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -14,6 +14,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from eager_offload.tiers.numa import prefer_node
+
 __all__ = ["PAGE", "FilePart", "anonymous_slab", "mapped_file", "move", "resident_slab", "round_up", "view_of"]
 
 #: Bytes; what blocks, slots and direct I/O are aligned to.
@@ -139,13 +141,18 @@ def anonymous_slab(nbytes: int) -> Tensor:
 _MADV_POPULATE_WRITE = 23
 
 
-def resident_slab(nbytes: int) -> Tensor:
+def resident_slab(nbytes: int, *, node: int | None = None) -> Tensor:
     """An ``anonymous_slab`` whose pages are all there: what the system says of its memory counts them already.
+
+    Args:
+        node: of memory, where the pages come from if it has any; see ``numa.py``.
 
     Raises:
         MemoryError: the system has no room.
     """
     slab = anonymous_slab(nbytes)
+    if node is not None:
+        prefer_node(slab.data_ptr(), nbytes, node)
     if sys.platform != "linux" or _system_calls().madvise(slab.data_ptr(), nbytes, _MADV_POPULATE_WRITE):
         ctypes.memset(slab.data_ptr(), 0, nbytes)
     return slab

@@ -78,6 +78,8 @@ class RecordingAccelerator:
         self.can_time = can_time
         self.can_stream = can_stream
         self.can_register = can_register
+        #: What ``pci_address`` answers, by device.
+        self.pci_addresses: dict[int, str] = {}
         #: Bytes that are registered, by address; and those that torch would have pinned, each block a power of two.
         self.registered: dict[int, int] = {}
         self.pinned_by_torch = 0
@@ -170,6 +172,9 @@ class RecordingAccelerator:
     def unregister(self, address: int) -> None:
         self.note("unregister")
         del self.registered[address]
+
+    def pci_address(self, index: int) -> str | None:
+        return self.pci_addresses.get(index)
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         key = (self._block_of(dst) or self._block_of(src) or _nowhere()).key

@@ -105,6 +105,7 @@ _FIRST: dict[str, list[str]] = {
     "tiers/host": ["tests/tiers/test_shares.py", "tests/tiers/test_arena.py", "tests/hazards/test_short_memory.py"],
     "tiers/hostslots": ["tests/tiers/test_arena.py", "tests/tiers/test_shares.py", "tests/tiers/test_leases.py"],
     "tiers/limits": ["tests/tiers/test_limits.py"],
+    "tiers/numa": ["tests/tiers/test_numa.py"],
     "tiers/ranks": ["tests/tiers/test_limits.py"],
     "tiers/base": ["tests/tiers/test_arena.py", "tests/tiers/test_disk.py"],
     "tiers/crew": ["tests/tiers/test_crew.py", "tests/tiers/test_disk_stripes.py"],
@@ -125,6 +126,7 @@ _ALONE = (
     "runtime/staging",
     "tiers/cgroups",
     "tiers/limits",
+    "tiers/numa",
     "tiers/ranks",
     "tiers/throttle",
 )

@@ -1,0 +1,107 @@
+"""Host memory comes from the node that is nearest to the device, where the machine has several and takes it."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from eager_offload.runtime import pinned
+from eager_offload.runtime.accelerator import AcceleratorRuntime
+from eager_offload.tiers import numa
+from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab
+from eager_offload.tiers.numa import node_of_device, prefer_node
+from tests.doubles.recording_accelerator import RecordingAccelerator
+
+MIB = 1 << 20
+PREFERRED = 1
+#: Of the system call that tells the policy of an address.
+GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
+
+
+def policy_of(address: int) -> tuple[int, int]:
+    """The kernel's policy for the page at ``address``: its mode, and a bit for each node."""
+    mode, mask = ctypes.c_int(-1), (ctypes.c_ulong * 16)()
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    arguments = (GET_MEMPOLICY[platform.machine()], ctypes.addressof(mode), ctypes.addressof(mask), 1024, address, 2)
+    assert syscall(*(ctypes.c_long(argument) for argument in arguments)) == 0
+    return mode.value, mask[0]
+
+
+@pytest.fixture
+def kernel_tells() -> None:
+    if platform.system() != "Linux" or platform.machine() not in GET_MEMPOLICY:
+        pytest.skip("the test knows no way to ask this system for the policy of an address")
+    pages = anonymous_slab(PAGE)
+    if not prefer_node(pages.data_ptr(), PAGE, 0):
+        pytest.skip("this system lets no process say where its memory comes from")
+
+
+def tree(root: Path, online: str, nodes: dict[str, int]) -> Path:
+    (root / "sys/devices/system/node").mkdir(parents=True)
+    (root / "sys/devices/system/node/online").write_text(f"{online}\n")
+    for address, node in nodes.items():
+        device = root / "sys/bus/pci/devices" / address
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    return root
+
+
+@pytest.mark.parametrize(("online", "node"), [("0-1", 1), ("0,2-3", 1), ("0", None)])
+def test_the_node_of_a_device_is_known_from_its_address(tmp_path: Path, online: str, node: int | None) -> None:
+    root = tree(tmp_path, online, {"0000:3b:00.0": 1, "0000:86:00.0": -1})
+    assert node_of_device("0000:3B:00.0", root) == node
+    assert node_of_device("0000:86:00.0", root) is None, "a virtual machine may not know"
+    assert node_of_device("0000:ff:00.0", root) is None
+    assert node_of_device(None, root) is None
+    assert node_of_device("0000:3b:00.0", tmp_path / "nothing") is None
+
+
+@pytest.mark.usefixtures("kernel_tells")
+def test_pages_are_bound_before_they_are_touched() -> None:
+    slab = resident_slab(MIB, node=0)
+    assert policy_of(slab.data_ptr()) == policy_of(slab.data_ptr() + MIB - 1) == (PREFERRED, 1)
+    assert int(slab.fill_(1).sum()) == MIB
+    anywhere = resident_slab(MIB)
+    assert policy_of(anywhere.data_ptr())[0] != PREFERRED
+
+
+def test_a_node_that_does_not_exist_is_refused_and_nothing_changes() -> None:
+    slab = resident_slab(MIB, node=900)
+    assert not prefer_node(slab.data_ptr(), MIB, 900)
+    assert int(slab.fill_(1).sum()) == MIB
+
+
+def test_a_processor_whose_system_calls_nobody_knows_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numa, "_MBIND", {})
+    assert not prefer_node(anonymous_slab(PAGE).data_ptr(), PAGE, 0)
+
+
+@pytest.mark.usefixtures("kernel_tells")
+@pytest.mark.parametrize("pin_memory", [True, False], ids=["registered", "pageable"])
+def test_a_slab_comes_from_the_node_of_the_device_that_is_selected(
+    monkeypatch: pytest.MonkeyPatch, pin_memory: bool
+) -> None:
+    double = RecordingAccelerator(2, can_register=True)
+    double.pci_addresses = {0: "0000:3b:00.0", 1: "0000:86:00.0"}
+    # This machine has one node, and the second device is said to be near it.
+    monkeypatch.setattr(pinned, "node_of_device", {"0000:3b:00.0": None, "0000:86:00.0": 0}.get)
+    bound: dict[int, tuple[int, int]] = {}
+
+    def register(address: int, nbytes: int) -> None:
+        bound[address] = policy_of(address)
+
+    monkeypatch.setattr(double, "register", register)
+    monkeypatch.setattr(double, "unregister", lambda address: None)
+    runtime = AcceleratorRuntime(double)
+    far = runtime.host_buffer(MIB, pin_memory=pin_memory)
+    with double.device_index(1):
+        near = runtime.host_buffer(MIB, pin_memory=pin_memory)
+    assert policy_of(near.data_ptr()) == (PREFERRED, 1)
+    assert policy_of(far.data_ptr())[0] != PREFERRED
+    if pin_memory:
+        assert bound[near.data_ptr()] == (PREFERRED, 1), "it is bound before it is pinned, which touches it"
+    assert torch.equal(near.fill_(3), far.fill_(3))
