@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import platform
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from eager_offload.runtime import pinned
 from eager_offload.runtime.accelerator import AcceleratorRuntime
+from eager_offload.runtime.accelerator_api import TorchAcceleratorApi
 from eager_offload.tiers import numa
 from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab
 from eager_offload.tiers.numa import node_of_device, prefer_node
@@ -105,3 +107,19 @@ def test_a_slab_comes_from_the_node_of_the_device_that_is_selected(
     if pin_memory:
         assert bound[near.data_ptr()] == (PREFERRED, 1), "it is bound before it is pinned, which touches it"
     assert torch.equal(near.fill_(3), far.fill_(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "properties", "address"),
+    [
+        ("cuda", {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}, "0000:3b:00.0"),
+        ("cuda", {"pci_bus_id": 0x3B}, None),
+        ("xpu", {}, None),
+    ],
+)
+def test_the_address_of_a_device_is_what_torch_says(
+    monkeypatch: pytest.MonkeyPatch, kind: str, properties: dict[str, int], address: str | None
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device(kind))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
+    assert TorchAcceleratorApi().pci_address(0) == address
