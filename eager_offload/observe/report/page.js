@@ -132,8 +132,8 @@
       }
       pen.lineTo(this.x(Math.min(end, view.to)), y);
       pen.strokeStyle = color(one.key);
-      pen.lineWidth = one.key === "device" || one.key === "without" ? 2 : 1.5;
-      pen.setLineDash(one.key === "without" ? [6, 4] : []);
+      pen.lineWidth = 2;
+      pen.setLineDash(one.key === "without" ? [4, 7] : []);
       pen.stroke();
       pen.setLineDash([]);
       if (one.key === "device") {
