@@ -173,7 +173,7 @@ class Offload:
                 else:
                     lane.settle()
             self._lanes.snapshot_peaks()
-            return self._accounts.tally.snapshot()
+            return self._accounts.tally.snapshot(self.config)
 
     def reset_stats(self) -> None:
         """Starts every counter anew. What was saved before is not counted any more."""
@@ -288,6 +288,7 @@ class _Context:
         offload, session = self._offload, self._session
         if not offload._contexts.stack:
             session.begin()
+            offload._accounts.tally.begin()
             offload._lanes.trim()
         self._packed_before = session.packed
         self._nodes_before = autograd_sequence()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 import threading
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from eager_offload.config import OffloadConfig
+from eager_offload.observe.advice import advise, terabytes_a_day
 from eager_offload.tiers.forking import tell_after_fork
 
 if TYPE_CHECKING:
@@ -63,6 +67,12 @@ class OffloadStats:
     """Bytes that came back, in reality."""
     stall_seconds: float = 0.0
     """Time that the host has waited for transfers; on a CPU device that is all that compute has waited."""
+    window_stall_seconds: float = 0.0
+    """The part of it that was for room in the in-flight window."""
+    out_seconds: float = 0.0
+    """For how long bytes travelled out, where that is known: on a CPU device, and to a disk."""
+    in_seconds: float = 0.0
+    """For how long bytes travelled back, where that is known."""
     inflight_bytes_peak: int = 0
     """Most bytes that were on their way out at one time."""
     resident_bytes_peak: int = 0
@@ -71,6 +81,8 @@ class OffloadStats:
     """Most bytes held in host memory at one time, rounding and idle room included."""
     disk_bytes_peak: int = 0
     """Most bytes held on disk at one time."""
+    disk_bytes_written: int = 0
+    """Bytes that were written to disks, rounding included."""
     demotions: dict[str, int] = field(default_factory=dict)
     """What could not be done as planned, and how often: ``host_to_disk``, ``budget``, ``write_failed``."""
     foreign_hooks: int = 0
@@ -79,6 +91,15 @@ class OffloadStats:
     """Forward graphs of compiled code that were run and moved something."""
     empty_forwards: int = 0
     """Contexts in which autograd recorded operators but not one saved tensor could be seen."""
+    seconds: float = field(default=0.0, compare=False)
+    """Since the first ``with`` that is counted."""
+    _config: ClassVar[OffloadConfig] = OffloadConfig()
+    """What it ran with; no field, and not compared."""
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What limited the run and which knob to turn, a sentence or two each; or that all is well."""
+        return advise(self, self._config)
 
     def __str__(self) -> str:
         kept = sum(self.kept_bytes.values())
@@ -86,11 +107,11 @@ class OffloadStats:
             f"saved      {self.saved_tensors:>8,} tensors {_size(self.saved_bytes)}",
             f"offloaded  {self.offloaded_tensors:>8,} tensors {_size(self.offloaded_bytes)}"
             f"  (+ {_size(self.shared_bytes).strip()} shared with them)",
-            f"kept                        {_size(kept)}  {_breakdown(self.kept_bytes)}",
+            f"kept                        {_size(kept)}  {_breakdown(self.kept_bytes)}".rstrip(),
             f"back       {_size(self.reloaded_bytes).strip()} reloaded, {_size(self.forwarded_bytes).strip()} still"
             f" resident, {_size(self.released_bytes).strip()} never asked for",
             f"moved      {_size(self.bytes_out).strip()} out, {_size(self.bytes_in).strip()} in,"
-            f" compute stalled {self.stall_seconds:.3f} s",
+            f" compute stalled {self.stall_seconds:.3f} s" + (f" of {self.seconds:,.1f} s" if self.seconds else ""),
             f"peaks      {_size(self.inflight_bytes_peak).strip()} in flight, {_size(self.resident_bytes_peak).strip()}"
             f" resident, {_size(self.host_bytes_peak).strip()} host, {_size(self.disk_bytes_peak).strip()} disk",
         ]
@@ -98,6 +119,14 @@ class OffloadStats:
             lines.append(
                 "demotions  " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.demotions.items()))
             )
+        if self.disk_bytes_written:
+            daily = terabytes_a_day(self)
+            pace = f", {daily:,.1f} TB a day if it goes on" if daily >= 0.1 else ""
+            lines.append(f"written    {_size(self.disk_bytes_written).strip()} to disk{pace}")
+        if self.compiled_regions:
+            lines.append(f"compiled   {self.compiled_regions:,} forward graphs that moved something")
+        for sentence in self.advice:
+            lines += textwrap.wrap(sentence, 100, initial_indent="advice     ", subsequent_indent=" " * 11)
         return "\n".join(lines)
 
 
@@ -117,14 +146,25 @@ class Tally:
         self.bytes_out = 0
         self.bytes_in = 0
         self.stall_seconds = 0.0
+        self.window_stall_seconds = 0.0
+        self.out_seconds = 0.0
+        self.in_seconds = 0.0
         self.inflight_bytes_peak = 0
         self.resident_bytes_peak = 0
         self.host_bytes_peak = 0
         self.disk_bytes_peak = 0
+        self.disk_bytes_written = 0
         self.demotions: dict[str, int] = {}
         self.foreign_hooks = 0
         self.compiled_regions = 0
         self.empty_forwards = 0
+        #: When the first `with` that is counted was entered.
+        self.began: float | None = None
+
+    def begin(self) -> None:
+        """A `with` is entered."""
+        if self.began is None:
+            self.began = time.perf_counter()
 
     def kept(self, reason: KeepReason, nbytes: int) -> None:
         """A save that stays."""
@@ -163,11 +203,17 @@ class Tally:
         self.demotions[kind] = self.demotions.get(kind, 0) + 1
         return self.demotions[kind] == 1
 
-    def snapshot(self) -> OffloadStats:
+    def snapshot(self, config: OffloadConfig | None = None) -> OffloadStats:
+        """What is counted so far, with what the run was configured with, for the advice."""
         values = dict(vars(self))
+        began = values.pop("began")
+        values["seconds"] = 0.0 if began is None else time.perf_counter() - began
         values["kept_bytes"] = {r.value: n for r, n in self.kept_bytes.items() if n}
         values["demotions"] = dict(self.demotions)
-        return OffloadStats(**values)
+        stats = OffloadStats(**values)
+        if config is not None:
+            object.__setattr__(stats, "_config", config)  # the one way to give something to a frozen dataclass
+        return stats
 
 
 class Accounts:

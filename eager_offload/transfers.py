@@ -322,8 +322,13 @@ class Transfers:
     def _is_over(self, under: dict[int, _Under], ticket: int | None, *, out: bool) -> None:
         if ticket is None or ticket not in under:
             return
-        ground, nbytes = self._ground, under[ticket][1]
+        ground, (event, nbytes) = self._ground, under[ticket]
         ground.registry.forget(ticket)
+        seconds, tally = ground.runtime.seconds(event) or 0.0, ground.accounts.tally
+        if out:
+            tally.out_seconds += seconds
+        else:
+            tally.in_seconds += seconds
         ground.resident_bytes -= nbytes
         self._inflight_bytes -= nbytes if out else 0
         del under[ticket]  # no call since the accounts changed: see [Note: interrupts] in eager/ground.py

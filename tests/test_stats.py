@@ -90,9 +90,13 @@ saved         1,234 tensors     512.0 MiB
 offloaded        56 tensors     384.5 MiB  (+ 1.0 GiB shared with them)
 kept                            127.5 MiB  (parameter 100.0 MiB, newest 27.5 MiB)
 back       300.0 MiB reloaded, 84.0 MiB still resident, 512.0 KiB never asked for
-moved      1.5 TiB out, 999 B in, compute stalled 1.250 s
+moved      1.5 TiB out, 999 B in, compute stalled 1.250 s of 100.0 s
 peaks      64.0 MiB in flight, 96.0 MiB resident, 0 B host, 2048.0 TiB disk
-demotions  budget 1,000, write_failed 1"""
+demotions  write_failed 1
+written    2.3 GiB to disk, 2.2 TB a day if it goes on
+compiled   2 forward graphs that moved something
+advice     Once a write to a tier failed, and the bytes stayed: the first warning tells why. Look
+           after the disk, or name another as disk_path."""
 
 
 def test_the_report_fits_a_screen_and_names_every_part() -> None:
@@ -112,7 +116,10 @@ def test_the_report_fits_a_screen_and_names_every_part() -> None:
         inflight_bytes_peak=64 * MIB,
         resident_bytes_peak=96 * MIB,
         disk_bytes_peak=1 << 51,
-        demotions={"write_failed": 1, "budget": 1000},
+        demotions={"write_failed": 1},
+        disk_bytes_written=2_500_000_000,
+        compiled_regions=2,
+        seconds=100.0,
     )
     assert str(stats) == REPORT
     assert all(len(line) <= 100 for line in str(stats).splitlines())
@@ -122,6 +129,26 @@ def test_the_report_of_nothing_has_no_empty_brackets() -> None:
     report = str(eo.OffloadStats())
     assert "()" not in report
     assert "demotions" not in report
+    assert all(line == line.rstrip() for line in report.splitlines())
+    assert report.splitlines()[-1].startswith("advice     No saved tensor was seen")
+
+
+def test_the_report_gives_advice_for_the_configuration_that_ran() -> None:
+    tally = Tally()
+    tally.kept(KeepReason.SMALL, 100)
+    assert 'min_bytes="64KiB"' in str(tally.snapshot(eo.OffloadConfig(min_bytes="256KiB")))
+    (said,) = tally.snapshot(eo.OffloadConfig(min_bytes="512KiB")).advice
+    assert 'min_bytes="128KiB"' in said
+    assert tally.snapshot() == tally.snapshot(eo.OffloadConfig(min_bytes=7)), "what ran with is not what was counted"
+
+
+def test_time_is_counted_from_the_first_context() -> None:
+    tally = Tally()
+    assert tally.snapshot().seconds == 0
+    tally.begin()
+    first = tally.snapshot().seconds
+    tally.begin()
+    assert tally.snapshot().seconds >= first > 0
 
 
 @pytest.mark.parametrize(

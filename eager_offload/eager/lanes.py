@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -46,6 +47,7 @@ class Lanes:
         self._lanes: dict[torch.device, Lane] = {}
         self._outlived: list[Lane] = []  # closed, and graphs of theirs are still alive
         self._tiers: dict[Runtime, list[Tier]] = {}
+        self._written: weakref.WeakKeyDictionary[Tier, int] = weakref.WeakKeyDictionary()
         if config.tier == "disk" or config.disk_paths is not None:
             self._open_tiers(given or host_runtime())  # a path that cannot serve is told at once
 
@@ -81,10 +83,14 @@ class Lanes:
                 tally.disk_bytes_peak = max(tally.disk_bytes_peak, tier.peak_bytes)
             else:
                 tally.host_bytes_peak = max(tally.host_bytes_peak, tier.peak_bytes)
+            written = tier.written_bytes
+            tally.disk_bytes_written += written - self._written.get(tier, 0)
+            self._written[tier] = written
 
     def new_tally(self) -> None:
         """Starts counting anew, with the peaks at what is held now."""
         with self._accounts.lock:
+            self.snapshot_peaks()  # what was written so far is not counted any more
             tally = self._accounts.tally = Tally()
             tally.resident_bytes_peak = sum(lane.resident_bytes for lane in self.all())
             tally.inflight_bytes_peak = max((lane.inflight_bytes for lane in self.all()), default=0)

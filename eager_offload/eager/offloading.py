@@ -181,7 +181,9 @@ class Offloading:
         waiting = None if recorder is None else recorder.waits(self._ground, None)
         started = time.perf_counter()
         self._arrive(next(iter(self._leaving)))
-        self._ground.accounts.tally.stall_seconds += time.perf_counter() - started
+        waited, tally = time.perf_counter() - started, self._ground.accounts.tally
+        tally.stall_seconds += waited
+        tally.window_stall_seconds += waited
         if waiting is not None:
             waiting.over("window is full")
 
@@ -213,7 +215,9 @@ class Offloading:
                 ground.note_peak()
             saved.state = State.AWAY  # first: from here on nobody looks for bytes in an alias
             saved.release_source()
-        self.rate.add(leaving.moved, ground.runtime.seconds(leaving.event))
+        seconds = ground.runtime.seconds(leaving.event)
+        self.rate.add(leaving.moved, seconds)
+        leaving.link.out_seconds += seconds or 0.0
         del self._leaving[key]
         ground.resident_bytes -= leaving.nbytes
         if leaving.buried:

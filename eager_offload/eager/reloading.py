@@ -69,7 +69,9 @@ class Reloading:
             waits = False
             with ground.accounts.lock:
                 if ticket is not None:
-                    self.rate.add(reload.target.nbytes, ground.runtime.seconds(reload.event))
+                    seconds = ground.runtime.seconds(reload.event)
+                    self.rate.add(reload.target.nbytes, seconds)
+                    ground.accounts.tally.in_seconds += seconds or 0.0
                 return self._hand_over(view, reload, stream)
         except BaseException:
             if reload is not None:

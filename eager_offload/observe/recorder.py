@@ -21,6 +21,7 @@ from eager_offload.config import OffloadConfig
 from eager_offload.eager.ground import Ground
 from eager_offload.eager.hooks import logical_bytes
 from eager_offload.eager.lanes import Lanes
+from eager_offload.observe.advice import advise
 from eager_offload.observe.backwards import Backwards
 from eager_offload.observe.ledger import Handle, Ledger, ParcelRecord, RecordedHandle, Save
 from eager_offload.observe.modules import ModuleCall, Modules
@@ -105,7 +106,7 @@ class Recorder:
         self._clocks.stop()
         self._ledger.listener = None
 
-    def finish(self, before: OffloadStats, after: OffloadStats, tally: Tally, advice: tuple[str, ...]) -> Trace:
+    def finish(self, before: OffloadStats, after: OffloadStats, tally: Tally) -> Trace:
         """Everything, once transfers are over.
 
         Args:
@@ -118,13 +119,13 @@ class Recorder:
             self._modules.break_off()
             self._backwards.close()
             saved = self._ledger.close()
-            is_same = tally is self._accounts.tally
+            counted = _between(before, after) if tally is self._accounts.tally else dataclasses.asdict(after)
         slices = self._moments.slices(self._ledger.of_key)
         return Trace(
             seconds=max([seconds, *(one.stop for one in slices)]),  # compute may go on when transfers are over
             config=dataclasses.asdict(self._config),
-            stats=_between(before, after) if is_same else dataclasses.asdict(after),
-            advice=advice,
+            stats=counted,
+            advice=advise(OffloadStats(**counted), self._config),
             saved=tuple(saved),
             slices=slices,
             memory=tuple(self._memory),

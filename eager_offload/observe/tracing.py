@@ -63,7 +63,7 @@ class Tracing:
             if os.getpid() != self._process:
                 return  # a forked child: the file is its parent's
             after = offload.stats(synchronize=True)
-            told = recorder.finish(self._before, after, self._tally, ())
+            told = recorder.finish(self._before, after, self._tally)
         finally:
             self._leave()
         if error is not None:

@@ -140,6 +140,11 @@ class Tier(abc.ABC):
     def peak_bytes(self) -> int:
         """Most bytes held at one time since ``restart_peak``."""
 
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that were written to disks so far; 0 for memory, which does not wear."""
+        return 0
+
     @abc.abstractmethod
     def restart_peak(self) -> None:
         """Starts measuring the peak anew, from what is held now."""

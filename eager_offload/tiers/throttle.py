@@ -158,6 +158,10 @@ class ThrottledTier(Tier):
         return self.tier.held_bytes
 
     @property
+    def written_bytes(self) -> int:
+        return self.tier.written_bytes
+
+    @property
     def peak_bytes(self) -> int:
         return self.tier.peak_bytes
 
