@@ -36,6 +36,7 @@ from eager_offload.parcels import (
 from eager_offload.runtime.base import Direction, Event, Layout, Stream
 from eager_offload.stats import KeepReason, Tally
 from eager_offload.tiers.base import Slot, Tier
+from eager_offload.tiers.guard import NoHeadroomError, process_guard
 from eager_offload.tiers.memory import view_of
 
 __all__ = ["Transfers", "reload_copy", "wait_for"]
@@ -192,7 +193,7 @@ class Transfers:
         flat, runtime = flat_bytes(resolved(source)), self._ground.runtime
         kept: Tensor | None = None
         with runtime.enter(runtime.current_stream(self._ground.device)):
-            for device in (torch.device("cpu"), source.device):
+            for device in _homes(source.device, parcel.nbytes):
                 try:
                     kept = torch.empty_like(flat, device=device).copy_(flat)
                     break
@@ -364,6 +365,17 @@ def reload_copy(host: Tensor, device: torch.device) -> Tensor:
     tensor = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device).copy_(host)
     own(tensor.untyped_storage(), Arrival(None, tensor.nbytes))
     return tensor
+
+
+def _homes(device: torch.device, nbytes: int) -> list[torch.device]:
+    """Where a copy of bytes that no tier takes may go, the first choice in front; not to a host that is short too."""
+    host = torch.device("cpu")
+    if device.type != host.type:
+        try:
+            process_guard().admit(nbytes)
+        except NoHeadroomError:
+            return [device]
+    return [host, device]
 
 
 def _memory_of(slot: Slot) -> memoryview | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from eager_offload.tiers import guard, host
 from eager_offload.tiers.guard import Guard
 from eager_offload.tiers.limits import Headroom, host_headroom
+from eager_offload.transfers import _homes
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
@@ -173,6 +174,15 @@ def test_h26_a_budget_in_bytes_does_not_go_beyond_what_there_is(backend: Backend
     assert NBYTES <= stats.host_bytes_peak <= 16 * MIB
 
 
+def test_h26_a_graph_keeps_what_no_tier_takes_where_there_is_room(machine: SmallMachine) -> None:
+    host_memory, device = torch.device("cpu"), torch.device("cuda", 0)
+    assert _homes(device, NBYTES) == [host_memory, device]
+    machine.available = 4 * MIB
+    guard.process_guard().forget()
+    assert _homes(device, NBYTES) == [device]
+    assert _homes(host_memory, NBYTES) == [host_memory, host_memory], "it is there already"
+
+
 # -- real limits ----------------------------------------------------------------------------------------------------
 
 #: Trains on batches that the process holds anyway, so that whatever is offloaded comes on top. What it may still take
@@ -266,3 +276,59 @@ def test_h26_a_control_group_below_what_offloading_wants_does_not_kill_the_run()
     assert_some_moved(numbers)
     assert "the control group" in told
     assert str(group.directory) in told
+
+
+#: Training that holds more than the group may: without offload it is killed, with the disk tier it ends.
+DEEP = """
+import os, sys
+from contextlib import nullcontext
+from pathlib import Path
+import torch
+import eager_offload as eo
+
+group, directory, offloads = sys.argv[1:]
+torch.set_num_threads(1)
+eo.release_freed_memory()
+Path(group, "cgroup.procs").write_text(str(os.getpid()))
+
+def gradient(around, size):
+    x = torch.linspace(-1, 1, size, requires_grad=True)
+    y = x
+    with around:
+        for _ in range(24):
+            y = (y * 1.01).sin()
+        loss = y.sum()
+    loss.backward()
+    return x.grad
+
+offload = nullcontext()
+if offloads == "yes":
+    offload = eo.Offload(disk_path=directory, max_inflight_bytes="32MiB", prefetch_bytes="32MiB")
+size = 1 << 22
+whole = gradient(offload, size)
+# Elementwise, so a part of it can be had without any of this.
+x = torch.linspace(-1, 1, size)[: 1 << 16].clone().requires_grad_()
+y = x
+for _ in range(24):
+    y = (y * 1.01).sin()
+y.sum().backward()
+assert torch.equal(whole[: 1 << 16], x.grad)
+print(offload.stats(synchronize=True).bytes_out)
+"""
+
+
+@pytest.mark.long
+def test_h26_a_control_group_that_kills_training_without_offload_does_not_with_it(tmp_path: Path) -> None:
+    def run(offloads: str) -> subprocess.CompletedProcess[str]:
+        arguments = [sys.executable, "-c", DEEP, str(group.directory), str(tmp_path), offloads]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=200)
+
+    with real_group() as group:
+        group.set_limit(300 * MIB)
+        assert run("no").returncode == -signal.SIGKILL
+        killed = group.kills
+        done = run("yes")
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert group.kills == killed > 0
+    assert int(done.stdout) > 300 * MIB
