@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import CapacityError, ConfigError, CorruptionError
-from eager_offload.tiers.base import Fence, Region, Slot, Tier
+from eager_offload.tiers.base import Fence, Region, Shortage, Slot, Tier
 from eager_offload.tiers.crew import Crew
 from eager_offload.tiers.directories import open_some, open_spill_files
 from eager_offload.tiers.extents import Extent
 from eager_offload.tiers.forking import tell_after_fork
-from eager_offload.tiers.limits import disk_budget
+from eager_offload.tiers.limits import disk_budget, disk_headroom, size_text
 from eager_offload.tiers.memory import PAGE, anonymous_slab, round_up, view_of
 from eager_offload.tiers.rawfile import RawFile
 from eager_offload.tiers.space import MOST_PIECES, Remains, Space
@@ -146,6 +146,24 @@ class DiskTier(Tier):
             space.used += nbytes
             space.carved = None
             return slot
+
+    @property
+    def shortage(self) -> Shortage:
+        """What binds now: the budget, or the disk that has the most room."""
+        with self._lock:
+            space, left = self._space, self._budget - self._length()
+            if space is None:
+                return Shortage("no directory serves any more", "name another one in disk_path")
+            roomiest = max(space.files, key=SpillFile.room)
+            if left <= roomiest.room():
+                return Shortage(f"all of disk_budget is in use: {size_text(self._budget)}", "raise disk_budget")
+        try:
+            limit = disk_headroom(roomiest.directory).binding
+        except OSError as error:
+            return Shortage(
+                f"the disk of {roomiest.directory} does not answer ({error})", "name another one in disk_path"
+            )
+        return Shortage(f"{limit.reason}, and some of it is always left to others", limit.remedy)
 
     @property
     def used_bytes(self) -> int:

@@ -166,3 +166,17 @@ def test_h27_every_errno_is_an_error_with_its_number_and_a_remedy(directory: Pat
     slot.write(noise(100_000))
     assert torch.equal(content(slot), noise(100_000))
     assert file.written >= 100_000
+
+
+def test_the_reason_for_no_room_is_the_budget_or_the_disk(directory: Path) -> None:
+    tier, file = sized_tier(directory)
+    file.free = 0
+    assert tier.reserve(1) is None
+    assert f"the disk of {directory} has " in tier.shortage.reason
+    assert "disk_path" in tier.shortage.remedy
+    file.free = 20 * GIB
+    small, _ = open_tier(directory, Sized, budget=MIB)
+    slot = reserve(small, MIB)
+    assert small.reserve(1) is None
+    assert small.shortage == ("all of disk_budget is in use: 1.0 MiB", "raise disk_budget")
+    assert slot.nbytes == MIB
