@@ -43,7 +43,7 @@ def test_memory_that_came_pageable_was_not_pinned(double: RecordingAccelerator) 
 
 def test_the_text_of_a_machine_with_an_accelerator() -> None:
     cpu = Device("cpu", "a processor, 16 threads", 128 * GIB, flops=1e12, dtype="float32", link=Speed(1e10, 1e10))
-    gpu = Device("cuda:0", "NVIDIA H200", 140 * GIB, 6e14, "bfloat16", Speed(52e9, 51e9), Speed(43e9, 42e9), 0.2)
+    gpu = Device("cuda:0", "NVIDIA H200", 140 * GIB, 6e14, "bfloat16", Speed(52e9, 51e9), Speed(43e9, 42e9), 1, 0.2)
     memory = Memory(128 * GIB, 60 * GIB, 30 * GIB, 4, "the control group may use 64 GiB", "give it more")
     disk = Disk("/mnt/nvme", "xfs", 7, 900 * GIB, direct=Speed(6e9, 7e9), buffered=Speed(2e9, 3e9))
     tests = [SelfTest("cpu", True, 36 << 20), SelfTest("cuda:0", True, 36 << 20)]
@@ -63,7 +63,7 @@ def test_the_text_of_a_machine_with_an_accelerator() -> None:
         )
     )
     for line in (
-        "  cuda:0         NVIDIA H200, 140.0 GiB",
+        "  cuda:0         NVIDIA H200, 140.0 GiB, node 1",
         "    compute      600.0 TFLOP/s (bfloat16 product)",
         "    link         52.00 GB/s out, 51.00 GB/s back",
         "    both at once 43.00 GB/s out, 42.00 GB/s back",

@@ -116,6 +116,7 @@ def test_the_figures_are_those_of_the_trace(look: Look, trace: Trace) -> None:
         "stall_seconds",
         "bytes_out",
         "bytes_in",
+        "disk_bytes_written",
     )
     expected = {name: stats[name] for name in names}
     expected |= {"seconds": trace.seconds, "dropped": trace.dropped, "demotions": sum(stats["demotions"].values())}

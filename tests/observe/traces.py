@@ -29,6 +29,7 @@ def example() -> Trace:
             "kept_bytes": {"newest": 28 * MIB, "small": 3 * MIB, "parameter": 5 * MIB},
             "bytes_out": 140 * MIB,
             "bytes_in": 112 * MIB,
+            "disk_bytes_written": 141 * MIB,
             "stall_seconds": 0.015,
             "demotions": {"budget": 2},
         },

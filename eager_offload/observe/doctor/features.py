@@ -12,6 +12,8 @@ from pathlib import Path
 
 from eager_offload import _torch
 from eager_offload.observe.doctor.findings import Feature
+from eager_offload.tiers.memory import PAGE, anonymous_slab
+from eager_offload.tiers.numa import prefer_node
 
 __all__ = ["features", "private_names"]
 
@@ -32,7 +34,7 @@ def _of_the_system() -> list[Feature]:
         Feature("os.O_TMPFILE", hasattr(os, "O_TMPFILE"), "the spill file has a name for a moment"),
         Feature("transparent huge pages", bool(modes) and "[never]" not in modes, "memory comes in more page faults"),
         Feature("mallopt", _in_the_c_library("mallopt"), "release_freed_memory() does nothing"),
-        Feature("mbind", _in_the_c_library("mbind", "libnuma.so.1"), "pinned memory may be far from its device"),
+        Feature("mbind", _binds_memory(), "host memory may come from a node that is far from the device"),
         Feature(
             "cudaHostRegister",
             _torch.host_registration() is not None,
@@ -84,8 +86,13 @@ def _resolves(dotted: str) -> bool:
     return False
 
 
-def _in_the_c_library(name: str, library: str | None = None) -> bool:
+def _binds_memory() -> bool:
+    page = anonymous_slab(PAGE)
+    return prefer_node(page.data_ptr(), PAGE, 0)
+
+
+def _in_the_c_library(name: str) -> bool:
     try:
-        return hasattr(ctypes.CDLL(library), name)
-    except (OSError, TypeError):  # no such library; Windows has no CDLL(None)
+        return hasattr(ctypes.CDLL(None), name)
+    except (OSError, TypeError):  # Windows has no CDLL(None)
         return False

@@ -53,6 +53,8 @@ class Device:
     """To pinned host memory and back, one way at a time. On a CPU a copy within host memory."""
     duplex: Speed | None = None
     """The same while as much travels the other way; ``None`` on a CPU."""
+    numa_node: int | None = None
+    """The node of memory that it is nearest to; ``None`` where that is not known or there is only one."""
     pin_seconds: float | None = None
     """Seconds to pin one GiB of host memory; ``None`` on a CPU."""
 

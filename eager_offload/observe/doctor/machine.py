@@ -13,8 +13,10 @@ import torch
 
 from eager_offload import __version__
 from eager_offload.observe.doctor.findings import Device, Disk, Memory, Software
+from eager_offload.runtime.accelerator_api import TorchAcceleratorApi
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.limits import host_budget, host_headroom, local_ranks, pinning_limit
+from eager_offload.tiers.numa import node_of_device
 
 __all__ = ["accelerators", "disk", "memory", "processor", "software"]
 
@@ -48,7 +50,8 @@ def accelerators() -> list[Device]:
         # Not every kind of device can be asked for its name and its memory.
         model = module.get_device_name(device) if hasattr(module, "get_device_name") else accelerator.type
         total = module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else None
-        found.append(Device(str(device), model, total))
+        node = node_of_device(TorchAcceleratorApi().pci_address(index))
+        found.append(Device(str(device), model, total, numa_node=node))
     return found
 
 

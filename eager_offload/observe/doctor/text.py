@@ -70,7 +70,8 @@ def _software(diagnosis: Diagnosis) -> Iterator[str]:
 
 def _device(device: Device) -> Iterator[str]:
     memory = f", {_gib(device.memory_bytes)}" if device.memory_bytes else ""
-    yield from _row(device.name, device.model + memory)
+    node = f", node {device.numa_node}" if device.numa_node is not None else ""
+    yield from _row(device.name, device.model + memory + node)
     if device.flops is not None:
         yield from _row("  compute", f"{_flops(device.flops)} ({device.dtype} product)")
     if device.link is not None and device.name == "cpu":

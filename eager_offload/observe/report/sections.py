@@ -114,6 +114,7 @@ def summary(trace: Trace) -> Markup:
             figure("bytes_in", back, size_text(back)),
             " back",
         ),
+        *_written(stats.get("disk_bytes_written", 0), trace.seconds),
         _demotions(stats.get("demotions") or {}),
     ]
     return tag("section", tag("h2", "Summary"), tag("div", *tiles, class_="tiles"))
@@ -127,6 +128,13 @@ def _share(part: float, whole: float) -> str:
     if not whole:
         return ""
     return f" ({part / whole:.0%})" if not 0 < part / whole < 0.01 else f" ({part / whole:.1%})"
+
+
+def _written(nbytes: int, seconds: float) -> list[Markup]:
+    if not nbytes:
+        return []
+    daily = f"at this pace {nbytes / seconds * 86_400 / 1e12:,.1f} TB a day" if seconds else ""
+    return [_tile("Written to disk", figure("disk_bytes_written", nbytes, size_text(nbytes)), daily)]
 
 
 def _demotions(demotions: Mapping[str, int]) -> Markup:
