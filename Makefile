@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full gpu mutants bench lint clean
+.PHONY: help demo test test-full gpu soak mutants bench lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -34,6 +34,9 @@ gpu: ## the tests and benchmarks that need an accelerator, under 10 minutes, wit
 	@if $(PYTHON) -c 'import pytest, pytest_timeout' 2> /dev/null; then $(PYTHON) -m pytest -m gpu --ignore tests/gpu; \
 	  else echo "pytest and pytest-timeout are not installed for $(PYTHON): tests/runtime/test_accelerator_gpu.py is left out"; fi
 	$(PYTHON) -m benchmarks.gpu_train $(ARGS)
+
+soak: $(STAMP) ## trains for MINUTES (10) with faults and exceptions; a table of every resource before and after
+	$(BIN)/python -m tools.soak --minutes $(or $(MINUTES),10) $(ARGS)
 
 mutants: $(STAMP) ## which test notices each wait, record, keepalive and release that is taken out, under 30 minutes
 	$(BIN)/python -m tools.mutants $(ARGS)

@@ -1,0 +1,187 @@
+"""Trains with random shapes, random faults, eval passes, exceptions and forgotten graphs; what has grown then?
+
+    python -m tools.soak --minutes 10
+
+Every step is compared, bit for bit, with the same step without offload, unless it ends in an error of the library that
+a fault explains. Each resource is counted after a warm-up and at the end, with every `Offload` closed; and while it
+runs, the most bytes that files and arenas hold. Ends with status 1 if anything has grown, differed or hung.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import functools
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import eager_offload as eo
+from eager_offload.eager import lanes
+from eager_offload.runtime.host import host_runtime
+from eager_offload.tiers.disk import DiskTier
+from tools.soak.census import MIB, Row, census, compare
+from tools.soak.faults import Fault, FaultyFile
+from tools.soak.training import Model, expected, works
+
+#: Seconds after which a step counts as hanging: the stacks are printed, and the process ends.
+_HANGS = 120.0
+
+
+class Soak:
+    """One run. ``trouble`` has a line for each thing that must not happen."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.model = Model()
+        self.counts: Counter[str] = Counter()
+        self.trouble: list[str] = []
+        paths = [directory / "one", directory / "two"]
+        for path in paths:
+            path.mkdir()
+        fields = {"min_bytes": "4KiB", "keep_last_bytes": 0}
+        self.offloads = {
+            "disk": eo.Offload(tier="disk", disk_path=directory, **fields),
+            "two disks": eo.Offload(tier="disk", disk_path=paths, **fields),
+            "verified": eo.Offload(tier="disk", disk_path=directory, verify=True, **fields),
+            "small window": eo.Offload(
+                tier="disk", disk_path=directory, max_inflight_bytes="1MiB", prefetch_bytes="1MiB", **fields
+            ),
+            "small disk": eo.Offload(tier="disk", disk_path=directory, disk_budget="2MiB", **fields),
+            "host": eo.Offload(tier="host", **fields),
+        }
+        self.moved = Counter[str]()
+
+    def step(self, work: str, where: str, *, faulty: bool) -> None:
+        """One step of a kind on one of the offloads."""
+        seed, offload, model = self.chance.randrange(1 << 30), self.offloads[where], self.model
+        wanted = expected(model, works[work], seed)
+        fault = None
+        if faulty:
+            kinds = ("write", "read", "allocate", "usage", "short", *(("corrupt",) if where == "verified" else ()))
+            fault = FaultyFile.fault = Fault.any(self.chance, kinds)
+        self.counts["steps"] += 1
+        try:
+            found = works[work](model, offload, random.Random(seed))
+        except (eo.TransferError, eo.CorruptionError) as error:
+            self.counts["errors that said so"] += 1
+            if fault is None or not fault.injected or fault.kind not in ("read", "corrupt"):
+                self.trouble.append(f"{work} on {where}: {type(error).__name__} without a fault: {error}")
+            model.zero_grad(set_to_none=True)
+        else:
+            if len(found) != len(wanted) or not all(map(torch.equal, found, wanted)):
+                self.trouble.append(f"{work} on {where}, fault {fault and vars(fault)}: wrong gradients")
+        finally:
+            offload.stats(synchronize=True)
+            FaultyFile.fault = None
+        if fault is not None:
+            self.counts["faults injected"] += fault.injected
+
+    def any_step(self) -> None:
+        """A step that chance chooses; now and then an ``Offload`` is closed, or counts anew."""
+        where = self.chance.choice(list(self.offloads))
+        if self.chance.random() < 0.02:
+            self.chance.choice([self.offloads[where].close, self.offloads[where].reset_stats])()
+        self.step(self.chance.choice(list(works)), where, faulty=self.chance.random() < 0.4)
+
+    def warm_up(self) -> None:
+        """Every kind on each of them: what is made once is there then."""
+        for work in works:
+            for where in self.offloads:
+                self.alive()
+                self.step(work, where, faulty=self.chance.random() < 0.5)
+
+    def run(self, seconds: float) -> None:
+        """Steps for that long."""
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            self.alive()
+            self.any_step()
+
+    def alive(self) -> None:
+        """A step begins: the one before has not hung."""
+        faulthandler.dump_traceback_later(_HANGS, exit=True)
+
+    def held(self) -> dict[str, int]:
+        """Bytes of files and arenas in use, idle room included."""
+        tiers = [tier for offload in self.offloads.values() for tier in offload._lanes.tiers()]
+        return {
+            "spill files, running": sum(tier.held_bytes for tier in tiers if tier.name == "disk"),
+            "host tier, running": sum(tier.held_bytes for tier in tiers if tier.name == "host"),
+            "reload arena, running": host_runtime().arena.held_bytes,
+            "slots in use, running": sum(tier.used_bytes for tier in tiers),
+        }
+
+    def close(self) -> None:
+        for name, offload in self.offloads.items():
+            self.moved[name] += offload.stats(synchronize=True).bytes_out
+            offload.reset_stats()
+            offload.close()
+        host_runtime().arena.trim()
+
+
+def soak(minutes: float, seed: int, directory: Path) -> tuple[Soak, list[Row]]:
+    """Warms up, counts, runs, and counts again."""
+    lanes.DiskTier = functools.partial(DiskTier, file_type=FaultyFile)  # type: ignore[misc, assignment]
+    eo.release_freed_memory()
+    run = Soak(directory, seed)
+    run.warm_up()
+    held = run.held()
+    run.close()
+    before = census()
+    run.run(60 * minutes)
+    held_after = run.held()
+    run.close()
+    faulthandler.cancel_dump_traceback_later()
+    after = census()
+    # A file grows in steps of 64 MiB to the largest need so far, and so may one of each Offload.
+    slack = {"spill files, running": len(run.offloads) * 64 * MIB, "host tier, running": 64 * MIB}
+    running = [
+        Row(what, held[what], held_after[what], slack.get(what, 64 * MIB if "arena" in what else 0)) for what in held
+    ]
+    return run, [*compare(before, after), *running]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.soak", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5.0, help="after the warm-up (5)")
+    parser.add_argument("--seed", type=int, default=0, help="of what happens (0)")
+    parser.add_argument("--disk-path", type=Path, metavar="DIR", help="default: the temporary directory")
+    options = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", RuntimeWarning)  # faults are told, each once
+    with tempfile.TemporaryDirectory(prefix="soak-", dir=options.disk_path) as directory:
+        run, rows = soak(options.minutes, options.seed, Path(directory))
+        left = [path.name for path in Path(directory).rglob("*") if path.is_file()]
+    table = Table("resource", "before", "after", "may grow by", "")
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    for row in rows:
+        verdict = "[green]flat" if row.flat else "[bold red]GREW"
+        table.add_row(row.what, f"{row.before:,}", f"{row.after:,}", f"{row.slack:,}", verdict)
+    console.print(table)
+    run.trouble += [f"left on disk: {name}" for name in left]
+    run.trouble += [f"nothing moved: {name}" for name, nbytes in run.moved.items() if nbytes == 0]
+    if not run.counts["faults injected"]:
+        run.trouble.append("no fault was injected")
+    moved = sum(run.moved.values()) / MIB
+    counts = ", ".join(f"{number:,} {what}" for what, number in sorted(run.counts.items(), reverse=True))
+    console.print(f"{counts}, {moved:,.0f} MiB moved, {len(run.trouble)} that must not happen")
+    for line in run.trouble[:20]:
+        console.print(f"[bold red]{line}", soft_wrap=True)
+    return int(bool(run.trouble) or not all(row.flat for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
