@@ -91,11 +91,13 @@ class OffloadConfig:
     """Most bytes held in host memory; ``"auto"`` takes a share of what is available when it is first needed."""
 
     disk_budget: Size = "auto"
-    """Most bytes held on disk; ``"auto"`` takes a share of the free space when it is first needed."""
+    """Most bytes held on disk; ``"auto"`` takes a share of the free space when it is first needed. Whatever it is, a
+    twentieth of each disk, at most 4 GiB, stays free."""
 
     disk_path: PathLike | Sequence[PathLike] | None = None
-    """A directory for the spill file, or several. ``None`` means the first of the temporary, cache and working
-    directories that is on a real disk (never in memory) with room."""
+    """A directory for the spill file, or several on disks of their own, over which large tensors are spread. ``None``
+    means the first of the temporary, cache and working directories that is on a real disk (never in memory) with
+    room."""
 
     verify: bool = False
     """Whether what rests on disk is checksummed, and checked on the way back."""
