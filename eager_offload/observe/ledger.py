@@ -112,7 +112,7 @@ class RecordedHandle:
 class ParcelRecord:
     """What a parcel owns while a trace runs: when it goes, so does that."""
 
-    __slots__ = ("_ledger", "nbytes", "reason", "save")
+    __slots__ = ("__weakref__", "_ledger", "nbytes", "reason", "save")
 
     def __init__(self, nbytes: int, reason: str, save: Save, ledger: Ledger) -> None:
         self.nbytes = nbytes

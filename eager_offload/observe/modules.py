@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -104,6 +105,8 @@ class Modules:
         tensor = next((one for one in arguments if isinstance(one, Tensor)), None)
         if tensor is not None and is_fake(type(tensor)):
             return  # a compiler is tracing
+        if calls and isinstance(module, GraphModule) and self._known(module) is None:
+            return  # what a compiler has made runs as one: no module of the user's
         if tensor is None and not calls:
             tensor = next(module.parameters(), None)
         outer = calls[-1].device if calls else torch.device("cpu")
@@ -128,10 +131,14 @@ class Modules:
         if self._listener is not None:
             self._listener.forward_ends(call, output)
 
-    def _path_of(self, module: Module) -> str:
+    def _known(self, module: Module) -> str | None:
         known = self._paths.get(id(module))
-        if known is not None and known[0]() is module:
-            return known[1]
+        return known[1] if known is not None and known[0]() is module else None
+
+    def _path_of(self, module: Module) -> str:
+        known = self._known(module)
+        if known is not None:
+            return known
         name, calls = type(module).__name__, self._thread.calls
         if calls:  # made on the way, or hidden in something that is no module
             path = f"{calls[-1].path}.{name}"
@@ -141,8 +148,7 @@ class Modules:
         root = name if self._outermost[name] == 1 else f"{name} {self._outermost[name]}"
         for inner, child in module.named_modules():
             path = f"{root}.{inner}".replace(_WRAPPED, "").removesuffix(f".{_WRAPPED[:-1]}").removesuffix(".")
-            earlier = self._paths.get(id(child))
-            if earlier is None or earlier[0]() is not child:
+            if self._known(child) is None:
                 self._paths[id(child)] = weakref.ref(child), path
         return root
 

@@ -6,16 +6,19 @@ Each is a function of a machine that raises ``AssertionError`` where something i
 from __future__ import annotations
 
 import gc
+import itertools
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from eager_offload import SavedTensorModifiedError
+from eager_offload.observe.trace import Kind, read_trace
 from eager_offload.runtime.base import Layout
 from tests.gpu.machine import Machine
 from tests.hazards.backends import assert_settled, hooks_are_gone
@@ -481,6 +484,35 @@ def pageable_memory_is_exact_too(machine: Machine) -> None:
     same(machine, lambda around: Step(machine, 1).forward(around).backward().result, pin_memory=False)
 
 
+def a_trace_tells_the_times_of_the_device(machine: Machine) -> None:
+    offload = machine.offload()
+    expected = Step(machine, 1).forward(nullcontext()).backward().result
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "step.json"
+        with offload.trace(path), machine.slow_links():
+            result = Step(machine, 1).forward(offload).backward().result
+            machine.finish()
+        trace = read_trace(path)
+    assert_identical(expected, result)
+    stats = assert_settled(offload)
+    assert_moved(stats, held=True)
+    out = [one for one in trace.slices if one.kind is Kind.OFFLOAD]
+    back = [one for one in trace.slices if one.kind in (Kind.RELOAD, Kind.PREFETCH)]
+    assert sum(one.nbytes for one in out) == stats.bytes_out > 0
+    assert sum(one.nbytes for one in back) == stats.bytes_in
+    for slices in (out, back):  # one transfer stream each: nothing overlaps
+        for first, second in itertools.pairwise(sorted(slices, key=lambda one: one.start)):
+            assert first.stop <= second.start + 1e-5, "two copies of a stream at the same time"
+    assert all(0 <= one.start <= one.stop <= trace.seconds for one in (*out, *back))
+    assert all(one.seconds > 0 for one in out), "a copy takes time on the device"
+    if back and machine.device.type != "cpu":  # the double's clock runs only in copies
+        assert min(one.start for one in back) >= min(one.stop for one in out)
+        link = sum(one.nbytes for one in out) / sum(one.seconds for one in out)
+        assert 1e8 < link < 1e13, f"{link:.3g} bytes a second are no link"
+        backward = [one for one in trace.slices if one.name == "backward"]
+        assert backward, "backward is not shown"
+
+
 #: All of them.
 SCENARIOS: list[Scenario] = [
     h01_a_change_after_the_save_is_an_error_even_while_the_copy_runs,
@@ -503,4 +535,5 @@ SCENARIOS: list[Scenario] = [
     out_of_memory_for_a_reload_is_absorbed_once,
     the_disk_behind_the_device,
     pageable_memory_is_exact_too,
+    a_trace_tells_the_times_of_the_device,
 ]
