@@ -88,7 +88,9 @@ class OffloadConfig:
     """Whether host buffers are pinned; ``"auto"`` pins them for an accelerator and not for a CPU device."""
 
     host_budget: Size = "auto"
-    """Most bytes held in host memory; ``"auto"`` takes a share of what is available when it is first needed."""
+    """Most bytes held in host memory; ``"auto"`` is half of what this process could take when it is first needed, by
+    the limits of its control groups, its own and the machine's, divided by the ranks on the node. Whichever it is,
+    memory is only taken while enough is left for others."""
 
     disk_budget: Size = "auto"
     """Most bytes held on disk; ``"auto"`` takes a share of the free space when it is first needed. Whatever it is, a

@@ -78,7 +78,8 @@ class OffloadStats:
     resident_bytes_peak: int = 0
     """Most bytes that the library held on the device at one time: newest, on their way out, brought back early."""
     host_bytes_peak: int = 0
-    """Most bytes held in host memory at one time, rounding and idle room included."""
+    """Most bytes held in host memory at one time, rounding and idle room included. All ``Offload`` objects of a process
+    share that memory: what others held while this one used it counts too."""
     disk_bytes_peak: int = 0
     """Most bytes held on disk at one time."""
     disk_bytes_written: int = 0
