@@ -8,9 +8,10 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from subprocess import PIPE
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from eager_offload.transfers import _homes
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
-from tests.tiers.machines import MIB, FakeMachine, real_group
+from tests.tiers.machines import MIB, FakeMachine, RealGroup, real_group
 
 ROOT = Path(__file__).parents[2]
 #: Of one saved tensor; bytes.
@@ -185,17 +186,19 @@ def test_h26_a_graph_keeps_what_no_tier_takes_where_there_is_room(machine: Small
 
 # -- real limits ----------------------------------------------------------------------------------------------------
 
-#: Trains on batches that the process holds anyway, so that whatever is offloaded comes on top. What it may still take
-#: is less than half of what offloading asks for.
+#: Trains on batches that the process holds anyway, so that whatever is offloaded comes on top. It says when it is about
+#: to, and waits for a line: whoever reads it may set a limit then, to less than half of what offloading asks for.
 PROGRAM = """
 import os, resource, sys, warnings
 from pathlib import Path
 import torch
 import eager_offload as eo
 
-how, where = sys.argv[1:]
+room, group = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 eo.release_freed_memory()
+if group:
+    Path(group, "cgroup.procs").write_text(str(os.getpid()))
 batches = [torch.randn(1 << 21, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
 
 def gradient(around):
@@ -211,17 +214,10 @@ def gradient(around):
 
 nothing = torch.enable_grad()
 expected = gradient(nothing)
-room = 72 << 20
-if how == "group":
-    Path(where, "cgroup.procs").write_text(str(os.getpid()))
-    del batches
-    batches = [torch.randn(1 << 21, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
-    expected = gradient(nothing)
-    (usage,) = [f for f in (Path(where, "memory.current"), Path(where, "memory.usage_in_bytes")) if f.exists()]
-    (limit,) = [f for f in (Path(where, "memory.max"), Path(where, "memory.limit_in_bytes")) if f.exists()]
-    # What a process brings into a group is not counted there; it is a 16th of the limit that is left to others.
-    limit.write_text(str((int(usage.read_text()) + room) * 16 // 15))
-else:
+print("ready", flush=True)
+sys.stdin.readline()
+if not group:
+    # A 16th of the limit is left to others.
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, ((used + room) * 16 // 15,) * 2)
 
@@ -231,57 +227,81 @@ with warnings.catch_warnings(record=True) as told:
     for _ in range(2):
         assert torch.equal(gradient(offload), expected)
 stats = offload.stats(synchronize=True)
-offload.close()
 print(stats.bytes_out, stats.demotions["budget"], stats.host_bytes_peak)
-print([str(one.message) for one in told if "no room" in str(one.message)][0])
+print([str(one.message) for one in told if "no room" in str(one.message)][0], flush=True)
+sys.stdin.readline()
 """
+#: Of one batch, and for the slabs of one process; bytes.
+BATCH, ROOM = 8 * MIB, 72 * MIB
 
 
-def trains(how: str, where: Path | str = "") -> tuple[list[int], str]:
-    """Runs ``PROGRAM``, which has to end well; its numbers, and what the user was told."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how, str(where)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=200,
-    )
-    assert done.returncode != -signal.SIGKILL, "the kernel killed it"
-    assert done.returncode == 0, done.stderr[-2000:]
-    numbers, told = done.stdout.splitlines()
-    return [int(number) for number in numbers.split()], told
+class Trained(NamedTuple):
+    """What a process did that ran ``PROGRAM``, and what its user was told."""
+
+    moved: int
+    demoted: int
+    held: int
+    told: str
 
 
-def assert_some_moved(numbers: list[int]) -> None:
-    moved, demoted, held = numbers
-    assert demoted > 0
-    assert moved >= 2 * (8 << 20)
-    assert 8 << 20 <= held <= 80 << 20
+def train(group: RealGroup | None = None, ranks: int = 1) -> list[Trained]:
+    """Runs ``PROGRAM``, in ``ranks`` processes at once; each has to end well."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-c", PROGRAM, str(ROOM), "" if group is None else str(group.directory)]
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT, env=environ)
+            )
+            for _ in range(ranks)
+        ]
+        for process in processes:
+            stack.callback(process.kill)
+        for process in processes:
+            assert process.stdout.readline() == "ready\n", process.stderr.read()[-2000:]
+        if group is not None:
+            group.set_limit((group.used + ranks * ROOM) * 16 // 15)
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        said = [(process.stdout.readline(), process.stdout.readline()) for process in processes]
+        for process in processes:
+            _, complaints = process.communicate("end\n", timeout=60)
+            assert process.returncode != -signal.SIGKILL, "the kernel killed it"
+            assert process.returncode == 0, complaints[-2000:]
+    return [Trained(*(int(number) for number in numbers.split()), told) for numbers, told in said]
+
+
+def assert_some_moved(trained: Trained) -> None:
+    assert trained.demoted > 0
+    assert trained.moved >= 2 * BATCH
+    assert BATCH <= trained.held <= ROOM + BATCH
 
 
 def test_h26_a_limit_on_addresses_below_what_offloading_wants_ends_exact_and_says_so() -> None:
     pytest.importorskip("resource")
-    numbers, told = trains("addresses")
-    assert_some_moved(numbers)
-    assert "RLIMIT_AS" in told
-    assert "ulimit -v" in told
+    (trained,) = train()
+    assert_some_moved(trained)
+    assert "RLIMIT_AS" in trained.told
+    assert "ulimit -v" in trained.told
 
 
-def test_h26_a_control_group_below_what_offloading_wants_does_not_kill_the_run() -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_h26_a_control_group_below_what_offloading_wants_does_not_kill_the_run(ranks: int) -> None:
     with real_group() as group:
-        group.set_limit(4 << 30)
-        numbers, told = trains("group", group.directory)
+        trained = train(group, ranks)
         assert group.kills == 0
-    assert_some_moved(numbers)
-    assert "the control group" in told
-    assert str(group.directory) in told
+        for one in trained:
+            assert_some_moved(one)
+            assert "the control group" in one.told
+            assert str(group.directory) in one.told
+            assert ("shared by 2 processes" in one.told) == (ranks == 2)
 
 
 #: Training that holds more than the group may: without offload it is killed, with the disk tier it ends.
 DEEP = """
 import os, sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 import torch
 import eager_offload as eo

@@ -116,6 +116,12 @@ class RealGroup:
         self._limit_file.write_text(str(nbytes))
 
     @property
+    def used(self) -> int:
+        """Bytes that what is in it uses, file cache counted."""
+        files = [self.directory / "memory.current", self.directory / "memory.usage_in_bytes"]
+        return next(int(file.read_text()) for file in files if file.exists())
+
+    @property
     def kills(self) -> int:
         """How many processes in it the kernel has killed for its limit."""
         for name in ("memory.events", "memory.oom_control"):
