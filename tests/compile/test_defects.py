@@ -1,23 +1,16 @@
 """Ways in which passes that offload activations have gone wrong, each of which this one does not.
 
-Where the installed torch has a pass of its own, one test shows on its graphs what goes wrong there.
+``test_defects_of_torch.py`` shows them in torch's own pass, where the installed torch has one.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config as functorch_config
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import default_partition
 from torch._inductor.utils import run_and_get_code
-from torch.fx import Graph, GraphModule
 
 import eager_offload as eo
 from tests.compile.compiled import BOTH, Compile, compare, fresh_compiler, step_of
@@ -25,48 +18,6 @@ from tests.hazards.backends import assert_settled
 from tests.hazards.programs import leaf
 
 FIELDS = {"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0}
-#: The ones that torch's own pass has; before 2.13 there is none.
-torch_has_one = pytest.mark.skipif(
-    not hasattr(functorch_config, "enable_activation_offloading")
-    or importlib.util.find_spec("torch._functorch._activation_offloading") is None,
-    reason="this torch has no pass of its own",
-)
-
-
-def graphs_of_torch(function: Callable[..., Tensor], *inputs: Tensor, marked: Callable[[str], bool]) -> list[Graph]:
-    """The forward and the backward that torch's own pass makes."""
-    made: list[Graph] = []
-
-    def partition(joint: GraphModule, joint_inputs: Any, **named: Any) -> tuple[GraphModule, GraphModule]:
-        for node in joint.graph.nodes:
-            if node.op == "call_function" and marked(node.name):
-                node.meta["should_offload"] = True
-        with functorch_config.patch(enable_activation_offloading=True):
-            forward, backward = default_partition(joint, joint_inputs, **named)
-        made.extend((forward.graph, backward.graph))
-        return forward, backward
-
-    class Seen(Exception):
-        pass
-
-    def stop(module: GraphModule, inputs: Any) -> Any:
-        raise Seen
-
-    backend = aot_autograd(fw_compiler=stop, bw_compiler=stop, partition_fn=partition)
-    with fresh_compiler(), pytest.raises(Exception):  # noqa: B017, PT011  # torch wraps it
-        torch.compile(function, backend=backend)(*inputs)
-    return made
-
-
-def offloaded(graph: Graph) -> set[str]:
-    """The names of what torch's pass takes off the device in ``graph``."""
-    return {
-        node.all_input_nodes[0].name
-        for node in graph.nodes
-        if node.op == "call_function"
-        and ("device_put" in str(node.target) or "offload" in str(node.target))
-        and node.all_input_nodes
-    }
 
 
 @pytest.mark.long
@@ -118,14 +69,6 @@ def aliased(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def test_3_what_aliases_an_output_stays(backend: str) -> None:
     stats = compare(step_of(aliased, leaf(8, 8, seed=1), leaf(8, 8, seed=2)), backend)
     assert stats.kept_bytes["alive"] >= 2 * 8 * 8 * 4
-
-
-@torch_has_one
-def test_3_torch_takes_what_aliases_an_output() -> None:
-    forward, _ = graphs_of_torch(aliased, leaf(8, 8, seed=1), leaf(8, 8, seed=2), marked=lambda name: True)
-    returned = {node.name for node in forward.output_node().args[0][:2] if hasattr(node, "name")}
-    sources = {one.args[0].name for one in forward.nodes if one.name in returned and one.args}
-    assert offloaded(forward) & (sources | {"exp"})
 
 
 @BOTH

@@ -10,18 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import eager_offload as eo
-from tests.compile.compiled import Compile, compare, compiler, fresh_compiler, plain, results_of
+from tests.compile.compiled import Compile, compare, compiler, fresh_compiler, plain, results_of, same_results
 from tests.proof.programs import BINARY, CHANGES, UNARY, VIEWS, Leaf
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: What torch cannot compile in one graph, or would raise in one way plain and in another compiled.
 _LEFT_OUT = {"spoil", "twice", "checkpoint_reentrant", "checkpoint", "sorted"}
+#: Changes of what autograd does not see, after which Inductor without an ``Offload`` differs from eager code.
+_DIFFERS_ON_INDUCTOR = {name for name in CHANGES if name.startswith("detached")}
 OPERATORS: dict[str, Callable[..., Any]] = {
     **{name: run for name, run in (UNARY | VIEWS).items() if name not in _LEFT_OUT},
     **BINARY,
@@ -91,7 +94,8 @@ class Function:
         return [one.resolve_conj() for one in outputs] + list(gradients)
 
 
-def functions() -> st.SearchStrategy[Function]:
+def functions(backend: str) -> st.SearchStrategy[Function]:
+    changes = CHANGES.keys() - (_DIFFERS_ON_INDUCTOR if backend == "inductor" else set())
     sides, ages = st.sampled_from([8, 4]), st.integers(0, 7)
     kinds, dtypes = st.sampled_from(["leaf", "leaf", "buffer"]), st.sampled_from([torch.float32, torch.float64])
     leaves = st.lists(st.builds(Leaf, sides, sides, kinds, dtypes), max_size=2).map(lambda some: (*some, Leaf(8, 8)))
@@ -100,7 +104,7 @@ def functions() -> st.SearchStrategy[Function]:
         st.sampled_from(sorted(BINARY)),
         st.sampled_from(sorted(VIEWS)),
         st.sampled_from(["matmul", "gram", "gelu", "softmax", "layer_norm"]),
-        st.sampled_from([f"{name} " for name in sorted(CHANGES)]),
+        st.sampled_from([f"{name} " for name in sorted(changes)]),
     )
     calls = st.lists(st.builds(Call, kinds_of_calls, ages, ages), min_size=4, max_size=14).map(tuple)
     return st.builds(Function, leaves, calls, st.integers(1, 3))
@@ -116,7 +120,7 @@ def explore(backend: str, examples: int) -> None:
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(functions(), st.sampled_from([0, 0, 200]), st.sampled_from([0, 0, 700]))
+    @given(functions(backend), st.sampled_from([0, 0, 200]), st.sampled_from([0, 0, 700]))
     def every_function(drawn: Function, min_bytes: int, keep_last_bytes: int) -> None:
         function = drawn.that_run()
         assume(runs(function) and compiles(function, backend))
@@ -126,7 +130,9 @@ def explore(backend: str, examples: int) -> None:
         )
         count(seen, stats)
 
-    every_function()
+    # With vectors of 512 bits that a row does not fill, Inductor alone gives one of two results for some functions.
+    with inductor_config.patch({"cpp.simdlen": 256}):
+        every_function()
     print(seen)
     assert seen["moved"] > examples // 2, seen
     assert seen["bytes_in"] > 0
@@ -143,13 +149,17 @@ def runs(function: Function) -> bool:
 
 
 def compiles(function: Function, backend: str) -> bool:
-    """Whether torch compiles it by itself: some chains of views that are changed in place it refuses."""
+    """Whether torch compiles it by itself, to something that gives the same each time.
+
+    Some chains of views that are changed in place it refuses. Some kernels of Inductor's read what nobody wrote.
+    """
+    times = 10 if backend == "inductor" else 1
     try:
         with fresh_compiler():
-            results_of(function.step, compiler(backend), nullcontext())
+            first, *others = (results_of(function.step, compiler(backend), nullcontext()) for _ in range(times))
     except torch._dynamo.exc.BackendCompilerFailed:
         return False
-    return True
+    return all(same_results(one, first) for one in others)
 
 
 def count(seen: Counter[str], stats: eo.OffloadStats) -> None:
@@ -161,3 +171,15 @@ def count(seen: Counter[str], stats: eo.OffloadStats) -> None:
 
 def test_random_functions_are_exact_on_aot_eager() -> None:
     explore("aot_eager", 8)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)  # compiles each function two or three times
+def test_many_random_functions_are_exact_on_aot_eager() -> None:
+    explore("aot_eager", 100)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)  # the C++ compiler takes most of it
+def test_some_random_functions_are_exact_on_inductor() -> None:
+    explore("inductor", 12)
