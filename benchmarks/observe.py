@@ -1,0 +1,282 @@
+"""What it costs to look: the stats, which are always on, and a trace.
+
+    python -m benchmarks.observe
+    python -m benchmarks.observe --pairs 5
+
+The model of ``cpu_train`` with the disk tier. Steps with a trace around them, its beginning and its end included, and
+steps without take turns, the order within a pair changing; the ratio is taken within each pair. Every step has the same
+batch and the same parameters, so all losses and gradients must be the same bits.
+
+The stats cannot be switched off, so their cost is that of their code: what one saved tensor makes of it from pack to
+unpack, and a call of ``offload.stats()`` in each step, times the calls in a step. Beside it stands all that pack and
+unpack do, by the caller's ``time.thread_time``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import eager_offload as eo
+from benchmarks.common import MIB, Report, Spread, add_common_options, console, disk, positive, table
+from eager_offload.eager.handles import KeptTensor, SavedView
+from eager_offload.observe.trace import read_trace
+from eager_offload.stats import Accounts, KeepReason
+
+from lm.data import Batch, batches, read_text
+from lm.model import LanguageModel
+from lm.result import hash_losses
+
+#: Parts of a step: the most that the stats and a trace may cost; and of what the configuration allows to be resident.
+STATS, TRACE, RESIDENT = 0.01, 0.05, 1.10
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A step without a trace, and one with; seconds."""
+
+    plain: float
+    traced: float
+    #: What it took to begin the trace, and to end it with the file written; part of ``traced``.
+    begin: float
+    end: float
+    file_bytes: int
+    slices: int
+
+    @property
+    def ratio(self) -> float:
+        return self.traced / self.plain
+
+
+@dataclass
+class Calls:
+    """The calls of one step, and the thread's seconds in them."""
+
+    packs: int = 0
+    unpacks: int = 0
+    seconds: float = 0.0
+
+    def timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return call(*arguments)
+            finally:
+                self.seconds += time.thread_time() - began
+                setattr(self, name, getattr(self, name) + 1)
+
+        return run
+
+    @contextmanager
+    def counting(self, offload: eo.Offload) -> Iterator[None]:
+        pack, unpacks = offload.pack, [(kind, kind.unpack) for kind in (KeptTensor, SavedView)]
+        offload.pack = self.timed(pack, "packs")
+        for kind, unpack in unpacks:
+            kind.unpack = self.timed(unpack, "unpacks")  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            offload.pack = pack
+            for kind, unpack in unpacks:
+                kind.unpack = unpack  # type: ignore[method-assign]
+
+
+class Training:
+    """One model and one batch, again and again."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        torch.set_num_threads(options.threads)
+        torch.manual_seed(0)
+        self.model = LanguageModel(options.layers, options.width, options.heads, options.sequence, checkpointing=False)
+        self.offload = eo.Offload(
+            tier="disk",
+            disk_path=options.disk_path,
+            min_bytes=options.min_bytes,
+            max_inflight_bytes=options.window,
+            prefetch_bytes=options.window,
+        )
+        (self._batch,) = batches(read_text(), count=1, batch=options.batch, sequence=options.sequence, seed=1)
+        #: Of all steps; a set of one if looking changes nothing.
+        self.results: set[tuple[float, str]] = set()
+
+    def step(self, around: AbstractContextManager[object] | None = None) -> float:
+        """Forward and backward; the seconds."""
+        batch: Batch = self._batch
+        self.model.zero_grad(set_to_none=False)
+        began = time.perf_counter()
+        with around or nullcontext():
+            with self.offload:
+                loss = self.model(batch.inputs, batch.targets)
+            loss.backward()
+        seconds = time.perf_counter() - began
+        gradients = [float(one.grad.double().sum()) for one in self.model.parameters() if one.grad is not None]
+        self.results.add((loss.item(), hash_losses(gradients)))
+        return seconds
+
+
+class Around:
+    """A trace that says what its beginning and its end took."""
+
+    def __init__(self, offload: eo.Offload, path: Path) -> None:
+        self._trace = offload.trace(path)
+        self.begin = self.end = 0.0
+
+    def __enter__(self) -> None:
+        began = time.perf_counter()
+        self._trace.__enter__()
+        self.begin = time.perf_counter() - began
+
+    def __exit__(self, *error: Any) -> None:
+        began = time.perf_counter()
+        self._trace.__exit__(*error)
+        self.end = time.perf_counter() - began
+
+
+def pair(training: Training, number: int, path: Path) -> Pair:
+    around = Around(training.offload, path)
+    if number % 2:
+        traced = training.step(around)
+        plain = training.step()
+    else:
+        plain = training.step()
+        traced = training.step(around)
+    return Pair(plain, traced, around.begin, around.end, path.stat().st_size, len(read_trace(path).slices))
+
+
+def seconds_of_counting(calls: int = 200_000) -> float:
+    """What the stats do for one saved tensor that leaves and comes back, in seconds of the thread."""
+    accounts = Accounts()
+    nbytes, held = MIB, 0
+    began = time.thread_time()
+    for _ in range(calls):
+        tally = accounts.tally
+        tally.kept(KeepReason.NEWEST, nbytes)
+        tally.reclassify(nbytes, KeepReason.NEWEST, None)
+        tally.bytes_out += nbytes
+        held += nbytes
+        for _ in range(3):  # window, resident bytes in forward and in backward
+            if held > tally.resident_bytes_peak:
+                tally.resident_bytes_peak = held
+        tally.reloaded_bytes += nbytes
+        tally.bytes_in += nbytes
+        waits = time.perf_counter()
+        tally.stall_seconds += time.perf_counter() - waits
+        tally.out_seconds += 0.0
+        tally.in_seconds += 0.0
+        held -= nbytes
+    return (time.thread_time() - began) / calls
+
+
+def seconds_of_stats(offload: eo.Offload, calls: int = 200) -> float:
+    """A call of ``offload.stats()``, and its report, in seconds of the thread."""
+    began = time.thread_time()
+    for _ in range(calls):
+        str(offload.stats())
+    return (time.thread_time() - began) / calls
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    eo.release_freed_memory()
+    report = Report("observe", options)
+    report.environment["disk"] = disk(options.disk_path)
+    training, calls = Training(options), Calls()
+    for _ in range(2):  # code is loaded; then the library knows the step
+        training.step()
+    gc.collect()
+    training.offload.reset_stats()
+    with calls.counting(training.offload):
+        counted = training.step()
+    with tempfile.TemporaryDirectory() as directory:
+        pairs = [pair(training, number, Path(directory) / "step.json") for number in range(options.pairs)]
+    stats = training.offload.stats(synchronize=True)
+    step = Spread.of([one.plain for one in pairs])
+    ratio = Spread.of([one.ratio for one in pairs])
+    per_save, per_report = seconds_of_counting(), seconds_of_stats(training.offload)
+    share = (per_save * calls.packs + per_report) / step.median
+    config = training.offload.config
+    allowed = config.size("max_inflight_bytes") + config.size("prefetch_bytes") + config.delay_bytes
+    report.at_most("stats, part of a step", share, STATS)
+    report.at_most("trace, part of a step more (median)", ratio.median - 1, TRACE)
+    report.at_most("peak resident bytes, of window + prefetch + newest", stats.resident_bytes_peak / allowed, RESIDENT)
+    report.at_most("different results", len(training.results), 1)
+    summary = {
+        "step_seconds": step,
+        "trace_ratio": ratio,
+        "trace_begin_seconds": Spread.of([one.begin for one in pairs]),
+        "trace_end_seconds": Spread.of([one.end for one in pairs]),
+        "trace_file_bytes": pairs[-1].file_bytes,
+        "trace_slices": pairs[-1].slices,
+        "stats_seconds_per_save": per_save,
+        "stats_seconds_per_report": per_report,
+        "stats_share": share,
+        "packs": calls.packs,
+        "unpacks": calls.unpacks,
+        "hooks_share": calls.seconds / counted,
+        "resident_bytes_peak": stats.resident_bytes_peak,
+        "resident_bytes_allowed": allowed,
+        "saved_bytes_a_step": stats.saved_bytes // (1 + 2 * len(pairs)),
+    }
+    show(summary)
+    console.print(str(stats), markup=False, highlight=False)
+    if not stats.bytes_in:
+        raise SystemExit("benchmarks.observe: nothing came back from the disk, so nothing was measured")
+    training.offload.close()
+    return report.finish([asdict(one) for one in pairs], summary)
+
+
+def show(summary: dict[str, Any]) -> None:
+    shown = table("what", "measured")
+    shown.add_row("step, s", summary["step_seconds"].show(2))
+    shown.add_row("traced step, of the one beside it", summary["trace_ratio"].show())
+    shown.add_row(
+        "of that, ms: to begin", Spread(*(1e3 * one for one in asdict(summary["trace_begin_seconds"]).values())).show(1)
+    )
+    shown.add_row(
+        "and to end, file written",
+        Spread(*(1e3 * one for one in asdict(summary["trace_end_seconds"]).values())).show(1),
+    )
+    shown.add_row("slices; KiB of the file", f"{summary['trace_slices']:,}; {summary['trace_file_bytes'] / 1024:,.0f}")
+    shown.add_row("calls of pack and of unpack in a step", f"{summary['packs']:,}; {summary['unpacks']:,}")
+    shown.add_row(
+        "stats, us: of a save; of a report",
+        f"{summary['stats_seconds_per_save'] * 1e6:.2f}; {summary['stats_seconds_per_report'] * 1e6:.0f}",
+    )
+    shown.add_row("stats, part of a step", f"{summary['stats_share']:.6f}")
+    shown.add_row("all that pack and unpack do, part of a step", f"{summary['hooks_share']:.6f}")
+    console.print(shown)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--pairs", type=positive, default=12)
+    parser.add_argument("--layers", type=positive, default=8)
+    parser.add_argument("--width", type=positive, default=768)
+    parser.add_argument("--heads", type=positive, default=12)
+    parser.add_argument("--sequence", type=positive, default=512)
+    parser.add_argument("--batch", type=positive, default=4)
+    parser.add_argument("--threads", type=positive, default=2, help="of torch")
+    parser.add_argument("--window", default="64MiB", help="max_inflight_bytes and prefetch_bytes")
+    parser.add_argument("--min-bytes", default="1MiB")
+    add_common_options(parser)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.pairs, options.layers, options.width, options.sequence = 2, 2, 192, 256
+        options.min_bytes, options.window = "64KiB", "1MiB"
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
