@@ -9,7 +9,8 @@ batch and the same parameters, so all losses and gradients must be the same bits
 
 The stats cannot be switched off, so their cost is that of their code: what one saved tensor makes of it from pack to
 unpack, and a call of ``offload.stats()`` in each step, times the calls in a step. Beside it stands all that pack and
-unpack do, by the caller's ``time.thread_time``.
+unpack do, by the caller's ``time.thread_time``. A trace is measured in that way too: by the time of the thread in all
+that is called while it runs, less what is called anyway, and in its beginning and its end.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import gc
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -30,6 +32,9 @@ import torch
 import eager_offload as eo
 from benchmarks.common import MIB, Report, Spread, add_common_options, console, disk, positive, table
 from eager_offload.eager.handles import KeptTensor, SavedView
+from eager_offload.eager.hooks import Hooks
+from eager_offload.observe.modules import Modules
+from eager_offload.observe.recorder import Recorder
 from eager_offload.observe.trace import read_trace
 from eager_offload.stats import Accounts, KeepReason
 
@@ -58,37 +63,45 @@ class Pair:
         return self.traced / self.plain
 
 
-@dataclass
 class Calls:
-    """The calls of one step, and the thread's seconds in them."""
+    """The calls that a step makes, and the thread's seconds in them; those inside of others count with these."""
 
-    packs: int = 0
-    unpacks: int = 0
-    seconds: float = 0.0
+    def __init__(self) -> None:
+        self.count: Counter[str] = Counter()
+        self.seconds = 0.0
+        self._inside = False
 
     def timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            began = time.thread_time()
+            self.count[name] += 1
+            if self._inside:
+                return call(*arguments)
+            self._inside, began = True, time.thread_time()
             try:
                 return call(*arguments)
             finally:
+                self._inside = False
                 self.seconds += time.thread_time() - began
-                setattr(self, name, getattr(self, name) + 1)
 
         return run
 
     @contextmanager
-    def counting(self, offload: eo.Offload) -> Iterator[None]:
-        pack, unpacks = offload.pack, [(kind, kind.unpack) for kind in (KeptTensor, SavedView)]
-        offload.pack = self.timed(pack, "packs")
-        for kind, unpack in unpacks:
-            kind.unpack = self.timed(unpack, "unpacks")  # type: ignore[method-assign]
+    def counting(self) -> Iterator[Calls]:
+        replaced = [(kind, name, getattr(kind, name)) for kind, name in CALLED]
+        for kind, name, call in replaced:
+            setattr(kind, name, self.timed(call, f"{kind.__name__}.{name}"))
         try:
-            yield
+            yield self
         finally:
-            offload.pack = pack
-            for kind, unpack in unpacks:
-                kind.unpack = unpack  # type: ignore[method-assign]
+            for kind, name, call in replaced:
+                setattr(kind, name, call)
+
+
+#: What a step calls; the second half only while a trace runs.
+CALLED: list[tuple[type, str]] = [
+    *((Hooks, "_pack"), (KeptTensor, "unpack"), (SavedView, "unpack")),
+    *((Recorder, "pack"), (Recorder, "unpack"), (Modules, "enter"), (Modules, "leave")),
+]
 
 
 class Training:
@@ -153,6 +166,26 @@ def pair(training: Training, number: int, path: Path) -> Pair:
     return Pair(plain, traced, around.begin, around.end, path.stat().st_size, len(read_trace(path).slices))
 
 
+@dataclass(frozen=True)
+class Counted:
+    """Two steps with a clock around every call, without a trace and with; seconds of the thread."""
+
+    calls: dict[str, int]
+    hook_seconds: float
+    #: What the trace adds to that, its beginning and its end included.
+    trace_seconds: float
+
+
+def count(training: Training, path: Path) -> Counted:
+    with Calls().counting() as plain:
+        training.step()
+    around = Around(training.offload, path)
+    with Calls().counting() as traced:
+        training.step(around)
+    seconds = traced.seconds - plain.seconds + around.begin + around.end
+    return Counted(dict(traced.count), plain.seconds, seconds)
+
+
 def seconds_of_counting(calls: int = 200_000) -> float:
     """What the stats do for one saved tensor that leaves and comes back, in seconds of the thread."""
     accounts = Accounts()
@@ -190,24 +223,27 @@ def main(arguments: list[str] | None = None) -> int:
     eo.release_freed_memory()
     report = Report("observe", options)
     report.environment["disk"] = disk(options.disk_path)
-    training, calls = Training(options), Calls()
+    training = Training(options)
     for _ in range(2):  # code is loaded; then the library knows the step
         training.step()
     gc.collect()
     training.offload.reset_stats()
-    with calls.counting(training.offload):
-        counted = training.step()
     with tempfile.TemporaryDirectory() as directory:
-        pairs = [pair(training, number, Path(directory) / "step.json") for number in range(options.pairs)]
+        path = Path(directory) / "step.json"
+        counted = [count(training, path) for _ in range(max(1, options.pairs // 4))]
+        pairs = [pair(training, number, path) for number in range(options.pairs)]
     stats = training.offload.stats(synchronize=True)
     step = Spread.of([one.plain for one in pairs])
     ratio = Spread.of([one.ratio for one in pairs])
     per_save, per_report = seconds_of_counting(), seconds_of_stats(training.offload)
-    share = (per_save * calls.packs + per_report) / step.median
+    calls = counted[0].calls
+    share = (per_save * calls["Hooks._pack"] + per_report) / step.median
+    trace_share = Spread.of([one.trace_seconds / step.median for one in counted])
     config = training.offload.config
     allowed = config.size("max_inflight_bytes") + config.size("prefetch_bytes") + config.delay_bytes
     report.at_most("stats, part of a step", share, STATS)
-    report.at_most("trace, part of a step more (median)", ratio.median - 1, TRACE)
+    report.at_most("trace, part of a step (cost of its calls)", trace_share.median, TRACE)
+    report.at_most("trace, part of a step more (beside one without)", ratio.median - 1, TRACE)
     report.at_most("peak resident bytes, of window + prefetch + newest", stats.resident_bytes_peak / allowed, RESIDENT)
     report.at_most("different results", len(training.results), 1)
     summary = {
@@ -220,40 +256,36 @@ def main(arguments: list[str] | None = None) -> int:
         "stats_seconds_per_save": per_save,
         "stats_seconds_per_report": per_report,
         "stats_share": share,
-        "packs": calls.packs,
-        "unpacks": calls.unpacks,
-        "hooks_share": calls.seconds / counted,
+        "calls": calls,
+        "trace_share": trace_share,
+        "hooks_share": Spread.of([one.hook_seconds / step.median for one in counted]),
         "resident_bytes_peak": stats.resident_bytes_peak,
         "resident_bytes_allowed": allowed,
-        "saved_bytes_a_step": stats.saved_bytes // (1 + 2 * len(pairs)),
+        "saved_bytes_a_step": stats.saved_bytes // (2 * len(pairs) + 2 * len(counted)),
     }
     show(summary)
     console.print(str(stats), markup=False, highlight=False)
     if not stats.bytes_in:
         raise SystemExit("benchmarks.observe: nothing came back from the disk, so nothing was measured")
     training.offload.close()
-    return report.finish([asdict(one) for one in pairs], summary)
+    return report.finish({"counted": [asdict(c) for c in counted], "pairs": [asdict(one) for one in pairs]}, summary)
 
 
 def show(summary: dict[str, Any]) -> None:
     shown = table("what", "measured")
     shown.add_row("step, s", summary["step_seconds"].show(2))
     shown.add_row("traced step, of the one beside it", summary["trace_ratio"].show())
-    shown.add_row(
-        "of that, ms: to begin", Spread(*(1e3 * one for one in asdict(summary["trace_begin_seconds"]).values())).show(1)
-    )
-    shown.add_row(
-        "and to end, file written",
-        Spread(*(1e3 * one for one in asdict(summary["trace_end_seconds"]).values())).show(1),
-    )
+    shown.add_row("of that, s: to begin", summary["trace_begin_seconds"].show())
+    shown.add_row("and to end, file written", summary["trace_end_seconds"].show())
     shown.add_row("slices; KiB of the file", f"{summary['trace_slices']:,}; {summary['trace_file_bytes'] / 1024:,.0f}")
-    shown.add_row("calls of pack and of unpack in a step", f"{summary['packs']:,}; {summary['unpacks']:,}")
-    shown.add_row(
-        "stats, us: of a save; of a report",
-        f"{summary['stats_seconds_per_save'] * 1e6:.2f}; {summary['stats_seconds_per_report'] * 1e6:.0f}",
-    )
+    calls = summary["calls"]
+    unpacks = calls["KeptTensor.unpack"] + calls["SavedView.unpack"]
+    shown.add_row("calls of pack and of unpack in a step", f"{calls['Hooks._pack']:,}; {unpacks:,}")
+    per_save, per_report = (1e6 * summary[f"stats_seconds_per_{what}"] for what in ("save", "report"))
+    shown.add_row("stats, us: of a save; of a report", f"{per_save:.2f}; {per_report:.0f}")
     shown.add_row("stats, part of a step", f"{summary['stats_share']:.6f}")
-    shown.add_row("all that pack and unpack do, part of a step", f"{summary['hooks_share']:.6f}")
+    shown.add_row("all that pack and unpack do, part of a step", summary["hooks_share"].show(4))
+    shown.add_row("all that a trace does, part of a step", summary["trace_share"].show(4))
     console.print(shown)
 
 
@@ -261,7 +293,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--pairs", type=positive, default=12)
+    parser.add_argument("--pairs", type=positive, default=8)
     parser.add_argument("--layers", type=positive, default=8)
     parser.add_argument("--width", type=positive, default=768)
     parser.add_argument("--heads", type=positive, default=12)

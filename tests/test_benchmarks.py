@@ -151,6 +151,19 @@ def test_the_disk_tier_is_compared_with_dd_in_turn_on_the_same_file(tmp_path: Pa
     assert {limit["bound"] for limit in content["limits"]} == {0.9}
 
 
+def test_looking_is_compared_step_by_step_and_changes_no_bit(tmp_path: Path) -> None:
+    content = measured("observe", tmp_path, *TINY_MODEL, "--heads", "2", "--batch", "2", "--pairs", "2")
+    pairs = content["samples"]["pairs"]
+    assert len(pairs) == 2
+    assert all(one["traced"] > one["end"] > 0 < one["plain"] for one in pairs)
+    assert pairs[0]["slices"] > 0 < pairs[0]["file_bytes"]
+    (counted,) = content["samples"]["counted"]
+    assert counted["calls"]["Hooks._pack"] == counted["calls"]["Recorder.pack"] > 0
+    limits = {limit["what"]: limit for limit in content["limits"]}
+    assert limits["different results"]["measured"] == 1
+    assert 0 < limits["stats, part of a step"]["measured"] < content["summary"]["hooks_share"]["median"]
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [

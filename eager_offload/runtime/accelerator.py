@@ -234,7 +234,7 @@ class AcceleratorRuntime(Runtime):
             assert end.is_contiguous(), "copies move flat bytes"
         for event in after:
             self._wait(stream, event)
-        timed = self._clocks.is_running
+        timed = self._clocks.is_running(stream.device)
         began = self._record_timed(stream) if timed else None
         with torch.no_grad(), self.enter(stream):
             self._api.copy(target, source)

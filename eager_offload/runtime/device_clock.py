@@ -28,8 +28,8 @@ class _Origin(NamedTuple):
     """One moment on both clocks."""
 
     event: AcceleratorEvent
-    #: Seconds of the host's clock; ``None`` where the device's events do not tell the time.
-    seconds: float | None
+    #: Of the host's clock.
+    seconds: float
 
 
 class DeviceClocks:
@@ -45,10 +45,9 @@ class DeviceClocks:
         self._users: dict[torch.device, int] = {}
         self._origins: dict[torch.device, _Origin] = {}
 
-    @property
-    def is_running(self) -> bool:
-        """Whether anybody wants to know times."""
-        return bool(self._users)
+    def is_running(self, device: torch.device) -> bool:
+        """Whether anybody wants to know times of ``device``, and its events tell them."""
+        return device in self._users and device in self._origins
 
     def start(self, stream: AcceleratorStream) -> None:
         """Reads both clocks of the device of ``stream``; the host waits for that stream. Pairs with ``stop``."""
@@ -57,15 +56,15 @@ class DeviceClocks:
             self._users[device] = self._users.get(device, 0) + 1
             if self._users[device] > 1:
                 return
-            first, second = self._record(stream), self._record(stream)
-            second.synchronize()
-            now = time.perf_counter()
+            self._origins.pop(device, None)
             try:
+                first, second = self._record(stream), self._record(stream)
+                second.synchronize()
+                now = time.perf_counter()
                 first.seconds_until(second)
-            except RuntimeError:  # of this kind of device
-                self._origins[device] = _Origin(second, None)
-            else:
-                self._origins[device] = _Origin(second, now)
+            except RuntimeError:  # events of this kind of device do not tell the time
+                return
+            self._origins[device] = _Origin(second, now)
 
     def stop(self, device: torch.device) -> None:
         """Nobody wants to know any more, but for what was measured already."""
@@ -77,7 +76,7 @@ class DeviceClocks:
     def mark(self, stream: AcceleratorStream) -> DeviceMark:
         """This moment of ``stream``."""
         enqueued = time.perf_counter()
-        return DeviceMark(self._record(stream) if stream.device in self._users else None, enqueued)
+        return DeviceMark(self._record(stream) if self.is_running(stream.device) else None, enqueued)
 
     def time_of(self, mark: DeviceMark) -> float:
         """Seconds on the host's clock; the host waits until the moment has come."""
@@ -88,7 +87,10 @@ class DeviceClocks:
         """When ``event`` was over, on the host's clock; ``None`` where nobody can tell. The host waits for it."""
         assert event.recorded_on is not None
         origin = self._origins.get(event.recorded_on.device)
-        if origin is None or origin.seconds is None:
+        if origin is None:
             return None
-        event.synchronize()
-        return origin.seconds + origin.event.seconds_until(event)
+        try:
+            event.synchronize()
+            return origin.seconds + origin.event.seconds_until(event)
+        except RuntimeError:  # it was recorded into a graph that is captured, and is no moment
+            return None

@@ -1,0 +1,112 @@
+"""Times of an accelerator on the host's clock, on the recording double, whose clock runs in copies alone."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from eager_offload.runtime.base import Direction, Event
+from tests.runtime.accelerator_double import DEVICE, NBYTES, DoubleMachine, host_slot
+from tests.runtime.simulated_rig import DistantSlot
+
+
+@pytest.fixture
+def machine() -> DoubleMachine:
+    return DoubleMachine()
+
+
+def offload(machine: DoubleMachine) -> Event:
+    source = machine.empty(NBYTES, machine.compute)
+    out = machine.runtime.transfer_stream(DEVICE, Direction.OUT)
+    event = machine.runtime.copy(host_slot(machine.runtime, NBYTES), source, out, ())
+    machine.finish()
+    return event
+
+
+def test_a_copy_tells_when_it_ran_once_somebody_wants_to_know(machine: DoubleMachine) -> None:
+    runtime = machine.runtime
+    assert runtime.legs(offload(machine)) == ()
+    began = time.perf_counter()
+    runtime.start_timing(DEVICE)
+    before, first, second = time.perf_counter(), offload(machine), offload(machine)
+    (one,), (other,) = runtime.legs(first), runtime.legs(second)
+    assert one.stop - one.start == pytest.approx(NBYTES / machine.double.rate)
+    assert began <= one.start <= before, "the origin of the device's clock is a moment of the host's"
+    assert other.start == pytest.approx(one.stop)
+    runtime.stop_timing(DEVICE)
+    assert runtime.legs(offload(machine)) == ()
+    assert runtime.legs(first) == (one,), "what was measured stays known"
+
+
+def test_a_mark_is_a_moment_of_its_stream(machine: DoubleMachine) -> None:
+    runtime = machine.runtime
+    runtime.start_timing(DEVICE)
+    out = runtime.transfer_stream(DEVICE, Direction.OUT)
+    first = runtime.mark(out)
+    event = offload(machine)
+    second = runtime.mark(out)
+    (leg,) = runtime.legs(event)
+    assert runtime.time_of(first) == pytest.approx(leg.start)
+    assert runtime.time_of(second) == pytest.approx(leg.stop)
+
+
+def test_two_may_want_to_know_and_the_last_ends_it(machine: DoubleMachine) -> None:
+    runtime = machine.runtime
+    runtime.start_timing(DEVICE)
+    runtime.start_timing(DEVICE)
+    runtime.stop_timing(DEVICE)
+    assert len(runtime.legs(offload(machine))) == 1
+    runtime.stop_timing(DEVICE)
+    assert runtime.legs(offload(machine)) == ()
+
+
+def test_where_events_do_not_tell_the_time_marks_are_the_hosts(machine: DoubleMachine) -> None:
+    machine.double.can_time = False
+    runtime = machine.runtime
+    runtime.start_timing(DEVICE)
+    before = time.perf_counter()
+    mark = runtime.mark(machine.compute)
+    assert before <= runtime.time_of(mark) <= time.perf_counter()
+    assert runtime.legs(offload(machine)) == ()
+    runtime.stop_timing(DEVICE)
+
+
+def test_an_event_that_became_part_of_a_captured_graph_is_no_moment(
+    machine: DoubleMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = machine.runtime
+    runtime.start_timing(DEVICE)
+    before = time.perf_counter()
+    mark, event = runtime.mark(machine.compute), offload(machine)
+    after = time.perf_counter()
+
+    def refuse(*arguments: object) -> float:
+        raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
+
+    monkeypatch.setattr("tests.doubles.recording_streams.RecordingEvent.elapsed_time", refuse)
+    assert runtime.legs(event) == ()
+    assert before <= runtime.time_of(mark) <= after
+    runtime.stop_timing(DEVICE)
+
+
+def test_the_way_to_a_disk_has_two_legs(machine: DoubleMachine) -> None:
+    runtime = machine.runtime
+    runtime.start_timing(DEVICE)
+    source = machine.empty(NBYTES, machine.compute)
+    slot = DistantSlot(NBYTES)
+    event = runtime.copy(slot, source, runtime.transfer_stream(DEVICE, Direction.OUT), ())
+    machine.finish()
+    runtime.synchronize(event)
+    tier, device = runtime.legs(event)
+    assert (tier.name, device.name) == ("disk", "")
+    assert device.stop - device.start == pytest.approx(NBYTES / machine.double.rate)
+    target = torch.empty(0)
+    with machine.selected(machine.compute):
+        target = machine.double.empty(NBYTES, DEVICE)
+    back = runtime.copy(target, slot, runtime.transfer_stream(DEVICE, Direction.IN), ())
+    runtime.synchronize(back)
+    assert [leg.name for leg in runtime.legs(back)] == ["disk", ""]
+    runtime.stop_timing(DEVICE)
+    runtime._staging.retire()
