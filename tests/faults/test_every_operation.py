@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,7 +65,7 @@ def one_step(offload: eo.Offload, faults: Faults, number: int) -> bool:
 
 @pytest.mark.parametrize(("kind", "number", "for_good"), list(_cases()))
 def test_h27_a_step_of_which_any_call_fails_is_exact_or_says_why(
-    kind: str, number: int, for_good: bool, tmp_path: Path
+    kind: str, number: int, for_good: bool, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     injected = errors = first = 0
     with on_faulty_disk():
@@ -86,11 +86,13 @@ def test_h27_a_step_of_which_any_call_fails_is_exact_or_says_why(
     assert first > (4 if kind in ("write", "read") else 1), "every operation of the step was struck"
     assert injected >= first - 1 > 0
     assert (errors > 0) == (kind == "read" and (number not in _AGAIN or for_good))
-    print(f"\n{injected} faults injected ({kind}, {errno.errorcode[number]}): {errors} errors, 0 wrong gradients")
+    record_property("faults", injected)
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])
-def test_h27_compiled_code_of_which_any_call_fails_is_exact_or_says_why(kind: str, tmp_path: Path) -> None:
+def test_h27_compiled_code_of_which_any_call_fails_is_exact_or_says_why(
+    kind: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     injected = errors = first = 0
     torch._dynamo.reset()
     compiled = torch.compile(loss_of, backend="aot_eager")
@@ -118,4 +120,4 @@ def test_h27_compiled_code_of_which_any_call_fails_is_exact_or_says_why(kind: st
         offload.close()
     torch._dynamo.reset()
     assert injected == first - 1 > 3
-    print(f"\n{injected} faults injected ({kind}, EIO, compiled): {errors} errors, 0 wrong gradients")
+    record_property("faults", injected)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -88,7 +88,7 @@ def chain(x: Tensor, disk: Path | None) -> Tensor:
 
 @pytest.mark.parametrize("file_type", [Faulty, Unpromised])
 def test_h27_a_disk_that_others_fill_in_mid_step_is_told_apart_from_one_with_room(
-    file_type: type[Faulty], small_disk: Path
+    file_type: type[Faulty], small_disk: Path, record_property: Callable[[str, object], None]
 ) -> None:
     x = torch.linspace(-3, 3, MIB).requires_grad_()
     expected = torch.autograd.grad(chain(x, None), x)[0]
@@ -114,7 +114,7 @@ def test_h27_a_disk_that_others_fill_in_mid_step_is_told_apart_from_one_with_roo
         nothing_is_held(offload, after_error=False)
         offload.close()
     assert list(small_disk.iterdir()) == [small_disk / "lost+found"]
-    print(f"\n1 disk filled in mid-step: {full.demotions}")
+    record_property("faults", sum(full.demotions.values()))
 
 
 def test_h27_a_step_that_saves_more_than_the_disk_has_leaves_the_floor_free(small_disk: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,6 @@ def run(program: str, directory: Path, argument: int) -> str:
     )
     assert ended.returncode == 0, ended.stdout[-500:] + ended.stderr[-3000:]
     assert list(directory.iterdir()) == []
-    print("\n" + ended.stdout.strip())
     return ended.stdout.strip()
 
 
@@ -169,8 +169,11 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return run(KILLS + FORKS + TWO, tmp_path_factory.mktemp("spills"), 20).splitlines()
 
 
-def test_h28_a_process_that_is_killed_at_any_operation_leaves_nothing(said: list[str]) -> None:
+def test_h28_a_process_that_is_killed_at_any_operation_leaves_nothing(
+    said: list[str], record_property: Callable[[str, object], None]
+) -> None:
     assert said[0].startswith("20 killed at ")
+    record_property("faults", 20)
 
 
 def test_h28_a_fork_at_any_operation_leaves_both_sides_exact(said: list[str]) -> None:
@@ -182,5 +185,8 @@ def test_h28_two_processes_share_a_path_and_one_is_killed(said: list[str]) -> No
 
 
 @pytest.mark.long
-def test_h28_two_hundred_processes_that_are_killed_leave_nothing(tmp_path: Path) -> None:
+def test_h28_two_hundred_processes_that_are_killed_leave_nothing(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     assert run(KILLS, tmp_path, 200).startswith("200 killed at ")
+    record_property("faults", 200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("rich", reason="the demo's extra is not installed")
 from tools.soak.census import compare
 
 
-def test_h25_a_short_soak_is_exact_and_flat(tmp_path: Path) -> None:
+def test_h25_a_short_soak_is_exact_and_flat(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     command = [sys.executable, "-m", "tools.soak", "--minutes", "0.05", "--disk-path", str(tmp_path)]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
@@ -28,6 +29,7 @@ def test_h25_a_short_soak_is_exact_and_flat(tmp_path: Path) -> None:
     steps, faults, moved = (int(number.replace(",", "")) for number in found.groups())
     assert steps > 42
     assert faults > 0
+    record_property("faults", faults)
     assert moved > 0
     assert "GREW" not in ended.stdout
     assert list(tmp_path.iterdir()) == []

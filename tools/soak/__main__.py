@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import functools
+import os
 import random
 import sys
 import tempfile
@@ -33,6 +34,8 @@ from tools.soak.census import MIB, Row, census, compare
 from tools.soak.faults import Fault, FaultyFile
 from tools.soak.training import Model, expected, works
 
+# oneDNN keeps what it compiled for the last 1,024 shapes, and here no two are alike: a hundred MiB that come slowly.
+os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
 #: Seconds after which a step counts as hanging: the stacks are printed, and the process ends.
 _HANGS = 120.0
 
@@ -138,7 +141,10 @@ def soak(minutes: float, seed: int, directory: Path) -> tuple[Soak, list[Row]]:
     held = run.held()
     run.close()
     before = census()
-    run.run(60 * minutes)
+    run.run(30 * minutes)
+    run.close()
+    halfway = census()
+    run.run(30 * minutes)
     held_after = run.held()
     run.close()
     faulthandler.cancel_dump_traceback_later()
@@ -148,6 +154,9 @@ def soak(minutes: float, seed: int, directory: Path) -> tuple[Soak, list[Row]]:
     running = [
         Row(what, held[what], held_after[what], slack.get(what, 64 * MIB if "arena" in what else 0)) for what in held
     ]
+    if minutes >= 1:
+        memory = "resident memory"
+        running.append(Row(f"{memory}, second half", halfway[memory], after[memory], 16 * MIB))
     return run, [*compare(before, after), *running]
 
 

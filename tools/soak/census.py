@@ -14,9 +14,10 @@ import torch
 __all__ = ["Row", "census", "compare"]
 
 MIB = 1 << 20
-#: By how much memory may grow, in bytes, and objects of one type, in number: caches that have a bound and are not full
-#: yet. What is left behind by every step, or by every step of one kind, is hundreds after a minute.
-_MEMORY_SLACK, _OBJECTS_SLACK = 32 * MIB, 16
+#: By how much memory may grow, in bytes: the C library's heap is as large as the largest steps so far made it, in each
+#: of its arenas. And objects of one type, in number: caches that have a bound and are not full yet. What is left behind
+#: by every step, or by every step of one kind, is hundreds after a minute.
+_MEMORY_SLACK, _OBJECTS_SLACK = 96 * MIB, 16
 
 
 @dataclass(frozen=True)
