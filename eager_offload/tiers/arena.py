@@ -287,11 +287,14 @@ class Arena:
             wanted = min(wanted, self._sizes.within(need, limit - self._held))
             if wanted <= 0:
                 raise OverBudgetError(f"{need} more bytes would go beyond the limit of {limit} bytes")
-        try:
-            return self._allocate_slab(wanted)
-        except (MemoryError, RuntimeError):
-            self._give_back(0)
-            return self._allocate_slab(self._sizes.least(need))
+        least = self._sizes.least(need)
+        for size in dict.fromkeys((wanted, least)):  # a smaller one costs less than what is idle and was pinned
+            try:
+                return self._allocate_slab(size)
+            except (MemoryError, RuntimeError):
+                continue
+        self._give_back(0)
+        return self._allocate_slab(least)
 
     def _limit(self, limit: int | None) -> int | None:
         """The least of ``limit`` and of what the shares come to; ``None`` where nothing bounds it."""

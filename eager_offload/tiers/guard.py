@@ -6,8 +6,8 @@ a budget counted on may be gone. So before an arena takes a slab, what is left i
 [Note: how often]
 To look takes a few hundred microseconds. What one look has found admits slabs up to an eighth of it and up to a GiB, so
 the nearer the limit, the more often; and what one look has refused is refused for the next 256 MiB that are asked for.
-Both are forgotten when slabs have gone back to the system. When a forward begins, only an arena that has handed out a
-GiB since the last look has another.
+Both are forgotten when slabs have gone back to the system. When a forward begins, there is another look if a tier has
+refused anything or has handed out a GiB since the last one.
 
 [Note: what is left for others]
 Of every limit a 16th is never taken: the kernel kills whoever crosses a limit, not whoever took most, and between two

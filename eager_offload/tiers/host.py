@@ -57,6 +57,8 @@ class HostTier(Tier):
 
     def reserve(self, nbytes: int) -> HostSlot | None:
         slot = self._arena.allocate(nbytes, share=self._share)
+        if slot is None:
+            self._next_look = 0
         self._note_peak()
         return slot
 
@@ -69,9 +71,15 @@ class HostTier(Tier):
         if arena.served_bytes < self._next_look:
             return
         self._next_look = arena.served_bytes + _LOOK_BYTES
-        idle = arena.idle_bytes
-        if idle and (missing := process_guard().missing_bytes()):
-            arena.trim(max(idle - missing, 0))
+        others = [other for other in _all_arenas() if other is not arena]
+        with_idle = [one for one in (arena, *others) if one.idle_bytes]
+        missing = process_guard().missing_bytes() if with_idle else 0
+        for one in with_idle:
+            if missing <= 0:
+                break
+            idle = one.idle_bytes
+            one.trim(max(idle - missing, 0))
+            missing -= idle - one.idle_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -111,6 +119,11 @@ _Arenas: TypeAlias = "weakref.WeakValueDictionary[Hashable, Arena]"
 #: By runtime and kind of memory. Tiers keep their arena, so it goes with the last of them.
 _arenas: weakref.WeakKeyDictionary[Hashable, _Arenas] = weakref.WeakKeyDictionary()
 _arenas_lock = ForkSafeLock()
+
+
+def _all_arenas() -> list[Arena]:
+    with _arenas_lock.lock:
+        return [arena for arenas in _arenas.values() for arena in arenas.values()]
 
 
 def shared_arena(runtime: Hashable, kind: Hashable, make: Callable[[], Arena]) -> Arena:

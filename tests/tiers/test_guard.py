@@ -6,13 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from eager_offload.runtime.accelerator import AcceleratorRuntime
+from eager_offload.runtime.simulated import SimulatedRuntime
 from eager_offload.tiers import guard, host
 from eager_offload.tiers.arena import Arena, HostSlot
 from eager_offload.tiers.guard import Guard, NoHeadroomError
-from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.host import HostTier, shared_arena
 from eager_offload.tiers.limits import Headroom, host_headroom
+from eager_offload.tiers.slabs import PowersOfTwo
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.tiers.machines import GIB, MIB, FakeMachine
 from tests.tiers.system import System
@@ -160,6 +163,46 @@ def test_h26_when_a_forward_begins_idle_memory_goes_back_as_far_as_it_is_missed(
     tier.trim()
     assert tier.held_bytes == 512 * MIB
     assert readings.looks == looks + 1
+
+
+def test_h26_what_is_idle_elsewhere_in_the_process_goes_back_too(
+    readings: Readings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_guard", Guard())
+    tier, _, _ = guarded(readings)
+    runtime, system = SimulatedRuntime(), System()
+    other = HostTier(shared_arena(runtime, False, lambda: Arena(system, idle_bytes=GIB)), GIB)
+    idle = other.reserve(512 * MIB)
+    del idle
+    own = tier._arena
+    readings.held = lambda: own.held_now + other.held_bytes
+    slots = fill(tier, 256 * MIB)
+    assert len(slots) == 6
+    assert tier.reserve(512 * MIB) is None
+    readings.available -= 256 * MIB
+    tier.trim()
+    assert len(system.alive) == 0
+    assert tier.reserve(256 * MIB) is not None
+
+
+def test_h26_a_smaller_slab_is_taken_before_idle_ones_go_back(readings: Readings) -> None:
+    system, watch = System(), Guard()
+
+    def take(nbytes: int) -> Tensor:
+        watch.admit(nbytes)
+        return system(nbytes)
+
+    arena = Arena(take, sizes=PowersOfTwo(), idle_bytes=GIB, given_back=watch.forget)
+    tier = HostTier(arena, 64 * GIB)
+    idle = tier.reserve(64 * MIB)
+    (first,) = system.sizes
+    del idle
+    readings.held = lambda: arena.held_now
+    readings.available = GIB + first + 100 * MIB
+    slots = [tier.reserve(first), tier.reserve(64 * MIB)]
+    assert None not in slots
+    assert system.sizes[1:] == [64 * MIB]
+    assert len(system.alive) == 2
 
 
 def test_h26_pinned_memory_is_unpinned_before_the_next_look(readings: Readings) -> None:
