@@ -246,7 +246,8 @@ class Trained(NamedTuple):
 
 def train(group: RealGroup | None = None, ranks: int = 1) -> list[Trained]:
     """Runs ``PROGRAM``, in ``ranks`` processes at once; each has to end well."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_WORLD_SIZE": str(ranks)}
+    # glibc would take 64 MiB of addresses for each new thread.
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_WORLD_SIZE": str(ranks), "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", PROGRAM, str(ROOM), "" if group is None else str(group.directory)]
     with ExitStack() as stack:
         processes = [
