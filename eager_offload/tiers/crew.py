@@ -47,7 +47,7 @@ class _Job(Generic[T]):
                 while self._helpers:
                     self._changed.wait()
             self._call = None  # who comes late holds nothing of the caller's
-        error, self._error = self._error, None  # the error's traceback has this frame, and it the error
+            error, self._error = self._error, None  # whose traceback leads back here
         if error is not None:
             try:
                 raise error

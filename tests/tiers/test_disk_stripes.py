@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -102,6 +104,7 @@ def test_h27_a_disk_that_fails_to_write_is_named_and_the_others_serve_alone(dire
     assert Watched.opened[2].written >= source.numel()
     assert torch.equal(content(again), source)
     assert torch.equal(content(before), source), "what the failing disk has can still be read"
+    two.on_write = None  # the error that it raised leads to the frames that it ended
     del before, slot
     assert tier.used_bytes == 4 * STRIPE
     assert tier.held_bytes == 64 * MIB
@@ -180,3 +183,43 @@ def test_a_tier_that_is_dropped_ends_its_threads(directory: Path) -> None:
     for thread in helpers:
         thread.join(60)
         assert not thread.is_alive()
+
+
+FORKED = """
+import os, signal, sys, threading, torch
+from pathlib import Path
+from eager_offload.tiers.disk import DiskTier
+
+torch.set_num_threads(1)
+paths = [Path(sys.argv[1])] * 2
+tier = DiskTier(paths, 1 << 30)
+ones, twos = (torch.full((16 << 20,), value, dtype=torch.uint8) for value in (1, 2))
+
+def there_and_back(source):
+    slot, target = tier.reserve(source.numel()), torch.zeros_like(source)
+    slot.write(source)
+    slot.read(target)
+    return torch.equal(target, source)
+
+assert there_and_back(ones)
+assert any(thread.name.startswith("eager_offload-piece") for thread in threading.enumerate())
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    assert not any(thread.name.startswith("eager_offload-piece") for thread in threading.enumerate())
+    assert there_and_back(twos)
+    assert any(thread.name.startswith("eager_offload-piece") for thread in threading.enumerate())
+    tier.close()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert there_and_back(ones)
+tier.close()
+assert threading.active_count() == 1
+print("exact")
+"""
+
+
+def test_h28_a_child_that_was_forked_beside_helping_threads_has_its_own(directory: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED, str(directory)], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("exact\n", 0), done.stderr
+    assert list(directory.iterdir()) == []
