@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import resource
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -296,6 +298,39 @@ class RefusingSlot(Slot):
 
     def memory(self) -> memoryview:
         return self.slot.memory()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads its own size from /proc")
+@pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
+def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: bool, tmp_path: Path) -> None:
+    one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "room"))
+    active.entered(one)
+    source = torch.full((1 << 26,), 3.0)  # 256 MiB
+    with pytest.warns(RuntimeWarning, match="no room"), at_most(1 << 26), pytest.raises(eo.CapacityError) as caught:
+        moved(source, one.config_text, wait)
+    assert str(source.nbytes) in str(caught.value)
+    assert "raise host_budget or disk_budget" in str(caught.value)
+    del caught
+    host = moved(source[:64], one.config_text, wait)
+    back = ops.reload(host, CPU)
+    assert torch.equal(back, source[:64])
+    del host
+    gc.collect()
+    active.left(one)
+    assert census(one) == NOTHING
+    one.close()
+
+
+@contextmanager
+def at_most(nbytes: int) -> Iterator[None]:
+    """Lets this process take that many more bytes of addresses."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
