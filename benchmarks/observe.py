@@ -293,7 +293,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--pairs", type=positive, default=8)
+    parser.add_argument("--pairs", type=positive, default=6)
     parser.add_argument("--layers", type=positive, default=8)
     parser.add_argument("--width", type=positive, default=768)
     parser.add_argument("--heads", type=positive, default=12)

@@ -43,6 +43,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -178,7 +179,8 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
         os.chmod(temporary, 0o666 & ~_umask())  # what an ordinary new file has
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with suppress(FileNotFoundError):  # it has its name already
+            os.unlink(temporary)
         raise
 
 

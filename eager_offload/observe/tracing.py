@@ -49,7 +49,11 @@ class Tracing:
                 recorder.start()
             offload.pack = recorder.pack
         except BaseException:
-            self._leave()
+            try:
+                self._take_away()
+            except BaseException:
+                self._take_away()
+                raise
             raise
         return self
 
@@ -65,7 +69,11 @@ class Tracing:
             after = offload.stats(synchronize=True)
             told = recorder.finish(self._before, after, self._tally)
         finally:
-            self._leave()
+            try:
+                self._take_away()
+            except BaseException:
+                self._take_away()
+                raise
         if error is not None:
             told = dataclasses.replace(told, error=f"{type(error).__name__}: {error}")
         try:
@@ -76,8 +84,8 @@ class Tracing:
                 raise OffloadError(message) from failure
             warnings.warn(f"eager_offload: {message}", RuntimeWarning, stacklevel=2)
 
-    def _leave(self) -> None:
-        """Takes away all that was put in place; may be called again."""
+    def _take_away(self) -> None:
+        """Takes away all that was put in place; may be called again, as it is where an interrupt comes into it."""
         offload, recorder = self._offload, self._recorder
         if recorder is not None:
             offload.pack = offload._hooks.pack
