@@ -78,6 +78,18 @@ class RawFile:
         flags = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
 
+    def is_cached(self, offset: int) -> bool:
+        """Whether the page at ``offset`` is in the page cache; ``False`` where the system does not tell.
+
+        Not for a file whose transfers go around it now.
+        """
+        if not hasattr(os, "RWF_NOWAIT"):
+            return False
+        try:
+            return os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
+        except OSError:  # EAGAIN: the disk would have to be asked
+            return False
+
     def flush(self) -> None:
         """Returns when everything written is on the disk."""
         getattr(os, "fdatasync", os.fsync)(self._descriptor)

@@ -73,8 +73,8 @@ class SpillFile:
     multiples of 4096 here always, and the alignment of the memory is found by trying. A source that has it (new kernels
     ask for very little) is written from where it is. A target is read in place only at a whole page: on a page that is
     shared with other data, the disk's write and a fork could cost that data its own latest write. What is left, and the
-    odd end of every transfer, goes through a bounce buffer. Where direct I/O is refused, the cache is flushed and
-    dropped behind each piece.
+    odd end of every transfer, goes through a bounce buffer. Where direct I/O is refused, or taken and not done, the
+    cache is flushed and dropped behind each piece.
 
     Raises:
         OSError: the directory cannot take the file.
@@ -193,7 +193,7 @@ class SpillFile:
                 self._raw.set_direct(True)
                 written = self._raw.write_from(source, 0)
                 if self._raw.read_into(target, 0) == written == len(source) and target == source:
-                    return alignment
+                    return None if self._goes_through_the_cache() else alignment
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
@@ -201,6 +201,16 @@ class SpillFile:
                 self._raw.truncate(0)
         self._raw.set_direct(False)
         return None
+
+    def _goes_through_the_cache(self) -> bool:
+        """Whether what was written to the beginning is in the page cache, although the filesystem took direct I/O.
+
+        Some take it and do as they like, ext4 with a journal of data for one. From here on it is not asked for then.
+        """
+        self._raw.set_direct(False)
+        cached = self._raw.is_cached(0)
+        self._raw.set_direct(not cached)
+        return cached
 
     # -- moving ---------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,14 @@ from torch import Tensor
 from eager_offload.tiers.spill import FLOOR_SHARE
 from tests.faults.disks import Faulty, make_offload, nothing_is_held, on_faulty_disk
 from tests.proof.bits import same_bits
+from tests.tiers.files import Watched
+from tests.tiers.rig import content, noise, open_tier, stored
 
 MIB = 1 << 20
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+@contextmanager
+def mounted(tmp_path: Path, *options: str) -> Iterator[Path]:
     """A real filesystem of its own with room for 96 MiB; what a failed test has left open there does not matter."""
     image, point = tmp_path / "image", tmp_path / "disk"
     point.mkdir()
@@ -30,13 +33,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         file.truncate(96 * MIB)
     try:
         subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True, capture_output=True)
-        subprocess.run(["mount", "-o", "loop", str(image), str(point)], check=True, capture_output=True)
+        mount = ["mount", "-o", ",".join(["loop", *options]), str(image), str(point)]
+        subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"this machine does not let a test mount a filesystem: {error}")
     try:
         yield point
     finally:
         subprocess.run(["umount", "--lazy", str(point)], check=True, capture_output=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path) as point:
+        yield point
 
 
 class Unpromised(Faulty):
@@ -135,6 +145,22 @@ def test_h27_a_step_that_saves_more_than_the_disk_has_leaves_the_floor_free(smal
     offload.close()
     usage = os.statvfs(small_disk)
     assert usage.f_bavail * usage.f_frsize > 64 * MIB, "the room has gone back"
+
+
+def test_h27_a_filesystem_that_takes_direct_io_and_does_not_do_it_fills_no_page_cache(tmp_path: Path) -> None:
+    Watched.opened.clear()
+    with mounted(tmp_path, "data=journal") as disk:
+        tier, file = open_tier(disk)
+        assert not tier.direct_io
+        source = noise(20 * MIB + 5)
+        slot = stored(tier, source)
+        assert file.cached_pages() == 0
+        assert torch.equal(content(slot), source)
+        assert file.cached_pages() == 0
+        assert file.written >= source.numel()
+        del slot
+        tier.close()
+        Watched.opened.clear()
 
 
 LIMITED = """

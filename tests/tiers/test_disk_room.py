@@ -180,3 +180,22 @@ def test_the_reason_for_no_room_is_the_budget_or_the_disk(directory: Path) -> No
     assert small.reserve(1) is None
     assert small.shortage == ("all of disk_budget is in use: 1.0 MiB", "raise disk_budget")
     assert slot.nbytes == MIB
+
+
+def test_h27_direct_io_that_ends_in_the_page_cache_is_none(directory: Path) -> None:
+    class Pretending(Watched):
+        direct = False
+
+        def set_direct(self, direct: bool) -> None:
+            self.direct = direct
+
+        def forget(self, offset: int, nbytes: int) -> None:
+            assert not self.direct
+            super().forget(offset, nbytes)
+
+    tier, file = open_tier(directory, Pretending)
+    assert not tier.direct_io
+    slot = stored(tier, noise(MIB))
+    assert file.cached_pages() == 0
+    assert torch.equal(content(slot), noise(MIB))
+    assert file.written >= MIB
