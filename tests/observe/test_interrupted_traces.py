@@ -14,7 +14,7 @@ import pytest
 import eager_offload.observe.tracing as tracing
 from tests.hazards.backends import Backend, DiskBackend
 from tests.hazards.test_interrupts_everywhere import Point, Trials, Walk, gradient, interrupted_at, no_finalizer_fails
-from tests.observe.test_tracing import nothing_is_left
+from tests.observe.looking import nothing_is_left
 
 #: What a handle's finalizer calls: Python prints what is raised there and goes on, and a trace counts one save less.
 _OF_FINALIZERS = {"outcomes", "outcome", "_outcome_of"}
