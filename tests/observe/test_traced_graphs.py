@@ -19,7 +19,7 @@ import eager_offload as eo
 from eager_offload.observe.trace import Kind, Trace, read_trace
 from tests.compile.compiled import fresh_compiler
 from tests.hazards.backends import DiskBackend
-from tests.observe.steps import DEPTH, NBYTES, Net, nested, step
+from tests.observe.steps import DEPTH, NBYTES, Net, inputs, nested, step
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,10 @@ RANGES = {f"eager_offload::{name}" for name in ("pack", "unpack", "offload", "pr
 def profile(offload: eo.Offload, net: Net) -> dict[str, int]:
     """How often each range of the library comes in a profile of a step; early and late reloads count together."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        step(net, offload)
+        with offload:
+            loss = net(inputs())
+        offload.stats(synchronize=True)  # all has left, and nothing is served on its way
+        loss.backward()
     names = [one.name for one in profiler.events() if one.name.startswith("eager_offload::")]
     assert set(names) <= RANGES
     return dict(Counter(name.replace("::prefetch", "::reload") for name in names))
@@ -148,7 +151,7 @@ def test_without_a_profiler_no_range_is_made(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(torch.autograd.profiler, "record_function", never)
     net = Net()
     with DiskBackend() as disk:
-        offload = disk.offload(min_bytes=NBYTES)
+        offload = disk.offload(min_bytes=NBYTES, max_inflight_bytes=NBYTES)
         step(net, offload)
         with offload.trace(tmp_path / "step.json"):
             step(net, offload)
