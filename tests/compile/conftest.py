@@ -7,16 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 import eager_offload as eo
-
-
-@pytest.fixture(autouse=True)
-def _nothing_was_compiled() -> Iterator[None]:
-    """An ``Offload`` tells of forwards in which it saw nothing only in processes that have compiled nothing."""
-    yield
-    counters.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)
