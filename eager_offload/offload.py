@@ -181,6 +181,8 @@ class Offload:
             for lane in self._lanes.all():
                 lane.settle()
             self._lanes.new_tally()
+            if self._contexts.stack or any(any(lane.census()) for lane in self._lanes.all()):
+                self._accounts.tally.begin()  # a step goes on
 
     def trace(self, path: str | os.PathLike[str]) -> Tracing:
         """A context manager that writes a trace of what runs inside to ``path``, for https://ui.perfetto.dev.

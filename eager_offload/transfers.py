@@ -89,6 +89,7 @@ class Transfers:
             self.settle()
             tally = ground.accounts.tally
             if region is not None:
+                tally.begin()  # nothing of it need run inside a `with`
                 _count_region(tally, region)
                 if wait and tally.demote("unpinned"):
                     ground.tell(
@@ -163,7 +164,9 @@ class Transfers:
             waiting.over("offload")
         with ground.accounts.lock:
             if started is not None:
-                ground.accounts.tally.stall_seconds += time.perf_counter() - started
+                waited = time.perf_counter() - started
+                ground.accounts.tally.stall_seconds += waited
+                ground.accounts.tally.window_stall_seconds += waited  # which says how late a graph waits
             parcel.is_pending = False
             self._is_over(self._out, parcel.ticket, out=True)
             if failure is None:

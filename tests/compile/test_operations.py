@@ -20,7 +20,8 @@ from eager_offload import active, ops
 from eager_offload.eager.lane import Census
 from eager_offload.tiers.base import Slot, Tier
 from eager_offload.tiers.disk import DiskSlot
-from tests.hazards.backends import assert_balanced
+from tests.hazards.backends import DiskBackend, assert_balanced
+from tests.test_counts import open_when_somebody_waits
 
 CPU = torch.device("cpu")
 NOTHING = Census(*[0] * len(Census._fields))
@@ -298,6 +299,24 @@ class RefusingSlot(Slot):
 
     def memory(self) -> memoryview:
         return self.slot.memory()
+
+
+def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
+    with DiskBackend() as disk:
+        offload = disk.offload()
+        active.entered(offload)
+        source = torch.randn(64, 64)
+        with disk.gate() as gate:
+            gate_keeper = threading.Thread(target=open_when_somebody_waits, args=(gate, offload))
+            gate_keeper.start()
+            host = ops.offload(source, config=offload.config_text, region="")
+            gate_keeper.join()
+        active.left(offload)
+        stats = offload.stats(synchronize=True)
+        assert stats.bytes_out == source.nbytes
+        assert stats.seconds > stats.window_stall_seconds == stats.stall_seconds > 0
+        del host
+        disk.assert_nothing_is_held()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads its own size from /proc")
