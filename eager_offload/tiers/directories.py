@@ -16,10 +16,10 @@ from eager_offload.errors import ConfigError
 from eager_offload.tiers.rawfile import RawFile
 from eager_offload.tiers.spill import SpillFile
 
-__all__ = ["filesystem_of", "open_some", "open_spill_files", "usual_directories"]
+__all__ = ["IN_MEMORY", "filesystem_of", "open_some", "open_spill_files", "usual_directories"]
 
 #: Filesystems whose files are memory: to spill there moves nothing out of it.
-_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 #: Bytes that have to be free in a directory that nobody named, or the budget where that is less.
 _ROOM = 1 << 30
 _ACCEPTED = "a writable directory, or several, on a disk (not tmpfs), or None for one that is found"
@@ -104,7 +104,7 @@ def _open(path: Path, room: int, file_type: type[RawFile]) -> SpillFile:
     if not path.is_dir():
         raise NotADirectoryError("it is no directory")
     kind = filesystem_of(path)
-    if kind in _IN_MEMORY:
+    if kind in IN_MEMORY:
         raise OSError(f"it is on {kind}, which is memory itself")
     free = shutil.disk_usage(path).free
     if free < room:

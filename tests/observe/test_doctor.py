@@ -19,10 +19,20 @@ from eager_offload.observe.doctor import Diagnosis, command, examination, examin
 from eager_offload.observe.doctor.findings import Disk, Feature
 from eager_offload.observe.doctor.text import WIDTH, to_text
 from eager_offload.tiers.directories import filesystem_of
+from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.rawfile import RawFile
 
 DOCS = Path(eo.__file__).parents[1] / "docs" / "doctor_and_report.md"
 MIB = 1 << 20
+
+
+#: ``python -m eager_offload.doctor``, without the limits of time that a busy machine may not keep.
+_PATIENT_COMMAND = """
+import runpy
+from eager_offload.observe.doctor import examination
+examination._ONE_PROBE = examination._ALL_PROBES = 600.0
+runpy.run_module("eager_offload.doctor", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +45,9 @@ def diagnosis(directory: Path) -> Diagnosis:
     """Of this machine, with one directory and another one on the same disk."""
     second = directory / "second"
     second.mkdir()
-    return examine([directory, second, directory / "missing"])
+    with pytest.MonkeyPatch.context() as patched:
+        patiently(patched)
+        return examine([directory, second, directory / "missing"])
 
 
 def test_the_cpu_and_its_speeds_are_found(diagnosis: Diagnosis) -> None:
@@ -68,6 +80,14 @@ def test_each_disk_is_measured_once_and_nothing_stays_there(diagnosis: Diagnosis
     assert missing.speed is None
     assert missing.refused == "No such file or directory"
     assert [path.name for path in directory.iterdir()] == ["second"]
+
+
+def test_direct_io_is_measured_exactly_where_the_tier_does_it(diagnosis: Diagnosis, directory: Path) -> None:
+    tier = DiskTier([directory], 64 * MIB)
+    try:
+        assert (diagnosis.disks[0].direct is not None) == tier.direct_io
+    finally:
+        tier.close()
 
 
 def test_the_settings_can_be_pasted(diagnosis: Diagnosis, directory: Path) -> None:
@@ -150,8 +170,8 @@ def test_an_interrupt_ends_it_quietly(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_a_probe_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     answered = threading.Event()
     monkeypatch.setattr(machine, "disk", lambda path: answered.wait())
-    monkeypatch.setattr(examination, "_ONE_PROBE", 0.3)
     quickly(monkeypatch)
+    monkeypatch.setattr(examination, "_ONE_PROBE", 0.3)
     try:
         found = examine([directory])
     finally:
@@ -189,6 +209,7 @@ def test_h27_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     if not path.is_dir() or filesystem_of(path) != "tmpfs":
         pytest.skip("this system has no /dev/shm")
     quickly(monkeypatch)
+    assert machine.disk(path).refused == "it is on tmpfs, which is memory itself"  # nobody asked how large it is
     (disk,) = examine([path]).disks
     assert disk.refused == "it is on tmpfs, which is memory itself"
     assert disk.speed is None
@@ -222,6 +243,16 @@ def test_every_private_name_is_looked_for() -> None:
     assert all(one.without and "below" not in one.without for one in names)
 
 
+def test_storage_without_host_memory_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {one.name: one for one in features.features()}
+    for name in ("torch.cuda.gds", "kvikio"):
+        assert "through pinned memory" in found[name].without
+    assert torch.cuda.is_available() or not found["torch.cuda.gds"].there
+    (tmp_path / "kvikio.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {one.name: one.there for one in features.features()}["kvikio"]
+
+
 @pytest.mark.parametrize("name", ["torch.no_such_name", "torch._no_such_module.name", "torch.Tensor._no.name"])
 def test_a_name_that_is_not_there_is_found_out(name: str) -> None:
     assert not features._resolves(name)
@@ -229,10 +260,9 @@ def test_a_name_that_is_not_there_is_found_out(name: str) -> None:
 
 def test_the_command_prints_json_and_nothing_else(directory: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "eager_offload.doctor", "--json", "--disk-path", str(directory)],
+        [sys.executable, "-c", _PATIENT_COMMAND, "--json", "--disk-path", str(directory)],
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(eo.__file__).parents[1]), *filter(None, sys.path)])},
     )
@@ -254,3 +284,10 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out what takes long and what the test at hand is not about."""
     monkeypatch.setattr(features, "features", list)
     monkeypatch.setattr(speeds, "_MEASURING", 0.02)
+    patiently(monkeypatch)
+
+
+def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No probe fails since the machine is busy."""
+    monkeypatch.setattr(examination, "_ONE_PROBE", 600.0)
+    monkeypatch.setattr(examination, "_ALL_PROBES", 600.0)

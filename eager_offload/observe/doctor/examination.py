@@ -26,16 +26,16 @@ _T = TypeVar("_T")
 _ONE_PROBE, _ALL_PROBES = 8.0, 16.0
 
 
-def examine(paths: Sequence[Path] | None = None, *, seconds: float = _ALL_PROBES) -> Diagnosis:
+def examine(paths: Sequence[Path] | None = None, *, seconds: float | None = None) -> Diagnosis:
     """Looks at this machine. Nothing that fails raises; it becomes a line of ``failures``.
 
     Writes at most 256 MiB into each directory, and at most an eighth of what is free, to a file without a name.
 
     Args:
         paths: directories for a spill file. ``None``: those that are tried where nobody names one.
-        seconds: after that long no further probe begins.
+        seconds: after that long no further probe begins. ``None``: 16.
     """
-    probes = _Probes(seconds)
+    probes = _Probes(_ALL_PROBES if seconds is None else seconds)
     software = machine.software()
     memory: Memory | None = probes.run("host memory", machine.memory, None)
     found = [probes.run("processor", machine.processor, Device("cpu", "unknown"))]

@@ -6,9 +6,12 @@ import contextlib
 import ctypes
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 from pathlib import Path
+
+import torch
 
 from eager_offload import _torch
 from eager_offload.observe.doctor.findings import Feature
@@ -18,11 +21,13 @@ from eager_offload.tiers.numa import prefer_node
 __all__ = ["features", "private_names"]
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+#: Of the driver that moves bytes between NVIDIA's devices and a disk.
+_STORAGE_DRIVER = Path("/proc/driver/nvidia-fs")
 
 
 def features() -> list[Feature]:
     """Everything that is probed; direct I/O depends on the directory and is asked for each."""
-    return [*_of_the_system(), *_of_compiled_code(), *private_names()]
+    return [*_of_the_system(), *_of_direct_storage(), *_of_compiled_code(), *private_names()]
 
 
 def _of_the_system() -> list[Feature]:
@@ -40,6 +45,17 @@ def _of_the_system() -> list[Feature]:
             _torch.host_registration() is not None,
             "host memory is pinned by torch, which rounds sizes up to powers of two (nothing to pin on a CPU)",
         ),
+    ]
+
+
+def _of_direct_storage() -> list[Feature]:
+    """Ways between a disk and a device that leave host memory out. No tier takes them so far."""
+    without = "a disk is reached through pinned memory, as it is with this too: nothing uses it yet"
+    # torch has the names where it cannot do it, and without the driver the copies go through host memory unseen.
+    usable = _resolves("torch.cuda.gds.GdsFile") and torch.cuda.is_available() and _STORAGE_DRIVER.exists()
+    return [
+        Feature("torch.cuda.gds", usable, without),
+        Feature("kvikio", importlib.util.find_spec("kvikio") is not None, without),
     ]
 
 

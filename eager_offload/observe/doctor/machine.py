@@ -14,7 +14,7 @@ import torch
 from eager_offload import __version__
 from eager_offload.observe.doctor.findings import Device, Disk, Memory, Software
 from eager_offload.runtime.accelerator_api import TorchAcceleratorApi
-from eager_offload.tiers.directories import filesystem_of
+from eager_offload.tiers.directories import IN_MEMORY, filesystem_of
 from eager_offload.tiers.limits import host_budget, host_headroom, local_ranks, pinning_limit
 from eager_offload.tiers.numa import node_of_device
 
@@ -78,6 +78,8 @@ def disk(path: Path) -> Disk:
         return Disk(str(path), "", 0, 0, refused=error.strerror or str(error))
     if not path.is_dir():
         return replace(found, refused="it is no directory")
+    if found.filesystem in IN_MEMORY:  # before its size, which is beside the point
+        return replace(found, refused=f"it is on {found.filesystem}, which is memory itself")
     return found if os.access(path, os.W_OK | os.X_OK) else replace(found, refused="it is not writable")
 
 

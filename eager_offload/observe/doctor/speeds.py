@@ -104,28 +104,15 @@ def disk(path: Path, free_bytes: int, *, direct: bool) -> Measured:
     if budget < 2 * _PIECE:
         return Measured(refused=f"only {free_bytes} bytes are free there")
     try:
-        tier = DiskTier([path], budget, file_type=_Direct if direct else _Buffered)
-    except _RefusedDirect:
-        return Measured()
+        tier = DiskTier([path], budget, file_type=RawFile if direct else _Buffered)
     except ConfigError as error:
         return Measured(refused=_cause(error))
     try:
+        if direct and not tier.direct_io:
+            return Measured()
         return Measured(_speed_of(tier, budget))
     finally:
         tier.close()
-
-
-class _RefusedDirect(Exception):
-    """The filesystem takes no direct I/O."""
-
-
-class _Direct(RawFile):
-    """Goes around the page cache or not at all."""
-
-    def set_direct(self, direct: bool) -> None:
-        if not direct:
-            raise _RefusedDirect
-        super().set_direct(direct)
 
 
 class _Buffered(RawFile):
