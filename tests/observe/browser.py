@@ -16,6 +16,8 @@ from typing import Any, Self
 __all__ = ["CHROMIUM", "Browser"]
 
 CHROMIUM = shutil.which("chromium")
+#: Seconds that it has to end by itself.
+_PATIENCE = 30.0
 
 _ARGUMENTS = (
     "--headless",
@@ -60,6 +62,14 @@ class Browser:
         )
         os.close(to_child)
         os.close(from_child)
+        try:
+            self._attach()
+        except BaseException:  # nobody will call `__exit__`
+            self._end()
+            raise
+
+    def _attach(self) -> None:
+        """Opens a page and has it tell what happens."""
         self._received = b""
         self._serial = 0
         self._events: deque[dict[str, Any]] = deque()
@@ -75,10 +85,20 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """The process is gone afterwards, whether it wants to or not."""
         self._process.terminate()
-        self._process.wait(timeout=30)
-        os.close(self._in)
-        os.close(self._out)
+        try:
+            self._process.wait(timeout=_PATIENCE)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        finally:
+            os.close(self._in)
+            os.close(self._out)
 
     def open(self, page: Path, width: int, *, dark: bool) -> list[dict[str, Any]]:
         """Loads a file until it is drawn; returns what the browser told meanwhile: requests, errors, messages."""

@@ -66,7 +66,7 @@ def test_the_cpu_and_its_speeds_are_found(diagnosis: Diagnosis) -> None:
 def test_a_step_with_everything_offloaded_is_compared(diagnosis: Diagnosis) -> None:
     cpu = diagnosis.self_tests[0]
     assert (cpu.device, cpu.equal) == ("cpu", True)
-    assert cpu.moved_bytes >= 16 * MIB
+    assert 16 * MIB <= cpu.moved_bytes <= 64 * MIB  # the docs name the most
     assert diagnosis.verdict.works
     assert diagnosis.verdict.flop_per_byte["cpu"] > 0
 

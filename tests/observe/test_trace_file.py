@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,33 @@ def test_a_trace_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     write_trace(TRACE, tmp_path / "step.json")
     assert (tmp_path / "step.json").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system has no /proc, so umask has to be set")
+def test_no_other_thread_meets_another_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(mask: int) -> int:
+        raise AssertionError(f"the umask of the whole process became {mask:o}")
+
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "umask", refuse)
+            write_trace(TRACE, tmp_path / "step.json")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "step.json").stat().st_mode) == 0o640
+
+
+def test_where_the_system_does_not_tell_the_umask_it_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STATUS", str(tmp_path / "missing"))
+    before = os.umask(0o027)
+    try:
+        assert module._umask() == 0o027
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": []}', '{"eager_offload": {}}', '"eager_offload"'])

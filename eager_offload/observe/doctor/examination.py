@@ -29,7 +29,8 @@ _ONE_PROBE, _ALL_PROBES = 8.0, 16.0
 def examine(paths: Sequence[Path] | None = None, *, seconds: float | None = None) -> Diagnosis:
     """Looks at this machine. Nothing that fails raises; it becomes a line of ``failures``.
 
-    Writes at most 256 MiB into each directory, and at most an eighth of what is free, to a file without a name.
+    Measuring writes at most 256 MiB into each directory, and at most an eighth of what is free, to files without name;
+    the self test adds at most 64 MiB for each device, where the recommended settings take a disk.
 
     Args:
         paths: directories for a spill file. ``None``: those that are tried where nobody names one.
