@@ -24,10 +24,12 @@ from eager_offload.observe.trace import SavedGroup
 from eager_offload.selection import is_parameter, plain_tensors
 from eager_offload.stats import KeepReason
 
-__all__ = ["Handle", "Ledger", "Outcome", "ParcelRecord", "RecordedHandle", "Save"]
+__all__ = ["MOST", "Handle", "Ledger", "Outcome", "ParcelRecord", "RecordedHandle", "Save"]
 
 Handle: TypeAlias = KeptTensor | SavedView | WrappedTensor
 _OF_GRAPHS = "compiled graph"
+#: Slices, samples and saves each, beyond which a trace only counts: a viewer could not show them, and memory is finite.
+MOST = 1 << 20
 
 
 class Outcome(NamedTuple):
@@ -41,10 +43,14 @@ class Outcome(NamedTuple):
 class _Held:
     """The bytes of a storage that saved tensors hold together."""
 
-    __slots__ = ("count", "nbytes", "origin", "stays")
+    __slots__ = ("count", "name", "nbytes", "origin", "stays")
 
-    def __init__(self, nbytes: int, origin: weakref.ref[torch.UntypedStorage] | None) -> None:
+    def __init__(
+        self, nbytes: int, origin: weakref.ref[torch.UntypedStorage] | None = None, name: Hashable = None
+    ) -> None:
         self.nbytes = nbytes
+        #: What the ledger finds them by; a later storage may have the same.
+        self.name = name
         self.origin = origin
         #: How many saves hold them.
         self.count = 0
@@ -149,6 +155,8 @@ class Ledger:
         #: them that autograd itself keeps on the device.
         self.without_offload = 0
         self.kept_bytes = 0
+        #: Saves that are not told of, since there were too many. Their bytes count while they live.
+        self.dropped = 0
         self._saves: list[Save] = []
         self._parcels: list[weakref.ref[ParcelRecord]] = []
         self._held: dict[Hashable, _Held] = {}
@@ -159,10 +167,11 @@ class Ledger:
         """Takes note of a saved tensor; returns what autograd is to hold in place of ``handle``."""
         recorded = RecordedHandle(handle, nbytes, save, self)
         save.handle = weakref.ref(recorded)
-        self._saves.append(save)
+        told = self._tells(save)
         stays = isinstance(handle, KeptTensor)
         if isinstance(handle, SavedView):
-            self._by_key.setdefault(handle.storage.key, save)
+            if told:
+                self._by_key.setdefault(handle.storage.key, save)
             stays = handle.storage.state is State.KEPT
         if not (isinstance(handle, KeptTensor) and handle.reason is KeepReason.PARAMETER):
             plain = plain_tensors(tensor) if is_wrapper(tensor) else (tensor,)
@@ -175,16 +184,19 @@ class Ledger:
         """Takes note of what a graph offloads; returns what its parcel is to own."""
         save.operation = _OF_GRAPHS
         record = ParcelRecord(nbytes, reason, save, self)
-        self._saves.append(save)
-        save.held = [_Held(nbytes, None)]
+        if self._tells(save):
+            self._parcels.append(weakref.ref(record))
+        save.held = [_Held(nbytes)]
         save.held[0].count = 1
         self.without_offload += nbytes
-        self._parcels.append(weakref.ref(record))
         return record
 
     def add_kept_by_graph(self, module: str, reason: str, nbytes: int) -> None:
         """Takes note of bytes that a graph keeps."""
-        self._of_graphs.append((module, Outcome("kept", reason, nbytes)))
+        if len(self._of_graphs) < MOST:
+            self._of_graphs.append((module, Outcome("kept", reason, nbytes)))
+        else:
+            self.dropped += 1
 
     def of_key(self, key: int | None) -> Save | None:
         """The save that took the storage ``key``."""
@@ -202,13 +214,17 @@ class Ledger:
         while self.died:
             death = self.died[0]
             death.save.outcomes = death.outcomes
-            for held in death.save.held:
+            held_by_it = death.save.held
+            for held in held_by_it:
                 held.count -= 1
                 if not held.count:
                     self.without_offload -= held.nbytes
                     self.kept_bytes -= held.nbytes if held.stays else 0
             death.save.held = []
             del self.died[0]
+            for held in held_by_it:
+                if not held.count and self._held.get(held.name) is held:
+                    del self._held[held.name]
 
     def close(self) -> list[SavedGroup]:
         """Ends it; who saved what, most bytes first."""
@@ -233,11 +249,19 @@ class Ledger:
             key=lambda group: -group.nbytes,
         )
 
+    def _tells(self, save: Save) -> bool:
+        """Takes ``save`` among those that the trace tells of, as long as they are not too many."""
+        if len(self._saves) < MOST:
+            self._saves.append(save)
+            return True
+        self.dropped += 1
+        return False
+
     def _hold(self, save: Save, storage: torch.UntypedStorage, *, stays: bool) -> None:
         name = storage._cdata
         held = self._held.get(name)
         if held is None or not held.count or held.origin is None or held.origin() is not storage:
-            held = self._held[name] = _Held(storage.nbytes(), weak_storage(storage))
+            held = self._held[name] = _Held(storage.nbytes(), weak_storage(storage), name)
             self.without_offload += held.nbytes
         held.count += 1
         save.held.append(held)

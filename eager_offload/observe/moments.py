@@ -12,15 +12,13 @@ from typing import NamedTuple
 import torch
 
 from eager_offload.errors import OffloadError
-from eager_offload.observe.ledger import Save
+from eager_offload.observe.ledger import MOST, Save
 from eager_offload.observe.trace import Kind, Slice
 from eager_offload.runtime.base import Event, Runtime, Stream
 from eager_offload.runtime.host import HostRuntime, host_runtime
 
-__all__ = ["MOST", "Clock", "Clocks", "Mark", "Moments"]
+__all__ = ["Clock", "Clocks", "Mark", "Moments"]
 
-#: Slices, samples and saves each, beyond which a trace only counts: a viewer could not show them, and memory is finite.
-MOST = 1 << 20
 #: Seconds; a wait that is shorter has not waited.
 _NO_WAIT = 1e-6
 

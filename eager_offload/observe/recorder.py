@@ -23,9 +23,9 @@ from eager_offload.eager.hooks import logical_bytes
 from eager_offload.eager.lanes import Lanes
 from eager_offload.observe.advice import advise
 from eager_offload.observe.backwards import Backwards
-from eager_offload.observe.ledger import Handle, Ledger, ParcelRecord, RecordedHandle, Save
+from eager_offload.observe.ledger import MOST, Handle, Ledger, ParcelRecord, RecordedHandle, Save
 from eager_offload.observe.modules import ModuleCall, Modules
-from eager_offload.observe.moments import MOST, Clock, Clocks, Mark, Moments
+from eager_offload.observe.moments import Clock, Clocks, Mark, Moments
 from eager_offload.observe.trace import Kind, MemorySample, Trace
 from eager_offload.parcels import Parcel
 from eager_offload.runtime.base import Event, Stream
@@ -130,7 +130,7 @@ class Recorder:
             slices=slices,
             memory=tuple(self._memory),
             versions=_versions(),
-            dropped=self._dropped + self._moments.dropped,
+            dropped=self._dropped + self._moments.dropped + self._ledger.dropped,
         )
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -145,7 +145,8 @@ class Recorder:
             if self._ledger.listener is None:
                 return handle
             recorded = self._ledger.add(tensor, handle, logical_bytes(tensor), save)
-            self._thread.nameless.append(save)
+            if len(self._thread.nameless) < MOST:
+                self._thread.nameless.append(save)
             self._sample(began)
         return recorded
 
@@ -258,9 +259,11 @@ class Recorder:
             ledger.without_offload,
         )
         if not self._memory or self._memory[-1][1:] != held:
+            sample = MemorySample(now.seconds(), *held)
             if len(self._memory) < MOST:
-                self._memory.append(MemorySample(now.seconds(), *held))
-            else:
+                self._memory.append(sample)
+            else:  # the last one stays, which shows what the trace leaves behind
+                self._memory[-1] = sample
                 self._dropped += 1
         tally = self._accounts.tally
         if tally is not self._tally:

@@ -156,7 +156,7 @@ class Trace:
     error: str = ""
     """What was raised inside and ended the trace."""
     dropped: int = 0
-    """Slices that are left out since there were too many."""
+    """Slices, samples of memory and saves that are left out since there were too many."""
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -138,7 +138,7 @@ def test_an_empty_trace_has_a_page() -> None:
 def test_what_ended_the_trace_and_what_it_lacks_is_said() -> None:
     page = render(dataclasses.replace(example(), error="KeyboardInterrupt: ", dropped=1234))
     assert "The run ended early: KeyboardInterrupt" in page
-    assert ">1,234</data> slices were too many" in page
+    assert ">1,234</data> slices, samples and saves were too many" in page
 
 
 def test_every_reason_that_the_stats_have_is_explained() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
+from eager_offload.observe import ledger, moments, recorder
 from eager_offload.observe.trace import Kind
 from eager_offload.tiers.disk import DiskSlot
 from tests.doubles.recorded_backend import RecordedBackend
@@ -45,6 +46,39 @@ def test_a_step_is_shown_whole_and_is_the_same_step(kind: type[Backend], path: P
         assert trace.versions["torch"] == torch.__version__
         found.clear()
         backend.assert_nothing_is_held()
+
+
+def test_what_is_too_much_is_counted_and_the_last_sample_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 5
+    for module in (ledger, moments, recorder):
+        monkeypatch.setattr(module, "MOST", most)
+    net = Net()
+    expected = step(net, nullcontext())
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        found: list[Tensor] = []
+        trace = traced(offload, path, lambda: found.extend(step(net, offload)))
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert trace.stats["bytes_out"] > 0
+    assert sum(group.count for group in trace.saved) == most
+    assert len(trace.memory) == most
+    assert trace.memory[-1][1:] == (0, 0, 0, 0)
+    assert trace.dropped > trace.stats["saved_tensors"] - most > 0
+
+
+def test_a_long_trace_keeps_nothing_of_storages_that_are_gone(path: Path) -> None:
+    net = Net()
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        with offload.trace(path):
+            for _ in range(3):
+                step(net, offload)
+            found = offload._accounts.recorder
+            assert isinstance(found, recorder.Recorder)
+            with offload._accounts.lock:
+                found._ledger.drain()
+                assert not found._ledger._held
+        assert offload.stats().bytes_out > 0
 
 
 def test_forward_and_backward_are_named_by_module_and_operation(path: Path) -> None:

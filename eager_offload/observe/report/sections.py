@@ -69,7 +69,11 @@ def warnings(trace: Trace) -> Markup:
     if trace.dropped:
         dropped = figure("dropped", trace.dropped, f"{trace.dropped:,}")
         told.append(
-            tag("p", dropped, " slices were too many and are left out; totals of time count those that are here.")
+            tag(
+                "p",
+                dropped,
+                " slices, samples and saves were too many and are left out; totals are of the others.",
+            )
         )
     return tag("div", *told, class_="warning", role="note") if told else _NOTHING
 
