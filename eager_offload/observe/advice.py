@@ -79,6 +79,8 @@ def no_room(stats: OffloadStats, config: OffloadConfig) -> str | None:
         return None
     kept = stats.kept_bytes.get("budget", 0)
     what = f"{_times(count)} no tier had room" + (f", and {_size(kept)} stayed" if kept else "")
+    if config.tier == "disk" and not stats.disk_bytes_peak:
+        return f"{what}, from the first byte on: the first warning tells why. Look after the disk, or name another."
     if config.tier != "host" and stats.disk_bytes_peak:
         return f"{what}. Raise disk_budget above the {_size(stats.disk_bytes_peak)} of the peak, or free room there."
     if config.tier == "auto" and config.disk_paths is None:

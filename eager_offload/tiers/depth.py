@@ -60,13 +60,14 @@ class DepthSearch:
         self._trial = trial
         if trial.transfers < _TRIAL_TRANSFERS or trial.nbytes < _TRIAL_BYTES:
             return
+        # Two threads may both get here, and a depth that has left its bounds would never come back.
         rate = trial.nbytes / max(trial.seconds, 1e-9)
         self._trial = _Trial()
         if self._rate and rate < _GAIN * self._rate:
-            self.depth //= 2
+            self.depth = max(self.depth // 2, self._least)
             self._rest = _AGAIN_BYTES
         elif self.depth * 2 > self._most:
             self._rest = _AGAIN_BYTES
         else:
             self._rate = rate
-            self.depth *= 2
+            self.depth = min(self.depth * 2, self._most)

@@ -149,12 +149,15 @@ class DiskTier(Tier):
 
     @property
     def shortage(self) -> Shortage:
-        """What binds now: the budget, or the disk that has the most room."""
+        """What binds now: disks that fail, the budget, or the disk that has the most room."""
         with self._lock:
             space, left = self._space, self._budget - self._length()
             if space is None:
                 return Shortage("no directory serves any more", "name another one in disk_path")
-            roomiest = max(space.files, key=SpillFile.room)
+            growing = [file for file in space.files if file.refusal is None]
+            if not growing:
+                return _failure_of(space.files[0])
+            roomiest = max(growing, key=SpillFile.room)
             if left <= roomiest.room():
                 return Shortage(f"all of disk_budget is in use: {size_text(self._budget)}", "raise disk_budget")
         try:
@@ -285,6 +288,13 @@ class DiskTier(Tier):
             slot.read(source)
         nbytes = len(slots) * _MEASURED_PIECE
         return Bandwidth(nbytes / (written - started), nbytes / (time.perf_counter() - written))
+
+
+def _failure_of(file: SpillFile) -> Shortage:
+    return Shortage(
+        f"the spill file in {str(file.directory)!r} cannot grow: {file.refusal}",
+        "check the disk (the kernel's log says more), or name another one in disk_path",
+    )
 
 
 def _share_of(files: Sequence[SpillFile]) -> int:

@@ -119,12 +119,11 @@ def host_headroom(system: System | None = None) -> Headroom:
     return _least(limits)
 
 
-def disk_headroom(path: Path, system: System | None = None, *, in_memory: bool = False) -> Headroom:
+def disk_headroom(path: Path, system: System | None = None) -> Headroom:
     """How much more this process can write to a file in the directory ``path``, and what binds.
 
     Args:
         system: where limits are looked up; this machine where it is left out.
-        in_memory: ``path`` is on a filesystem whose files are memory (tmpfs): then what bounds memory bounds it too.
 
     Raises:
         OSError: ``path`` cannot be looked at.
@@ -155,7 +154,7 @@ def disk_headroom(path: Path, system: System | None = None, *, in_memory: bool =
                 remedy="raise the limit (ulimit -f)",
             )
         )
-    return _least([*limits, *(host_headroom(system).limits if in_memory else ())])
+    return _least(limits)
 
 
 def host_budget(system: System | None = None) -> int:

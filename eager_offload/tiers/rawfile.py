@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +41,11 @@ class RawFile:
     def descriptor(self) -> int:
         """What the operating system knows the file by; -1 once it is closed."""
         return self._descriptor
+
+    @property
+    def device(self) -> int:
+        """What the operating system knows the disk by."""
+        return os.fstat(self._descriptor).st_dev
 
     def read_into(self, target: memoryview, offset: int) -> int:
         """Reads at ``offset`` into ``target``; returns how many bytes came, 0 at the end of the file."""
@@ -116,6 +121,16 @@ def _open_unnamed(directory: Path) -> int:
         # A filesystem may have no unnamed files; anything worse than that shows below as well.
         with contextlib.suppress(OSError):
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    descriptor, name = tempfile.mkstemp(prefix=".eager_offload-", dir=directory)
-    os.unlink(name)
+    # Named before it is there: whatever interrupts this, the name is known and goes.
+    name, descriptor = directory / f".eager_offload-{secrets.token_hex(16)}", -1
+    try:
+        try:
+            descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+    except BaseException:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise
     return descriptor

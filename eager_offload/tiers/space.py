@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -132,9 +132,11 @@ class Space:
         if need > limit:
             return False
         # Asking for what is not there would fill the disk to the brim for a moment, at the cost of everyone else on it.
-        files = sorted(self.files, key=SpillFile.room, reverse=True)
+        files = list(self.files)
         while files:
-            several, least = len(files), files[-1].room() * len(files)
+            rooms = _rooms(files)
+            files.sort(key=rooms.__getitem__, reverse=True)
+            several, least = len(files), rooms[files[-1]] * len(files)
             grain = several * _STRIPE if several > 1 else PAGE
             wishes = round_up(max(several * _GROWTH, need), grain), limit // grain * grain, round_up(need, grain)
             refusing = files[-1]
@@ -274,6 +276,12 @@ class Space:
             pieces.append(_Piece(share.file, at, share.offset + offset, size))
             at += size
         return pieces
+
+
+def _rooms(files: Sequence[SpillFile]) -> dict[SpillFile, int]:
+    """Bytes by which each of ``files`` may grow if all do: those on one disk divide what it has."""
+    sharers = Counter(file.device for file in files)
+    return {file: file.room() // sharers[file.device] for file in files}
 
 
 def _goes_on(last: _Segment, shares: Sequence[_Share]) -> bool:

@@ -84,11 +84,15 @@ class SpillFile:
         self.directory = directory
         #: Bytes that went to the disk and that nobody has counted yet; whoever counts takes them out.
         self.written: deque[int] = deque()
-        #: Whether a write failed for another reason than that something was full.
+        #: Whether writing or growing failed for another reason than that something was full.
         self.failing = False
+        #: Why the file could not grow the last time, if the reason was another than that; ``None`` once it has grown.
+        self.refusal: str | None = None
         #: Whether this process is a child and the file its parent's.
         self.inherited = False
         self._raw = file_type(directory)
+        #: The disk that it is on; two files may be on one.
+        self.device = self._raw.device
         self._bounce = _Bounce()
         #: What the address of a source has to be a multiple of, in bytes; ``None``: through the page cache.
         self.memory_alignment = self._probe()
@@ -112,13 +116,14 @@ class SpillFile:
     def extend(self, length: int, nbytes: int) -> bool:
         """Makes the file, which is used up to ``length``, reach ``nbytes`` further; returns whether it does."""
         try:
-            self._raw.allocate(length, nbytes)
+            self._lengthen(length, nbytes)
         except OSError as error:
-            if error.errno in _REFUSALS:
-                # The filesystem cannot promise room; a write that finds none fails and is counted then.
-                return self._try_truncate(length + nbytes)
+            if error.errno not in _FULL:
+                self.refusal = error.strerror or str(error)
+                self._judge(error)
             self.cut_off(length)
             return False
+        self.refusal = None
         return True
 
     def cut_off(self, length: int) -> None:
@@ -134,7 +139,7 @@ class SpillFile:
         try:
             self._write(address, nbytes, offset)
         except OSError as error:
-            self.failing |= error.errno not in (*_FULL, errno.ENOMEM)
+            self._judge(error)
             raise
 
     def read(self, address: int, nbytes: int, offset: int) -> None:
@@ -173,6 +178,18 @@ class SpillFile:
         self._raw.close()
 
     # -- growing and probing --------------------------------------------------------------------------------------
+
+    def _judge(self, error: OSError) -> None:
+        self.failing |= error.errno not in (*_FULL, errno.ENOMEM)
+
+    def _lengthen(self, length: int, nbytes: int) -> None:
+        try:
+            self._raw.allocate(length, nbytes)
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            # The filesystem cannot promise room; a write that finds none fails and is counted then.
+            self._raw.truncate(length + nbytes)
 
     def _try_truncate(self, length: int) -> bool:
         try:

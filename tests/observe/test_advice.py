@@ -87,6 +87,7 @@ def test_failed_writes(count: int, times: str) -> None:
     ("fields", "peaks", "knob"),
     [
         ({"tier": "disk"}, {"disk_bytes_peak": 3 * GIB}, "Raise disk_budget above the 3.0 GiB of the peak"),
+        ({"tier": "disk"}, {}, "the first warning tells why. Look after the disk"),
         ({}, {"host_bytes_peak": 5 * GIB}, "Raise host_budget above 5.0 GiB, or give a disk_path to spill to"),
         ({"tier": "host"}, {"host_bytes_peak": 5 * GIB}, "Raise host_budget above 5.0 GiB."),
     ],
@@ -95,7 +96,7 @@ def test_a_budget_that_is_used_up(fields: dict[str, Any], peaks: dict[str, int],
     full = stats(demotions={"budget": 2}, kept_bytes={"budget": GIB}, **peaks)
     said = advice.no_room(full, config(**fields))
     assert said is not None
-    assert said.startswith("2 times no tier had room, and 1.0 GiB stayed. ")
+    assert said.startswith("2 times no tier had room, and 1.0 GiB stayed")
     assert knob in said
 
 

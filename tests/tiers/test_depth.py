@@ -60,3 +60,28 @@ def test_what_was_found_is_looked_at_again_since_disks_change() -> None:
     assert search.depth == 8
     run(search, lambda depth: 1e9 / depth, nbytes=GIB, times=75)
     assert search.depth == 1
+
+
+class Met(DepthSearch):
+    """Another thread's transfers end right before ``attribute`` is set at the end of a trial."""
+
+    def __init__(self, attribute: str, depth: int) -> None:
+        self._attribute = ""
+        super().__init__(1, 8)
+        self.depth, self._rate, self._attribute = depth, 1e9, attribute
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == self.__dict__.get("_attribute") and getattr(value, "transfers", 4) == 4:
+            self._attribute = ""
+            run(self, lambda _: 1e9 if name == "_trial" else 1e11, times=4)
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize(("attribute", "rate", "depths"), [("_trial", 1e9, (2, 1)), ("_rate", 1e10, (4, 8))])
+def test_two_threads_at_the_end_of_a_trial_leave_the_depth_within_its_bounds(
+    attribute: str, rate: float, depths: tuple[int, int]
+) -> None:
+    before, after = depths
+    search = Met(attribute, before)
+    run(search, lambda _: rate, times=4)
+    assert search.depth == after

@@ -255,3 +255,40 @@ def test_an_inherited_slot_names_the_fork_as_the_reason(directory: Path) -> None
     slot._space.files[0].inherited = True
     with pytest.raises(OffloadError, match="forked from"):
         content(slot)
+
+
+@pytest.mark.parametrize("call", ["open", "unlink"])
+def test_where_files_have_names_at_first_an_interrupt_leaves_none(
+    directory: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "O_TMPFILE")
+    real = getattr(os, call)
+    opened = []
+
+    def interrupt(*arguments: object) -> None:
+        opened.append(real(*arguments))
+        raise KeyboardInterrupt
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            RawFile(directory)
+    assert list(directory.iterdir()) == []
+    if call == "open":  # what was interrupted is the call that would have told the descriptor
+        os.close(opened[0])
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_name_that_cannot_be_removed_leaves_no_file_open(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "O_TMPFILE")
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: object) -> None:
+            raise failure(errno.EPERM)
+
+        patch.setattr(os, "unlink", refuse)
+        with pytest.raises(PermissionError):
+            RawFile(directory)
+    assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -199,3 +199,58 @@ def test_h27_direct_io_that_ends_in_the_page_cache_is_none(directory: Path) -> N
     assert file.cached_pages() == 0
     assert torch.equal(content(slot), noise(MIB))
     assert file.written >= MIB
+
+
+def test_the_floor_of_a_disk_with_two_files_is_the_same(directory: Path) -> None:
+    class Shared(Watched):
+        """On a disk of 1 GiB, which all files share."""
+
+        def usage(self) -> Usage:
+            taken = sum(file.stat.st_size for file in Watched.opened)
+            return super().usage()._replace(total=GIB, free=GIB - taken)
+
+    tier = DiskTier([directory, directory], GIB, file_type=Shared)
+    slots = []
+    while (slot := tier.reserve(100 * MIB)) is not None:
+        slots.append(slot)
+    assert len(slots) == 9, "what is above the floor serves"
+    assert GIB - tier.held_bytes >= GIB * FLOOR_SHARE
+    slots[0].write(noise(100 * MIB))
+    assert torch.equal(content(slots[0]), noise(100 * MIB))
+    assert sum(file.written for file in Watched.opened) >= 100 * MIB
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("promises", [True, False])
+def test_a_disk_that_cannot_grow_the_file_is_named_and_serves_again_once_it_can(
+    directory: Path, number: int, promises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, file = open_tier(directory)
+    file.on_allocate = failure(number)
+    if not promises:
+        file.on_allocate = failure(errno.EOPNOTSUPP)
+
+        def refuse(self: Watched, length: int) -> None:
+            raise failure(number)
+
+        monkeypatch.setattr(Watched, "truncate", refuse)
+    assert tier.reserve(1) is None
+    assert tier.shortage.reason == f"the spill file in {str(directory)!r} cannot grow: {failure(number).strerror}"
+    assert "disk_path" in tier.shortage.remedy
+    monkeypatch.undo()
+    file.on_allocate = None
+    assert torch.equal(content(stored(tier, noise(MIB))), noise(MIB))
+    assert tier.reserve(1 << 30) is None
+    assert "disk_budget" in tier.shortage.reason, "what is over is not told any more"
+
+
+def test_of_several_disks_one_that_cannot_grow_its_file_is_not_asked_again(directory: Path) -> None:
+    paths = [directory / "one", directory / "two"]
+    for path in paths:
+        path.mkdir()
+    tier = DiskTier(paths, 512 * MIB, file_type=Watched)
+    Watched.opened[1].on_allocate = failure(errno.EROFS)
+    for seed in range(2):
+        assert torch.equal(content(stored(tier, noise(MIB, seed))), noise(MIB, seed))
+    assert tier.directories == paths[:1]
+    assert Watched.opened[2].written >= MIB

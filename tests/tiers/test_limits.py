@@ -221,13 +221,6 @@ def test_the_size_that_a_file_may_have_bounds_a_disk(machine: FakeMachine, tmp_p
     assert found.binding.where == "RLIMIT_FSIZE"
 
 
-def test_a_filesystem_in_memory_has_no_more_room_than_memory_has(machine: FakeMachine, tmp_path: Path) -> None:
-    machine.set_memory(available=MIB)
-    found = disk_headroom(tmp_path, machine.system, in_memory=True)
-    assert found.nbytes == MIB
-    assert found.binding.kind == "memory"
-
-
 def test_this_machine_has_headroom_and_says_what_binds(tmp_path: Path) -> None:
     found = host_headroom()
     assert 0 < found.nbytes <= psutil.virtual_memory().total
