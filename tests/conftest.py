@@ -14,7 +14,9 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs", "tests.hazards.probes")
 
 from tests.doubles.recorded_backend import RecordedBackend  # noqa: E402
+from tests.faults.telling import sentence  # noqa: E402
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend  # noqa: E402
+from tests.temporary import move_to_a_disk  # noqa: E402
 
 _BACKENDS: dict[str, type[Backend]] = {
     "disk": DiskBackend,
@@ -31,12 +33,19 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         item.stash[_passed] = outcome.get_result().passed
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # Before pytest chooses where the directories of tests are.
+    if remove := move_to_a_disk():
+        config.add_cleanup(remove)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     """How many faults the tests of faults have injected; each of them asserts that some were."""
     passed = terminalreporter.stats.get("passed", [])
     faults = sum(number for report in passed for name, number in report.user_properties if name == "faults")
     if faults:
-        terminalreporter.write_line(f"{faults:,} faults injected: 0 wrong gradients, 0 leaks, 0 hangs in what passed")
+        terminalreporter.write_line(sentence(faults, well=exitstatus == 0))
 
 
 @pytest.fixture(autouse=True)

@@ -20,5 +20,6 @@ def _opened() -> Iterator[None]:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    assert filesystem_of(tmp_path) != "tmpfs", "these tests need a temporary directory on a disk"
+    if filesystem_of(tmp_path) == "tmpfs":
+        pytest.fail(f"{tmp_path} is memory, not a disk: name one on a disk with --basetemp", pytrace=False)
     return tmp_path

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,13 @@ class RealGroup:
 def real_group() -> Iterator[RealGroup]:
     """A new group below this process's own, which is gone at the end; skips the test where none can be made."""
     parent, limit_file = _own_group()
+    with group_in(parent, limit_file) as group:
+        yield group
+
+
+@contextmanager
+def group_in(parent: Path, limit_file: str) -> Iterator[RealGroup]:
+    """As ``real_group``, below the group at ``parent``."""
     directory = parent / f"eager_offload_test_{os.getpid()}"
     try:
         directory.mkdir()
@@ -143,10 +151,23 @@ def real_group() -> Iterator[RealGroup]:
         pytest.skip(f"no control group can be made here: {error.strerror}")
     try:
         if not (directory / limit_file).exists():
+            # Version 2 hands a controller down only where that is asked for.
+            with suppress(OSError):
+                (parent / "cgroup.subtree_control").write_text("+memory")
+        if not (directory / limit_file).exists():
             pytest.skip("control groups here do not limit memory")
         yield RealGroup(directory, limit_file)
     finally:
-        directory.rmdir()
+        _remove(directory)
+
+
+def _remove(directory: Path) -> None:
+    """Removes a group, which may stay for a moment after its last process; one that stays hides no failure."""
+    for _ in range(10):
+        with suppress(OSError):
+            directory.rmdir()
+            return
+        time.sleep(0.05)
 
 
 def _own_group() -> tuple[Path, str]:
