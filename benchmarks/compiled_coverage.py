@@ -123,7 +123,7 @@ def measure(name: str, partitioner: str, options: argparse.Namespace) -> Coverag
         def run(arguments: list[object]) -> Any:
             return module.forward(*arguments)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
+        run._boxed_call = True  # type: ignore[attr-defined]  # how torch marks what takes one list
         return run
 
     torch._dynamo.reset()
