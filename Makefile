@@ -61,5 +61,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	sed $(if $(TORCH),'s/^torch==.*/torch==$(TORCH)/',-n p) constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test,lint,demo]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test,frameworks,docs,lint,demo]'
 	touch $@

@@ -31,6 +31,7 @@
 | ``torch.fx.Graph._codegen`` | 2.11 to 2.15 | copies of graphs take their inputs flat |
 | ``torch.utils.checkpoint._checkpoint_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
 | ``torch.utils.checkpoint._recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
+| ``torch.nn.Module._compiled_call_impl``, ``_call_impl`` | 2.11 to 2.15 | integrations through a module's calls fail |
 | ``torch._C._current_graph_task_id`` | 2.11 to 2.15 | traces do not show backward |
 | ``torch.autograd.Variable._execution_engine`` | 2.11 to 2.15 | a backward has no end in traces |
 | ``torch.autograd.profiler._is_profiler_enabled`` | 2.11 to 2.15 | profiles have no ranges of the library |
@@ -53,7 +54,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph
 from torch.utils._python_dispatch import (
@@ -114,6 +115,7 @@ __all__ = [
     "library",
     "make_fallback",
     "min_cut_rematerialization_partition",
+    "module_call",
     "neg_view",
     "node_sequence",
     "preserve_node_ordering",
@@ -122,6 +124,7 @@ __all__ = [
     "replace_checkpoint_modes",
     "require_torch",
     "saved_tensor_hook_context",
+    "set_module_call",
     "share_calling_convention",
     "sharing_versions",
     "top_pack_hook",
@@ -433,3 +436,16 @@ def after_backward(call: Callable[[], None]) -> None:
 def node_sequence(node: Any) -> int:
     """When an autograd node was made: its number in the count of the thread that made it."""
     return int(node._sequence_nr())
+
+
+def module_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What is called for ``module`` in place of its own way, such as what ``module.compile()`` has put there."""
+    return module._compiled_call_impl
+
+
+def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Has ``call`` called for ``module``; ``None`` for the module's own way. Copies and pickles of it leave it out."""
+    if call is None and "_compiled_call_impl" in vars(module):
+        del vars(module)["_compiled_call_impl"]
+    else:
+        vars(module)["_compiled_call_impl"] = call

@@ -163,6 +163,23 @@ class OffloadConfig:
                 fields[field] = _from_text(field, text)
         return cls.from_fields(fields)
 
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> OffloadConfig:
+        """The config with these fields, as a YAML or JSON file holds them; what is left out is at its default.
+
+        Raises:
+            ConfigError: for anything but a mapping, a field that does not exist, or a value that is not accepted.
+        """
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"{fields!r} is not accepted: from_dict takes a mapping of the fields of OffloadConfig")
+        return cls.from_fields(fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, in the types that YAML and JSON have: sizes in bytes, ``disk_path`` as a list of texts."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        paths = self.disk_paths
+        return fields | {"disk_path": None if paths is None else [os.fspath(path) for path in paths]}
+
     def to_text(self) -> str:
         """The fields that are not at their defaults, as one line that ``from_text`` reads: equal for equal configs."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

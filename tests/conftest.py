@@ -10,6 +10,8 @@ import pytest
 
 # What is compiled is compiled here and now, and not found where an earlier run has left it.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+# No test asks a hub of models or data for anything.
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs", "tests.hazards.probes")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
 from fractions import Fraction
@@ -276,3 +277,21 @@ def test_a_bad_value_in_the_environment_is_refused_like_any_other(name: str, tex
 def test_a_size_that_is_no_field_is_named_too() -> None:
     with pytest.raises(eo.ConfigError, match=r"^threshold='a lot' is not accepted: threshold takes"):
         release_freed_memory("a lot")
+
+
+def test_a_dict_has_the_types_of_a_file_and_gives_the_same_config() -> None:
+    config = eo.OffloadConfig(tier="disk", min_bytes="2MiB", disk_path=["/a", "/b"], verify=True)
+    fields = config.to_dict()
+    assert json.loads(json.dumps(fields)) == fields
+    assert fields["disk_path"] == ["/a", "/b"]
+    assert fields["min_bytes"] == 2 << 20
+    assert eo.OffloadConfig.from_dict(fields) == config
+    assert (
+        eo.OffloadConfig.from_dict({}) == eo.OffloadConfig() == eo.OffloadConfig.from_dict(eo.OffloadConfig().to_dict())
+    )
+
+
+@pytest.mark.parametrize("given", [None, 3, "min_bytes", [("min_bytes", 3)]])
+def test_what_is_no_mapping_is_refused_as_a_dict(given: object) -> None:
+    with pytest.raises(eo.ConfigError, match="from_dict takes a mapping"):
+        eo.OffloadConfig.from_dict(given)  # type: ignore[arg-type]  # what is tested

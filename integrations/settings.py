@@ -1,0 +1,62 @@
+"""What a user gives an integration, and what the environment says where nothing is given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from eager_offload import ConfigError, Offload, OffloadConfig
+
+__all__ = ["SWITCH", "Given", "offload_from", "switch"]
+
+#: Switches every integration on (1) or off (0), whatever the code says of it.
+SWITCH = "EAGER_OFFLOAD"
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+#: An object of the user's own, a configuration, its fields (a file's), or nothing.
+Given: TypeAlias = Offload | OffloadConfig | Mapping[str, Any] | None
+
+
+def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offload:
+    """The :class:`~eager_offload.Offload` that an integration works with.
+
+    Args:
+        given: an ``Offload``, taken as it is; an ``OffloadConfig``; a mapping of its fields, or ``None``: then the
+            ``EAGER_OFFLOAD_*`` variables say what the mapping does not.
+        fields: more fields, which come before all of that.
+
+    Raises:
+        ConfigError: for anything else, a field that does not exist, or fields beside an ``Offload``, which has its own.
+    """
+    if isinstance(given, Offload):
+        if fields:
+            raise ConfigError(
+                f"{', '.join(fields)} beside an Offload is not accepted: it has its configuration already. Give them "
+                "to Offload(...), or leave it out here"
+            )
+        return given
+    if given is None or isinstance(given, Mapping):
+        config = OffloadConfig.from_fields({**(given or {}), **(fields or {})}, OffloadConfig.from_env())
+    elif isinstance(given, OffloadConfig):
+        config = OffloadConfig.from_fields(fields or {}, given)
+    else:
+        raise ConfigError(
+            f"config={given!r} is not accepted: it takes an Offload, an OffloadConfig, a mapping of its fields, or None"
+        )
+    return Offload(config)
+
+
+def switch(default: bool) -> bool:
+    """What ``EAGER_OFFLOAD`` in the environment says: 1 or 0, true or false, yes or no, on or off.
+
+    Args:
+        default: where it is unset or empty.
+
+    Raises:
+        ConfigError: for another text.
+    """
+    text = os.environ.get(SWITCH, "").strip().lower()
+    if text and text not in _ON + _OFF:
+        raise ConfigError(f"{SWITCH}={text!r} is not accepted: it takes {', '.join(_ON + _OFF)}")
+    return text in _ON if text else default
