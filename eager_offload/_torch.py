@@ -118,6 +118,7 @@ __all__ = [
     "module_call",
     "neg_view",
     "node_sequence",
+    "own_call",
     "preserve_node_ordering",
     "profiled",
     "profiler_is_on",
@@ -441,6 +442,11 @@ def node_sequence(node: Any) -> int:
 def module_call(module: nn.Module) -> Callable[..., Any] | None:
     """What is called for ``module`` in place of its own way, such as what ``module.compile()`` has put there."""
     return module._compiled_call_impl
+
+
+def own_call(module: nn.Module) -> Callable[..., Any]:
+    """What torch calls for ``module`` where nothing has been put in its place: forward and its hooks."""
+    return module._call_impl
 
 
 def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:

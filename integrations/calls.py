@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from eager_offload import ConfigError, Offload
-from eager_offload._torch import module_call, set_module_call
+from eager_offload._torch import module_call, own_call, set_module_call
 
 __all__ = ["OffloadedCalls", "is_training"]
 
@@ -56,7 +56,7 @@ class OffloadedCalls:
         def call(*arguments: Any, **named: Any) -> Any:
             module = called()
             assert module is not None  # it is what is being called
-            forward = inner or module._call_impl
+            forward = inner or own_call(module)
             if not (active and when(module)):
                 return forward(*arguments, **named)
             with offload:

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 import eager_offload as eo
+import eager_offload.integrations
 
 PACKAGE = Path(eo.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+INTEGRATIONS = sorted(Path(eager_offload.integrations.__file__).parent.glob("*.py"))
 #: Everything that a user may have and that the core does not need.
 FOREIGN = {"accelerate", "expecttest", "hypothesis", "lightning", "matplotlib", "pytest", "pytorch_lightning", "rich"}
 FOREIGN |= {"pandas", "scipy", "torchvision", "transformers", "trl"}
@@ -86,6 +88,16 @@ def test_what_the_package_asks_for_is_torch_and_psutil() -> None:
     assert roots - sys.stdlib_module_names == {"torch", "psutil", "eager_offload"}
 
 
+@pytest.mark.parametrize("source", INTEGRATIONS, ids=lambda source: source.stem)
+def test_an_integration_asks_for_its_own_framework_alone(source: Path) -> None:
+    own = {source.stem} if source.stem in FOREIGN else set()
+    own |= {"pytorch_lightning"} if source.stem == "lightning" else set()
+    own |= {"trl", "peft", "accelerate"} if source.stem == "transformers" else set()  # what its users combine it with
+    roots = {name.partition(".")[0] for name, _ in imports(source, relative=True)}
+    assert roots - sys.stdlib_module_names <= own | {"torch", "eager_offload"}
+    assert list(private_names_of_torch(source)) == []
+
+
 def test_private_names_of_torch_are_in_one_module() -> None:
     found = {
         source.relative_to(PACKAGE).as_posix(): names
@@ -107,12 +119,14 @@ def test_every_private_name_is_listed_with_the_versions_that_have_it() -> None:
         assert last in listed or module in listed, f"{name} is not listed"
 
 
-def imports(source: Path) -> Iterator[tuple[str, list[str]]]:
-    """The modules that a file imports, with the names that it takes from each."""
+def imports(source: Path, *, relative: bool = False) -> Iterator[tuple[str, list[str]]]:
+    """The modules that a file imports, with the names that it takes from each; those beside it are left out."""
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
+            if relative and node.level == 1:
+                continue
             assert node.level == 0, f"{source}: a relative import"
             assert node.module is not None
             yield node.module, [alias.name for alias in node.names]
@@ -120,7 +134,7 @@ def imports(source: Path) -> Iterator[tuple[str, list[str]]]:
 
 def private_names_of_torch(source: Path) -> Iterator[str]:
     """What a file imports from, or reaches into, torch under a name that begins with an underscore."""
-    for module, names in imports(source):
+    for module, names in imports(source, relative=True):
         if module.partition(".")[0] == "torch":
             yield from (f"{module}.{name}" for name in names if private(f"{module}.{name}"))
             if not names and private(module):

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from eager_offload.integrations.calls import OffloadedCalls
 from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload._torch import top_pack_hook
+from eager_offload.integrations.calls import OffloadedCalls
 
 
 class Model(nn.Module):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from eager_offload.integrations.metrics import OffloadMetrics
 
 import eager_offload as eo
+from eager_offload.integrations.metrics import OffloadMetrics
 
 
 def step(offload: eo.Offload) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from eager_offload.integrations.settings import offload_from, switch
 
 import eager_offload as eo
+from eager_offload.integrations.settings import offload_from, switch
 
 
 @pytest.fixture(autouse=True)
