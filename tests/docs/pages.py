@@ -1,0 +1,60 @@
+"""The pages of the documentation, and the blocks of code in them.
+
+What a page's ``python`` blocks need and its reader does not (a small model, a loader) stands in a comment that begins
+with ``setup``, which no renderer shows::
+
+    <!-- setup
+    model, loader = ...
+    -->
+
+A page may have several; each runs in its place among the blocks. See ``test_code_blocks.py`` for what runs how.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["PAGES", "ROOT", "Block", "blocks", "name"]
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# A fence may be indented, in a list or a tab; it ends at one as long that is indented alike.
+_BLOCK = re.compile(
+    r"^(?P<indent>[ \t]*)(?P<fence>`{3,})[ \t]*(?P<language>[\w+-]*)(?P<options>[^\n`]*)\n"
+    r"(?P<code>.*?)^(?P=indent)(?P=fence)[ \t]*$"
+    r"|^<!-- setup[ \t]*\n(?P<setup>.*?)^-->[ \t]*$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a page: ``language`` is what its fence says, ``line`` where its code begins in the file."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{name(self.page)}:{self.line}"
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, *languages: str) -> list[Block]:
+    """The blocks of ``page`` in these languages (all by default), in order; a hidden setup is one of ``python``."""
+    text = page.read_text()
+    found = []
+    for match in _BLOCK.finditer(text):
+        part, language = ("code", match["language"]) if match["setup"] is None else ("setup", "python")
+        if not languages or language in languages:
+            line = text.count("\n", 0, match.start(part)) + 1
+            found.append(Block(page, line, language, textwrap.dedent(match[part])))
+    return found

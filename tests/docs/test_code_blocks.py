@@ -1,0 +1,197 @@
+"""Every block of code in README and docs does what it shows.
+
+| block | what is tested |
+| --- | --- |
+| ``python`` | A page's blocks run in order, in one namespace, in a process and a temporary directory of their own, as `__main__`. A hidden setup may come before (``pages.py``). No network and no accelerator is there; a GPU's lines stand behind a condition or in a ``text`` block |
+| ``bash`` | Each command exists: targets in the Makefile, modules, scripts, extras. It is not run |
+| ``yaml``, ``toml``, ``json`` | They parse; so do the fields of a config under a key ``offload`` or ``eager_offload`` |
+| ``text`` | Nothing: output and drawings |
+
+A fence without a language, or with another one, is refused.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import eager_offload as eo
+from tests.docs.pages import PAGES, ROOT, Block, blocks, name
+
+_LANGUAGES = {"python", "bash", "yaml", "toml", "json", "text"}
+#: Pages that compile or train longer than `make test` should wait.
+_LONG = {"README.md"}
+_WITH_CODE = [
+    pytest.param(page, id=name(page), marks=pytest.mark.long if name(page) in _LONG else ())
+    for page in PAGES
+    if blocks(page, "python")
+]
+#: Started by others than us, and taken as they are.
+_LAUNCHERS = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
+_PLAIN = {"git", "cd", "export", "less", "cat"}
+
+# Each block is compiled under its page and line, so that tracebacks and `inspect` find it there.
+_RUNNER = """
+import json, sys
+for file, line, code in json.load(open(sys.argv[1])):
+    exec(compile("\\n" * (line - 1) + code, file, "exec"), globals())
+"""
+
+
+@pytest.mark.parametrize("page", _WITH_CODE)
+def test_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
+    listed = [(str(page), block.line, block.code) for block in blocks(page, "python")]
+    (tmp_path / "blocks.json").write_text(json.dumps(listed))
+    directory = tmp_path / "work"
+    directory.mkdir()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("EAGER_OFFLOAD")}
+    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+    ended = subprocess.run(
+        [sys.executable, "-c", _RUNNER, str(tmp_path / "blocks.json")],
+        cwd=directory,
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The words of each command, without comments, prompts, redirections and settings of variables."""
+    code = block.code.replace("\\\n", " ")
+    found = []
+    for line in re.split(r"\n|&&|\|\||[|;]", re.sub(r"(^|\s)#[^\n]*", "", code)):
+        words = shlex.split(line.removeprefix("$ "))
+        while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0], re.DOTALL):
+            words.pop(0)
+        if words:
+            found.append(words)
+    return found
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def extras(requirement: str) -> set[str]:
+    listed = re.search(r"\[(.*)\]", requirement)
+    return {one.strip() for one in listed[1].split(",")} if listed else set()
+
+
+def assert_is_there(words: list[str], written: set[str]) -> None:
+    """One command; ``written`` are the files that the page speaks of elsewhere."""
+    program, *rest = words
+    if program == "make":
+        asked = {word for word in rest if "=" not in word and not word.startswith("-")}
+        assert asked <= targets(), f"no such target: {asked - targets()}"
+    elif program in ("pip", "uv"):
+        known = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+        asked = set[str]().union(*(extras(word) for word in rest if re.match(r"(eager_offload|\.)\[", word)))
+        assert asked <= known, f"no such extra: {asked - known}"
+    elif program in _LAUNCHERS:
+        assert importlib.util.find_spec(_LAUNCHERS[program].partition(".")[0]), f"{program} is not installed"
+        assert_scripts(rest, written)
+    elif program in ("python", "python3"):
+        if rest[:1] == ["-m"]:
+            assert importlib.util.find_spec(rest[1]), f"no such module: {rest[1]}"
+        assert_scripts(rest, written)
+    else:
+        assert program in _PLAIN, f"nobody has said what {program!r} is: add it to this test, or say `text`"
+
+
+def assert_scripts(words: list[str], written: set[str]) -> None:
+    """A file with a folder is one of ours; any other may be one that the page speaks of, such as ``train.py``."""
+    for script in (word for word in words if word.endswith((".py", ".yaml"))):
+        assert script in written or (ROOT / script).is_file(), f"no such file: {script}"
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES])
+def test_other_blocks_are_what_they_say(page: Path) -> None:
+    told = re.sub(r"^```bash.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    written = set(re.findall(r"(?<![\w/])[\w.-]+\.(?:py|yaml|yml)\b", told))
+    for block in blocks(page):
+        assert block.language in _LANGUAGES, f"{block}: ```{block.language} is none of {sorted(_LANGUAGES)}"
+        try:
+            if block.language == "bash":
+                for words in commands(block):
+                    assert_is_there(words, written)
+            elif block.language in ("yaml", "json", "toml"):
+                read = {"yaml": yaml.safe_load, "json": json.loads, "toml": tomllib.loads}[block.language]
+                check_fields(read(block.code))
+        except Exception as error:
+            raise AssertionError(f"{block}: {error}") from error
+
+
+def check_fields(parsed: Any) -> None:
+    """What stands under our name in a file is accepted as a config."""
+    assert parsed, "nothing in it"
+    for key, value in parsed.items() if isinstance(parsed, dict) else ():
+        if key in ("offload", "eager_offload") and isinstance(value, dict):
+            eo.OffloadConfig.from_dict(value)
+        elif isinstance(value, dict):
+            check_fields(value)
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES])
+def test_no_fence_and_no_setup_is_overlooked(page: Path) -> None:
+    text = page.read_text()
+    for block in blocks(page):
+        text = text.replace(block.code, "", 1) if block.code in text else text
+    fences = len(re.findall(r"^[ \t]*```", text, re.MULTILINE))
+    setups = text.count("<!-- setup")
+    assert (fences + 2 * setups) // 2 == len(blocks(page)), "a fence or a setup is not closed as it was opened"
+
+
+def own_modules() -> list[str]:
+    """The modules of this repository that some page starts with ``python -m``."""
+    started = {
+        words[2]
+        for page in PAGES
+        for block in blocks(page, "bash")
+        for words in commands(block)
+        if words[0].startswith("python") and words[1:2] == ["-m"]
+    }
+    return sorted(module for module in started if (ROOT / module.partition(".")[0]).is_dir())
+
+
+def test_modules_that_pages_start_tell_their_options() -> None:
+    modules = own_modules()
+    assert "eager_offload.doctor" in modules
+    started = [
+        subprocess.Popen([sys.executable, "-m", module, "--help"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for module in modules
+    ]
+    try:
+        for module, process in zip(modules, started, strict=True):
+            out, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, module
+            assert "usage:" in out, module
+    finally:
+        for process in started:
+            process.kill()
+
+
+def test_setups_are_hidden_and_fences_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A\n\n<!-- setup\nx = 1\n-->\n\n```python\ny = x\n```\n\n- a\n\n    ```python\n    z = y\n    ```\n\n"
+        "````text\n```python\nno\n```\n````\n"
+    )
+    assert [(b.line, b.language, b.code) for b in blocks(page)] == [
+        (4, "python", "x = 1\n"),
+        (8, "python", "y = x\n"),
+        (14, "python", "z = y\n"),
+        (18, "text", "```python\nno\n```\n"),
+    ]
