@@ -47,10 +47,9 @@ class OffloadedCalls:
                 "offloaded. Start one process for each device (`torchrun`, `accelerate launch`), or show the process "
                 "one device alone (CUDA_VISIBLE_DEVICES)"
             )
-        self._module: nn.Module | None = module
-        inner = self._inner = module_call(module)
+        inner = module_call(module)
         active = self._active = [True]  # shared with the call: another's may stand around it when it is to go
-        called = weakref.ref(module)  # or a module would hold itself
+        called = self._module = weakref.ref(module)  # or a module would hold itself
 
         @wraps(inner or type(module).forward)
         def call(*arguments: Any, **named: Any) -> Any:
@@ -63,14 +62,15 @@ class OffloadedCalls:
                 return forward(*arguments, **named)
 
         # The compiler is to look at what is called, and not at the `with` around it.
-        self._call = torch.compiler.disable(call, recursive=False)  # type: ignore[no-untyped-call]  # torch's own
-        set_module_call(module, self._call)
+        ours: Any = torch.compiler.disable(call, recursive=False)  # type: ignore[no-untyped-call]  # torch's own
+        # The module holds both, and this object neither: what `module.compile()` left there holds the module.
+        ours.replaced = inner
+        self._call: weakref.ref[Any] = weakref.ref(ours)
+        set_module_call(module, ours)
 
     def remove(self) -> None:
         """Calls the module as before. Idempotent."""
-        module, self._module = self._module, None
-        if module is None:
-            return
         self._active.clear()
-        if module_call(module) is self._call:
-            set_module_call(module, self._inner)
+        module, ours = self._module(), self._call()
+        if module is not None and ours is not None and id(module_call(module)) == id(ours):
+            set_module_call(module, ours.replaced)

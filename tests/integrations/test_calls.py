@@ -126,6 +126,19 @@ def test_a_module_goes_with_its_last_reference(offload: eo.Offload) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_whoever_keeps_the_calls_does_not_keep_the_module(offload: eo.Offload, is_compiled: bool) -> None:
+    model = Model()
+    if is_compiled:
+        model.compile(backend="aot_eager")  # a cycle of torch's own
+    calls = OffloadedCalls(model, offload)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    calls.remove()
+
+
 def test_what_was_put_around_it_later_stays_when_it_goes(offload: eo.Offload, batch: Tensor) -> None:
     model = Model()
     below, above = OffloadedCalls(model, offload), OffloadedCalls(model, other := eo.Offload(min_bytes=1 << 30))
