@@ -1,0 +1,227 @@
+"""Transformers' Trainer: the same parameters, bit for bit, whatever it is asked to do, and numbers in its logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+import eager_offload as eo
+from eager_offload._torch import module_call, top_pack_hook
+from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
+from tests.integrations.tiny_transformers import (
+    Tokens,
+    arguments,
+    checkpointing,
+    few_objects_to_collect,
+    fields,
+    llama,
+    moved,
+    parameters,
+    same,
+    trained,
+)
+
+__all__ = ["few_objects_to_collect"]  # a fixture that is used by being here
+
+
+class MixedTrainer(OffloadTrainerMixin, Trainer):
+    pass
+
+
+WAYS = ("callback", "mixin")
+FIGURES = {"offload/saved_bytes", "offload/bytes_out", "offload/bytes_in", "offload/stall_seconds"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EAGER_OFFLOAD", raising=False)
+
+
+def plain(path: Path, model: nn.Module | None = None, **changes: Any) -> Trainer:
+    return Trainer(model or llama(), arguments(path, **changes), train_dataset=Tokens())
+
+
+def offloading(
+    way: str, path: Path, model: nn.Module | None = None, callbacks: list[TrainerCallback] | None = None, **changes: Any
+) -> tuple[Trainer, eo.Offload]:
+    """A trainer that offloads one way or the other, and what it does it with, which is not closed when it is done."""
+    offload = eo.Offload(**fields(path))
+    given: dict[str, Any] = {"args": arguments(path, **changes), "train_dataset": Tokens(), "eval_dataset": Tokens(4)}
+    if way == "mixin":
+        return MixedTrainer(model or llama(), **given, callbacks=callbacks, offload=offload), offload
+    callback = OffloadTrainerCallback(offload)
+    return Trainer(model or llama(), **given, callbacks=[callback, *(callbacks or [])]), offload
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "gradient accumulation": {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2},
+    "checkpointing": checkpointing(use_reentrant=False),
+    "reentrant": checkpointing(use_reentrant=True),
+    "bf16": {"bf16": True},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_parameters_are_equal_after_three_steps(route: str, tmp_path: Path) -> None:
+    expected = trained(plain(tmp_path, **ROUTES[route]))
+    for way in WAYS:
+        trainer, offload = offloading(way, tmp_path, **ROUTES[route])
+        assert same(trained(trainer), expected)
+        assert moved(offload) > 0
+        assert offload.stats().foreign_hooks == offload.stats().empty_forwards == 0
+        assert module_call(trainer.model) is None
+
+
+def test_the_mixin_takes_what_the_loss_saves_and_the_callback_does_not(tmp_path: Path) -> None:
+    offloads = []
+    for way in WAYS:
+        trainer, offload = offloading(way, tmp_path, max_steps=1, label_smoothing_factor=0.1)
+        trainer.train()
+        offloads.append(offload)
+    inside, everything = (moved(offload) for offload in offloads)
+    assert everything > inside > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_moves_in_evaluation(way: str, tmp_path: Path) -> None:
+    saved: list[int] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            saved.append(offload.stats().saved_tensors)
+
+        def on_evaluate(self, *_: Any, **__: Any) -> None:
+            saved.append(-offload.stats().saved_tensors)
+
+    expected = trained(plain(tmp_path))
+    trainer, offload = offloading(way, tmp_path, callbacks=[Watch()], eval_strategy="steps", eval_steps=1)
+    assert same(trained(trainer), expected)
+    assert moved(offload) > 0
+    assert len(saved) == 6
+    assert [-after for after in saved[1::2]] == saved[::2]
+    trainer.evaluate()
+    trainer.predict(Tokens(2))
+    assert offload.stats().saved_tensors == saved[4]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_figures_are_in_the_history_and_with_callbacks_behind(way: str, tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            seen.append(dict(logs))
+
+    trainer, offload = offloading(way, tmp_path, callbacks=[Tracker()], max_steps=4, logging_steps=2)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in steps] == [2, 4]
+    for entry, logs in zip(steps, seen, strict=False):
+        assert entry.keys() >= FIGURES
+        assert {**logs, "step": entry["step"]} == entry
+        assert entry["offload/saved_bytes"] > 0
+    assert sum(2 * entry["offload/saved_bytes"] for entry in steps) == offload.stats().saved_bytes
+    assert not FIGURES & trainer.state.log_history[-1].keys(), "the summary is of no step"
+    assert "train_loss" in trainer.state.log_history[-1]
+
+
+def test_the_callback_comes_before_trackers_that_the_arguments_name(tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            seen.append(dict(logs))
+
+    trainer = Trainer(llama(), arguments(tmp_path, max_steps=1), train_dataset=Tokens(), callbacks=[Tracker()])
+    OffloadTrainerCallback(fields(tmp_path)).add_to(trainer)
+    trainer.train()
+    assert seen[0]["offload/saved_bytes"] > 0
+
+
+class Fails(TrainerCallback):
+    """Has the model raise ``error`` in the middle of its ``number``-th forward."""
+
+    def __init__(self, model: nn.Module, error: BaseException, number: int = 2) -> None:
+        self.calls = 0
+
+        def hook(module: nn.Module, *_: Any) -> None:
+            self.calls += 1
+            if self.calls == number:
+                raise error
+
+        model.get_submodule("model.layers.1").register_forward_pre_hook(hook)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("error", [ValueError("in forward"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_training_that_ends_in_an_exception_leaves_no_hook_and_the_next_is_exact(
+    way: str, error: BaseException, tmp_path: Path
+) -> None:
+    expected = trained(plain(tmp_path))
+    model = llama()
+    start = parameters(model)
+    trainer, offload = offloading(way, tmp_path, model)
+    Fails(model, error)
+    with pytest.raises(type(error)):
+        trainer.train()
+    assert top_pack_hook() is None
+    assert moved(offload) > 0
+    model.load_state_dict(start, strict=False)
+    offload.reset_stats()
+    other, again = offloading(way, tmp_path, model)  # another trainer, with another Offload, on the same model
+    assert same(trained(other), expected)
+    assert moved(again) > 0
+    assert moved(offload) == 0, "what the first has left would hide tensors from the second"
+    assert module_call(model) is None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_size_that_is_too_large_is_tried_and_left(way: str, tmp_path: Path) -> None:
+    changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
+    error = RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
+    outcomes = []
+    for chosen in (None, way):
+        model = llama()
+        Fails(model, error, number=1)
+        if chosen is None:
+            trainer = plain(tmp_path, model, **changes)
+        else:
+            trainer, offload = offloading(chosen, tmp_path, model, **changes)
+        outcomes.append(trained(trainer))
+        assert trainer.state.train_batch_size < 8
+    assert same(*outcomes)
+    assert moved(offload) > 0
+    assert module_call(model) is None
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    first, _, third = (entry["offload/saved_bytes"] for entry in steps)
+    assert first == third > 0, "what was saved before there was too little memory is in no step"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_goes_on_from_a_checkpoint(way: str, tmp_path: Path) -> None:
+    expected = trained(plain(tmp_path, max_steps=4))
+    trainer, _ = offloading(way, tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.train()
+    trainer, offload = offloading(way, tmp_path, max_steps=4)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert same(parameters(trainer.model), expected)
+    assert moved(offload) > 0
+    figures = [
+        entry["offload/saved_bytes"] for entry in trainer.state.log_history if entry["step"] > 2 and "loss" in entry
+    ]
+    assert sum(figures) == offload.stats().saved_bytes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_data_parallel_is_refused(way: str, tmp_path: Path) -> None:
+    trainer, _ = offloading(way, tmp_path)
+    trainer.args._n_gpu = 2
+    with pytest.raises(eo.ConfigError, match="torchrun"):
+        trainer.train()
+    assert module_call(trainer.model) is None
