@@ -32,6 +32,7 @@
 | ``torch.utils.checkpoint._checkpoint_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
 | ``torch.utils.checkpoint._recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
 | ``torch.nn.Module._compiled_call_impl``, ``_call_impl`` | 2.11 to 2.15 | integrations through a module's calls fail |
+| ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper`` | 2.11 to 2.13 | not told of |
 | ``torch._C._current_graph_task_id`` | 2.11 to 2.15 | traces do not show backward |
 | ``torch.autograd.Variable._execution_engine`` | 2.11 to 2.15 | a backward has no end in traces |
 | ``torch.autograd.profiler._is_profiler_enabled`` | 2.11 to 2.15 | profiles have no ranges of the library |
@@ -118,6 +119,7 @@ __all__ = [
     "module_call",
     "neg_view",
     "node_sequence",
+    "offloading_wrapper",
     "own_call",
     "preserve_node_ordering",
     "profiled",
@@ -442,6 +444,12 @@ def node_sequence(node: Any) -> int:
 def module_call(module: nn.Module) -> Callable[..., Any] | None:
     """What is called for ``module`` in place of its own way, such as what ``module.compile()`` has put there."""
     return module._compiled_call_impl
+
+
+def offloading_wrapper() -> type | None:
+    """The class of what ``offload_wrapper`` makes of a module: all that is saved inside goes to host memory."""
+    module = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")  # never imported: none
+    return getattr(module, "OffloadWrapper", None)
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:

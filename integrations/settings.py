@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from eager_offload import ConfigError, Offload, OffloadConfig
 
-__all__ = ["SWITCH", "Given", "offload_from", "switch"]
+__all__ = ["SWITCH", "Given", "config_from", "offload_from", "switch"]
 
 #: Switches every integration on (1) or off (0), whatever the code says of it.
 SWITCH = "EAGER_OFFLOAD"
@@ -29,22 +29,26 @@ def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offlo
     Raises:
         ConfigError: for anything else, a field that does not exist, or fields beside an ``Offload``, which has its own.
     """
+    config = config_from(given, fields)
+    return given if isinstance(given, Offload) else Offload(config)
+
+
+def config_from(given: Given, fields: Mapping[str, Any] | None = None) -> OffloadConfig:
+    """The configuration of what :func:`offload_from` returns; nothing is opened for it."""
     if isinstance(given, Offload):
         if fields:
             raise ConfigError(
                 f"{', '.join(fields)} beside an Offload is not accepted: it has its configuration already. Give them "
                 "to Offload(...), or leave it out here"
             )
-        return given
+        return given.config
     if given is None or isinstance(given, Mapping):
-        config = OffloadConfig.from_fields({**(given or {}), **(fields or {})}, OffloadConfig.from_env())
-    elif isinstance(given, OffloadConfig):
-        config = OffloadConfig.from_fields(fields or {}, given)
-    else:
-        raise ConfigError(
-            f"config={given!r} is not accepted: it takes an Offload, an OffloadConfig, a mapping of its fields, or None"
-        )
-    return Offload(config)
+        return OffloadConfig.from_fields({**(given or {}), **(fields or {})}, OffloadConfig.from_env())
+    if isinstance(given, OffloadConfig):
+        return OffloadConfig.from_fields(fields or {}, given)
+    raise ConfigError(
+        f"config={given!r} is not accepted: it takes an Offload, an OffloadConfig, a mapping of its fields, or None"
+    )
 
 
 def switch(default: bool) -> bool:

@@ -1,0 +1,423 @@
+"""Accelerate in one process: every way to prepare a model, and all that a script does with one besides training."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import TorchDynamoPlugin
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+from torch.nn import functional
+
+import eager_offload as eo
+from eager_offload._torch import top_pack_hook
+from eager_offload.integrations.accelerate import OffloadPlugin
+from tests.integrations.accelerate_training import (
+    Block,
+    Model,
+    Trained,
+    new_accelerator,
+    new_plugin,
+    parameters_of,
+    prepared,
+    train,
+)
+
+OptionsMaker = Callable[[], dict[str, Any]]
+
+
+MIXED = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}
+
+
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Iterator[OffloadPlugin]:
+    made = new_plugin(tmp_path)
+    yield made
+    made.close()
+
+
+def compiled(**options: Any) -> dict[str, Any]:
+    return {"dynamo_plugin": TorchDynamoPlugin(**options)}
+
+
+def trained_twice(plugin: OffloadPlugin, options: dict[str, Any], **how: Any) -> Trained:
+    """Trains without offload and with it, and asserts what must always hold."""
+    without = train(new_accelerator(**options), None, make=how.get("make", lambda model: model))
+    torch._dynamo.reset()
+    trained = train(new_accelerator(**options), plugin, **how)
+    assert trained.equals(without)
+    assert trained.stats.bytes_out > 0
+    return trained
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["prepare", "context", "both"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mixed_precision": "bf16"}, {"gradient_accumulation_steps": 2}],
+    ids=["plain", "bf16", "accumulation"],
+)
+def test_training_changes_no_bit(plugin: OffloadPlugin, options: dict[str, Any], form: str) -> None:
+    trained = trained_twice(plugin, options, form=form)
+    assert top_pack_hook() is None
+    assert trained.stats.kept_bytes.get("parameter", 0) > 0  # a weight that is saved is told from what may move
+
+
+def test_the_context_covers_a_loss_outside_of_the_model(plugin: OffloadPlugin) -> None:
+    saved = []
+    for form in ("prepare", "context"):
+        plugin.offload.reset_stats()
+        saved.append(train(new_accelerator(), plugin, form=form).stats.saved_tensors)
+        plugin.remove()
+    assert saved[1] > saved[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "make"),
+    [
+        (lambda: compiled(backend="aot_eager") | MIXED, None),
+        (lambda: compiled(backend="aot_eager", use_regional_compilation=True), None),
+        long(dict, lambda model: torch.compile(model, backend="aot_eager")),
+        long(lambda: MIXED, lambda model: torch.compile(model, backend="aot_eager")),
+        long(dict, lambda model: model.compile(backend="aot_eager") or model),
+        long(lambda: compiled(backend="inductor") | MIXED, None),
+    ],
+    ids=["whole", "regions", "before", "before-mixed", "in-place", "inductor"],
+)
+@pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits")
+def test_compiled_models_offload_inside_of_their_graphs(
+    plugin: OffloadPlugin, options: OptionsMaker, make: Callable[[nn.Module], nn.Module] | None
+) -> None:
+    torch._dynamo.reset()
+    trained = trained_twice(plugin, options(), make=make or (lambda model: model))
+    assert trained.stats.compiled_regions > 0
+
+
+# -- what a script does besides -----------------------------------------------------------------------------------
+
+
+def test_evaluation_moves_nothing(plugin: OffloadPlugin) -> None:
+    accelerator = new_accelerator()
+    model, _, loader = prepared(accelerator, Model())
+    plugin.prepare(accelerator, model)
+    inputs, _ = next(iter(loader))
+    model.eval()
+    model(inputs).sum().backward()
+    model.train()
+    with torch.no_grad():
+        model(inputs)
+    with torch.inference_mode():
+        model(inputs)
+    assert plugin.offload.stats().saved_tensors == 0
+    model(inputs).sum().backward()
+    assert plugin.offload.stats(synchronize=True).bytes_out > 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("in forward"), KeyboardInterrupt()])
+def test_whatever_ends_a_forward_no_hook_is_left(
+    plugin: OffloadPlugin, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = new_accelerator()
+    model, _, loader = prepared(accelerator, Model())
+    plugin.prepare(accelerator, model)
+    inputs, _ = next(iter(loader))
+    monkeypatch.setattr(Block, "fails", error)
+    for _ in range(2):
+        with pytest.raises(type(error)), accelerator.accumulate(model):
+            model(inputs)
+        assert top_pack_hook() is None
+        with pytest.raises(type(error)), accelerator.accumulate(model), plugin.offload:
+            model(inputs)
+        assert top_pack_hook() is None
+    monkeypatch.undo()
+    model(inputs).sum().backward()
+    assert plugin.offload.stats(synchronize=True).bytes_out > 0
+
+
+@pytest.mark.parametrize("keep_fp32_wrapper", [True, False])
+@pytest.mark.parametrize("keep_torch_compile", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [dict, lambda: compiled(backend="aot_eager"), lambda: compiled(backend="aot_eager", use_regional_compilation=True)],
+    ids=["plain", "compiled", "regions"],
+)
+def test_unwrap_model_gives_what_it_gives_without(
+    plugin: OffloadPlugin, options: OptionsMaker, keep_fp32_wrapper: bool, keep_torch_compile: bool
+) -> None:
+    how = {"keep_fp32_wrapper": keep_fp32_wrapper, "keep_torch_compile": keep_torch_compile}
+    accelerator = new_accelerator(mixed_precision="bf16", **options())
+    original = Model()
+    model, _, loader = prepared(accelerator, original)
+    expected = accelerator.unwrap_model(model, **how)
+    plugin.prepare(accelerator, model)
+    unwrapped = accelerator.unwrap_model(model, **how)
+    assert unwrapped is expected
+    assert (unwrapped is original) == (not keep_torch_compile or not options())
+    assert list(unwrapped.state_dict()) == list(expected.state_dict())
+    if unwrapped is original:
+        inputs, _ = next(iter(loader))
+        assert unwrapped(inputs).dtype is torch.float32
+
+
+def test_what_is_saved_is_what_is_saved_without(plugin: OffloadPlugin, tmp_path: Path) -> None:
+    states = []
+    for number, one in enumerate([None, plugin]):
+        accelerator = new_accelerator()
+        torch.manual_seed(0)
+        trained = train(accelerator, one)
+        accelerator.save_state(tmp_path / str(number))
+        state = accelerator.get_state_dict(trained.model)
+        states.append(state)
+        with torch.no_grad():
+            for parameter in trained.model.parameters():
+                parameter.zero_()
+        accelerator.load_state(tmp_path / str(number))
+        loaded = parameters_of(trained.model)
+        assert all(torch.equal(loaded[name], trained.parameters[name]) for name in loaded)
+    without, with_offload = states
+    assert list(without) == list(with_offload)
+    assert all(torch.equal(without[name], with_offload[name]) for name in without)
+    saved = [sorted(path.name for path in (tmp_path / number).iterdir()) for number in "01"]
+    assert saved[0] == saved[1]
+    weights = [(tmp_path / number / "model.safetensors").read_bytes() for number in "01"]
+    assert weights[0] == weights[1]
+    assert plugin.offload.stats().bytes_out > 0
+
+
+@pytest.mark.parametrize("options", [dict, lambda: compiled(backend="aot_eager", use_regional_compilation=True)])
+def test_preparing_again_offloads_once(plugin: OffloadPlugin, options: OptionsMaker) -> None:
+    accelerator = new_accelerator(**options())
+    model, _, loader = prepared(accelerator, Model())
+    inputs, _ = next(iter(loader))
+    saved = []
+    for _ in range(3):
+        assert plugin.prepare(accelerator, accelerator.prepare_model(model)) is model
+        plugin.offload.reset_stats()
+        model(inputs).sum().backward()
+        saved.append(plugin.offload.stats().saved_tensors)
+    assert saved[0] == saved[1] == saved[2] > 0
+    plugin.remove()
+    plugin.remove()
+    plugin.offload.reset_stats()
+    model(inputs).sum().backward()
+    assert plugin.offload.stats().saved_tensors == 0
+
+
+def test_preparing_again_takes_hold_of_what_was_compiled_in_between(plugin: OffloadPlugin) -> None:
+    accelerator = new_accelerator()
+    model, _, loader = prepared(accelerator, Model())
+    plugin.prepare(accelerator, model)
+    model.compile(backend="aot_eager")  # in the place of the plugin's calls
+    plugin.prepare(accelerator, model)
+    inputs, _ = next(iter(loader))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "eager_offload: compiled code waits")
+        model(inputs).sum().backward()
+    stats = plugin.offload.stats(synchronize=True)
+    assert (stats.compiled_regions, stats.bytes_out > 0) == (1, True)
+
+
+def test_two_models_share_a_plugin(plugin: OffloadPlugin) -> None:
+    accelerator = new_accelerator()
+    one, other = accelerator.prepare(Model(), Model())
+    inputs = torch.randn(64, 32)
+    for model in one, other:
+        plugin.prepare(accelerator, model)
+        plugin.offload.reset_stats()
+        model(inputs).sum().backward()
+        assert plugin.offload.stats(synchronize=True).bytes_out > 0
+
+
+def test_free_memory_and_the_end_of_training_leave_nothing(plugin: OffloadPlugin) -> None:
+    trained = train(new_accelerator(), plugin)
+    accelerator, alive = trained.accelerator, weakref.ref(trained.model)
+    trained.model = accelerator.free_memory(trained.model)[0]
+    assert trained.model is None
+    gc.collect()
+    assert alive() is None
+    accelerator.end_training()
+    assert plugin.metrics()["offload/bytes_out"] > 0
+    plugin.close()
+    plugin.close()
+    assert train(new_accelerator(), plugin).stats.bytes_out > trained.stats.bytes_out  # what was closed opens again
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_go_to_trackers(plugin: OffloadPlugin, tmp_path: Path) -> None:
+    from accelerate.tracking import GeneralTracker, on_main_process
+
+    class Memory(GeneralTracker):
+        name, requires_logging_directory = "memory", False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.logged: list[tuple[int | None, dict[str, float]]] = []
+
+        tracker = property(lambda self: self.logged)
+
+        @on_main_process
+        def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
+            self.logged.append((step, values))
+
+    tracker = Memory()
+    accelerator = new_accelerator(log_with=tracker, gradient_accumulation_steps=2)
+    accelerator.init_trackers("training")
+    model, optimizer, loader = prepared(accelerator, Model())
+    plugin.prepare(accelerator, model)
+    step = 0
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            plugin.offload.stats(synchronize=True)  # else a figure may be of the step before
+            step += 1
+            accelerator.log(plugin.metrics(), step=step)
+    moved = [values["offload/bytes_out"] for _, values in tracker.logged]
+    assert [step for step, _ in tracker.logged] == [1, 2, 3]
+    assert sum(moved) == plugin.offload.stats().bytes_out > 0
+    assert min(moved) > 0
+
+
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+def test_the_fields_are_those_of_the_configuration_and_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGER_OFFLOAD_MIN_BYTES", "4MiB")
+    monkeypatch.setenv("EAGER_OFFLOAD_PREFETCH_BYTES", "8MiB")
+    plugin = OffloadPlugin(min_bytes="2MiB")
+    config = plugin.offload.config
+    names = [one.name for one in fields(OffloadPlugin)]
+    assert names == ["config", "enabled", *(one.name for one in fields(eo.OffloadConfig)), "offload"]
+    assert config == eo.OffloadConfig(min_bytes=2 << 20, prefetch_bytes=8 << 20) == plugin.config
+    assert all(getattr(plugin, one.name) == getattr(config, one.name) for one in fields(config))
+    assert (plugin.min_bytes, plugin.enabled) == (2 << 20, True)
+    assert all(one.metadata["help"] for one in fields(OffloadPlugin) if one.init)
+
+
+def test_a_configuration_an_object_and_a_file(tmp_path: Path) -> None:
+    config = eo.OffloadConfig(min_bytes=7, tier="disk", disk_path=tmp_path)
+    assert OffloadPlugin(config).offload.config == config
+    assert OffloadPlugin(config, min_bytes=8).min_bytes == 8
+    offload = eo.Offload(config)
+    assert OffloadPlugin(offload).offload is offload
+    file = tmp_path / "offload.yaml"
+    file.write_text(yaml.safe_dump({**config.to_dict(), "enabled": True}))
+    assert OffloadPlugin(**yaml.safe_load(file.read_text())).offload.config == config
+    with pytest.raises(eo.ConfigError, match="min_bytes beside an Offload"):
+        OffloadPlugin(offload, min_bytes=8)
+
+
+def test_copies_are_plugins_of_the_same_configuration(plugin: OffloadPlugin) -> None:
+    train(new_accelerator(), plugin)
+    for other in copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin)), replace(plugin):
+        assert other == plugin
+        assert other.offload is not plugin.offload
+        assert other.offload.stats().saved_tensors == 0
+    assert replace(plugin, min_bytes="1MiB").min_bytes == 1 << 20
+
+
+@pytest.mark.parametrize("how", ["environment", "enabled"])
+def test_switched_off_nothing_is_touched(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if how == "environment":
+        monkeypatch.setenv("EAGER_OFFLOAD", "0")
+    plugin = new_plugin(tmp_path / "does not exist", **({"enabled": False} if how == "enabled" else {}))
+    before = train(new_accelerator(), None)
+    trained = train(new_accelerator(), plugin, form="both")
+    assert trained.equals(before)
+    assert trained.stats == eo.OffloadStats()
+    assert plugin.metrics() == {}
+    assert vars(trained.model).keys() == vars(before.model).keys()
+    assert plugin.prepare(trained.accelerator, model := Model()) is model
+    assert copy.deepcopy(plugin).enabled is False
+    plugin.close()
+
+
+def test_the_environment_switches_on_what_the_script_switches_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGER_OFFLOAD", "1")
+    assert OffloadPlugin(enabled=False).enabled
+
+
+# -- what is refused, and what is told ----------------------------------------------------------------------------
+
+
+def test_bad_values_are_refused_at_once() -> None:
+    with pytest.raises(eo.ConfigError, match="tier='floppy'"):
+        OffloadPlugin(tier="floppy")
+    with pytest.raises(eo.ConfigError, match="enabled='no' is not accepted"):
+        OffloadPlugin(enabled="no")  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(eo.ConfigError, match="unknown field 'min_byte'"):
+        OffloadPlugin({"min_byte": 1})
+
+
+def test_what_was_not_prepared_is_refused(plugin: OffloadPlugin, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = new_accelerator()
+    with pytest.raises(eo.ConfigError, match="has not been through accelerator"):
+        plugin.prepare(accelerator, model := Model())
+    with pytest.raises(eo.ConfigError, match="<tuple> is not accepted: prepare takes the accelerator"):
+        plugin.prepare(accelerator, accelerator.prepare(model, Model()))
+    monkeypatch.delattr(accelerator, "_models")  # another version may have no such name: then all are taken
+    assert plugin.prepare(accelerator, other := Model()) is other
+
+
+@pytest.mark.parametrize("inside", ["checkpoint", "checkpoint-offload"])
+def test_who_hides_what_is_saved_is_told_of_once(plugin: OffloadPlugin, inside: str) -> None:
+    def make(model: Model) -> nn.Module:
+        for number, block in enumerate(model.blocks):
+            wrapped = checkpoint_wrapper(block, preserve_rng_state=False)
+            model.blocks[number] = wrapped if inside == "checkpoint" else offload_wrapper(wrapped)
+        return model
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        accelerator: Accelerator = new_accelerator()
+        model, _, loader = prepared(accelerator, make(Model()))
+        plugin.prepare(accelerator, model)
+    mine = [str(one.message) for one in told if "offload_wrapper stands around" in str(one.message)]
+    assert len(mine) == (inside == "checkpoint-offload")
+    if not mine:  # the inputs of what is checkpointed move
+        inputs, _ = next(iter(loader))
+        model(inputs).sum().backward()
+        stats = plugin.offload.stats(synchronize=True)
+        assert stats.bytes_out >= 2 * 64 * 32 * 4
+
+
+def test_accelerate_refuses_a_backend_that_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match="EAGER_OFFLOAD"):
+        TorchDynamoPlugin(backend="eager_offload")
+
+
+@pytest.mark.long
+def test_accelerate_takes_what_is_compiled_with_our_backend(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    without = train(new_accelerator(**MIXED), None, make=torch.compile)
+    torch._dynamo.reset()
+    config = {"min_bytes": 1024, "keep_last_bytes": 0, "tier": "disk", "disk_path": str(tmp_path)}
+    ours = partial(torch.compile, backend="eager_offload", options=config)
+    trained = train(new_accelerator(**MIXED), None, make=ours)
+    assert trained.equals(without)
+    serving = eo.Offload.serving(**config)
+    assert serving.stats(synchronize=True).bytes_out > 0
+    serving.close()
