@@ -1,0 +1,76 @@
+"""What the ranks of one node share: its memory, its disks, a directory for spill files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import eager_offload as eo
+from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom, local_ranks
+from tests.hazards.backends import lane_of
+from tests.ranks.launch import Ranks
+from tests.ranks.training import batch, blocks
+
+
+def trained(ranks: Ranks, offload: eo.Offload) -> eo.Offload:
+    """A step, all of whose activations have left when it returns; the graph is alive in ``offload.graph``."""
+    model = blocks()
+    with offload:
+        loss = model(batch(ranks, 0).requires_grad_()).square().mean()
+    offload.stats(synchronize=True)
+    loss.backward()
+    assert offload.stats(synchronize=True).bytes_out > 0
+    return offload
+
+
+def budgets_are_divided(ranks: Ranks) -> None:
+    """What nobody set is worked out for one of so many processes, on the word of the launcher."""
+    assert local_ranks() == ranks.size
+    alone = System(environ={})
+    assert {limit.sharers for limit in host_headroom().limits if limit.kind == "memory"} == {ranks.size}
+    assert {limit.sharers for limit in disk_headroom(ranks.directory).limits if limit.kind == "disk"} == {ranks.size}
+
+    settings = {"min_bytes": 0, "keep_last_bytes": 0}
+    on_disk = trained(ranks, eo.Offload(tier="disk", disk_path=ranks.directory, **settings))
+    in_memory = trained(ranks, eo.Offload(tier="host", **settings))
+    (disk,), (host,) = lane_of(on_disk).tiers, lane_of(in_memory).tiers
+    assert isinstance(disk, DiskTier)
+    assert isinstance(host, HostTier)
+    # Others take memory and room meanwhile, but not half of it: without a division the sum would be `size` times this.
+    for budget, whole in ((disk._budget, disk_budget(ranks.directory, alone)), (host.budget, host_budget(alone))):
+        together = sum(int(str(each)) for each in ranks.gathered(budget))
+        assert 0.6 * whole <= together <= 1.5 * whole
+    for offload in (on_disk, in_memory):
+        offload.close()
+
+
+def one_spill_file_a_rank(ranks: Ranks) -> None:
+    directory = ranks.directory / "spill"
+    directory.mkdir(exist_ok=True)
+    before = set(open_files(directory))
+    assert not before
+    offload = eo.Offload(tier="disk", disk_path=directory, min_bytes=0, keep_last_bytes=0)
+    trained(ranks, offload)
+    trained(ranks, offload)
+    own = set(open_files(directory))
+    assert len(own) == 1
+    assert list(directory.iterdir()) == []
+    of_all = [number for each in ranks.gathered(sorted(own)) for number in each]  # type: ignore[attr-defined]
+    assert len(set(of_all)) == ranks.size
+    offload.close()
+    assert set(open_files(directory)) == set()
+
+
+def open_files(directory: Path) -> Iterator[int]:
+    """The numbers of the files below ``directory`` that this process has open; none of them has a name."""
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target, number = os.readlink(entry), entry.stat().st_ino
+        except FileNotFoundError:  # the one that lists them
+            continue
+        if target.startswith(f"{directory}/"):
+            assert target.endswith(" (deleted)"), target
+            yield number

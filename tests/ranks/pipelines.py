@@ -1,0 +1,89 @@
+"""Pipeline schedules: several microbatches are between their forward and their backward at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from tests.hazards.programs import leaf
+from tests.ranks.launch import Ranks
+from tests.ranks.training import WIDTH, Around, Block, Storages, exact, steps
+
+MICROBATCHES, ROWS = 4, 8
+
+
+def stages(number: int) -> list[nn.Module]:
+    """The parts of one model, the same in every rank."""
+    torch.manual_seed(0)
+    return [nn.Sequential(Block(), Block()) for _ in range(number)]
+
+
+def trained(ranks: Ranks, schedule: Callable[..., Any], each: int = 1, v_shaped: bool = False) -> None:
+    """Trains a model in stages under ``schedule``.
+
+    Args:
+        each: how many stages a rank has.
+        v_shaped: the last stage is at the first rank.
+    """
+    number = each * ranks.size
+    own = [ranks.rank + ranks.size * part for part in range(each)]
+    if v_shaped:
+        own = [ranks.rank, number - 1 - ranks.rank]
+
+    def program(offload: Around, weights: Storages) -> object:
+        model = stages(number)
+        mine = nn.ModuleList(model[index] for index in own)
+        parts = [PipelineStage(model[index], index, number, torch.device("cpu")) for index in own]
+        loop = schedule(parts if each > 1 else parts[0], MICROBATCHES, loss_fn=F.mse_loss)
+        weights += [parameter.untyped_storage() for parameter in mine.parameters()]
+
+        def step(index: int) -> Tensor:
+            x, y = (leaf(MICROBATCHES * ROWS, WIDTH, seed=10 * index + k, grad=False) for k in (1, 2))
+            losses: list[Tensor] = []
+            given: dict[str, Any] = {}
+            if number - 1 in own:
+                given = {"target": y, "losses": losses}
+            with offload:
+                loop.step(*([x] if 0 in own else []), **given)
+            return torch.stack(losses).mean() if losses else torch.zeros(())
+
+        return steps(mine, step)
+
+    exact(ranks, program, reloads=False, held=True, moved=0.7)
+
+
+def gpipe(ranks: Ranks) -> None:
+    trained(ranks, ScheduleGPipe)
+
+
+def one_forward_one_backward(ranks: Ranks) -> None:
+    trained(ranks, Schedule1F1B)
+
+
+def interleaved(ranks: Ranks) -> None:
+    trained(ranks, ScheduleInterleaved1F1B, each=2)
+
+
+def breadth_first(ranks: Ranks) -> None:
+    trained(ranks, ScheduleLoopedBFS, each=2)
+
+
+def interleaved_zero_bubble(ranks: Ranks) -> None:
+    trained(ranks, ScheduleInterleavedZeroBubble, each=2)
+
+
+def v_shaped_zero_bubble(ranks: Ranks) -> None:
+    trained(ranks, ScheduleZBVZeroBubble, each=2, v_shaped=True)

@@ -1,0 +1,87 @@
+"""torch's own ways to train on several ranks: bits are those without offload, and no byte of a weight moves.
+
+Each scenario is a function in a module beside this one, which asserts all that in every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+#: Some of each kind.
+QUICK = (
+    "node.budgets_are_divided",
+    "node.one_spill_file_a_rank",
+    "ddp.bits_are_those_without_offload",
+    "ddp.parameters_that_are_not_used",
+    "fsdp.what_moves_is_what_moves_in_one_process",
+    "fsdp.mixed_precision",
+    "tensor_parallel.a_divided_loss",
+    "pipelines.one_forward_one_backward",
+    "pipelines.interleaved",
+)
+TWO = (
+    "ddp.bits_are_those_without_offload",
+    "ddp.gradients_that_are_views_of_buckets",
+    "ddp.accumulation_with_no_sync",
+    "ddp.parameters_that_are_not_used",
+    "ddp.a_static_graph",
+    "ddp.a_static_graph_with_checkpoints_of_both_kinds",
+    "ddp.batch_norm_over_all_ranks",
+    "ddp.autocast",
+    "fsdp.bits_are_those_without_offload",
+    "fsdp.what_moves_is_what_moves_in_one_process",
+    "fsdp.weights_that_stay_gathered_until_backward",
+    "fsdp.mixed_precision",
+    "fsdp.gradient_checkpointing",
+    "fsdp.frozen_weights_beside_trained_ones",
+    "fsdp.compiled_blocks",
+    "fsdp.blocks_compiled_in_place",
+    "tensor_parallel.bits_are_those_without_offload",
+    "tensor_parallel.a_divided_sequence",
+    "tensor_parallel.a_divided_loss",
+    "tensor_parallel.gradient_checkpointing",
+    "pipelines.gpipe",
+    "pipelines.one_forward_one_backward",
+    "pipelines.interleaved",
+    "pipelines.breadth_first",
+    "pipelines.interleaved_zero_bubble",
+    "pipelines.v_shaped_zero_bubble",
+)
+FOUR = (
+    "node.budgets_are_divided",
+    "node.one_spill_file_a_rank",
+    "ddp.bits_are_those_without_offload",
+    "fsdp.bits_are_those_without_offload",
+    "fsdp.mixed_precision",
+    "tensor_parallel.a_divided_loss",
+    "tensor_parallel.together_with_fsdp",
+    "pipelines.one_forward_one_backward",
+    "pipelines.interleaved",
+)
+
+
+def assert_passed(directory: Path, scenario: str, number: int) -> None:
+    found = [directory / f"{scenario}.{rank}" for rank in range(number)]
+    told = [f"rank {rank}:\n{one.read_text()}" for rank, one in enumerate(found) if one.exists() and one.read_text()]
+    assert not told, "\n".join(told)
+    assert all(one.exists() for one in found), f"the ranks ended before:\n{(directory / 'output').read_text()[-4000:]}"
+
+
+@pytest.mark.parametrize("scenario", QUICK)
+def test_two_ranks(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
+    assert_passed(launched(2, QUICK, False), scenario, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scenario", TWO)
+def test_two_ranks_in_every_regime(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
+    assert_passed(launched(2, TWO, True), scenario, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scenario", FOUR)
+def test_four_ranks(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
+    assert_passed(launched(4, FOUR, False), scenario, 4)

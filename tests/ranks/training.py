@@ -1,0 +1,130 @@
+"""What the scenarios of many ranks share: models, three steps, and what has to hold in every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from eager_offload import OffloadStats
+from tests.hazards.backends import DiskBackend
+from tests.hazards.probes import Transfers
+from tests.hazards.programs import REGIMES, assert_identical, leaf, same_gradients
+from tests.ranks.launch import Ranks
+
+__all__ = [
+    "ROWS",
+    "STEPS",
+    "WIDTH",
+    "Around",
+    "Block",
+    "Program",
+    "Storages",
+    "batch",
+    "blocks",
+    "exact",
+    "local",
+    "steps",
+]
+
+Around: TypeAlias = AbstractContextManager[Any]
+#: Storages of weights, to which a program adds.
+Storages: TypeAlias = list[torch.UntypedStorage]
+Program: TypeAlias = Callable[[Around, Storages], object]
+
+WIDTH, ROWS, STEPS = 32, 16, 3
+BROUGHT_BACK_EARLY, _, ONE_AT_A_TIME, _ = REGIMES
+
+
+class Block(nn.Module):
+    """The half of a transformer's layer that saves most."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def blocks(number: int = 3) -> nn.Sequential:
+    """The same model in every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(number)))
+
+
+def batch(ranks: Ranks, step: int, rows: int = ROWS) -> Tensor:
+    """Data of this rank's own."""
+    return leaf(rows, WIDTH, seed=100 * step + ranks.rank, grad=False)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of ``tensor``."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def steps(
+    model: nn.Module,
+    step: Callable[[int], Tensor],
+    parameters: Sequence[Tensor] | None = None,
+) -> list[object]:
+    """Three steps of training: every loss and gradient, and the parameters at the end.
+
+    Args:
+        step: runs forward and backward and returns the loss.
+        parameters: what is trained; those of ``model`` where they are left out.
+    """
+    trained = list(model.parameters()) if parameters is None else list(parameters)
+    optimizer = torch.optim.AdamW([p for p in trained if p.requires_grad], lr=0.01, foreach=False)
+    seen: list[object] = []
+    for number in range(STEPS):
+        loss = step(number)
+        seen += [loss.detach().clone(), *(None if p.grad is None else local(p.grad).clone() for p in trained)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(local(parameter).clone() for parameter in trained)]
+
+
+def exact(ranks: Ranks, program: Program, weights_are_saved: bool = True, **options: Any) -> list[OffloadStats]:
+    """Asserts for this rank that ``program`` gives the same bits with offload as without, and moves no weight.
+
+    First of all, that two runs without offload do: reductions among ranks could differ by themselves.
+
+    Args:
+        weights_are_saved: whether the program saves weights at all.
+        options: see ``same_gradients``.
+    """
+    twice = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        twice.append(program(nullcontext(), []))
+    assert_identical(*twice, "two runs without offload")
+
+    regimes = REGIMES if ranks.thorough else (BROUGHT_BACK_EARLY, ONE_AT_A_TIME)
+    with DiskBackend() as backend:
+
+        def watched(offload: Around) -> object:
+            weights: Storages = []
+            with Transfers(backend.runtime) as transfers:
+                seen = program(offload, weights)
+                assert isinstance(offload, nullcontext) or weights, "the program names no weights"
+                assert_unmoved(transfers, weights)
+            return seen
+
+        gathered = same_gradients(watched, backend, regimes=regimes, **options)
+        for stats in gathered:
+            assert stats.kept_bytes.get("parameter", 0) > 0 or not weights_are_saved, "no parameter was saved at all"
+        backend.assert_nothing_is_held()
+    return gathered
+
+
+def assert_unmoved(transfers: Transfers, weights: Iterable[torch.UntypedStorage]) -> None:
+    """Asserts that no copy out read one of these storages."""
+    for storage in weights:
+        assert not transfers.read(storage), "bytes of a weight were moved"
