@@ -1,7 +1,7 @@
 """Starts ranks that run scenarios, and ends them whatever happens.
 
-torchrun's own agent starts, watches and ends them together; it forks them off a process that has imported torch already, so
-that a launch costs one import and not one a rank. Several scenarios share a launch.
+torchrun's own agent starts, watches and ends them together. It forks them off a process that has torch already:
+one import for a launch and not one for each rank. Several scenarios share a launch.
 
     python -m tests.ranks.launch 2 DIRECTORY ddp.bits_are_those_without_offload ...
 """
