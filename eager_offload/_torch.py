@@ -36,6 +36,7 @@
 | ``torch._C._current_graph_task_id`` | 2.11 to 2.15 | traces do not show backward |
 | ``torch.autograd.Variable._execution_engine`` | 2.11 to 2.15 | a backward has no end in traces |
 | ``torch.autograd.profiler._is_profiler_enabled`` | 2.11 to 2.15 | profiles have no ranges of the library |
+| ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper`` | 2.11 to 2.15 | no word of checkpointed modules |
 
 The compiler's are imported when something is compiled, and eager code does not notice that they are not there. Without
 the context of hooks compiled code is offloaded around its graphs. ``python -m eager_offload.doctor`` reads this table.
@@ -95,6 +96,7 @@ __all__ = [
     "checkpoint_is_traced",
     "checkpoint_modes",
     "checkpoint_store_key",
+    "checkpointed_modules",
     "compile_fx",
     "compiler_asks_hooks",
     "compiler_is_loaded",
@@ -413,6 +415,13 @@ def has_compiled() -> bool:
 def compiler_is_loaded() -> bool:
     """Whether anything in this process may have been compiled."""
     return "torch._dynamo" in sys.modules
+
+
+def checkpointed_modules(model: nn.Module) -> list[str]:
+    """The names of the modules in ``model`` that torch's ``checkpoint_wrapper`` stands around, as it may under FSDP."""
+    wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    wrapper = getattr(wrappers, "CheckpointWrapper", ())
+    return [name for name, module in model.named_modules() if isinstance(module, wrapper)]
 
 
 def profiler_is_on() -> bool:

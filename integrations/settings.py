@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from eager_offload import ConfigError, Offload, OffloadConfig
 
-__all__ = ["SWITCH", "Given", "config_from", "offload_from", "switch"]
+__all__ = ["SWITCH", "Given", "OffloadFields", "config_from", "offload_from", "switch"]
 
 #: Switches every integration on (1) or off (0), whatever the code says of it.
 SWITCH = "EAGER_OFFLOAD"
@@ -16,6 +17,22 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 #: An object of the user's own, a configuration, its fields (a file's), or nothing.
 Given: TypeAlias = Offload | OffloadConfig | Mapping[str, Any] | None
+
+
+class OffloadFields(TypedDict, total=False):
+    """The fields of :class:`~eager_offload.OffloadConfig` as keywords, for type checkers and for command lines, which
+    read them off a signature."""
+
+    tier: Literal["auto", "host", "disk"]
+    min_bytes: int | str
+    max_inflight_bytes: int | str
+    prefetch_bytes: int | str
+    keep_last_bytes: int | str
+    pin_memory: bool | Literal["auto"]
+    host_budget: int | str
+    disk_budget: int | str
+    disk_path: str | PathLike[str] | Sequence[str | PathLike[str]] | None
+    verify: bool
 
 
 def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offload:

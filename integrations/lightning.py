@@ -1,0 +1,197 @@
+"""For Lightning: a callback under which training steps run in ``with offload``.
+
+    trainer = Trainer(callbacks=[OffloadCallback(min_bytes="4MiB")])
+
+[Note: The strategy's step] A Trainer calls ``strategy.training_step`` for each forward of training, and for nothing
+else: once for each batch that is accumulated and for each closure of an optimizer that wants several, under manual
+optimization with backward inside. It stands outside of the wrappers of DDP, FSDP and a compiler. Of the other places,
+hooks around a batch are left open by a loss of ``None`` or an exception, and forward hooks of the module run under
+validation as well.
+
+[Note: Left again] Lightning calls ``teardown`` of a callback where all went well, and ``on_exception`` where not. A
+callback before this one can keep either from being called, so ``setup`` begins by putting back what is left over.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Unpack
+
+from torch import nn
+
+from eager_offload import ConfigError, Offload
+from eager_offload._torch import checkpointed_modules
+
+from .metrics import OffloadMetrics
+from .settings import Given, OffloadFields, offload_from, switch
+
+__all__ = ["OffloadCallback"]
+
+#: The packages that Lightning is installed as. Their classes are not related; ``lightning`` brings the other one along.
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def _callback_classes() -> tuple[type, ...]:
+    """``Callback`` of every package that is installed: whichever a Trainer is from, it is to know ours as its own.
+
+    The second one is imported in a fraction of a second, as nearly all of both is what they import.
+    """
+    found: list[type] = []
+    failed: list[Exception] = []
+    for package in _PACKAGES:
+        try:
+            found.append(importlib.import_module(package).Callback)
+        except Exception as error:  # one that is broken is nobody's; the other one may be fine
+            failed.append(error)
+    if not found:
+        raise ImportError(
+            "eager_offload.integrations.lightning needs Lightning, and neither `lightning` nor `pytorch_lightning` can "
+            f"be imported ({failed[0]}): pip install lightning"
+        ) from failed[0]
+    return tuple(found)
+
+
+class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases are known when it runs
+    """Offloads what training steps of a ``Trainer`` save for backward; never in validation, test or predict.
+
+    For ``lightning.pytorch`` and for ``pytorch_lightning``, every strategy, automatic and manual optimization. The
+    figures of :class:`~eager_offload.integrations.metrics.OffloadMetrics` are logged with ``log_dict`` every
+    ``trainer.log_every_n_steps`` steps, those of one batch on this rank, to the loggers and to
+    ``trainer.callback_metrics``.
+
+    Args:
+        config: an ``Offload`` of your own, an ``OffloadConfig``, or a mapping of its fields, as from a file. Where a
+            mapping says nothing, and where it is left out, the ``EAGER_OFFLOAD_*`` variables do.
+        log_metrics: whether to log.
+        **fields: fields of :class:`~eager_offload.OffloadConfig`, which come before all of that.
+
+    ``EAGER_OFFLOAD=0`` in the environment switches it off. Files and memory are given back when a fit ends, those of an
+    ``Offload`` of your own when you close it. A copy or a pickle, such as the one that ``ddp_spawn`` sends to its
+    processes, has an ``Offload`` of its own with the same configuration.
+
+    Raises:
+        ConfigError: for what :class:`~eager_offload.OffloadConfig` does not accept; when a fit begins, if another
+            ``OffloadCallback`` is among the callbacks.
+    """
+
+    #: What offloads; ``offload.stats()`` also has what was not logged, and what became of everything.
+    offload: Offload
+
+    def __init__(self, config: Given = None, *, log_metrics: bool = True, **fields: Unpack[OffloadFields]) -> None:
+        super().__init__()
+        self.offload = offload_from(config, fields)
+        self._closes = not isinstance(config, Offload)
+        self._log_metrics = log_metrics
+        self._put_back: Callable[[], None] | None = None
+        self._metrics: OffloadMetrics | None = None
+        self._batches = 0  # since they were last read
+
+    # -- while a Trainer fits -------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._leave()
+        if stage != "fit" or not switch(True) or not self._is_the_one(trainer):
+            return
+        self._put_back = _offload_steps(trainer.strategy, self.offload)
+        self._metrics = OffloadMetrics(self.offload) if self._log_metrics and not trainer.barebones else None
+        self._batches = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._put_back is not None:
+            _tell_what_hides(pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._batches += 1
+        if self._metrics is not None and _logs_now(trainer, batch_idx):
+            pl_module.log_dict(self._metrics.read(self._batches), batch_size=1)
+            self._batches = 0
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._leave()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        put_back, self._put_back = self._put_back, None
+        if put_back is not None:
+            put_back()
+            if self._closes:
+                self.offload.close()
+
+    def _is_the_one(self, trainer: Any) -> bool:
+        if self._others(trainer):
+            raise ConfigError(
+                "more than one OffloadCallback among the callbacks of a Trainer is not accepted, since only one of "
+                "them could offload: leave the others out"
+            )
+        return True
+
+    def _others(self, trainer: Any) -> list[OffloadCallback]:
+        others = [other for other in trainer.callbacks if isinstance(other, OffloadCallback) and other is not self]
+        return [other for other in others if not isinstance(other, CallbackFromEnvironment)]
+
+    # -- copies ---------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "offload": self.offload.config, "_put_back": None, "_metrics": None, "_closes": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, offload=Offload(state["offload"]))
+
+
+class CallbackFromEnvironment(OffloadCallback):
+    """What ``EAGER_OFFLOAD=1`` adds to every Trainer. Beside a callback that was given to one it does nothing."""
+
+    def _is_the_one(self, trainer: Any) -> bool:
+        return not self._others(trainer)
+
+
+def _offload_steps(strategy: Any, offload: Offload) -> Callable[[], None]:
+    """From now on training steps run in ``with offload``, until what is returned is called."""
+    inner = strategy.training_step
+    before = vars(strategy).get("training_step")  # another's, in place of the method
+    active = [True]  # another's may stand around ours when it is to go
+
+    @wraps(inner)
+    def training_step(*arguments: Any, **named: Any) -> Any:
+        if not active:
+            return inner(*arguments, **named)
+        with offload:
+            return inner(*arguments, **named)
+
+    def put_back() -> None:
+        active.clear()
+        if vars(strategy).get("training_step") is not training_step:
+            return
+        if before is None:
+            del strategy.training_step
+        else:
+            strategy.training_step = before
+
+    strategy.training_step = training_step
+    return put_back
+
+
+def _logs_now(trainer: Any, batch_idx: int) -> bool:
+    """Whether Lightning passes on to its loggers what is logged for this batch."""
+    if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
+        return False  # it logs the last batch of those that are accumulated
+    connector = getattr(trainer, "_logger_connector", None)
+    # A private name; without it, what is logged too often is left out by Lightning.
+    return bool(getattr(connector, "should_update_logs", True) or trainer.fast_dev_run)
+
+
+def _tell_what_hides(model: nn.Module) -> None:
+    if names := checkpointed_modules(model):
+        warnings.warn(
+            f"eager_offload: {len(names)} modules of the model are checkpointed, {names[0]!r} the first of them (as by "
+            "`activation_checkpointing_policy` of FSDPStrategy): what they save is computed again, and only their "
+            "inputs are offloaded. Leave the checkpointing out to have offloading in its place; both together take the "
+            "least memory",
+            RuntimeWarning,
+            stacklevel=2,
+        )

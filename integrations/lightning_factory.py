@@ -1,0 +1,18 @@
+"""What Lightning asks when a ``Trainer`` is made: the entry points ``*.callbacks_factory``. Imports no Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .settings import switch
+
+__all__ = ["callbacks"]
+
+
+def callbacks() -> list[Any]:
+    """Where ``EAGER_OFFLOAD=1`` an ``OffloadCallback`` that the ``EAGER_OFFLOAD_*`` variables configure; else none."""
+    if not switch(False):
+        return []
+    from .lightning import CallbackFromEnvironment
+
+    return [CallbackFromEnvironment()]
