@@ -10,11 +10,15 @@ callers carry out what is answered.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["DelayLine", "Plan", "PrefetchOrder", "Window"]
+__all__ = ["AT_THE_EXIT", "DelayLine", "Plan", "PrefetchOrder", "Window"]
+
+#: In place of the autograd sequence number at pack: not final before the context is left.
+AT_THE_EXIT = sys.maxsize
 
 
 class DelayLine:
@@ -41,7 +45,8 @@ class DelayLine:
         """Takes in a storage.
 
         Args:
-            packed_at: the thread's autograd sequence number, or ``None`` where the bytes are final already.
+            packed_at: the thread's autograd sequence number, or ``None`` where the bytes are final already, or
+                ``AT_THE_EXIT``.
             urgent: whether it is to leave as soon as it is final, however new it is.
         """
         self._waiting[key] = nbytes
@@ -54,7 +59,7 @@ class DelayLine:
     def postpone(self, key: int, packed_at: int) -> None:
         """The storage was saved again by an operator that may still fill it."""
         assert key in self._waiting
-        self._packed_at[key] = packed_at
+        self._packed_at[key] = max(packed_at, self._packed_at.get(key, packed_at))
 
     def discard(self, key: int) -> int:
         """Takes a storage out, if it is here; returns its bytes."""

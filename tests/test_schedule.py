@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from eager_offload.schedule import DelayLine, Window
+from eager_offload.schedule import AT_THE_EXIT, DelayLine, Window
 
 SIZE = st.integers(1, 8)
 STEPS = settings(max_examples=120, stateful_step_count=40, deadline=None)
@@ -125,6 +125,17 @@ def test_h33_what_an_operator_may_still_fill_leaves_only_after_a_later_operator_
     line.postpone(1, 8)
     assert line.due(8) is None
     assert line.due(9) == 1
+
+
+def test_what_leaves_at_the_exit_does_so_however_often_it_is_saved_again() -> None:
+    line = DelayLine(0)
+    line.push(1, 4, packed_at=AT_THE_EXIT)
+    line.push(2, 4, packed_at=7)
+    line.postpone(1, 7)
+    assert line.due(9) == 2
+    line.discard(2)
+    assert line.due(9) is None
+    assert line.due(None) == 1
 
 
 # -- the window -----------------------------------------------------------------------------------------------------

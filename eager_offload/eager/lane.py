@@ -27,7 +27,7 @@ from eager_offload.eager.reloading import Reloading
 from eager_offload.learning import Advice, Forward, Kept, Lessons, Link, Notes
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Direction, Runtime
-from eager_offload.schedule import DelayLine
+from eager_offload.schedule import AT_THE_EXIT, DelayLine
 from eager_offload.selection import footprint, root_of
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.base import Tier
@@ -35,8 +35,9 @@ from eager_offload.transfers import Transfers
 
 __all__ = ["Census", "Lane"]
 
-#: A storage that had to be taken this many times, because it does not require grad and is saved over and over, is kept
-#: alive by someone else: moving it frees nothing.
+#: A storage that does not require grad and is saved over and over, as a mask is by every layer, is taken anew each time
+#: that it has left: it might have been filled in between. Taken this many times, it is held by someone while forward
+#: runs, so it waits for the end of that, and all further saves share it. Beyond that it stays: moving it frees nothing.
 _MOST_TAKES = 3
 
 
@@ -169,7 +170,10 @@ class Lane:
         view = self._view(saved, tensor, forward, number)
         tally.kept(KeepReason.NEWEST, saved.logical_bytes)
         urgent = mark is Mark.PREFER or (advice is Advice.LEAVE and self._learns_what_stays)
-        line.push(saved.key, area.nbytes, None if tensor.requires_grad else packed_at, urgent=urgent)
+        if tensor.requires_grad:
+            line.push(saved.key, area.nbytes, None, urgent=urgent)
+        else:
+            line.push(saved.key, area.nbytes, AT_THE_EXIT if saved.takes == _MOST_TAKES else packed_at, urgent=urgent)
         self._ground.resident_bytes += area.nbytes  # no call in between: see [Note: interrupts] in ground.py
         self._ground.note_peak()
         self._offloading.start_due(line, packed_at)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 
+import pytest
 import torch
 from torch import Tensor
 
-from eager_offload import Offload
+from eager_offload import Offload, SavedTensorModifiedError
 from tests.hazards.backends import Backend, lane_of
+
+LAYERS = 8
 
 
 def changed_between_two_saves(offload: Offload | None) -> Tensor:
@@ -53,6 +57,78 @@ def test_h07_a_storage_that_has_left_serves_further_saves_of_its_version(backend
     (first + second).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, 4.0 * (x + 1.0))
+
+
+def masked_in_every_layer(around: AbstractContextManager[object]) -> list[Tensor]:
+    """The gradients of layers that all save one mask, which goes with the forward."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 32, generator=generator, requires_grad=True)
+    with around:
+        mask = torch.rand(32, 32, generator=generator)
+        y = x + 1.0
+        for _ in range(LAYERS):
+            y = (y * mask).sin()
+        storage = weakref.ref(mask.untyped_storage())
+        del mask
+    if isinstance(around, Offload):
+        around.stats(synchronize=True)
+        held = storage() is not None
+        assert not held
+    return list(torch.autograd.grad(y.sum(), x))
+
+
+def test_h07_what_every_layer_saves_without_grad_leaves_when_forward_is_over(backend: Backend) -> None:
+    offload = backend.offload()
+    expected = masked_in_every_layer(nullcontext())
+    for step in range(1, 4):
+        assert all(map(torch.equal, masked_in_every_layer(offload), expected))
+        stats = offload.stats(synchronize=True)
+        assert stats.kept_bytes == {}
+        assert stats.bytes_out == step * (3 + LAYERS) * 32 * 32 * 4, "the mask three times, the others once"
+        assert stats.shared_bytes == step * (LAYERS - 3) * 32 * 32 * 4
+
+
+def test_h09_what_every_layer_saves_without_grad_goes_with_a_graph_that_is_dropped(backend: Backend) -> None:
+    offload = backend.offload()
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with offload:
+        y = x + 1.0
+        mask = torch.ones(32, 32)
+        for _ in range(LAYERS):
+            y = (y * mask).sin()
+        moved = offload.stats(synchronize=True).bytes_out
+        assert moved == (2 + LAYERS) * 32 * 32 * 4, "the mask twice, and now it stays in line"
+        storage = weakref.ref(mask.untyped_storage())
+        del y, mask
+        offload.stats(synchronize=True)
+        held = storage() is not None
+        assert not held
+    assert not any(lane_of(offload).census())
+
+
+def test_h01_what_every_layer_saves_without_grad_and_changes_in_between_raises_as_autograd_does(
+    backend: Backend,
+) -> None:
+    def program(around: AbstractContextManager[object]) -> Tensor:
+        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        with around:
+            mask = torch.ones(32, 32)
+            y = x + 1.0
+            for _ in range(LAYERS):
+                y = (y * mask).sin()
+            mask.mul_(2.0)
+            for _ in range(LAYERS):
+                y = (y * mask).sin()
+        return y.sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        program(nullcontext()).backward()
+    backend.sources_change = True
+    offload = backend.offload()
+    loss = program(offload)
+    assert offload.stats(synchronize=True).bytes_out > 0
+    with pytest.raises(SavedTensorModifiedError, match="at version 1; expected version 0"):
+        loss.backward()
 
 
 def test_h19_what_came_back_for_a_graph_that_went_is_let_go_though_another_graph_shares_it(backend: Backend) -> None:
