@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full gpu soak mutants bench lint clean
+.PHONY: help demo docs test test-full gpu soak mutants bench lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -22,6 +22,9 @@ help: ## this list
 
 demo: $(STAMP) ## train a small language model four ways; a table and demo/memory.png
 	$(BIN)/python examples/train_lm.py $(ARGS)
+
+docs: $(STAMP) ## the documentation into site/, which opens from the folder; any warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean $(ARGS)
 
 test: $(STAMP) ## the tests, under 10 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(JOBS) -m "not long and not gpu" $(ARGS)
@@ -52,7 +55,7 @@ lint: $(STAMP) ## ruff (lint and format) and mypy --strict
 	$(BIN)/mypy
 
 clean: ## remove what the targets above made
-	rm -rf .venv .venv-torch-* build dist *.egg-info demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist *.egg-info demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip runs again only when what is installed has changed. The package itself is installed in place: no need for it to.

@@ -1,0 +1,177 @@
+"""The site: it builds without a warning, its links lead somewhere, and it asks no network for anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+
+from tests.docs.pages import PAGES, ROOT, name
+from tests.observe.browser import CHROMIUM, Browser
+
+WIDTHS = {"phone": 390, "desktop": 1280}
+
+needs_mkdocs = pytest.mark.skipif(
+    any(importlib.util.find_spec(one) is None for one in ("mkdocs", "material", "mkdocstrings")),
+    reason="the docs' extra is not installed",
+)
+
+
+class Page(HTMLParser):
+    """What a page of HTML links to, what it loads, and what can be linked to in it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.anchors: set[str] = {""}
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = {key: value or "" for key, value in attributes}
+        self.anchors |= {given[key] for key in ("id", "name") if key in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif tag == "link" and "href" in given:
+            self.loads.append(given["href"])
+        elif tag in ("script", "img", "iframe", "source", "video", "audio", "object", "embed"):
+            self.loads += [given[key] for key in ("src", "srcset", "data") if given.get(key)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert not re.search(r"WARNING|ERROR", built.stderr), built.stderr
+    return out
+
+
+def html(site: Path) -> Iterator[tuple[Path, Page]]:
+    for path in sorted(site.rglob("*.html")):
+        yield path, Page(path)
+
+
+@needs_mkdocs
+def test_every_page_is_built_and_in_the_navigation(site: Path) -> None:
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == pages
+    assert all((site / page).with_suffix(".html").is_file() for page in pages)
+
+
+@needs_mkdocs
+def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
+    pages = dict(html(site))
+    assert len(pages) > 10
+    for path, page in pages.items():
+        if path.name == "404.html":  # its links are from the root of wherever the site is
+            continue
+        for link in page.links + page.loads:
+            to = urlsplit(link)
+            if to.scheme in ("http", "https", "mailto", "data"):
+                continue
+            target = (path.parent / unquote(to.path)).resolve() if to.path else path
+            target = target / "index.html" if target.is_dir() else target
+            assert target.is_file(), f"{path.name}: {link}"
+            if to.fragment and target.suffix == ".html":
+                assert unquote(to.fragment) in pages[target].anchors, f"{path.name}: {link}"
+
+
+@needs_mkdocs
+def test_no_page_loads_anything_from_the_network(site: Path) -> None:
+    for path, page in html(site):
+        assert not [link for link in page.loads if re.match(r"(https?:)?//", link)], path.name
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"url\(\s*[\"']?(https?:)?//|@import", sheet.read_text()), sheet.name
+
+
+@needs_mkdocs
+def test_every_public_name_is_on_the_page_of_the_api(site: Path) -> None:
+    import eager_offload as eo
+
+    anchors = Page(site / "api.html").anchors
+    assert not [one for one in eo.__all__ if f"eager_offload.{one}" not in anchors]
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, where README is shown."""
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES])
+def test_every_link_of_a_source_leads_somewhere(page: Path) -> None:
+    """Where the sources are read as they are, beside the code."""
+    text = re.sub(r"^([ \t]*)```.*?^\1```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    # Images have attributes that only the site reads.
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        to = urlsplit(link)
+        if to.scheme:
+            continue
+        target = (page.parent / to.path).resolve() if to.path else page
+        assert target.exists(), f"{name(page)}: {link}"
+        if to.fragment and target.suffix == ".md" and target.name != "api.md":  # its anchors come from docstrings
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert to.fragment in {slug(heading) for heading in headings}, f"{name(page)}: {link}"
+
+
+@needs_mkdocs
+@pytest.mark.long
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_pages_fit_a_phone_and_a_desktop_in_both_schemes(site: Path, tmp_path: Path) -> None:
+    colours: dict[str, set[str]] = {}
+    with Browser(tmp_path / "profile") as browser:
+        for path in sorted(site.rglob("*.html")):
+            if path.name == "404.html":
+                continue
+            for device, width in WIDTHS.items():
+                for dark in (False, True):
+                    told = browser.open(path, width, dark=dark)
+                    where = f"{path.relative_to(site)}, {device}, {'dark' if dark else 'light'}"
+                    assert_asks_for_files_alone(told, where)
+                    wide = browser.run("document.documentElement.scrollWidth")
+                    assert wide <= width, f"{where}: {wide} pixels wide"
+                    colours.setdefault(where.rpartition(", ")[2], set()).add(
+                        browser.run("getComputedStyle(document.body).backgroundColor")
+                    )
+    assert len(colours["light"]) == len(colours["dark"]) == 1, colours
+    assert colours["light"] != colours["dark"]
+
+
+def assert_asks_for_files_alone(told: list[dict[str, object]], where: str) -> None:
+    for event in told:
+        assert event["method"] not in ("Runtime.exceptionThrown", "Network.loadingFailed"), (where, event)
+        if event["method"] == "Network.requestWillBeSent":
+            url = event["params"]["request"]["url"]  # type: ignore[index]
+            assert urlsplit(url).scheme in ("file", "data", "blob"), (where, url)
+
+
+def test_the_navigation_names_each_page_once() -> None:
+    listed = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text())
+    assert len(listed) == len(set(listed)) > 5
+
+
+def test_make_docs_builds_strictly() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    rule = re.search(r"^docs: \$\(STAMP\).*\n\t(.*)$", makefile, re.MULTILINE)
+    assert rule
+    assert "mkdocs build --strict" in rule[1]
+    assert "/site/" in (ROOT / ".gitignore").read_text().split()
+    assert yaml.safe_load((ROOT / "mkdocs.yml").read_text())["theme"]["font"] is False
