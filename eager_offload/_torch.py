@@ -28,6 +28,7 @@
 | ``torch._C._SetExcludeDispatchKeyGuard`` | 2.11 to 2.15 | what should go to the CPU is recomputed |
 | ``torch.utils.checkpoint._sac_storage_key`` | 2.13 on, not 2.11 | operators name their values themselves |
 | ``torch.utils._pytree`` | 2.11 to 2.15 | the import fails |
+| ``torch._C._dynamo.eval_frame.set_code_exec_strategy`` | 2.11 to 2.13 | broken graphs: the library is compiled too |
 | ``torch.fx.Graph._codegen`` | 2.11 to 2.15 | copies of graphs take their inputs flat |
 | ``torch.utils.checkpoint._checkpoint_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
 | ``torch.utils.checkpoint._recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
@@ -107,6 +108,7 @@ __all__ = [
     "fake_mode_of",
     "finish_collective",
     "has_compiled",
+    "hide_from_compilers",
     "host_registration",
     "inductor_config",
     "inductor_ir",
@@ -415,6 +417,17 @@ def has_compiled() -> bool:
 def compiler_is_loaded() -> bool:
     """Whether anything in this process may have been compiled."""
     return "torch._dynamo" in sys.modules
+
+
+def hide_from_compilers(function: Callable[..., Any]) -> None:
+    """Has Dynamo leave the code of ``function`` alone, and all that it calls: where a graph is broken, it would compile
+    whatever autograd calls. Closures share their code."""
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    try:
+        as_it_is = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, as_it_is)
+    except AttributeError:
+        pass  # what the table says
 
 
 def checkpointed_modules(model: nn.Module) -> list[str]:

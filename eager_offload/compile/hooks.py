@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule
 from torch.nn import Parameter
 
 from eager_offload import active, ops
-from eager_offload._torch import saved_tensor_hook_context
+from eager_offload._torch import hide_from_compilers, saved_tensor_hook_context
 from eager_offload.compile.revision import revision
 from eager_offload.tiers.forking import ForkSafeLock
 
@@ -95,6 +95,7 @@ def _quick_pack(text: str, in_graph: Callable[..., Any]) -> Callable[..., Any]:
             return packing(text).pack(tensor)
         return in_graph(self, tensor)
 
+    hide_from_compilers(pack)
     return pack
 
 
@@ -102,6 +103,7 @@ def _quick_unpack(in_graph: Callable[..., Any]) -> Callable[..., Any]:
     def unpack(self: GraphModule, packed: Any) -> object:
         return in_graph(self, packed) if isinstance(packed, Tensor) else packed.unpack()
 
+    hide_from_compilers(unpack)
     return unpack
 
 

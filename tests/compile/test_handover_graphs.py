@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, aot_export_joint_with_descriptors
+from torch.fx import GraphModule
 
 import eager_offload as eo
 from tests.compile.compiled import BOTH, Compile, compare, fresh_compiler, step_of
@@ -151,6 +153,37 @@ def test_graph_breaks_leave_graphs_that_are_offloaded_one_by_one(backend: str) -
         return deep(hidden, weight)
 
     compare(step_of(function, leaf(8, 8, seed=1), leaf(8, 8, seed=2)), backend, regions=4, as_eager=False)
+
+
+def test_nothing_of_the_library_is_compiled_where_a_frame_is_left_to_run_as_it_is() -> None:
+    @contextmanager
+    def around() -> Iterator[None]:  # a graph break in one of these cannot be gone on from
+        yield
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        with around():
+            torch._dynamo.graph_break()
+            return (x @ weight).exp()
+
+    graphs: list[GraphModule] = []
+
+    def backend(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    x, weight = leaf(64, 64, seed=1), leaf(64, 64, seed=2)
+    function(x, weight).sum().backward()
+    expected = [x.grad, weight.grad]
+    x.grad = weight.grad = None
+    offload = eo.Offload(min_bytes=0, keep_last_bytes=0, tier="disk")
+    compiled = torch.compile(function, backend=backend)
+    with offload:
+        loss = compiled(x, weight).sum()
+    loss.backward()
+    assert offload.stats(synchronize=True).bytes_out > 0
+    assert all(map(torch.equal, [x.grad, weight.grad], expected))
+    assert not graphs, [graph.code for graph in graphs]
+    offload.close()
 
 
 @BOTH

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -59,11 +59,9 @@ class Model(nn.Module):
 
 
 def new_accelerator(**options: Any) -> Accelerator:
-    """An accelerator on the CPU as a new process would get it; a process group that there is stays."""
+    """An accelerator on the CPU as a new process would get it; a process group that there is is used."""
     GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
-    if not torch.distributed.is_initialized():
-        PartialState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(cpu=True, **options)
 
 

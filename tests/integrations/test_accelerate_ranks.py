@@ -1,0 +1,128 @@
+"""Accelerate on two ranks: DDP and FSDP2; mixed, accumulated, compiled, checkpointed, and when a forward fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.accelerate_ranks import RANKS, SCENARIOS
+
+ROOT = Path(__file__).parents[2]
+LONG = [
+    "ddp",
+    "ddp-compiled",
+    "ddp-regions",
+    "fsdp2-checkpointing",
+    "fsdp2-compiled",
+    "fsdp2-fails",
+    "fsdp2-parameters-on-cpu",
+    "fsdp2-regions",
+]
+SHORT = [scenario for scenario in SCENARIOS if scenario not in LONG]
+
+Facts = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs scenarios in one pair of ranks, which pay for their imports once; gives each rank's facts."""
+
+    @cache
+    def run(*scenarios: str) -> list[Facts]:
+        folder = tmp_path_factory.mktemp("ranks")
+        told = (folder / "told").open("w")
+        command = [sys.executable, "-m", "tests.integrations.accelerate_ranks", str(folder), *scenarios]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("EAGER_OFFLOAD")}
+        ranks = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=told, stderr=told, start_new_session=True)
+        try:
+            ranks.wait(timeout=280)
+        finally:
+            if ranks.poll() is None:
+                os.killpg(ranks.pid, signal.SIGKILL)
+                ranks.wait()
+        facts: list[Facts] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+        assert not [one["error"] for one in facts if "error" in one], (folder / "told").read_text()[-3000:]
+        assert ranks.returncode == 0
+        return facts
+
+    return run
+
+
+@pytest.fixture
+def ranks(run: Any, request: pytest.FixtureRequest, scenario: str) -> list[dict[str, Any]]:
+    """The facts of ``scenario``, a dict for each rank."""
+    return [facts[scenario] for facts in run(*(LONG if scenario in LONG else SHORT))]
+
+
+def all_of(*prefixes: str, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    names = [name for name in SCENARIOS if name.startswith(prefixes) and not name.endswith(but)]
+    return pytest.mark.parametrize(
+        "scenario", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in names]
+    )
+
+
+@all_of("ddp", "fsdp2", but=("fails",))
+def test_training_changes_no_bit_of_any_rank(ranks: list[dict[str, Any]], scenario: str) -> None:
+    for facts in ranks:
+        assert facts["equal"]
+        assert facts["bytes out"] > 0
+        assert facts["strategy"] == scenario.partition("-")[0]
+        assert (facts["compiled regions"] > 0) == scenario.endswith(("compiled", "regions"))
+
+
+@all_of("ddp", "fsdp2", but=("fails",))
+def test_what_is_saved_is_what_is_saved_without(ranks: list[dict[str, Any]], scenario: str) -> None:
+    for facts in ranks:
+        assert facts["states equal"]
+        assert facts["bytes out"] > 0
+
+
+@all_of("ddp", "fsdp2", but=("fails",))
+def test_metrics_are_those_of_the_rank(ranks: list[dict[str, Any]], scenario: str) -> None:
+    for facts in ranks:
+        assert facts["metrics"]["offload/bytes_out"] == facts["bytes out"] > 0
+
+
+@all_of("ddp-mixed", "fsdp2-mixed")
+def test_no_parameter_is_moved_however_it_was_gathered(ranks: list[dict[str, Any]], scenario: str) -> None:
+    """Three steps of two forwards: 64 rows into each layer, 2 bytes a number; and what is saved of them besides."""
+    weights = 2 * (32 * 128 + 128 * 32)
+    for facts in ranks:
+        assert facts["kept"]["parameter"] == 3 * 2 * 2 * weights
+        inputs = 32 + 2 * (32 + 128 + 128 + 32) + 32
+        moved = facts["offloaded"] + facts["kept"].get("alive", 0)
+        assert moved >= 3 * 2 * 64 * 2 * inputs
+
+
+@all_of("ddp-fails", "fsdp2-fails")
+def test_whatever_ends_a_forward_no_hook_is_left(ranks: list[dict[str, Any]], scenario: str) -> None:
+    for facts in ranks:
+        assert facts["RuntimeError"]
+        assert facts["KeyboardInterrupt"]
+        assert facts["equal"]
+        assert facts["bytes out"] > 0
+
+
+@all_of("fsdp2-checkpointing", "fsdp2-their-offload")
+def test_the_main_rank_is_told_who_hides_what_is_saved(ranks: list[dict[str, Any]], scenario: str) -> None:
+    assert [facts["told"] for facts in ranks] == ([0, 0] if scenario == "fsdp2-checkpointing" else [1, 0])
+
+
+@all_of("fsdp-on-cpu")
+def test_accelerate_has_no_fsdp_on_a_cpu_and_takes_ddp_without_a_word(
+    ranks: list[dict[str, Any]], scenario: str
+) -> None:
+    assert ranks == [{"strategy": "ddp", "is fsdp2": False}] * RANKS
+
+
+@all_of("switched-off")
+def test_switched_off_nothing_is_touched(ranks: list[dict[str, Any]], scenario: str) -> None:
+    assert ranks == [{"equal": True, "metrics": {}, "saved": 0}] * RANKS
