@@ -16,16 +16,16 @@ from tests.integrations.tiny_transformers import (
     Tokens,
     arguments,
     checkpointing,
-    few_objects_to_collect,
     fields,
     llama,
     moved,
     parameters,
+    quick_training,
     same,
     trained,
 )
 
-__all__ = ["few_objects_to_collect"]  # a fixture that is used by being here
+__all__ = ["quick_training"]  # a fixture that is used by being here
 
 
 class MixedTrainer(OffloadTrainerMixin, Trainer):
@@ -67,7 +67,11 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("route", ROUTES)
+#: Those that take their own way through this module; the others are torch's business and Accelerate's.
+QUICK = {"as it is", "checkpointing", "label smoothing"}
+
+
+@pytest.mark.parametrize("route", [pytest.param(r, marks=() if r in QUICK else pytest.mark.long) for r in ROUTES])
 def test_parameters_are_equal_after_three_steps(route: str, tmp_path: Path) -> None:
     expected = trained(plain(tmp_path, **ROUTES[route]))
     for way in WAYS:

@@ -20,11 +20,11 @@ __all__ = [
     "Tokens",
     "arguments",
     "checkpointing",
-    "few_objects_to_collect",
     "fields",
     "llama",
     "moved",
     "parameters",
+    "quick_training",
     "same",
     "settings",
     "trained",
@@ -55,11 +55,14 @@ def llama(**changes: Any) -> PreTrainedModel:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_objects_to_collect() -> Iterator[None]:
-    """A trainer collects garbage before it trains, which takes longer than these trainings with all that is loaded."""
+def quick_training() -> Iterator[None]:
+    """A trainer collects garbage before it trains: with all that is loaded that takes longer than these trainings."""
     gc.collect()
     gc.freeze()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more only wait for each other with so little to do
     yield
+    torch.set_num_threads(threads)
     gc.unfreeze()
 
 

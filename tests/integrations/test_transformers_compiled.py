@@ -1,0 +1,117 @@
+"""Transformers' Trainer with compiled models: offload inside of the graphs, the same bits as compiled without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import TorchDynamoPlugin
+from transformers import Trainer
+
+import eager_offload as eo
+from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
+from tests.integrations.tiny_transformers import (
+    Tokens,
+    arguments,
+    checkpointing,
+    fields,
+    llama,
+    moved,
+    quick_training,
+    same,
+    trained,
+)
+
+__all__ = ["quick_training"]  # a fixture that is used by being here
+
+
+class MixedTrainer(OffloadTrainerMixin, Trainer):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compare(path: Path, way: str, **changes: Any) -> eo.Offload:
+    """Trains with and without; what it was done with."""
+    expected = trained(Trainer(llama(), arguments(path, **changes), train_dataset=Tokens()))
+    torch._dynamo.reset()
+    offload = eo.Offload(**fields(path))
+    if way == "mixin":
+        trainer: Trainer = MixedTrainer(llama(), arguments(path, **changes), train_dataset=Tokens(), offload=offload)
+    else:
+        callbacks = [OffloadTrainerCallback(offload)]
+        trainer = Trainer(llama(), arguments(path, **changes), train_dataset=Tokens(), callbacks=callbacks)
+    assert same(trained(trainer), expected)
+    assert moved(offload) > 0
+    assert offload.stats().compiled_regions > 0
+    assert offload.stats().foreign_hooks == 0
+    return offload
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["callback", "mixin"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_torch_compile_of_the_arguments(way: str, backend: str, tmp_path: Path) -> None:
+    offload = compare(tmp_path, way, torch_compile=True, torch_compile_backend=backend)
+    assert offload.stats().compiled_regions == 3, "one graph a step: the context breaks none"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["callback", "mixin"])
+def test_torch_compile_and_gradient_checkpointing(way: str, tmp_path: Path) -> None:
+    compare(tmp_path, way, torch_compile_backend="aot_eager", **checkpointing(use_reentrant=False))
+
+
+@pytest.mark.long
+def test_the_mixin_goes_with_fullgraph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "1")
+    compare(tmp_path, "mixin", torch_compile_backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("variable", "option"),
+    [
+        ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "fullgraph"),
+        ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "use_regional_compilation"),
+    ],
+)
+def test_the_callback_refuses_what_is_compiled_around_it(
+    variable: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    callbacks = [OffloadTrainerCallback(fields(tmp_path))]
+    compiled = arguments(tmp_path, torch_compile_backend="aot_eager")
+    trainer = Trainer(llama(), compiled, train_dataset=Tokens(), callbacks=callbacks)
+    with pytest.raises(eo.ConfigError, match=rf"{option}=True.*OffloadTrainerMixin.*{variable}"):
+        trainer.train()
+
+
+def test_torch_compile_backend_does_not_know_ours() -> None:
+    with pytest.raises(ValueError, match="EAGER_OFFLOAD"):
+        TorchDynamoPlugin(backend="eager_offload")
+
+
+@pytest.mark.long
+def test_a_model_compiled_in_place_with_our_backend(tmp_path: Path) -> None:
+    model = llama()
+    model.compile(backend="inductor")
+    expected = trained(Trainer(model, arguments(tmp_path), train_dataset=Tokens()))
+    torch._dynamo.reset()
+    model = llama()
+    model.compile(backend="eager_offload", options=fields(tmp_path))
+    serving = eo.Offload.serving(**fields(tmp_path))
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=Tokens(), callbacks=[OffloadTrainerCallback(serving)])
+    assert same(trained(trainer), expected)
+    assert moved(serving) > 0
+    assert serving.stats().compiled_regions == 3
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert sum(entry["offload/saved_bytes"] for entry in steps) == serving.stats().saved_bytes > 0
+    serving.close()

@@ -1,0 +1,54 @@
+"""The example on two ranks: what it prints is the same with offload and without, and one rank is refused nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "train_transformers.py"
+_LINE = re.compile(r"rank (\d): moved (\d+) bytes, parameters (\w+)")
+
+
+def run(path: Path, *arguments: str, **environment: str) -> dict[int, tuple[int, str]]:
+    """What each of two ranks moved, and the hash of its parameters."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("EAGER_OFFLOAD")}
+    own = {"OMP_NUM_THREADS": "1", "EAGER_OFFLOAD_DISK_PATH": str(path), "EAGER_OFFLOAD_TIER": "disk"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    started = subprocess.Popen(
+        [*launcher, "--output_dir", str(path / "out"), *arguments],
+        env=kept | own | {"PYTHONPATH": paths} | environment,
+        cwd=path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, errors = started.communicate(timeout=250)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+    assert started.returncode == 0, errors[-4000:]
+    ranks = {int(rank): (int(moved), digest) for rank, moved, digest in _LINE.findall(printed)}
+    assert ranks.keys() == {0, 1}, printed
+    return ranks
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [(), ("--gradient_accumulation_steps=2", "--gradient_checkpointing=True")])
+def test_two_ranks_train_to_the_same_bits_with_and_without(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    with_offload = run(tmp_path, *arguments)
+    without = run(tmp_path, *arguments, EAGER_OFFLOAD="0")
+    assert len({digest for ranks in (with_offload, without) for _, digest in ranks.values()}) == 1
+    assert all(moved > 0 for moved, _ in with_offload.values())
+    assert all(moved == 0 for moved, _ in without.values())
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name != "out"] == []
