@@ -1,4 +1,4 @@
-"""The example on two ranks: what it prints is the same with offload and without, and one rank is refused nothing."""
+"""The example on two ranks: the hash that it prints is the same with offload and without."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ def run(path: Path, *arguments: str, **environment: str) -> dict[int, tuple[int,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arguments", [(), ("--gradient_accumulation_steps=2", "--gradient_checkpointing=True")])
-def test_two_ranks_train_to_the_same_bits_with_and_without(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    with_offload = run(tmp_path, *arguments)
-    without = run(tmp_path, *arguments, EAGER_OFFLOAD="0")
+def test_two_ranks_train_to_the_same_bits_with_and_without(tmp_path: Path) -> None:
+    with_offload = run(tmp_path, "--gradient_accumulation_steps=2")
+    without = run(tmp_path, "--gradient_accumulation_steps=2", EAGER_OFFLOAD="0")
     assert len({digest for ranks in (with_offload, without) for _, digest in ranks.values()}) == 1
     assert all(moved > 0 for moved, _ in with_offload.values())
     assert all(moved == 0 for moved, _ in without.values())
