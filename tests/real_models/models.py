@@ -1,0 +1,300 @@
+"""Architectures of ``transformers`` with few, narrow layers and random weights; one small builder each.
+
+Four layers: what every layer saves of the same tensor, a mask say, is treated otherwise from the third time on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+__all__ = ["ARCHITECTURES", "SEQUENCES", "Architecture", "Batch", "padded_words"]
+
+#: What a model is called with.
+Batch: TypeAlias = dict[str, Any]
+
+WIDTH, HEADS, LAYERS = 128, 4, 4
+WORDS = 256
+SEQUENCES, TOKENS = 4, 128
+IMAGES, PIXELS, PATCH = 4, 44, 4
+MEL_BINS = 40
+ATTENTION = ("q_proj", "v_proj")
+
+
+class Architecture(NamedTuple):
+    """One architecture, and how it is fed."""
+
+    name: str
+    build: Callable[..., PreTrainedModel]
+    batch: Callable[[], Batch]
+    #: Whether it has a decoder: nearly all that those save has to move.
+    decodes: bool
+    #: What peft adapts.
+    adapted: tuple[str, ...]
+
+
+def llama(**config: Any) -> PreTrainedModel:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS // 2,
+            max_position_embeddings=TOKENS,
+            **config,
+        )
+    )
+
+
+def qwen3(**config: Any) -> PreTrainedModel:
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS // 2,
+            head_dim=WIDTH // HEADS,
+            max_position_embeddings=TOKENS,
+            **config,
+        )
+    )
+
+
+def qwen3_experts(**config: Any) -> PreTrainedModel:
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            moe_intermediate_size=WIDTH,
+            num_experts=4,
+            num_experts_per_tok=2,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS // 2,
+            head_dim=WIDTH // HEADS,
+            max_position_embeddings=TOKENS,
+            output_router_logits=True,
+            **config,
+        )
+    )
+
+
+def mixtral(**config: Any) -> PreTrainedModel:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            intermediate_size=WIDTH,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS // 2,
+            max_position_embeddings=TOKENS,
+            **config,
+        )
+    )
+
+
+def gemma2(**config: Any) -> PreTrainedModel:
+    return transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS // 2,
+            head_dim=WIDTH // HEADS,
+            max_position_embeddings=TOKENS,
+            sliding_window=TOKENS // 2,
+            **config,
+        )
+    )
+
+
+def gemma3(**config: Any) -> PreTrainedModel:
+    return transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS // 2,
+            head_dim=WIDTH // HEADS,
+            max_position_embeddings=TOKENS,
+            sliding_window=TOKENS // 2,
+            layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+            **config,
+        )
+    )
+
+
+def gpt2(**config: Any) -> PreTrainedModel:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=WORDS,
+            n_positions=TOKENS,
+            n_embd=WIDTH,
+            n_layer=LAYERS,
+            n_head=HEADS,
+            bos_token_id=0,
+            eos_token_id=0,
+            **config,
+        )
+    )
+
+
+def bert(**config: Any) -> PreTrainedModel:
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            max_position_embeddings=TOKENS,
+            **config,
+        )
+    )
+
+
+def t5(**config: Any) -> PreTrainedModel:
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=WORDS,
+            d_model=WIDTH,
+            d_kv=WIDTH // HEADS,
+            d_ff=2 * WIDTH,
+            num_layers=LAYERS,
+            num_heads=HEADS,
+            decoder_start_token_id=0,
+            **config,
+        )
+    )
+
+
+def vit(**config: Any) -> PreTrainedModel:
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            image_size=PIXELS,
+            patch_size=PATCH,
+            num_labels=10,
+            **config,
+        )
+    )
+
+
+def whisper(**config: Any) -> PreTrainedModel:
+    return transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            vocab_size=WORDS,
+            num_mel_bins=MEL_BINS,
+            d_model=WIDTH,
+            encoder_layers=LAYERS,
+            decoder_layers=LAYERS,
+            encoder_attention_heads=HEADS,
+            decoder_attention_heads=HEADS,
+            encoder_ffn_dim=2 * WIDTH,
+            decoder_ffn_dim=2 * WIDTH,
+            max_source_positions=TOKENS,
+            max_target_positions=TOKENS,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+            **config,
+        )
+    )
+
+
+def mamba(**config: Any) -> PreTrainedModel:
+    return transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=LAYERS, state_size=8, **config)
+    )
+
+
+def clip(**config: Any) -> PreTrainedModel:
+    common = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+    }
+    words = common | {"vocab_size": WORDS, "max_position_embeddings": TOKENS, "bos_token_id": 0, "eos_token_id": 2}
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config=words,
+            vision_config=common | {"image_size": PIXELS, "patch_size": PATCH},
+            projection_dim=WIDTH,
+            **config,
+        )
+    )
+
+
+def words() -> Batch:
+    ids = torch.randint(3, WORDS, (SEQUENCES, TOKENS))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def padded_words() -> Batch:
+    """With a mask that attention really gets: one of ones is left out."""
+    batch = words()
+    batch["attention_mask"][1:, -TOKENS // 8 :] = 0
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return batch
+
+
+def few_words() -> Batch:
+    return {name: tensor[:, : TOKENS // 8] for name, tensor in words().items()}
+
+
+def images() -> Batch:
+    return {"pixel_values": torch.randn(IMAGES, 3, PIXELS, PIXELS), "labels": torch.randint(10, (IMAGES,))}
+
+
+def speech() -> Batch:
+    return {
+        "input_features": torch.randn(SEQUENCES, MEL_BINS, 2 * TOKENS),
+        "labels": torch.randint(3, WORDS, (SEQUENCES, TOKENS)),
+    }
+
+
+def captions() -> Batch:
+    ids = torch.randint(3, WORDS, (IMAGES, TOKENS))
+    ids[:, -1] = 2  # its end is where the text's features are taken
+    return {"input_ids": ids, "pixel_values": torch.randn(IMAGES, 3, PIXELS, PIXELS), "return_loss": True}
+
+
+ARCHITECTURES = {
+    architecture.name: architecture
+    for architecture in (
+        Architecture("Llama", llama, words, True, ATTENTION),
+        Architecture("Qwen3", qwen3, words, True, ATTENTION),
+        Architecture("Qwen3-MoE", qwen3_experts, words, True, ATTENTION),
+        Architecture("Mixtral", mixtral, words, True, ATTENTION),
+        Architecture("Gemma 2", gemma2, words, True, ATTENTION),
+        Architecture("Gemma 3", gemma3, words, True, ATTENTION),
+        Architecture("GPT-2", gpt2, words, True, ("c_attn",)),
+        Architecture("BERT", bert, padded_words, False, ("query", "value")),
+        Architecture("T5", t5, padded_words, True, ("q", "v")),
+        Architecture("ViT", vit, images, False, ATTENTION),
+        Architecture("Whisper", whisper, speech, True, ATTENTION),
+        Architecture("Mamba", mamba, few_words, True, ("in_proj", "x_proj")),
+        Architecture("CLIP", clip, captions, False, ATTENTION),
+    )
+}

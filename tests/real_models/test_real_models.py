@@ -1,0 +1,71 @@
+"""Real architectures train to the same bits with offload and without, and nearly all that they save moves.
+
+``docs/models.md`` has the figures; ``python -m tests.real_models`` makes its table anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+from tests.real_models import table
+from tests.real_models.training import CASES, Case, measured
+
+#: Of what a decoder saves, what may stay for no good reason.
+MOST = 0.05
+#: Those that `make test` runs.
+FEW = [case for case in CASES if case.architecture.name in ("Llama", "GPT-2") and case.variant.name == "plain"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """With more, sums over threads differ from run to run: see ``docs/models.md``."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_trains_and_moves(case: Case, directory: Path) -> None:
+    stats = measured(case, directory)
+    if case.architecture.decodes and not case.variant.holds:
+        assert table.share(stats) < MOST, f"too much stays\n{stats}"
+    above, lines = table.committed()
+    if above == table.made_with():
+        assert table.line(case, stats) == lines[table.key(case)], "make the table anew: python -m tests.real_models"
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_a_real_model_trains_to_the_same_bits_and_its_line_in_the_table_holds(case: Case, tmp_path: Path) -> None:
+    assert_trains_and_moves(case, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [case for case in CASES if case not in FEW], ids=str)
+def test_a_real_model_trains_to_the_same_bits_in_every_way(case: Case, tmp_path: Path) -> None:
+    assert_trains_and_moves(case, tmp_path)
+
+
+def test_the_table_has_a_line_for_each_case_and_all_of_them_add_up() -> None:
+    _, lines = table.committed()
+    assert list(lines) == [table.key(case) for case in CASES]
+    for text in lines.values():
+        saved, *parts = (int(cell.replace(",", "")) for cell in text.split("|")[3:10])
+        assert abs(saved - sum(parts)) <= len(parts), f"rounded, but not alike: {text}"
+
+
+def test_in_the_table_decoders_keep_less_than_a_twentieth_without_an_excuse() -> None:
+    _, lines = table.committed()
+    decoders = [case for case in CASES if case.architecture.decodes]
+    assert {case.architecture.name for case in decoders} >= {"Llama", "Qwen3-MoE", "Mixtral", "Gemma 3", "GPT-2"}
+    held = {case.variant.holds: [] for case in decoders}
+    for case in decoders:
+        held[case.variant.holds].append(float(lines[table.key(case)].split("|")[-2].strip(" %")))
+    assert max(held[False]) < 100 * MOST
+    assert max(held[True]) > 0, "what a loop holds shows"
