@@ -46,6 +46,11 @@ def long(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
 
+def small(model: Model) -> nn.Module:
+    """Less of it, since Inductor takes a minute for all."""
+    return nn.Sequential(model.first, nn.GELU(), model.last)
+
+
 @pytest.fixture
 def plugin(tmp_path: Path) -> Iterator[OffloadPlugin]:
     made = new_plugin(tmp_path)
@@ -94,12 +99,12 @@ def test_the_context_covers_a_loss_outside_of_the_model(plugin: OffloadPlugin) -
 @pytest.mark.parametrize(
     ("options", "make"),
     [
-        (lambda: compiled(backend="aot_eager") | MIXED, None),
+        long(lambda: compiled(backend="aot_eager") | MIXED, None),
         (lambda: compiled(backend="aot_eager", use_regional_compilation=True), None),
         long(dict, lambda model: torch.compile(model, backend="aot_eager")),
         long(lambda: MIXED, lambda model: torch.compile(model, backend="aot_eager")),
         long(dict, lambda model: model.compile(backend="aot_eager") or model),
-        long(lambda: compiled(backend="inductor") | MIXED, None),
+        long(lambda: compiled(backend="inductor") | MIXED, small),
     ],
     ids=["whole", "regions", "before", "before-mixed", "in-place", "inductor"],
 )
@@ -203,7 +208,11 @@ def test_what_is_saved_is_what_is_saved_without(plugin: OffloadPlugin, tmp_path:
     assert plugin.offload.stats().bytes_out > 0
 
 
-@pytest.mark.parametrize("options", [dict, lambda: compiled(backend="aot_eager", use_regional_compilation=True)])
+@pytest.mark.parametrize(
+    "options",
+    [dict, long(lambda: compiled(backend="aot_eager", use_regional_compilation=True))],
+    ids=["plain", "regions"],
+)
 def test_preparing_again_offloads_once(plugin: OffloadPlugin, options: OptionsMaker) -> None:
     accelerator = new_accelerator(**options())
     model, _, loader = prepared(accelerator, Model())
@@ -412,11 +421,11 @@ def test_accelerate_refuses_a_backend_that_it_does_not_know() -> None:
 @pytest.mark.long
 def test_accelerate_takes_what_is_compiled_with_our_backend(tmp_path: Path) -> None:
     torch._dynamo.reset()
-    without = train(new_accelerator(**MIXED), None, make=torch.compile)
+    without = train(new_accelerator(**MIXED), None, make=lambda model: torch.compile(small(model)))
     torch._dynamo.reset()
     config = {"min_bytes": 1024, "keep_last_bytes": 0, "tier": "disk", "disk_path": str(tmp_path)}
     ours = partial(torch.compile, backend="eager_offload", options=config)
-    trained = train(new_accelerator(**MIXED), None, make=ours)
+    trained = train(new_accelerator(**MIXED), None, make=lambda model: ours(small(model)))
     assert trained.equals(without)
     serving = eo.Offload.serving(**config)
     assert serving.stats(synchronize=True).bytes_out > 0

@@ -1,0 +1,73 @@
+"""The example as its docstring says to launch it, with offload and without."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "train_accelerate.py"
+LAUNCHERS = {
+    "accelerate": [
+        *("accelerate.commands.launch", "--config_file", "examples/accelerate.yaml"),
+        *("--main_process_port", "0"),  # any that is free; launch says 29500 by itself
+    ],
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+}
+
+
+def launched(launcher: str, **environment: str) -> str:
+    """What the main process printed."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("EAGER_OFFLOAD")}
+    launch = subprocess.Popen(
+        [sys.executable, "-m", *LAUNCHERS[launcher], "examples/train_accelerate.py"],
+        cwd=ROOT,
+        env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = launch.communicate(timeout=240)
+    finally:
+        if launch.poll() is None:
+            os.killpg(launch.pid, signal.SIGKILL)
+            launch.wait()
+    assert launch.returncode == 0, printed[-3000:]
+    return printed
+
+
+def moved(printed: str) -> list[float]:
+    return [float(number) for number in re.findall(r"([\d.]+) MiB", printed)]
+
+
+def learnt(printed: str) -> list[str]:
+    return re.findall(r"loss [\d.]+|SHA-256 of the parameters \w+", printed)
+
+
+@pytest.mark.long
+def test_accelerate_launches_it_and_bytes_move() -> None:
+    printed = launched("accelerate")
+    assert "2 processes moved" in printed
+    assert len(learnt(printed)) == 3 + 2
+    assert moved(printed)[-1] > moved(printed)[0] > 0  # of both processes and all steps, of one
+
+
+@pytest.mark.long
+def test_without_offload_it_learns_the_same() -> None:
+    printed, without = launched("torchrun"), launched("torchrun", EAGER_OFFLOAD="0")
+    assert learnt(printed) == learnt(without)
+    assert min(moved(printed)) > 0 == max(moved(without))
+
+
+def test_the_docstring_has_these_launch_lines() -> None:
+    text = EXAMPLE.read_text()
+    assert "accelerate launch --config_file examples/accelerate.yaml examples/train_accelerate.py" in text
+    assert "torchrun --nproc_per_node 2 examples/train_accelerate.py" in text
