@@ -11,6 +11,8 @@ from typing import Any
 import griffe
 
 _ROLE = re.compile(r":(?:class|func|meth|attr|mod|exc):`(?P<short>~?)(?P<name>[\w.]+)`")
+#: ``    one, another: what both are``, and the lines that go on with it.
+_JOINT_ITEM = re.compile(r"^ {4}\*{0,2}[a-z]\w*(?:,\s+\*{0,2}[a-z]\w*)+: .*\n(?: {8}.*\n)*", re.MULTILINE)
 #: Where the source of the integrations is, and as what it is installed.
 _PLACE, _INSTALLED = "integrations.", "eager_offload.integrations."
 
@@ -20,7 +22,8 @@ class Roles(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = _fence(_ROLE.sub(lambda role: _link(role, obj), obj.docstring.value))
+            text = _ROLE.sub(lambda role: _link(role, obj), obj.docstring.value)
+            obj.docstring.value = _fence(_without_joint_items(text))
 
 
 def _link(role: re.Match[str], obj: griffe.Object) -> str:
@@ -33,6 +36,15 @@ def _link(role: re.Match[str], obj: griffe.Object) -> str:
         name = f"{scope.path if inside else 'eager_offload'}.{name}"
     name = name.replace(_INSTALLED, _PLACE)
     return f'<autoref identifier="{name}" optional><code>{shown}</code></autoref>'
+
+
+def _without_joint_items(text: str) -> str:
+    """What says one thing of several arguments stands as a paragraph before ``Args:``; griffe would drop it."""
+    for item in _JOINT_ITEM.findall(text):
+        names, _, told = " ".join(item.split()).partition(": ")
+        code = ", ".join(f"`{name}`" for name in names.split(", "))
+        text = text.replace(item, "").replace("Args:\n", f"{code}: {told}\n\nArgs:\n", 1)
+    return text
 
 
 def _fence(text: str) -> str:

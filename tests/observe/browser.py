@@ -100,15 +100,15 @@ class Browser:
             os.close(self._in)
             os.close(self._out)
 
-    def open(self, page: Path, width: int, *, dark: bool) -> list[dict[str, Any]]:
-        """Loads a file until it is drawn; returns what the browser told meanwhile: requests, errors, messages."""
+    def open(self, page: Path | str, width: int, *, dark: bool) -> list[dict[str, Any]]:
+        """Loads a file or an address until it is drawn; returns what was told meanwhile: requests, errors, messages."""
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self._events.clear()
-        self._call("Page.navigate", url=page.as_uri())
+        self._call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._events.append(self._receive())
         # What is asked for in one frame has been drawn two frames later.
