@@ -37,6 +37,7 @@ gpu: ## the tests and benchmarks that need an accelerator, under 10 minutes, wit
 	@if $(PYTHON) -c 'import pytest, pytest_timeout' 2> /dev/null; then $(PYTHON) -m pytest -m gpu --ignore tests/gpu; \
 	  else echo "pytest and pytest-timeout are not installed for $(PYTHON): tests/runtime/test_accelerator_gpu.py is left out"; fi
 	$(PYTHON) -m benchmarks.gpu_train $(ARGS)
+	$(PYTHON) -m benchmarks.gpu_frameworks
 
 soak: $(STAMP) ## trains for MINUTES (10) with faults and exceptions; a table of every resource before and after
 	$(BIN)/python -m tools.soak --minutes $(or $(MINUTES),10) $(ARGS)
@@ -46,7 +47,7 @@ mutants: $(STAMP) ## which test notices each wait, record, keepalive and release
 
 bench: $(STAMP) ## every benchmark, 40 minutes on 2 quiet cores; benchmarks/results (ARGS="--quick --check")
 	@status=0; for name in hooks memory steps simulate learning compiled_passes compiled_simulate compiled_coverage \
-	  compile_time observe disk cpu_train cpu_floor; do \
+	  compile_time observe frameworks disk cpu_train cpu_floor; do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || status=1; done; exit $$status
 
 lint: $(STAMP) ## ruff (lint and format) and mypy --strict

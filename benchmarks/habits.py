@@ -109,7 +109,7 @@ def accelerate(
         from eager_offload.integrations.accelerate import OffloadPlugin
 
         assert offload is not None
-        ours = OffloadPlugin(offload=offload)
+        ours = OffloadPlugin(offload)
         ours.prepare(accelerator, prepared)
     for tokens in data[: settings.steps]:
         with _by_hand(habit, offload):
@@ -181,10 +181,9 @@ def transformers(
     if habit is Habit.INTEGRATION:
         from eager_offload.integrations.transformers import OffloadTrainerMixin
 
-        class Integrated(OffloadTrainerMixin, Trainer):  # type: ignore[misc]  # untyped without the framework
-            pass
+        class Integrated(OffloadTrainerMixin, Trainer):
+            offload_config = offload
 
-        Integrated.offload = offload
         kind = Integrated
     trainer = kind(
         model=model,
