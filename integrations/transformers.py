@@ -51,7 +51,8 @@ class OffloadTrainerCallback(TrainerCallback):
 
     def __init__(self, config: Given = None, **fields: Any) -> None:
         self._run = _Run(config, fields) if switch(True) else None
-        self._calls: OffloadedCalls | None = None
+        #: Takes what is on the model off again; by itself where this object goes before.
+        self._removal: weakref.finalize[Any, OffloadTrainerCallback] | None = None
         self._model: weakref.ref[nn.Module] | None = None
 
     @property
@@ -69,9 +70,9 @@ class OffloadTrainerCallback(TrainerCallback):
     def remove(self) -> None:
         """Calls the model as before. Needed only after training that failed, and there if the model lives on."""
         _installed.discard(self)
-        calls, self._calls = self._calls, None
-        if calls is not None:
-            calls.remove()
+        removal, self._removal = self._removal, None
+        if removal is not None:
+            removal()
 
     def on_train_begin(
         self,
@@ -89,7 +90,9 @@ class OffloadTrainerCallback(TrainerCallback):
                 left.remove()
         _refuse_compiled_around(args)
         self._run.begin(args, model, state.global_step)
-        self._calls, self._model = OffloadedCalls(model, self._run.offload), weakref.ref(model)
+        self._model = weakref.ref(model)
+        self._removal = weakref.finalize(self, OffloadedCalls(model, self._run.offload).remove)
+        self._removal.atexit = False
         _installed.add(self)
 
     def on_log(
@@ -100,14 +103,14 @@ class OffloadTrainerCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        if self._run is not None and logs is not None and self._calls is not None and "loss" in logs:
+        if self._run is not None and logs is not None and self._removal is not None and "loss" in logs:
             figures = self._run.figures(state.global_step)
             logs.update(figures)
             if state.log_history:
                 state.log_history[-1].update(figures)  # a copy of the logs, made before anybody is told
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._run is not None and self._calls is not None:
+        if self._run is not None and self._removal is not None:
             self.remove()
             self._run.end(state.global_step)
             self._run.close()

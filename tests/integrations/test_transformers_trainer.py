@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,13 @@ class Fails(TrainerCallback):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("error", [ValueError("in forward"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(ValueError("in forward"), id="error", marks=pytest.mark.long),
+        pytest.param(KeyboardInterrupt(), id="interrupt"),
+    ],
+)
 def test_training_that_ends_in_an_exception_leaves_no_hook_and_the_next_is_exact(
     way: str, error: BaseException, tmp_path: Path
 ) -> None:
@@ -229,3 +236,79 @@ def test_data_parallel_is_refused(way: str, tmp_path: Path) -> None:
     with pytest.raises(eo.ConfigError, match="torchrun"):
         trainer.train()
     assert module_call(trainer.model) is None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fields_of_a_dict_are_enough_and_the_files_go_with_the_training(way: str, tmp_path: Path) -> None:
+    class Configured(MixedTrainer):
+        offload_config = fields(tmp_path)
+
+    given: dict[str, Any] = {"args": arguments(tmp_path, max_steps=1), "train_dataset": Tokens()}
+    if way == "mixin":
+        trainer = Configured(llama(), **given)
+        offload = trainer.offload
+    else:
+        callback = OffloadTrainerCallback(**fields(tmp_path))
+        trainer, offload = Trainer(llama(), **given, callbacks=[callback]), callback.offload
+    trainer.train()
+    assert moved(offload) > 0
+    before = moved(offload)
+    trainer.train()
+    assert moved(offload) > before, "closed and opened again"
+
+
+def test_the_environment_switches_both_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGER_OFFLOAD", "0")
+    callback = OffloadTrainerCallback(fields(tmp_path))
+    given: dict[str, Any] = {"args": arguments(tmp_path, max_steps=1), "train_dataset": Tokens()}
+    trainer = MixedTrainer(llama(), **given, callbacks=[callback], offload=fields(tmp_path))
+    trainer.train()
+    assert callback.offload is trainer.offload is None
+    assert not FIGURES & trainer.state.log_history[0].keys()
+    monkeypatch.setenv("EAGER_OFFLOAD", "1")
+    assert MixedTrainer(llama(), **given, offload=False).offload is not None
+    monkeypatch.delenv("EAGER_OFFLOAD")
+    assert MixedTrainer(llama(), **given, offload=False).offload is None
+
+
+def test_a_field_that_does_not_exist_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
+    with pytest.raises(eo.ConfigError, match="minimum_bytes"):
+        OffloadTrainerCallback(minimum_bytes=1)
+    with pytest.raises(eo.ConfigError, match="minimum_bytes"):
+        MixedTrainer(llama(), arguments(tmp_path), offload={"minimum_bytes": 1})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_for_nothing_is_warned_of(way: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"args": arguments(tmp_path, max_steps=2), "train_dataset": Tokens()}
+    if way == "mixin":
+        trainer = MixedTrainer(llama(), **given)
+    else:
+        trainer = Trainer(llama(), **given, callbacks=[OffloadTrainerCallback()])
+    with pytest.warns(RuntimeWarning, match=r"2 steps of training moved nothing\. .*min_bytes"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpointing_that_offloads_is_warned_of(way: str, tmp_path: Path) -> None:
+    trainer, _ = offloading(way, tmp_path, max_steps=1)
+    # Only the flag: what it does pins memory, which takes an accelerator.
+    for name, value in checkpointing(offload=True).items():
+        setattr(trainer.args, name, value)
+    with pytest.warns(RuntimeWarning, match=r"checkpointing_kwargs=\{'offload': True\}.*leave that option out"):
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+
+def test_the_model_is_as_it_was_once_a_failed_callback_is_gone(tmp_path: Path) -> None:
+    model = llama()
+    callback = OffloadTrainerCallback(fields(tmp_path))
+    trainer = plain(tmp_path, model)
+    trainer.add_callback(callback)
+    Fails(model, KeyboardInterrupt(), number=1)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert module_call(model) is not None
+    trainer.remove_callback(callback)
+    del callback
+    gc.collect()
+    assert module_call(model) is None
