@@ -32,12 +32,13 @@
 | ``torch.fx.Graph._codegen`` | 2.11 to 2.15 | copies of graphs take their inputs flat |
 | ``torch.utils.checkpoint._checkpoint_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
 | ``torch.utils.checkpoint._recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
-| ``torch.nn.Module._compiled_call_impl``, ``_call_impl`` | 2.11 to 2.15 | integrations through a module's calls fail |
+| ``torch.nn.Module._compiled_call_impl`` | 2.11 to 2.15 | integrations through a module's calls fail |
+| ``torch.nn.Module._call_impl`` | 2.11 to 2.15 | integrations through a module's calls fail |
 | ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper`` | 2.11 to 2.13 | not told of |
 | ``torch._C._current_graph_task_id`` | 2.11 to 2.15 | traces do not show backward |
 | ``torch.autograd.Variable._execution_engine`` | 2.11 to 2.15 | a backward has no end in traces |
 | ``torch.autograd.profiler._is_profiler_enabled`` | 2.11 to 2.15 | profiles have no ranges of the library |
-| ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper`` | 2.11 to 2.15 | no word of checkpointed modules |
+| ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper`` | 2.11 to 2.15 | not told of |
 
 The compiler's are imported when something is compiled, and eager code does not notice that they are not there. Without
 the context of hooks compiled code is offloaded around its graphs. ``python -m eager_offload.doctor`` reads this table.
