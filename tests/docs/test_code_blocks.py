@@ -30,10 +30,10 @@ import eager_offload as eo
 from tests.docs.pages import PAGES, ROOT, Block, blocks, name
 
 _LANGUAGES = {"python", "bash", "yaml", "toml", "json", "text"}
-#: Pages that compile or train longer than `make test` should wait.
-_LONG = {"README.md", "docs/compiled.md"}
+#: Pages that compile, import a framework or train longer than `make test` should wait.
+_LONG = re.compile(r"README\.md|docs/compiled\.md|docs/integrations/.*")
 _WITH_CODE = [
-    pytest.param(page, id=name(page), marks=pytest.mark.long if name(page) in _LONG else ())
+    pytest.param(page, id=name(page), marks=pytest.mark.long if _LONG.fullmatch(name(page)) else ())
     for page in PAGES
     if blocks(page, "python")
 ]
