@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.nn import functional
@@ -337,6 +339,19 @@ def test_a_configuration_an_object_and_a_file(tmp_path: Path) -> None:
     assert OffloadPlugin(**yaml.safe_load(file.read_text())).offload.config == config
     with pytest.raises(eo.ConfigError, match="min_bytes beside an Offload"):
         OffloadPlugin(offload, min_bytes=8)
+
+
+def test_files_of_the_documentation_are_read_and_accelerate_s_takes_no_field_of_ours(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "accelerate.md").read_text()
+    ours, theirs = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert OffloadPlugin(**yaml.safe_load(ours)).max_inflight_bytes == 256 << 20
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(theirs)
+    read = load_config_from_file(str(file))
+    assert (read.distributed_type, read.fsdp_config["fsdp_version"]) == (DistributedType.FSDP, 2)
+    file.write_text(theirs + ours)
+    with pytest.raises(ValueError, match="unknown keys"):
+        load_config_from_file(str(file))
 
 
 def test_copies_are_plugins_of_the_same_configuration(plugin: OffloadPlugin) -> None:
