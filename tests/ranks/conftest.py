@@ -26,7 +26,7 @@ def launched(
     wanted = {item.callspec.params.get("scenario") for item in request.session.items if hasattr(item, "callspec")}
 
     def run(number: int, scenarios: Sequence[str], thorough: bool) -> Path:
-        directory = base / f"ranks-{number}{'-thorough' * thorough}"
+        directory = base / f"ranks-{number}-{len(scenarios)}{'-thorough' * thorough}"
         directory.mkdir(exist_ok=True)
         with open(directory / "turn", "w") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)

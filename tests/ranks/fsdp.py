@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -138,10 +139,10 @@ def _compiled_in_place(block: nn.Module) -> nn.Module:
 
 
 def compiled_blocks(ranks: Ranks) -> None:
-    for reshard in (True, False):
-        trained(ranks, wrapped=_compiled, reshard_after_forward=reshard)
+    trained(replace(ranks, thorough=False), wrapped=_compiled)
 
 
 def blocks_compiled_in_place(ranks: Ranks) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    trained(ranks, wrapped=_compiled_in_place, mp_policy=policy)
+    options = {"mp_policy": policy, "reshard_after_forward": False}
+    trained(replace(ranks, thorough=False), wrapped=_compiled_in_place, **options)

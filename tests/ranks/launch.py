@@ -30,7 +30,7 @@ __all__ = ["ROOT", "Ranks", "end", "launch", "started", "torchrun"]
 ROOT = Path(__file__).parents[2]
 
 #: No rank lives longer, whatever becomes of who started it. Seconds.
-LIFETIME = 200
+LIFETIME = 500
 #: How long a rank waits for another. Seconds.
 PATIENCE = datetime.timedelta(seconds=60)
 

@@ -37,8 +37,6 @@ TWO = (
     "fsdp.mixed_precision",
     "fsdp.gradient_checkpointing",
     "fsdp.frozen_weights_beside_trained_ones",
-    "fsdp.compiled_blocks",
-    "fsdp.blocks_compiled_in_place",
     "tensor_parallel.bits_are_those_without_offload",
     "tensor_parallel.a_divided_sequence",
     "tensor_parallel.a_divided_loss",
@@ -50,6 +48,7 @@ TWO = (
     "pipelines.interleaved_zero_bubble",
     "pipelines.v_shaped_zero_bubble",
 )
+COMPILED = ("fsdp.compiled_blocks", "fsdp.blocks_compiled_in_place")
 FOUR = (
     "node.budgets_are_divided",
     "node.one_spill_file_a_rank",
@@ -76,12 +75,21 @@ def test_two_ranks(scenario: str, launched: Callable[[int, Sequence[str], bool],
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", TWO)
 def test_two_ranks_in_every_regime(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
     assert_passed(launched(2, TWO, True), scenario, 2)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", COMPILED)
+def test_two_ranks_that_compile(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
+    assert_passed(launched(2, COMPILED, False), scenario, 2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", FOUR)
 def test_four_ranks(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
     assert_passed(launched(4, FOUR, False), scenario, 4)

@@ -1,0 +1,251 @@
+"""Memory of training under FSDP2 on two CPU ranks, with the disk tier and without, beside one process that has it all.
+
+    python -m benchmarks.fsdp_memory
+    python -m benchmarks.fsdp_memory --rounds 1 --ranks 4
+
+Offload should save under FSDP2 what it saves in one process. A decoder language model on real text, fp32, SGD, one
+thread a process; each rank has a batch as large as that of the single process. The variants take turns, each in
+processes of its own. Two steps on a tiny batch come first: the first loads code and makes gradients, the second shows
+how much a step needs that has hardly any activations: under FSDP2 the weights of one layer gathered ahead of another,
+and their gradients on the way to their owners. What a real step's peak has on top of that peak is activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import eager_offload as eo
+from benchmarks.common import MIB, ROOT, Report, Spread, add_common_options, console, disk, positive, table
+from benchmarks.cpu_train import reset_peak, status_bytes
+
+from lm.data import Batch, batches, read_text
+from lm.model import LanguageModel
+from lm.result import hash_losses, hash_parameters
+
+#: Of how a model is trained, and whether it offloads.
+VARIANTS = {"one": (False, False), "one, offload": (False, True), "fsdp": (True, False), "fsdp, offload": (True, True)}
+#: By how much the part of memory that is left under FSDP2 may differ from that in one process.
+MOST_DIFFERENCE = 0.05
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process measured, in bytes."""
+
+    variant: str
+    round: int
+    rank: int
+    #: Resident between two steps: the model, its gradients, loaded code.
+    base_bytes: int
+    #: The most in a step on a tiny batch.
+    tiny_peak_bytes: int
+    #: The most in a real step.
+    peak_bytes: int
+    losses: list[float]
+    losses_hash: str
+    parameters_hash: str
+    bytes_out: int
+
+    @property
+    def activation_bytes(self) -> int:
+        """What the real steps have needed on top of the tiny one."""
+        return self.peak_bytes - self.tiny_peak_bytes
+
+    @property
+    def above_bytes(self) -> int:
+        """What the real steps have needed on top of the model."""
+        return self.peak_bytes - self.base_bytes
+
+
+def sharded(model: LanguageModel) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def train(name: str, options: argparse.Namespace) -> Run:
+    """Trains in this process, with the others of its run."""
+    by_ranks, offloads = VARIANTS[name]
+    if not eo.release_freed_memory():
+        raise SystemExit("benchmarks.fsdp_memory: this C library has no mallopt, so its memory cannot be compared")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rank = dist.get_rank() if by_ranks else 0
+    model: nn.Module = LanguageModel(
+        options.layers, options.width, options.heads, options.sequence, checkpointing=False
+    )
+    if by_ranks:
+        model = sharded(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    windows = {"max_inflight_bytes": options.window, "prefetch_bytes": options.window}
+    offload = None
+    if offloads:
+        offload = eo.Offload(tier="disk", disk_path=options.disk_path, min_bytes=options.min_bytes, **windows)
+
+    def step(batch: Batch) -> float:
+        optimizer.zero_grad(set_to_none=False)
+        with offload or nullcontext():
+            loss = model(batch.inputs, batch.targets)
+        loss.backward()
+        optimizer.step()
+        return float(loss.item())
+
+    text = read_text()
+    data = batches(text, count=options.steps, batch=options.batch, sequence=options.sequence, seed=1 + rank)
+    tiny = batches(text, count=2, batch=1, sequence=8, seed=0)
+    step(tiny[0])
+    gc.collect()
+    reset_peak()
+    step(tiny[1])
+    tiny_peak = status_bytes("VmHWM")
+    gc.collect()
+    if offload is not None:
+        offload.reset_stats()
+    reset_peak()
+    base = status_bytes("VmRSS")
+    losses = [step(batch) for batch in data]
+    peak = status_bytes("VmHWM")
+    own = nn.ParameterList(p.to_local() if by_ranks else p for p in model.parameters())  # type: ignore[operator]
+    return Run(
+        variant=name,
+        round=options.round,
+        rank=rank,
+        base_bytes=base,
+        tiny_peak_bytes=tiny_peak,
+        peak_bytes=peak,
+        losses=losses,
+        losses_hash=hash_losses(losses),
+        parameters_hash=hash_parameters(own),
+        bytes_out=0 if offload is None else offload.stats(synchronize=True).bytes_out,
+    )
+
+
+def work(name: str, options: argparse.Namespace) -> None:
+    """What a process of a variant does; it leaves what it measured in the directory that it was given."""
+    if VARIANTS[name][0]:
+        dist.init_process_group("gloo")
+    run = train(name, options)
+    (options.into / f"{run.rank}.json").write_text(json.dumps(asdict(run)))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run_in_processes(name: str, number: int, options: argparse.Namespace) -> list[Run]:
+    """Trains in new processes, with the C library's own settings whatever the environment says."""
+    start = [sys.executable]
+    if VARIANTS[name][0]:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+    settings = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(settings)} | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as into:
+        own = ["--worker", name, "--round", str(number), "--into", into]
+        command = [*start, "-m", "benchmarks.fsdp_memory", *sys.argv[1:], *own]
+        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if ended.returncode != 0:
+            raise SystemExit(f"benchmarks.fsdp_memory: the run {name!r} failed\n{ended.stdout}{ended.stderr}")
+        return [Run(**json.loads(path.read_text())) for path in sorted(Path(into).glob("*.json"))]
+
+
+def ratios(runs: list[Run], kind: str, what: str) -> list[float]:
+    """Of each round: what the worst rank needed with offload, as a part of what it needed without."""
+    found = []
+    for number in sorted({run.round for run in runs}):
+        with_offload, without = (
+            max(getattr(run, what) for run in runs if (run.variant, run.round) == (name, number))
+            for name in (f"{kind}, offload", kind)
+        )
+        found.append(with_offload / without)
+    return found
+
+
+def judge(report: Report, runs: list[Run]) -> dict[str, dict[str, Spread]]:
+    """The part of memory that is left with offload, by how it is counted, and the limits."""
+    summary = {
+        what: {kind: Spread.of(ratios(runs, kind, what)) for kind in ("one", "fsdp")}
+        for what in ("activation_bytes", "above_bytes", "peak_bytes")
+    }
+    for what in ("activation_bytes", "peak_bytes"):
+        alone, shared = summary[what]["one"].median, summary[what]["fsdp"].median
+        report.at_most(f"{what}: ratio under FSDP2 to that of one process", shared / alone, 1 + MOST_DIFFERENCE)
+    for kind in ("one", "fsdp"):
+        names = (kind, f"{kind}, offload")
+        bits = {(run.rank, run.losses_hash, run.parameters_hash) for run in runs if run.variant in names}
+        report.at_most(f"{kind}: different results of a rank", len(bits) / len({rank for rank, *_ in bits}), 1)
+    return summary
+
+
+def show(runs: list[Run], summary: dict[str, dict[str, Spread]]) -> None:
+    memory = table("variant", "model MiB", "tiny step", "activations", "peak", "moved out")
+    for name in VARIANTS:
+        own = [run for run in runs if run.variant == name]
+        fields = ("base_bytes", "tiny_peak_bytes", "activation_bytes", "peak_bytes", "bytes_out")
+        memory.add_row(name, *(f"{median([getattr(run, field) for run in own]) / MIB:,.0f}" for field in fields))
+    console.print(memory)
+    parts = table("with offload, of without", "one process", "FSDP2")
+    for what, found in summary.items():
+        parts.add_row(what.removesuffix("_bytes"), found["one"].show(), found["fsdp"].show())
+    console.print(parts)
+
+
+def main() -> int:
+    options = parse()
+    if options.worker is not None:
+        work(options.worker, options)
+        return 0
+    report = Report("fsdp_memory", options)
+    report.environment["disk"] = disk(options.disk_path)
+    runs: list[Run] = []
+    for number in range(options.rounds):
+        for name in VARIANTS:
+            runs += run_in_processes(name, number, options)
+            console.print(
+                f"round {number + 1}/{options.rounds}  {name:<14} {runs[-1].activation_bytes / MIB:>7,.0f} MiB of "
+                f"activations, peak {runs[-1].peak_bytes / MIB:>7,.0f} MiB"
+            )
+    summary = judge(report, runs)
+    show(runs, summary)
+    return report.finish([asdict(run) for run in runs], summary)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--steps", type=positive, default=2, help="real steps in each process")
+    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--layers", type=positive, default=8)
+    parser.add_argument("--width", type=positive, default=384)
+    parser.add_argument("--heads", type=positive, default=6)
+    parser.add_argument("--sequence", type=positive, default=512)
+    parser.add_argument("--batch", type=positive, default=4, help="of each process")
+    parser.add_argument("--window", default="16MiB", help="max_inflight_bytes and prefetch_bytes")
+    parser.add_argument("--min-bytes", default="1MiB")
+    parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    add_common_options(parser)
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = options.steps = 1
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
