@@ -47,7 +47,7 @@ mutants: $(STAMP) ## which test notices each wait, record, keepalive and release
 
 bench: $(STAMP) ## every benchmark, 40 minutes on 2 quiet cores; benchmarks/results (ARGS="--quick --check")
 	@status=0; for name in hooks memory steps simulate learning compiled_passes compiled_simulate compiled_coverage \
-	  compile_time observe frameworks disk cpu_train cpu_floor; do \
+	  compile_time observe frameworks disk cpu_train fsdp_memory cpu_floor; do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || status=1; done; exit $$status
 
 lint: $(STAMP) ## ruff (lint and format) and mypy --strict

@@ -134,15 +134,15 @@ def _compiled(block: nn.Module) -> nn.Module:
 
 
 def _compiled_in_place(block: nn.Module) -> nn.Module:
-    block.compile(fullgraph=True)
+    block.compile(fullgraph=True, backend="aot_eager")
     return block
 
 
 def compiled_blocks(ranks: Ranks) -> None:
-    trained(replace(ranks, thorough=False), wrapped=_compiled)
+    trained(replace(ranks, thorough=False), lambda: blocks(2), wrapped=_compiled)
 
 
 def blocks_compiled_in_place(ranks: Ranks) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     options = {"mp_policy": policy, "reshard_after_forward": False}
-    trained(replace(ranks, thorough=False), wrapped=_compiled_in_place, **options)
+    trained(replace(ranks, thorough=False), lambda: blocks(2), wrapped=_compiled_in_place, **options)

@@ -61,7 +61,8 @@ def launch(number: int, directory: Path, scenarios: Sequence[str], *, thorough: 
     """Runs ``scenarios`` on so many ranks; each leaves ``directory/SCENARIO.RANK``, empty if it passed."""
     command = [sys.executable, "-m", "tests.ranks.launch", str(number), str(directory), *scenarios]
     command += ["--thorough"] * thorough
-    with started(command) as process:
+    # What one rank has compiled, the others and later runs of the launch find.
+    with started(command, TORCHINDUCTOR_CACHE_DIR=str(directory / "compiled")) as process:
         output = process.communicate(timeout=LIFETIME + 20)[0]
     (directory / "output").write_text(output)
 
@@ -74,11 +75,12 @@ def torchrun(number: int, *program: str) -> list[str]:
 @contextmanager
 def started(command: Sequence[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A command that runs with one thread of torch's in each process; it and all that it started end with the block."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_FORCE_DISABLE_CACHES"}
     settings = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, **settings},
+        env={**inherited, **settings},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
