@@ -31,7 +31,7 @@ class OffloadFields(TypedDict, total=False):
     pin_memory: bool | Literal["auto"]
     host_budget: int | str
     disk_budget: int | str
-    disk_path: str | PathLike[str] | Sequence[str | PathLike[str]] | None
+    disk_path: Sequence[str | PathLike[str]] | str | PathLike[str] | None  # a command line takes the first that fits
     verify: bool
 
 
