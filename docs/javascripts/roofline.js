@@ -55,8 +55,8 @@ const LINKS = {
   "NVMe of the CPU benchmark, direct I/O": [3.7, 3.1],
 };
 const DEVICES = {
-  "H200, bf16 (598 TFLOP/s)": [598, 2],
-  "Two CPU cores, float32 (0.14 TFLOP/s)": [0.14, 4],
+  "H200, bf16 (598 TFLOP/s, an estimate)": [598, 2],
+  "Two CPU cores, float32 (0.14 TFLOP/s, an estimate)": [0.14, 4],
 };
 
 const FIELDS = {

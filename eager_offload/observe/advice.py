@@ -179,8 +179,9 @@ def newest_bytes(stats: OffloadStats, config: OffloadConfig) -> str | None:
     nbytes = _kept(stats, "newest", _MOST)
     if not nbytes or _stalls(stats):
         return None
-    smaller = max(config.delay_bytes // 4, MIB)
-    if config.delay_bytes <= smaller:
+    most = min(config.delay_bytes, stats.resident_bytes_peak or config.delay_bytes)  # a step may save less than the line holds
+    smaller = max(most // 4, MIB)
+    if most <= smaller:
         return None
     return (
         f"{_size(nbytes)} ({_percent(nbytes / stats.saved_bytes)} of what is saved) stayed as the newest bytes, and "

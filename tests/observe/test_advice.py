@@ -37,8 +37,8 @@ def config(**fields: Any) -> eo.OffloadConfig:
     return eo.OffloadConfig(**fields)
 
 
-def kept(reason: str, nbytes: int) -> eo.OffloadStats:
-    return stats(kept_bytes={"parameter": 2 * GIB, reason: nbytes})
+def kept(reason: str, nbytes: int, **others: Any) -> eo.OffloadStats:
+    return stats(kept_bytes={"parameter": 2 * GIB, reason: nbytes}, **others)
 
 
 def test_a_run_that_is_fine_hears_so_and_nothing_else() -> None:
@@ -171,6 +171,8 @@ def test_newest_bytes_that_could_leave() -> None:
     assert said is not None
     assert 'keep_last_bytes="64MiB"' in said
     assert advice.newest_bytes(many, config(keep_last_bytes="1MiB")) is None, "there is hardly anything less"
+    little = kept("newest", 16 * MIB, saved_bytes=2 * GIB + 20 * MIB, resident_bytes_peak=16 * MIB)
+    assert 'keep_last_bytes="4MiB"' in (advice.newest_bytes(little, config()) or ""), "64 MiB would change nothing"
     waiting = stats(kept_bytes={"newest": 4 * GIB}, stall_seconds=10.0)
     assert advice.newest_bytes(waiting, config()) is None, "compute waits already"
 
