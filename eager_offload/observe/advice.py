@@ -179,7 +179,9 @@ def newest_bytes(stats: OffloadStats, config: OffloadConfig) -> str | None:
     nbytes = _kept(stats, "newest", _MOST)
     if not nbytes or _stalls(stats):
         return None
-    most = min(config.delay_bytes, stats.resident_bytes_peak or config.delay_bytes)  # a step may save less than the line holds
+    most = min(
+        config.delay_bytes, stats.resident_bytes_peak or config.delay_bytes
+    )  # a step may save less than the line holds
     smaller = max(most // 4, MIB)
     if most <= smaller:
         return None

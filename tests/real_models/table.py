@@ -12,7 +12,7 @@ import transformers
 from eager_offload import OffloadStats
 from tests.real_models.training import Case
 
-__all__ = ["EXCUSED", "PAGE", "committed", "key", "line", "made_with", "share", "write"]
+__all__ = ["EXCUSED", "PAGE", "agree", "committed", "key", "line", "made_with", "share", "write"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 #: Why a saved tensor may stay without counting: too small to be worth it, held for good anyway, asked for at once.
@@ -54,6 +54,14 @@ def committed() -> tuple[str, dict[tuple[str, str], str]]:
     assert head == _HEAD
     cells = [[cell.strip() for cell in line.split("|")] for line in lines]
     return above, {(row[1], row[2]): line for row, line in zip(cells, lines, strict=True)}
+
+
+def agree(first: str, second: str) -> bool:
+    """Whether two lines say the same, but for a hundredth of what is saved: kernels differ among processors."""
+    (*named, _), (*others, _) = ([cell.strip() for cell in one.strip("| ").split("|")] for one in (first, second))
+    numbers, found = ([int(cell.replace(",", "")) for cell in cells[2:]] for cells in (named, others))
+    least = max(numbers[0] // 100, 1)
+    return named[:2] == others[:2] and all(abs(a - b) <= least for a, b in zip(numbers, found, strict=True))
 
 
 def key(case: Case) -> tuple[str, str]:
