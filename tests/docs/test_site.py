@@ -78,7 +78,7 @@ def html(site: Path) -> Iterator[tuple[Path, Page]]:
 def test_every_page_is_built_and_what_the_navigation_names_is_there(site: Path) -> None:
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
     listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
-    assert listed <= pages
+    assert listed == pages
     assert all((site / page).with_suffix(".html").is_file() for page in pages)
 
 
