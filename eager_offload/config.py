@@ -96,7 +96,7 @@ class OffloadConfig:
     """Most bytes held on disk; ``"auto"`` takes a share of the free space when it is first needed. Whatever it is, a
     twentieth of each disk, at most 4 GiB, stays free."""
 
-    disk_path: PathLike | Sequence[PathLike] | None = None
+    disk_path: Sequence[PathLike] | PathLike | None = None  # a command line takes the first of them that fits
     """A directory for the spill file, or several on disks of their own, over which large tensors are spread. ``None``
     means the first of the temporary, cache and working directories that is on a real disk (never in memory) with
     room."""

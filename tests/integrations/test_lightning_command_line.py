@@ -46,6 +46,18 @@ def test_a_yaml_file_configures_it(package: str, tmp_path: Path) -> None:
     callback.offload.close()
 
 
+def test_a_yaml_file_may_have_the_fields_below_config(tmp_path: Path) -> None:
+    paths = [str(tmp_path / "one"), str(tmp_path / "two")]
+    for path in paths:
+        Path(path).mkdir()
+    fields = {"tier": "disk", "min_bytes": "4MiB", "disk_path": paths}
+    ran = run(PACKAGES[0], ["--config", write(tmp_path / "config.yaml", {"config": fields})])
+    [callback] = [one for one in ran.trainer.callbacks if isinstance(one, OffloadCallback)]
+    assert callback.offload.config == eo.OffloadConfig(**fields)
+    assert callback.offload.config.disk_paths == tuple(map(Path, paths))
+    callback.offload.close()
+
+
 def test_flags_configure_it(tmp_path: Path) -> None:
     quiet = [f"--trainer.{name}={str(value).lower()}" for name, value in QUIET.items()]
     flags = [f"--trainer.callbacks={CALLBACK}", "--trainer.callbacks.min_bytes=4MiB", "--trainer.accelerator=cpu"]
