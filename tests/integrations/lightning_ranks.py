@@ -1,6 +1,7 @@
 """What two ranks do under Lightning: each strategy without the callback and with it.
 
-torchrun --nproc-per-node 2 tests/integrations/lightning_ranks.py DIRECTORY
+torchrun --nproc-per-node 2 tests/integrations/lightning_ranks.py DIRECTORY   # those of torchrun's ranks
+python -m tests.integrations.lightning_ranks DIRECTORY                        # those that start ranks themselves
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
@@ -19,7 +21,16 @@ from torch.distributed.tensor import DTensor
 
 from eager_offload._torch import top_pack_hook
 from eager_offload.integrations.lightning import OffloadCallback
-from tests.integrations.lightning_training import PACKAGES, Manual, Steps, loader, module_of, small, trainer_of
+from tests.integrations.lightning_training import (
+    PACKAGES,
+    Manual,
+    Steps,
+    assert_same_parameters,
+    loader,
+    module_of,
+    small,
+    trainer_of,
+)
 
 
 class Sharded(Steps):
@@ -57,9 +68,64 @@ def fitted(name: str, directory: Path, callback: OffloadCallback | None) -> list
     return [local(parameter) for parameter in trainer.strategy.model.parameters()]
 
 
+class Spawned(Steps, pl.LightningModule):
+    """A class that a pickle can name, for processes that are spawned."""
+
+
+class Telling(OffloadCallback):
+    """Tells in files what its ranks moved: their stats go with them."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        moved = self.offload.stats(synchronize=True).bytes_out
+        assert top_pack_hook() is None
+        assert pl_module.hooked == pl_module.seen == ["training"] * 3
+        Path(trainer.default_root_dir, f"moved.{trainer.global_rank}").write_text(str(moved))
+
+
+#: Spawned ranks import everything again, so there are few of those.
+STARTED = [("ddp_fork", "own"), ("ddp_fork", "fields"), ("ddp_spawn", "own")]
+
+
+def ranks_are_started(directory: Path) -> None:
+    """Ranks that a Trainer starts itself, with an ``Offload`` that has trained here before and with fields."""
+    fields = {"min_bytes": 1024, "tier": "disk", "disk_path": str(directory), "keep_last_bytes": 0}
+    expected = started_by("ddp_fork", directory, None)
+    assert not torch.equal(expected.net.first.weight, fresh().net.first.weight)
+    own = small(directory)
+    with own:
+        loss = fresh().net(next(iter(loader(1))))
+    loss.backward()
+    saved = own.stats().saved_tensors
+    assert own.stats(synchronize=True).bytes_out > 0
+    for strategy, given in STARTED:
+        callback = Telling(own if given == "own" else fields)
+        assert_same_parameters(started_by(strategy, directory, callback), expected)
+        for moved in [directory / f"moved.{rank}" for rank in range(2)]:
+            assert int(moved.read_text()) > 0, (strategy, given)
+            moved.unlink()
+        assert callback.offload.stats().saved_tensors == (saved if given == "own" else 0)
+        (directory / f"{strategy}.{given}").touch()
+    own.close()
+
+
+def fresh() -> Spawned:
+    torch.manual_seed(0)
+    return Spawned()
+
+
+def started_by(strategy: str, directory: Path, callback: OffloadCallback | None) -> Spawned:
+    """A module that two ranks of the Trainer's own have trained."""
+    module = fresh()
+    trainer_of(PACKAGES[0], directory, callback, devices=2, strategy=strategy).fit(module, loader(6))
+    return module
+
+
 def main() -> None:
     signal.alarm(250)
-    directory, rank = Path(sys.argv[1]), os.environ["RANK"]
+    directory = Path(sys.argv[1])
+    if "RANK" not in os.environ:
+        ranks_are_started(directory)
+        return
     for name in STRATEGIES:
         expected = fitted(name, directory, None)
         assert any(parameter.numel() for parameter in expected)
@@ -69,7 +135,7 @@ def main() -> None:
         assert stats.bytes_out > 0, name
         assert stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes
         with_disk.close()
-        (directory / f"{name}.{rank}").touch()
+        (directory / f"{name}.{os.environ['RANK']}").touch()
 
 
 if __name__ == "__main__":

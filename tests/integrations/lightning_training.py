@@ -22,6 +22,7 @@ __all__ = [
     "Blocks",
     "Manual",
     "SecondOrder",
+    "Several",
     "Silent",
     "Steps",
     "WithoutLoss",
@@ -114,6 +115,22 @@ class Manual(Steps):
             optimizer.zero_grad()
             self.manual_backward(self.net(part))
             optimizer.step()
+
+
+class Several(Manual):
+    """Two optimizers take turns, each with a part of the parameters."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.note("training")
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.net(batch))
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+        net = self.net
+        others = [*net.second.parameters(), *net.last.parameters()]
+        return [torch.optim.AdamW(net.first.parameters(), lr=0.01), torch.optim.SGD(others, lr=0.01)]
 
 
 class SecondOrder(Steps):

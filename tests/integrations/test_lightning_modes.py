@@ -16,6 +16,7 @@ from tests.integrations.lightning_training import (
     PACKAGES,
     Manual,
     SecondOrder,
+    Several,
     Silent,
     Steps,
     WithoutLoss,
@@ -27,6 +28,7 @@ from tests.integrations.lightning_training import (
 MODES: dict[str, dict[str, Any]] = {
     "automatic": {"steps": Steps},
     "manual": {"steps": Manual},
+    "several optimizers": {"steps": Several},
     "lbfgs": {"steps": SecondOrder},
     "accumulation": {"steps": Steps, "accumulate_grad_batches": 2, "batches": 6},
     "no loss": {"steps": WithoutLoss, "batches": 4},

@@ -1,32 +1,63 @@
-"""Lightning on two ranks: each strategy is exact with the callback."""
+"""Lightning on two ranks: each strategy is exact with the callback, and so are the examples."""
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from eager_offload.integrations.lightning import OffloadCallback
-from tests.integrations.lightning_ranks import STRATEGIES
+from tests.integrations.lightning_ranks import STARTED, STRATEGIES
 from tests.integrations.lightning_training import PACKAGES, trainer_of
 from tests.ranks.launch import ROOT, started, torchrun
 
 MAIN = PACKAGES[0]
 
 
-def output_of(*program: str, **environment: str) -> str:
-    """What two ranks print; both have to end well."""
-    with started(torchrun(2, *program), PYTHONPATH=str(ROOT), **environment) as process:
+def ended_well(*command: str) -> None:
+    inherited = [name for name in os.environ if name.startswith("EAGER_OFFLOAD")]
+    with started(command, PYTHONPATH=str(ROOT), **dict.fromkeys(inherited, "")) as process:
         output = process.communicate(timeout=280)[0]
     assert process.returncode == 0, output[-4000:]
-    return output
 
 
 @pytest.mark.long
 def test_every_strategy_is_exact_on_two_ranks(tmp_path: Path) -> None:
-    output_of("tests/integrations/lightning_ranks.py", str(tmp_path))
+    ended_well(*torchrun(2, "tests/integrations/lightning_ranks.py", str(tmp_path)))
     for name in STRATEGIES:
         assert {(tmp_path / f"{name}.{rank}").is_file() for rank in range(2)} == {True}
+
+
+@pytest.mark.long
+def test_ranks_that_a_trainer_starts_have_an_offload_each(tmp_path: Path) -> None:
+    ended_well(sys.executable, "-m", "tests.integrations.lightning_ranks", str(tmp_path))
+    for strategy, given in STARTED:
+        assert (tmp_path / f"{strategy}.{given}").is_file()
+
+
+@pytest.mark.long
+def test_the_examples_train_the_same_parameters_without_offload(tmp_path: Path) -> None:
+    ended_well(sys.executable, "-m", "tests.integrations.lightning_examples", str(tmp_path))
+    for name in "ddp", "sharded", "fabric":
+        digests = []
+        for rank in range(2):
+            (moved, digest), (unmoved, same) = (printed(tmp_path, one, rank) for one in (name, f"{name} without"))
+            assert digest == same
+            assert moved > 1
+            assert unmoved == 0
+            digests.append(digest)
+        assert (digests[0] == digests[1]) == (name != "sharded")
+
+
+def printed(directory: Path, name: str, rank: int) -> tuple[float, str]:
+    """MiB and digest of what one rank of an example printed."""
+    text = (directory / f"{name}.{rank}").read_text()
+    [(moved, digest)] = re.findall(rf"rank {rank}: offloaded ([\d.]+) MiB, parameters (\w{{16}})", text)
+    assert f"rank {rank} of 2 on cpu" in text
+    return float(moved), digest
 
 
 def test_fsdp_strategy_is_for_gpus_says_lightning(tmp_path: Path) -> None:
