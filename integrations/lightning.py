@@ -24,6 +24,7 @@ from torch import nn
 
 from eager_offload import ConfigError, Offload
 from eager_offload._torch import checkpointed_modules
+from eager_offload.tiers.ranks import tell_local_ranks
 
 from .metrics import OffloadMetrics
 from .settings import Given, OffloadFields, offload_from, switch
@@ -95,6 +96,8 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         self._leave()
         if stage != "fit" or not switch(True) or not self._is_the_one(trainer):
             return
+        # Lightning's own launchers leave no word of how many there are on a node, and budgets are shared among them.
+        tell_local_ranks(trainer.num_devices)
         self._put_back = _offload_steps(trainer.strategy, self.offload)
         self._metrics = OffloadMetrics(self.offload) if self._log_metrics and not trainer.barebones else None
         self._batches = 0
@@ -119,6 +122,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         put_back, self._put_back = self._put_back, None
         if put_back is not None:
             put_back()
+            tell_local_ranks(1)
             if self._closes:
                 self.offload.close()
 

@@ -6,7 +6,9 @@ import os
 import re
 from collections.abc import Mapping
 
-__all__ = ["local_ranks"]
+import torch.distributed as dist
+
+__all__ = ["local_ranks", "tell_local_ranks"]
 
 #: What launchers call the number of processes that they started on this node: torchrun (and what starts processes as it
 #: does), Open MPI, MVAPICH2 and 3, Hydra (MPICH, Intel MPI), Cray's PALS, IBM's JSM. The one that started this very
@@ -22,12 +24,18 @@ _NUMBERS = (
 )
 #: Slurm's: of the step that this process belongs to, what was asked for, of the whole job.
 _SLURM = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+#: Where all ranks meet, if they are all on this node.
+_HERE = ("localhost", "127.0.0.1", "::1")
+#: What a framework has said that starts processes by itself.
+_told = 1
 #: ``4(x2)``: two nodes in a row with four each.
 _RUN = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 
 
 def local_ranks(environ: Mapping[str, str] | None = None) -> int:
-    """How many processes share this node's memory and disks, by the launcher's word; 1 where there is none.
+    """How many processes share this node's memory and disks, by the launcher's word; 1 where nobody knows of more.
+
+    Where there is no such word, ranks that meet on this very machine are all on it.
 
     A value that makes no sense is passed over.
 
@@ -41,7 +49,23 @@ def local_ranks(environ: Mapping[str, str] | None = None) -> int:
     for name in _SLURM:
         if ranks := _on_this_node(environ.get(name, ""), environ.get("SLURM_NODEID", "")):
             return ranks
-    return 1
+    if environ.get("MASTER_ADDR", "").strip().lower() in _HERE:
+        # Started by hand, as by torch.multiprocessing.spawn, or by a framework.
+        return _positive(environ.get("WORLD_SIZE", "")) or max(_group_size(), _told)
+    return _told
+
+
+def tell_local_ranks(ranks: int) -> None:
+    """Says how many processes share this node, for frameworks that start them without a launcher's variables.
+
+    A launcher's word comes before it.
+    """
+    global _told
+    _told = max(ranks, 1)
+
+
+def _group_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _positive(text: str) -> int:

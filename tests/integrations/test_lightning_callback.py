@@ -26,6 +26,7 @@ import eager_offload as eo
 from eager_offload._torch import top_pack_hook
 from eager_offload.integrations.lightning import OffloadCallback
 from eager_offload.integrations.lightning_factory import callbacks
+from eager_offload.tiers.limits import local_ranks
 from tests.integrations.lightning_training import (
     PACKAGES,
     Steps,
@@ -309,6 +310,16 @@ def test_what_a_configuration_does_not_accept_is_told_at_once(given: dict[str, A
         OffloadCallback(**given)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_h26_ranks_that_lightning_starts_itself_share_the_budgets(strategy: str, tmp_path: Path) -> None:
+    callback = OffloadCallback(small(tmp_path))
+    trainer = trainer_of(PACKAGES[0], tmp_path, callback, devices=2, strategy=strategy)
+    callback.setup(trainer, None, "fit")  # as in each of the two, where no launcher's variable is
+    assert local_ranks({}) == 2
+    callback.teardown(trainer, None, "fit")
+    assert local_ranks({}) == 1
+
+
 def test_two_callbacks_are_one_too_many(tmp_path: Path) -> None:
     trainer = trainer_of(MAIN, tmp_path, [OffloadCallback(), OffloadCallback()])
     with pytest.raises(eo.ConfigError, match="leave the others out"):
@@ -341,8 +352,10 @@ def test_the_environment_gives_every_trainer_a_callback(
     given.offload.reset_stats()
     own = OffloadCallback()
     trainer = trainer_of(package, tmp_path, own)  # beside one that was given, what the environment adds does nothing
+    [added] = [one for one in trainer.callbacks if isinstance(one, OffloadCallback) and one is not own]
     trainer.fit(module_of(package, Steps), loader())
     assert moved(own.offload) > 0
+    assert added.offload.stats().saved_tensors == 0
 
 
 def test_the_entry_point_imports_no_lightning_unless_it_is_asked_to() -> None:

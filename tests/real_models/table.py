@@ -84,4 +84,5 @@ def _variant(case: Case) -> str:
 
 def _table(text: str) -> str:
     assert text.count(_BEGIN) == text.count(_END) == 1, f"{PAGE} has no one place for the table"
+    assert text.count(_HEAD) == 1, f"{PAGE} has another table of this kind"
     return text.split(_BEGIN)[1].split(_END)[0]

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from eager_offload.tiers import limits
 from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom, local_ranks
+from eager_offload.tiers.ranks import tell_local_ranks
 from tests.tiers.machines import GIB, MIB, FakeMachine, real_group
 
 ROOT = Path(__file__).parents[2]
@@ -43,12 +45,37 @@ def machine(tmp_path: Path) -> FakeMachine:
         ({"SLURM_TASKS_PER_NODE": "8(x4)"}, 8),
         ({"LOCAL_WORLD_SIZE": "8", "SLURM_NTASKS_PER_NODE": "1"}, 8),
         ({"LOCAL_WORLD_SIZE": "", "SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "4"}, 4),
+        ({"MASTER_ADDR": "Localhost", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),
+        ({"MASTER_ADDR": "localhost"}, 1),
+        ({"MASTER_ADDR": "node7", "WORLD_SIZE": "4"}, 1),
         ({"LOCAL_WORLD_SIZE": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "-3", "SLURM_NTASKS_PER_NODE": "many"}, 1),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x", "SLURM_TASKS_PER_NODE": "4,,2", "MPI_LOCALNRANKS": "9" * 99}, 1),
     ],
 )
 def test_h26_the_launcher_says_how_many_processes_share_the_node(environ: dict[str, str], ranks: int) -> None:
     assert local_ranks(environ) == ranks
+
+
+def test_h26_a_framework_may_say_it_where_no_launcher_does() -> None:
+    tell_local_ranks(3)
+    try:
+        assert local_ranks({}) == local_ranks({"MASTER_ADDR": "node7"}) == local_ranks({"MASTER_ADDR": "::1"}) == 3
+        assert local_ranks({"LOCAL_WORLD_SIZE": "8"}) == 8
+    finally:
+        tell_local_ranks(0)
+    assert local_ranks({}) == 1
+
+
+def test_h26_ranks_started_by_hand_that_meet_on_this_machine_are_all_on_it(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    assert local_ranks({"MASTER_ADDR": "localhost"}) == 1
+    dist.init_process_group("fake", store=store, rank=0, world_size=6)  # as of six, of which nobody talks
+    try:
+        assert local_ranks({"MASTER_ADDR": "localhost"}) == 6
+        assert local_ranks({"MASTER_ADDR": "node7"}) == 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_h26_two_ranks_on_one_node_divide_what_binds_them_both(machine: FakeMachine) -> None:
