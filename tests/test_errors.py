@@ -227,13 +227,6 @@ def newest(x: Tensor) -> tuple[Tensor, int]:
     return chain(x, 9), 2 * NBYTES
 
 
-def alive(x: Tensor) -> tuple[Tensor, int]:
-    factor, h = torch.full((N,), 1.5), x
-    for _ in range(7):
-        h = (h * factor).sigmoid()
-    return h.sum(), (7 - 3) * NBYTES
-
-
 def budget(x: Tensor) -> tuple[Tensor, int]:
     return chain(x, 9), 4 * NBYTES
 
@@ -251,10 +244,35 @@ REASONS: list[tuple[Callable[[Tensor], tuple[Tensor, int]], dict[str, Any]]] = [
     (marked, {}),
     (region, {}),
     (newest, {"keep_last_bytes": 2 * NBYTES}),
-    (alive, {}),
     (budget, {"disk_budget": 5 * NBYTES}),
     (failed, {}),
 ]
+
+
+def scaled(x: Tensor, factor: Tensor, depth: int) -> Tensor:
+    """Saves ``factor`` ``depth`` times, and as many activations."""
+    for _ in range(depth):
+        x = (x * factor).sigmoid()
+    return x.sum()
+
+
+def test_what_is_held_from_one_forward_to_the_next_is_counted_as_alive(watched: Make) -> None:
+    (offload, _), x = watched(), leaf(N)
+    factor = torch.full((N,), 1.5)  # taken twice, then once more when the first forward is over, which serves its rest
+    with offload:
+        first = scaled(x, factor, 7)
+    with offload:
+        second = scaled(x, factor, 5)
+    stats = offload.stats(synchronize=True)
+    assert stats.kept_bytes == {"alive": 5 * NBYTES}
+    assert_balanced(stats)
+    (first + second).backward()
+    actual, x.grad = x.grad, None
+    first, second = scaled(x, factor, 7), scaled(x, factor, 5)
+    (first + second).backward()
+    assert_identical(x.grad, actual)
+    del first, second
+    assert assert_settled(offload).bytes_out > 0
 
 
 @pytest.mark.filterwarnings("ignore:eager_offload", "ignore:Sparse")
