@@ -51,6 +51,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 
 
 @pytest.fixture(autouse=True)
+def _the_environment_says_nothing() -> Iterator[None]:
+    """Whoever runs the tests may have the library's variables set; a test sets those that it means, for itself."""
+    with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs in the middle
+        for name in [name for name in os.environ if name.startswith("EAGER_OFFLOAD")]:
+            patch.delenv(name)
+        yield
+
+
+@pytest.fixture(autouse=True)
 def _nothing_was_compiled() -> Iterator[None]:
     """An ``Offload`` tells of forwards in which it saw nothing only in processes that have compiled nothing."""
     yield

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.ranks.launch import ROOT, started, torchrun
+
 EXAMPLE = ROOT / "examples" / "train_accelerate.py"
 LAUNCHERS = {
     "accelerate": [
-        *("accelerate.commands.launch", "--config_file", "examples/accelerate.yaml"),
+        *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "examples/accelerate.yaml"),
         *("--main_process_port", "0"),  # any that is free; launch says 29500 by itself
+        str(EXAMPLE),
     ],
-    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "torchrun": torchrun(2, str(EXAMPLE)),
 }
 
 
 def launched(launcher: str, **environment: str) -> str:
     """What the main process printed."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("EAGER_OFFLOAD")}
-    launch = subprocess.Popen(
-        [sys.executable, "-m", *LAUNCHERS[launcher], "examples/train_accelerate.py"],
-        cwd=ROOT,
-        env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        printed, _ = launch.communicate(timeout=240)
-    finally:
-        if launch.poll() is None:
-            os.killpg(launch.pid, signal.SIGKILL)
-            launch.wait()
+    with started(LAUNCHERS[launcher], **environment) as launch:
+        printed = launch.communicate(timeout=240)[0]
     assert launch.returncode == 0, printed[-3000:]
     return printed
 

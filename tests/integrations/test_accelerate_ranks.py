@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integrations.accelerate_ranks import RANKS, SCENARIOS
+from tests.ranks.launch import started
 
-ROOT = Path(__file__).parents[2]
 LONG = [
     "ddp",
     "ddp-compiled",
@@ -33,25 +30,24 @@ Facts = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs scenarios in one pair of ranks, which pay for their imports once; gives each rank's facts."""
+    """Runs scenarios in one pair of ranks, which pay for their imports once; gives each rank's facts.
+
+    Or what the ranks said when they failed: that is kept too, and no test launches them again.
+    """
 
     @cache
-    def run(*scenarios: str) -> list[Facts]:
+    def run(*scenarios: str) -> list[Facts] | str:
         folder = tmp_path_factory.mktemp("ranks")
-        told = (folder / "told").open("w")
         command = [sys.executable, "-m", "tests.integrations.accelerate_ranks", str(folder), *scenarios]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("EAGER_OFFLOAD")}
-        ranks = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=told, stderr=told, start_new_session=True)
-        try:
-            ranks.wait(timeout=280)
-        finally:
-            if ranks.poll() is None:
-                os.killpg(ranks.pid, signal.SIGKILL)
-                ranks.wait()
-        facts: list[Facts] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
-        assert not [one["error"] for one in facts if "error" in one], (folder / "told").read_text()[-3000:]
-        assert ranks.returncode == 0
-        return facts
+        # What is compiled is compiled here and now, as in other tests.
+        with started(command, TORCHINDUCTOR_FORCE_DISABLE_CACHES="1") as ranks:
+            try:
+                told = ranks.communicate(timeout=280)[0]
+            except subprocess.TimeoutExpired:
+                return "the ranks took too long and were ended"
+        if ranks.returncode:
+            return told[-3000:]
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
     return run
 
@@ -59,7 +55,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def ranks(run: Any, request: pytest.FixtureRequest, scenario: str) -> list[dict[str, Any]]:
     """The facts of ``scenario``, a dict for each rank."""
-    return [facts[scenario] for facts in run(*(LONG if scenario in LONG else SHORT))]
+    ended = run(*(LONG if scenario in LONG else SHORT))
+    assert isinstance(ended, list), ended
+    return [facts[scenario] for facts in ended]
 
 
 def all_of(*prefixes: str, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:

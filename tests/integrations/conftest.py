@@ -1,0 +1,36 @@
+"""Tests of a framework that is not installed are skipped, each file with the reason."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+#: What files import, by how their names begin.
+_NEEDS = {
+    "test_accelerate_": ["accelerate", "yaml"],
+    "test_lightning_": ["lightning", "pytorch_lightning", "yaml"],
+    "test_transformers_": ["transformers", "accelerate"],
+    "test_trl_": ["trl", "transformers", "accelerate", "peft", "datasets", "tokenizers"],
+}
+
+
+class _Skipped(pytest.Module):
+    """A file that is not imported."""
+
+    missing: list[str]
+
+    def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
+        pytest.skip(f"not installed: {', '.join(self.missing)}", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    needed = [name for prefix, names in _NEEDS.items() if module_path.name.startswith(prefix) for name in names]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if not missing:
+        return None
+    module: _Skipped = _Skipped.from_parent(parent, path=module_path)
+    module.missing = missing
+    return module
