@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -163,10 +163,19 @@ def lightning(model: Stamped, data: list[Tensor], habit: Habit, offload: eo.Offl
 
 
 def transformers(
-    model: Stamped, data: list[Tensor], habit: Habit, offload: eo.Offload | None, settings: Settings
+    model: Stamped,
+    data: list[Tensor],
+    habit: Habit,
+    offload: eo.Offload | None,
+    settings: Settings,
+    *,
+    by_callback: bool = False,
 ) -> None:
-    """``transformers.Trainer``, which logs after every step."""
+    """``transformers.Trainer``, which logs after every step; the integration is its mixin, or its callback."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
 
     class Plain(Trainer):
         def compute_loss(self, *arguments: Any, **named: Any) -> Any:
@@ -178,7 +187,12 @@ def transformers(
                 return super().training_step(*arguments, **named)
 
     kind: type[Trainer] = Plain
-    if habit is Habit.INTEGRATION:
+    callbacks: list[Any] = []
+    if habit is Habit.INTEGRATION and by_callback:
+        from eager_offload.integrations.transformers import OffloadTrainerCallback
+
+        callbacks = [OffloadTrainerCallback(offload)]
+    elif habit is Habit.INTEGRATION:
         from eager_offload.integrations.transformers import OffloadTrainerMixin
 
         class Integrated(OffloadTrainerMixin, Trainer):
@@ -206,6 +220,7 @@ def transformers(
         ),
         train_dataset=[{"tokens": tokens} for tokens in data],
         data_collator=lambda rows: rows[0],
+        callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -215,6 +230,7 @@ LOOPS: dict[str, Callable[[Stamped, list[Tensor], Habit, eo.Offload | None, Sett
     "Accelerate": accelerate,
     "Lightning": lightning,
     "Transformers": transformers,
+    "Transformers, callback": partial(transformers, by_callback=True),
 }
 
 
@@ -254,6 +270,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -13,7 +13,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("rich", reason="the demo's extra is not installed")
-FRAMEWORKS = {"Accelerate": "accelerate", "Lightning": "lightning", "Transformers": "transformers"}
+FRAMEWORKS = {
+    "Accelerate": "accelerate",
+    "Lightning": "lightning",
+    "Transformers": "transformers",
+    "Transformers, callback": "transformers",
+}
 
 
 def bench(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,6 +56,8 @@ def test_the_accelerators_table_has_its_plumbing_tried_on_a_cpu(tmp_path: Path) 
     assert none["failure"] is None
     assert ours["same_losses"] is True
     assert content["samples"][1]["stats"]["saved_bytes"] > 0
+    (limit,) = content["limits"]
+    assert limit["met"] is False, "so small a decoder saves nothing that would be worth moving"
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator on this machine")

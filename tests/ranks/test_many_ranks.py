@@ -70,26 +70,26 @@ def assert_passed(directory: Path, scenario: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("scenario", QUICK)
-def test_two_ranks(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
+def test_h06_two_ranks(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
     assert_passed(launched(2, QUICK, False), scenario, 2)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", TWO)
-def test_two_ranks_in_every_regime(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
+def test_h06_two_ranks_in_every_regime(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
     assert_passed(launched(2, TWO, True), scenario, 2)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", COMPILED)
-def test_two_ranks_that_compile(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
+def test_h06_two_ranks_that_compile(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
     assert_passed(launched(2, COMPILED, False), scenario, 2)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", FOUR)
-def test_four_ranks(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
+def test_h06_four_ranks(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
     assert_passed(launched(4, FOUR, False), scenario, 4)
