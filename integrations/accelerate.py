@@ -48,8 +48,8 @@ class OffloadPlugin:
 
     Args:
         config: an :class:`~eager_offload.OffloadConfig`, a mapping of its fields, or an
-            :class:`~eager_offload.Offload` of your own. With a configuration or an ``Offload`` the variables of its
-            fields are not asked.
+            :class:`~eager_offload.Offload` of your own, which stays yours to close. With a configuration or an
+            ``Offload`` the variables of its fields are not asked.
         enabled: ``False`` moves nothing: :meth:`prepare` hands the model back, :attr:`offload` does nothing and
             :meth:`metrics` is empty. ``EAGER_OFFLOAD=0`` or ``=1`` in the environment comes before it.
         tier, min_bytes, max_inflight_bytes, prefetch_bytes, keep_last_bytes, pin_memory, host_budget, disk_budget,
@@ -98,6 +98,7 @@ class OffloadPlugin:
             self.offload = _Idle()
         else:
             self.offload = self.config if isinstance(self.config, Offload) else Offload(config)
+        self._closes = self.offload is not self.config
         self.config = config
         for name in _FIELDS:
             setattr(self, name, getattr(config, name))
@@ -117,7 +118,8 @@ class OffloadPlugin:
             ``model`` itself.
 
         Raises:
-            ConfigError: for anything but a module, or one that ``accelerator.prepare`` has not returned.
+            ConfigError: for anything but a module, one that ``accelerator.prepare`` has not returned, or one that
+                another plugin has prepared.
         """
         if not isinstance(model, nn.Module):
             raise ConfigError(
@@ -132,12 +134,28 @@ class OffloadPlugin:
                 "another module in its place. Call that first, then plugin.prepare(accelerator, model) on what it "
                 "returned"
             )
+        self._be_the_one(innermost := _innermost(model))
         if accelerator.is_local_main_process:
             _tell_of_others_inside(model)
         if (before := self._calls.pop(model, None)) is not None:
             before.remove()  # and not left alone: model.compile() may have put itself in its place meanwhile
-        self._calls[model] = OffloadedCalls(model, self.offload)
+        calls = self._calls[model] = OffloadedCalls(model, self.offload)
+        _prepared[innermost] = weakref.ref(self), calls
         return model
+
+    def _be_the_one(self, innermost: nn.Module) -> None:
+        """Two around one model would nest, and only the inner one would offload."""
+        holder, calls = _prepared.get(innermost, (lambda: None, None))
+        other = holder()
+        if calls is None or other is self:
+            return
+        if other is None:  # nobody can have it let go any more, as where a cell of a notebook made it anew
+            calls.remove()
+        elif calls in other._calls.values():
+            raise ConfigError(
+                "a model that another OffloadPlugin has prepared is not accepted, since only one of them could "
+                "offload: call remove() or close() of the other one first, or leave one out"
+            )
 
     def metrics(self, steps: int = 1) -> dict[str, float]:
         """What this process has moved since the last call, for ``accelerator.log``.
@@ -156,10 +174,12 @@ class OffloadPlugin:
     def close(self) -> None:
         """:meth:`remove`, and gives every tier's memory and files back. Idempotent.
 
+        An ``Offload`` of your own stays open: it is yours to close.
         ``accelerator.free_memory()`` and ``end_training()`` know nothing of those.
         """
         self.remove()
-        self.offload.close()
+        if self._closes:
+            self.offload.close()
 
     def __reduce__(self) -> tuple[Callable[[], OffloadPlugin], tuple[()]]:
         # A plugin travels to processes that are spawned; what it has opened, and the models that it knows, do not.
@@ -186,8 +206,19 @@ def _is_prepared(accelerator: Accelerator, model: nn.Module) -> bool:
     prepared = getattr(accelerator, "_models", None)  # private: 1.10 to 1.15
     if not isinstance(prepared, list):
         return True
-    innermost = partial(extract_model_from_parallel, keep_torch_compile=False)
-    return any(innermost(one) is innermost(model) for one in prepared)
+    return any(_innermost(one) is _innermost(model) for one in prepared)
+
+
+def _innermost(model: nn.Module) -> nn.Module:
+    """What is inside of every wrapper, those of compilers included."""
+    inside: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
+    return inside
+
+
+#: Which plugin, and by which calls, has prepared a model last, by what is inside of its wrappers.
+_prepared: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[OffloadPlugin], OffloadedCalls]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _tell_of_others_inside(model: nn.Module) -> None:

@@ -37,6 +37,7 @@ from tests.integrations.accelerate_training import (
     prepared,
     train,
 )
+from tests.integrations.files import spill_files
 
 OptionsMaker = Callable[[], dict[str, Any]]
 
@@ -270,6 +271,57 @@ def test_free_memory_and_the_end_of_training_leave_nothing(plugin: OffloadPlugin
     plugin.close()
     plugin.close()
     assert train(new_accelerator(), plugin).stats.bytes_out > trained.stats.bytes_out  # what was closed opens again
+
+
+def test_close_gives_back_what_the_plugin_opened(plugin: OffloadPlugin, tmp_path: Path) -> None:
+    assert train(new_accelerator(), plugin).stats.bytes_out > 0
+    assert spill_files(tmp_path) != []
+    plugin.close()
+    assert spill_files(tmp_path) == []
+
+
+def test_an_offload_of_the_users_own_stays_open(tmp_path: Path) -> None:
+    offload = eo.Offload(min_bytes=1024, keep_last_bytes=0, tier="disk", disk_path=tmp_path)
+    plugin = OffloadPlugin(offload)
+    assert train(new_accelerator(), plugin).stats.bytes_out > 0
+    plugin.close()
+    assert spill_files(tmp_path) != []
+    offload.close()
+    assert spill_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("around", [Model, lambda: torch.compile(Model(), backend="aot_eager")], ids=["one", "wrapped"])
+def test_a_second_plugin_on_one_model_is_refused(
+    plugin: OffloadPlugin, around: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    accelerator = new_accelerator()
+    model, other = accelerator.prepare(around(), Model())
+    second = new_plugin(tmp_path)
+    plugin.prepare(accelerator, model)
+    second.prepare(accelerator, other)
+    for one in model, accelerator.unwrap_model(model, keep_torch_compile=False):
+        with pytest.raises(eo.ConfigError, match="another OffloadPlugin has prepared"):
+            second.prepare(accelerator, one)
+    plugin.remove()
+    assert second.prepare(accelerator, model) is model
+    second.close()
+
+
+def test_a_plugin_that_is_gone_makes_room_for_the_next(plugin: OffloadPlugin, tmp_path: Path) -> None:
+    accelerator = new_accelerator()
+    model, _, loader = prepared(accelerator, Model())
+    inputs, _ = next(iter(loader))
+    gone = new_plugin(tmp_path)
+    gone.prepare(accelerator, model)
+    offload = gone.offload
+    del gone
+    model(inputs).sum().backward()  # one that nobody holds goes on, until there is another
+    assert (saved := offload.stats(synchronize=True)).bytes_out > 0
+    plugin.prepare(accelerator, model)
+    model(inputs).sum().backward()
+    assert plugin.offload.stats(synchronize=True).bytes_out > 0
+    assert offload.stats().saved_tensors == saved.saved_tensors
+    offload.close()
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------
