@@ -44,9 +44,11 @@ class OffloadTrainerCallback(TrainerCallback):
             what is not given is read from ``EAGER_OFFLOAD_*``. ``EAGER_OFFLOAD=0`` switches all of this off.
         **fields: fields of ``OffloadConfig``.
 
+    A copy or a pickle has an ``Offload`` of its own with the same configuration.
+
     Raises:
-        ConfigError: for what is not accepted; when training begins, for ``torch.nn.DataParallel`` and for models that
-            Accelerate compiles with ``fullgraph``.
+        ConfigError: for what is not accepted; when training begins, for ``torch.nn.DataParallel``, for models that
+            Accelerate compiles with ``fullgraph``, and if another callback of this class or the mixin is there too.
     """
 
     def __init__(self, config: Given = None, **fields: Any) -> None:
@@ -68,11 +70,17 @@ class OffloadTrainerCallback(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, self)
 
     def remove(self) -> None:
-        """Calls the model as before. Needed only after training that failed, and there if the model lives on."""
+        """Calls the model as before, and gives memory and files back. Idempotent.
+
+        Needed only after training that failed: what it leaves stays until the next training of the same model, of this
+        callback, or until this object goes. An ``Offload`` of your own is not closed.
+        """
         _installed.discard(self)
         removal, self._removal = self._removal, None
         if removal is not None:
             removal()
+        if self._run is not None:
+            self._run.close()
 
     def on_train_begin(
         self,
@@ -85,11 +93,11 @@ class OffloadTrainerCallback(TrainerCallback):
         # Called again for each batch size that is tried, and after training that has failed.
         if self._run is None or model is None:
             return
-        for left in list(_installed):
-            if left is self or left._model is None or left._model() is model:
-                left.remove()
+        _refuse_others(self._run, state)
+        self.remove()
+        _remove_from(model)
         _refuse_compiled_around(args)
-        self._run.begin(args, model, state.global_step)
+        self._run.begin(args, model, state)
         self._model = weakref.ref(model)
         self._removal = weakref.finalize(self, OffloadedCalls(model, self._run.offload).remove)
         self._removal.atexit = False
@@ -111,13 +119,28 @@ class OffloadTrainerCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._run is not None and self._removal is not None:
-            self.remove()
-            self._run.end(state.global_step)
-            self._run.close()
+            try:
+                self._run.end(state.global_step)
+            finally:
+                self.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        config = self._run.offload.config if self._run else None
+        return {**vars(self), "_run": config, "_removal": None, "_model": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        config = state["_run"]
+        self.__dict__.update(state, _run=None if config is None else _Run(config, {}))
 
 
 #: Those whose calls are on a model; what failed training left there would hide what comes inside of it.
 _installed: weakref.WeakSet[OffloadTrainerCallback] = weakref.WeakSet()
+
+
+def _remove_from(model: nn.Module | None) -> None:
+    for left in list(_installed):
+        if left._model is None or left._model() is model:
+            left.remove()
 
 
 class OffloadTrainerMixin(_Base):
@@ -133,7 +156,8 @@ class OffloadTrainerMixin(_Base):
         *arguments, **named: the trainer's.
 
     Raises:
-        ConfigError: for what is not accepted; when training begins, for ``torch.nn.DataParallel``.
+        ConfigError: for what is not accepted; when training begins, for ``torch.nn.DataParallel``, and if an
+            :class:`OffloadTrainerCallback` is among the callbacks.
     """
 
     offload_config: Given | bool = None
@@ -164,12 +188,15 @@ class OffloadTrainerMixin(_Base):
                 self._offload_run.close()
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        stack = super().compute_loss_context_manager()
         run, model = self._offload_run, self.model
-        # Evaluation and prediction come through here too.
-        if run is not None and isinstance(model, nn.Module) and is_training(model):
-            stack.enter_context(run.offload)
-        return stack
+        with contextlib.ExitStack() as stack:
+            # Trainer returns a stack that has entered all that is in it, for which entering it again does nothing.
+            # What a class between the two returns may be any context.
+            stack.enter_context(super().compute_loss_context_manager())
+            # Evaluation and prediction come through here too.
+            if run is not None and isinstance(model, nn.Module) and is_training(model):
+                stack.enter_context(run.offload)
+            return stack.pop_all()
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         if self._offload_run is not None and "loss" in logs:
@@ -191,7 +218,9 @@ class _Begins(TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        self._run.begin(args, model, state.global_step)
+        _refuse_others(self._run, state)
+        _remove_from(model)
+        self._run.begin(args, model, state)
 
 
 class _Run:
@@ -203,13 +232,10 @@ class _Run:
         self._metrics = OffloadMetrics(self.offload)
         self._began_with = self.offload.stats()
         self._first_step = self._read_step = 0
+        self._state: weakref.ref[TrainerState] | None = None
 
-    def begin(self, args: TrainingArguments, model: nn.Module | None, step: int) -> None:
-        """Training begins, or begins again.
-
-        Args:
-            step: the optimizer steps that lie before it; not 0 where a checkpoint is resumed from.
-        """
+    def begin(self, args: TrainingArguments, model: nn.Module | None, state: TrainerState) -> None:
+        """Training begins, or begins again; not with step 0 where a checkpoint is resumed from."""
         _refuse_data_parallel(args, model)
         for option in _hiding_options(args):
             warnings.warn(
@@ -220,7 +246,13 @@ class _Run:
             )
         self._metrics.read()
         self._began_with = self.offload.stats()
-        self._first_step = self._read_step = step
+        self._first_step = self._read_step = state.global_step
+        self._state = weakref.ref(state)
+        _begun.add(self)
+
+    def is_in(self, state: TrainerState) -> bool:
+        """Whether the training that it began is the one of ``state``."""
+        return self._state is not None and self._state() is state
 
     def figures(self, step: int) -> dict[str, float]:
         """What an optimizer step moved, of those since the last time."""
@@ -239,8 +271,28 @@ class _Run:
 
     def close(self) -> None:
         """Gives memory and files back, where nobody else uses them; the next training takes them again."""
+        self._state = None
         if not self._is_the_users:
             self.offload.close()
+
+
+#: Those whose training may be going on.
+_begun: weakref.WeakSet[_Run] = weakref.WeakSet()
+
+
+def _refuse_others(run: _Run, state: TrainerState) -> None:
+    """Nobody is told what other callbacks a trainer has, but all of them get the same state, a new one each time."""
+    others = [other for other in _begun if other is not run and other.is_in(state)]
+    if not others:
+        return
+    for callback in list(_installed):
+        if callback._run in others:
+            callback.remove()
+    run.close()
+    raise ConfigError(
+        "more than one OffloadTrainerCallback, or one beside OffloadTrainerMixin, is not accepted for a trainer, since "
+        "only one of them could offload: leave the others out"
+    )
 
 
 def _refuse_data_parallel(args: TrainingArguments, model: nn.Module | None) -> None:

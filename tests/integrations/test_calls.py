@@ -70,12 +70,19 @@ def test_a_call_moves_bytes_and_changes_no_gradient(offload: eo.Offload, batch: 
 
 def test_nothing_moves_without_training_or_gradients(offload: eo.Offload, batch: Tensor) -> None:
     model = Model()
+    hooked: list[bool] = []
+    model.first.register_forward_pre_hook(lambda *_: hooked.append(top_pack_hook() is not None))
     OffloadedCalls(model, offload)
     with torch.no_grad():
         model(batch)
     model.eval()
     model(batch).backward()
+    assert hooked == [False, False], "not even entered"
     assert offload.stats().saved_tensors == 0
+    model.train()
+    model(batch).backward()
+    assert hooked[2:] == [True]
+    assert moved(offload) > 0
 
 
 @pytest.mark.parametrize("error", [RuntimeError("in forward"), KeyboardInterrupt()])

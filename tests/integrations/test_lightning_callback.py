@@ -27,6 +27,7 @@ from eager_offload._torch import top_pack_hook
 from eager_offload.integrations.lightning import OffloadCallback
 from eager_offload.integrations.lightning_factory import callbacks
 from eager_offload.tiers.limits import local_ranks
+from tests.integrations.files import spill_files
 from tests.integrations.lightning_training import (
     PACKAGES,
     Steps,
@@ -84,17 +85,6 @@ def fields(tmp_path: Path) -> dict[str, Any]:
 
 def moved(offload: eo.Offload) -> int:
     return offload.stats(synchronize=True).bytes_out
-
-
-def spill_files(directory: Path) -> list[str]:
-    """Files in ``directory`` that this process has open; a spill file has no name any more."""
-    opened = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        try:
-            opened.append(os.readlink(descriptor))
-        except FileNotFoundError:
-            continue  # the listing's own
-    return [path for path in opened if path.startswith(str(directory))]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

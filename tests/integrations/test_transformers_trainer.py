@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 import eager_offload as eo
 from eager_offload._torch import module_call, top_pack_hook
 from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
+from tests.integrations.files import spill_files
 from tests.integrations.tiny_transformers import (
     Tokens,
     arguments,
@@ -105,13 +109,19 @@ def test_nothing_moves_in_evaluation(way: str, tmp_path: Path) -> None:
             saved.append(-offload.stats().saved_tensors)
 
     expected = trained(plain(tmp_path))
-    trainer, offload = offloading(way, tmp_path, callbacks=[Watch()], eval_strategy="steps", eval_steps=1)
+    model = llama()
+    hooked: list[tuple[bool, bool]] = []
+    layer = model.get_submodule("model.layers.1")
+    layer.register_forward_pre_hook(lambda *_: hooked.append((model.training, top_pack_hook() is not None)))
+    trainer, offload = offloading(way, tmp_path, model, [Watch()], eval_strategy="steps", eval_steps=1)
     assert same(trained(trainer), expected)
     assert moved(offload) > 0
     assert len(saved) == 6
     assert [-after for after in saved[1::2]] == saved[::2]
+    assert hooked == [(True, True), (False, False)] * 3, "evaluation does not even enter the context"
     trainer.evaluate()
     trainer.predict(Tokens(2))
+    assert hooked[6:] == [(False, False)] * 2
     assert offload.stats().saved_tensors == saved[4]
 
 
@@ -147,6 +157,12 @@ def test_the_callback_comes_before_trackers_that_the_arguments_name(tmp_path: Pa
     OffloadTrainerCallback(fields(tmp_path)).add_to(trainer)
     trainer.train()
     assert seen[0]["offload/saved_bytes"] > 0
+
+
+def forgets(error: BaseException) -> None:
+    """What was saved is held by the frames that an error came through."""
+    error.__traceback__ = None
+    gc.collect()
 
 
 class Fails(TrainerCallback):
@@ -250,11 +266,31 @@ def test_fields_of_a_dict_are_enough_and_the_files_go_with_the_training(way: str
     else:
         callback = OffloadTrainerCallback(**fields(tmp_path))
         trainer, offload = Trainer(llama(), **given, callbacks=[callback]), callback.offload
+    opened: list[int] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            opened.append(len(spill_files(tmp_path)))
+
+    trainer.add_callback(Watch())
     trainer.train()
     assert moved(offload) > 0
+    assert spill_files(tmp_path) == []
     before = moved(offload)
     trainer.train()
     assert moved(offload) > before, "closed and opened again"
+    assert spill_files(tmp_path) == []
+    assert opened == [1, 1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_offload_of_the_users_own_stays_open(way: str, tmp_path: Path) -> None:
+    trainer, offload = offloading(way, tmp_path, max_steps=1)
+    trainer.train()
+    assert moved(offload) > 0
+    assert spill_files(tmp_path) != []
+    offload.close()
+    assert spill_files(tmp_path) == []
 
 
 def test_the_environment_switches_both_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,3 +348,143 @@ def test_the_model_is_as_it_was_once_a_failed_callback_is_gone(tmp_path: Path) -
     del callback
     gc.collect()
     assert module_call(model) is None
+
+
+@pytest.mark.parametrize("end", ["remove", "another", "mixin", "again"])
+def test_after_a_failed_training_files_go_with_whatever_ends_it(end: str, tmp_path: Path) -> None:
+    model = llama()
+    callback = OffloadTrainerCallback(fields(tmp_path))
+    trainer = plain(tmp_path, model, max_steps=1)
+    trainer.add_callback(callback)
+    Fails(model, error := ValueError("in forward"), number=1)
+    with pytest.raises(ValueError, match="in forward"):
+        trainer.train()
+    forgets(error)
+    assert spill_files(tmp_path) != []
+    assert module_call(model) is not None
+    if end == "remove":
+        callback.remove()
+        callback.remove()
+    elif end == "again":
+        trainer.train()
+    else:
+        other, offload = offloading("callback" if end == "another" else end, tmp_path, model, max_steps=1)
+        other.train()
+        assert moved(offload) > 0, "what the first left would hide tensors from the second"
+        offload.close()
+    assert spill_files(tmp_path) == []
+    assert module_call(model) is None
+
+
+def test_after_a_failed_training_an_offload_of_the_users_own_stays_open(tmp_path: Path) -> None:
+    offload, model = eo.Offload(**fields(tmp_path)), llama()
+    callback = OffloadTrainerCallback(offload)
+    trainer = plain(tmp_path, model)
+    trainer.add_callback(callback)
+    Fails(model, error := ValueError("in forward"))
+    with pytest.raises(ValueError, match="in forward"):
+        trainer.train()
+    forgets(error)
+    callback.remove()
+    assert spill_files(tmp_path) != []
+    offload.close()
+    assert spill_files(tmp_path) == []
+
+
+class Bare(Trainer):
+    """Has a context of its own, which is not the one that Trainer makes."""
+
+    entered = left = 0
+
+    @contextlib.contextmanager
+    def own(self) -> Any:
+        self.entered += 1
+        try:
+            yield
+        finally:
+            self.left += 1
+
+    def compute_loss_context_manager(self) -> Any:
+        return self.own()
+
+
+class Piecewise(Bare):
+    """Has entered its context when it returns it, as Trainer has."""
+
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        stack = Trainer.compute_loss_context_manager(self)
+        stack.enter_context(self.own())
+        return stack
+
+
+@pytest.mark.parametrize("kind", [Bare, Piecewise])
+def test_the_mixin_goes_with_a_context_of_the_trainer_s_own(kind: type[Bare], tmp_path: Path) -> None:
+    class Mixed(OffloadTrainerMixin, kind):  # type: ignore[misc,valid-type]
+        pass
+
+    expected = trained(plain(tmp_path))
+    offload = eo.Offload(**fields(tmp_path))
+    given: dict[str, Any] = {"train_dataset": Tokens(), "eval_dataset": Tokens(4), "offload": offload}
+    trainer = Mixed(llama(), arguments(tmp_path), **given)
+    assert same(trained(trainer), expected)
+    assert moved(offload) > 0
+    trainer.evaluate()
+    assert trainer.entered == trainer.left == 4
+    assert top_pack_hook() is None
+
+
+TOO_MANY = ("callback and callback", "callback and mixin", "mixin and callback")
+
+
+@pytest.mark.parametrize("both", TOO_MANY)
+def test_two_on_one_trainer_are_one_too_many(both: str, tmp_path: Path) -> None:
+    callback = OffloadTrainerCallback(fields(tmp_path))
+    kept: OffloadTrainerCallback | MixedTrainer
+    if both == "callback and callback":
+        kept = OffloadTrainerCallback(fields(tmp_path))
+        trainer = Trainer(llama(), arguments(tmp_path), train_dataset=Tokens(), callbacks=[kept])
+    else:
+        kept = trainer = MixedTrainer(llama(), arguments(tmp_path), train_dataset=Tokens(), offload=fields(tmp_path))
+    if both == "callback and mixin":
+        callback.add_to(trainer)
+    else:
+        trainer.add_callback(callback)
+    for _ in range(2):
+        with pytest.raises(eo.ConfigError, match="leave the others out"):
+            trainer.train()
+        assert module_call(trainer.model) is None
+        assert spill_files(tmp_path) == []
+    trainer.remove_callback(callback)
+    assert same(trained(trainer), trained(plain(tmp_path)))
+    assert moved(kept.offload) > 0
+
+
+def test_a_copy_or_pickle_has_an_offload_of_its_own(tmp_path: Path) -> None:
+    expected = trained(plain(tmp_path))
+    own = eo.Offload(**fields(tmp_path))
+    for given in OffloadTrainerCallback(**fields(tmp_path)), OffloadTrainerCallback(own):
+        model = llama()
+        trainer = plain(tmp_path, model)
+        trainer.add_callback(given)
+        Fails(model, error := ValueError("in forward"))
+        with pytest.raises(ValueError, match="in forward"):
+            trainer.train()  # what that leaves is copied neither
+        forgets(error)
+        for other in pickle.loads(pickle.dumps(given)), copy.deepcopy(given):
+            assert other.offload is not given.offload
+            assert other.offload.config == given.offload.config
+            assert other.offload.stats().saved_tensors == 0
+            trainer = plain(tmp_path)
+            trainer.add_callback(other)
+            assert same(trained(trainer), expected)
+            assert moved(other.offload) > 0
+        given.remove()
+    own.close()
+    assert spill_files(tmp_path) == [], "what copies have is closed by them"
+
+
+def test_a_copy_of_one_that_is_switched_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGER_OFFLOAD", "0")
+    off = OffloadTrainerCallback()
+    monkeypatch.delenv("EAGER_OFFLOAD")
+    assert copy.deepcopy(off).offload is None
