@@ -34,11 +34,10 @@
 | ``torch.utils.checkpoint._recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
 | ``torch.nn.Module._compiled_call_impl`` | 2.11 to 2.15 | integrations through a module's calls fail |
 | ``torch.nn.Module._call_impl`` | 2.11 to 2.15 | integrations through a module's calls fail |
-| ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper`` | 2.11 to 2.13 | not told of |
+| ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper`` | 2.11 to 2.15 | not told of |
 | ``torch._C._current_graph_task_id`` | 2.11 to 2.15 | traces do not show backward |
 | ``torch.autograd.Variable._execution_engine`` | 2.11 to 2.15 | a backward has no end in traces |
 | ``torch.autograd.profiler._is_profiler_enabled`` | 2.11 to 2.15 | profiles have no ranges of the library |
-| ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper`` | 2.11 to 2.15 | not told of |
 
 The compiler's are imported when something is compiled, and eager code does not notice that they are not there. Without
 the context of hooks compiled code is offloaded around its graphs. ``python -m eager_offload.doctor`` reads this table.
@@ -98,7 +97,6 @@ __all__ = [
     "checkpoint_is_traced",
     "checkpoint_modes",
     "checkpoint_store_key",
-    "checkpointed_modules",
     "compile_fx",
     "compiler_asks_hooks",
     "compiler_is_loaded",
@@ -124,7 +122,7 @@ __all__ = [
     "module_call",
     "neg_view",
     "node_sequence",
-    "offloading_wrapper",
+    "offloaded_modules",
     "own_call",
     "preserve_node_ordering",
     "profiled",
@@ -431,10 +429,11 @@ def hide_from_compilers(function: Callable[..., Any]) -> None:
         pass  # what the table says
 
 
-def checkpointed_modules(model: nn.Module) -> list[str]:
-    """The names of the modules in ``model`` that torch's ``checkpoint_wrapper`` stands around, as it may under FSDP."""
-    wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    wrapper = getattr(wrappers, "CheckpointWrapper", ())
+def offloaded_modules(model: nn.Module) -> list[str]:
+    """The names of the modules in ``model`` that torch's ``offload_wrapper`` stands around: all that is saved inside of
+    them goes to host memory."""
+    wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")  # never imported: none
+    wrapper = getattr(wrappers, "OffloadWrapper", ())
     return [name for name, module in model.named_modules() if isinstance(module, wrapper)]
 
 
@@ -467,12 +466,6 @@ def node_sequence(node: Any) -> int:
 def module_call(module: nn.Module) -> Callable[..., Any] | None:
     """What is called for ``module`` in place of its own way, such as what ``module.compile()`` has put there."""
     return module._compiled_call_impl
-
-
-def offloading_wrapper() -> type | None:
-    """The class of what ``offload_wrapper`` makes of a module: all that is saved inside goes to host memory."""
-    module = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")  # never imported: none
-    return getattr(module, "OffloadWrapper", None)
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:

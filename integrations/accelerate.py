@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +21,9 @@ from accelerate.utils import extract_model_from_parallel  # type: ignore[import-
 from torch import nn
 
 from eager_offload import ConfigError, Offload, OffloadConfig
-from eager_offload._torch import offloading_wrapper
 
 from .calls import OffloadedCalls
+from .hiding import tell_what_hides
 from .metrics import OffloadMetrics
 from .settings import Given, config_from, switch
 
@@ -136,7 +135,11 @@ class OffloadPlugin:
             )
         self._be_the_one(innermost := _innermost(model))
         if accelerator.is_local_main_process:
-            _tell_of_others_inside(model)
+            tell_what_hides(
+                model,
+                "take FullyShardedDataParallelPlugin(activation_checkpointing=True) without "
+                "activation_checkpointing_offload=True (fsdp_activation_checkpointing_offload in a file)",
+            )
         if (before := self._calls.pop(model, None)) is not None:
             before.remove()  # and not left alone: model.compile() may have put itself in its place meanwhile
         calls = self._calls[model] = OffloadedCalls(model, self.offload)
@@ -219,20 +222,6 @@ def _innermost(model: nn.Module) -> nn.Module:
 _prepared: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[OffloadPlugin], OffloadedCalls]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def _tell_of_others_inside(model: nn.Module) -> None:
-    """Says who inside of ``model`` moves saved tensors away by hooks of its own, which hide them from ours."""
-    wrapper = offloading_wrapper()
-    if wrapper is not None and any(isinstance(module, wrapper) for module in model.modules()):
-        warnings.warn(
-            "eager_offload: offload_wrapper stands around layers of this model and hides from the plugin what is saved "
-            "there. Leave it out: in Accelerate take FullyShardedDataParallelPlugin(activation_checkpointing=True) "
-            "without activation_checkpointing_offload=True (fsdp_activation_checkpointing_offload in a file); what "
-            "checkpointing keeps, the plugin moves",
-            RuntimeWarning,
-            stacklevel=3,
-        )
 
 
 def _kind(given: object) -> str:

@@ -15,17 +15,14 @@ callback before this one can keep either from being called, so ``setup`` begins 
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Unpack
 
-from torch import nn
-
 from eager_offload import ConfigError, Offload
-from eager_offload._torch import checkpointed_modules
 from eager_offload.tiers.ranks import tell_local_ranks
 
+from .hiding import tell_what_hides
 from .metrics import OffloadMetrics
 from .settings import Given, OffloadFields, offload_from, switch
 
@@ -104,7 +101,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._put_back is not None:
-            _tell_what_hides(pl_module)
+            tell_what_hides(pl_module, "`activation_checkpointing_policy` of FSDPStrategy does without it")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._batches += 1
@@ -187,15 +184,3 @@ def _logs_now(trainer: Any, batch_idx: int) -> bool:
     connector = getattr(trainer, "_logger_connector", None)
     # A private name; without it, what is logged too often is left out by Lightning.
     return bool(getattr(connector, "should_update_logs", True) or trainer.fast_dev_run)
-
-
-def _tell_what_hides(model: nn.Module) -> None:
-    if names := checkpointed_modules(model):
-        warnings.warn(
-            f"eager_offload: {len(names)} modules of the model are checkpointed, {names[0]!r} the first of them (as by "
-            "`activation_checkpointing_policy` of FSDPStrategy): what they save is computed again, and only their "
-            "inputs are offloaded. Leave the checkpointing out to have offloading in its place; both together take the "
-            "least memory",
-            RuntimeWarning,
-            stacklevel=2,
-        )

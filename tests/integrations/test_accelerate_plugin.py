@@ -473,6 +473,7 @@ def test_who_hides_what_is_saved_is_told_of_once(plugin: OffloadPlugin, inside: 
         plugin.prepare(accelerator, model)
     mine = [str(one.message) for one in told if "offload_wrapper stands around" in str(one.message)]
     assert len(mine) == (inside == "checkpoint-offload")
+    assert all("(2, 'blocks.0' the first of them)" in one for one in mine)
     if not mine:  # the inputs of what is checkpointed move
         inputs, _ = next(iter(loader))
         model(inputs).sum().backward()

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
 import eager_offload as eo
 from eager_offload._torch import top_pack_hook
@@ -363,9 +364,14 @@ class Checkpointed(Steps):
     """Its second layer is checkpointed in the manner of FSDP."""
 
     def configure_model(self) -> None:
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
         self.net.second = checkpoint_wrapper(self.net.second)
+
+
+class Wrapped(Steps):
+    """What its second layer saves goes to host memory in the manner of FSDP."""
+
+    def configure_model(self) -> None:
+        self.net.second = offload_wrapper(self.net.second)
 
 
 class OnTheCpu(Steps):
@@ -377,9 +383,19 @@ class OnTheCpu(Steps):
 
 
 @pytest.mark.parametrize(
-    ("steps", "told"), [(Checkpointed, "'net.second' the first of them"), (OnTheCpu, "other saved-tensor hooks")]
+    ("steps", "told"), [(Wrapped, "'net.second' the first of them"), (OnTheCpu, "other saved-tensor hooks")]
 )
 def test_h24_what_hides_saved_tensors_is_told_once(steps: type, told: str, tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match=told) as warned:
         fit(MAIN, steps, tmp_path, OffloadCallback(**fields(tmp_path)))
     assert len([one for one in warned if told in str(one.message)]) == 1
+
+
+def test_h24_a_checkpoint_hides_nothing_and_nobody_is_told(
+    tmp_path: Path, plain: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    callback = OffloadCallback(**fields(tmp_path))
+    module = fit(MAIN, Checkpointed, tmp_path, callback)
+    assert not [one for one in recwarn if "eager_offload" in str(one.message)]
+    assert moved(callback.offload) > 0
+    assert_same_parameters(module, plain)
