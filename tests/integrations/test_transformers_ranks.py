@@ -4,40 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.ranks.launch import ROOT, started, torchrun
+
 EXAMPLE = ROOT / "examples" / "train_transformers.py"
 _LINE = re.compile(r"rank (\d): moved (\d+) bytes, parameters (\w+)")
 
 
 def run(path: Path, *arguments: str, **environment: str) -> dict[int, tuple[int, str]]:
     """What each of two ranks moved, and the hash of its parameters."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("EAGER_OFFLOAD")}
-    own = {"OMP_NUM_THREADS": "1", "EAGER_OFFLOAD_DISK_PATH": str(path), "EAGER_OFFLOAD_TIER": "disk"}
+    own = {"EAGER_OFFLOAD_DISK_PATH": str(path), "EAGER_OFFLOAD_TIER": "disk"}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    started = subprocess.Popen(
-        [*launcher, "--output_dir", str(path / "out"), *arguments],
-        env=kept | own | {"PYTHONPATH": paths} | environment,
-        cwd=path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        printed, errors = started.communicate(timeout=250)
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
-            started.wait()
-    assert started.returncode == 0, errors[-4000:]
+    command = torchrun(2, str(EXAMPLE), "--output_dir", str(path / "out"), *arguments)
+    with started(command, **own, PYTHONPATH=paths, **environment) as launch:
+        printed = launch.communicate(timeout=250)[0]
+    assert launch.returncode == 0, printed[-4000:]
     ranks = {int(rank): (int(moved), digest) for rank, moved, digest in _LINE.findall(printed)}
     assert ranks.keys() == {0, 1}, printed
     return ranks
