@@ -168,6 +168,7 @@ def own_modules() -> list[str]:
     return sorted(module for module in started if (ROOT / module.partition(".")[0]).is_dir())
 
 
+@pytest.mark.long
 def test_modules_that_pages_start_tell_their_options() -> None:
     modules = own_modules()
     assert "eager_offload.doctor" in modules
@@ -177,7 +178,7 @@ def test_modules_that_pages_start_tell_their_options() -> None:
     ]
     try:
         for module, process in zip(modules, started, strict=True):
-            out, _ = process.communicate(timeout=120)
+            out, _ = process.communicate(timeout=250)
             assert process.returncode == 0, module
             assert "usage:" in out, module
     finally:
