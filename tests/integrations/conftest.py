@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.leftovers import nothing_outlives_a_file
+
+__all__ = ["nothing_outlives_a_file"]
+
+
 #: What files import, by how their names begin.
 _NEEDS = {
     "test_accelerate_": ["accelerate", "yaml"],
