@@ -24,7 +24,7 @@ class OffloadMetrics:
     | ``offload/*_bytes_peak`` | bytes | the most since the stats were last reset |
 
     Reading waits for nothing: what is on its way counts when it has arrived, so a step's figures may be of the one before.
-    """  # noqa: E501
+    """  # noqa: E501  # rows of a table cannot be broken
 
     def __init__(self, offload: Offload) -> None:
         self.offload = offload

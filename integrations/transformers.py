@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped]  # has no types
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 

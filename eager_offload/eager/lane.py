@@ -170,10 +170,8 @@ class Lane:
         view = self._view(saved, tensor, forward, number)
         tally.kept(KeepReason.NEWEST, saved.logical_bytes)
         urgent = mark is Mark.PREFER or (advice is Advice.LEAVE and self._learns_what_stays)
-        if tensor.requires_grad:
-            line.push(saved.key, area.nbytes, None, urgent=urgent)
-        else:
-            line.push(saved.key, area.nbytes, AT_THE_EXIT if saved.takes == _MOST_TAKES else packed_at, urgent=urgent)
+        may_be_filled = AT_THE_EXIT if saved.takes == _MOST_TAKES else packed_at
+        line.push(saved.key, area.nbytes, None if tensor.requires_grad else may_be_filled, urgent=urgent)
         self._ground.resident_bytes += area.nbytes  # no call in between: see [Note: interrupts] in ground.py
         self._ground.note_peak()
         self._offloading.start_due(line, packed_at)

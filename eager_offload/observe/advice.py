@@ -179,9 +179,8 @@ def newest_bytes(stats: OffloadStats, config: OffloadConfig) -> str | None:
     nbytes = _kept(stats, "newest", _MOST)
     if not nbytes or _stalls(stats):
         return None
-    most = min(
-        config.delay_bytes, stats.resident_bytes_peak or config.delay_bytes
-    )  # a step may save less than the line holds
+    # A step may save less than the line holds.
+    most = min(config.delay_bytes, stats.resident_bytes_peak or config.delay_bytes)
     smaller = max(most // 4, MIB)
     if most <= smaller:
         return None

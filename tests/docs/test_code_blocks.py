@@ -8,7 +8,7 @@
 | ``text`` | Nothing: output and drawings |
 
 A fence without a language, or with another one, is refused.
-"""  # noqa: E501
+"""  # noqa: E501  # rows of a table cannot be broken
 
 from __future__ import annotations
 

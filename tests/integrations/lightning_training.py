@@ -127,7 +127,7 @@ class Several(Manual):
             self.manual_backward(self.net(batch))
             optimizer.step()
 
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]  # several
         net = self.net
         others = [*net.second.parameters(), *net.last.parameters()]
         return [torch.optim.AdamW(net.first.parameters(), lr=0.01), torch.optim.SGD(others, lr=0.01)]

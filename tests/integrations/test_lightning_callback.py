@@ -134,7 +134,7 @@ def test_refits_with_one_trainer_and_with_two_save_the_same_bytes(tmp_path: Path
     assert spill_files(tmp_path) == []
 
 
-class Wrapping(importlib.import_module(MAIN).Callback):  # type: ignore[misc]
+class Wrapping(importlib.import_module(MAIN).Callback):  # type: ignore[misc]  # a base by name
     """Another callback that stands around the strategy's step, and fails where it should let go."""
 
     def __init__(self) -> None:

@@ -419,7 +419,7 @@ class Piecewise(Bare):
 
 @pytest.mark.parametrize("kind", [Bare, Piecewise])
 def test_the_mixin_goes_with_a_context_of_the_trainer_s_own(kind: type[Bare], tmp_path: Path) -> None:
-    class Mixed(OffloadTrainerMixin, kind):  # type: ignore[misc,valid-type]
+    class Mixed(OffloadTrainerMixin, kind):  # type: ignore[misc,valid-type]  # a base that is a parameter
         pass
 
     expected = trained(plain(tmp_path))

@@ -30,12 +30,12 @@ class Fails(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: object, x: Tensor, fail: Callable[[], None]) -> Tensor:
-        ctx.fail = fail  # type: ignore[attr-defined]
+        ctx.fail = fail  # type: ignore[attr-defined]  # as autograd has it
         return x.clone()
 
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.fail()  # type: ignore[attr-defined]
+        ctx.fail()  # type: ignore[attr-defined]  # likewise
         return gradient, None
 
 
