@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.real_models.training import CASES, measured
 
 
 def main() -> int:
+    argparse.ArgumentParser(prog="python -m tests.real_models", description=__doc__).parse_args()
     torch.set_num_threads(1)  # with more, sums over threads differ from run to run, with offload and without
     lines = []
     with tempfile.TemporaryDirectory() as directory:
