@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-# What is compiled is compiled here and now, and not found where an earlier run has left it.
-os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+from tests.compiler_caches import keep_no_graphs, move_machine_code
+
+keep_no_graphs()  # before anything imports torch
 # No test asks a hub of models or data for anything.
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
@@ -38,8 +39,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     # Before pytest chooses where the directories of tests are.
-    if remove := move_to_a_disk():
-        config.add_cleanup(remove)
+    for remove in (move_to_a_disk(), move_machine_code()):
+        if remove is not None:
+            config.add_cleanup(remove)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:

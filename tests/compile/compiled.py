@@ -51,10 +51,10 @@ def plain(function: Any, **named: Any) -> Any:
 
 @contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """A compiler that knows nothing from before, and takes nothing from a disk."""
+    """A compiler that knows nothing from before, and takes no graph from a disk."""
     torch._dynamo.reset()
     with ExitStack() as stack:
-        stack.enter_context(inductor_config.patch(force_disable_caches=True))
+        stack.enter_context(inductor_config.patch(fx_graph_cache=False))
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         try:
             yield

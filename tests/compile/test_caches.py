@@ -20,6 +20,7 @@ from eager_offload._torch import CustomPartitionerFn, min_cut_rematerialization_
 from eager_offload.compile.hooks import hook_pair
 from eager_offload.compile.inductor import OrderTransfers, Partitioner
 from eager_offload.compile.revision import revision
+from tests.compiler_caches import environment_with_graphs
 
 _PROGRAM = """
 import json, sys
@@ -74,9 +75,7 @@ Run = Callable[..., dict[str, Any]]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Runs the program in a process of its own; all of them share one cache."""
-    kept_out = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE"}
-    environment = {name: value for name, value in os.environ.items() if name not in kept_out}
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
+    environment = {**environment_with_graphs(), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
 
     def run(*words: str, **fields: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ mended something, and what is said of it here and in the docs is to be looked at
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.compile.compiled import fresh_compiler
+from tests.compiler_caches import environment_with_graphs
 from tests.hazards.programs import leaf
 
 activation_offloading = pytest.importorskip(
@@ -225,8 +225,7 @@ print(json.dumps({"hits": counters["aot_autograd"]["autograd_cache_hit"], "marke
 @pytest.mark.long
 def test_9_a_cache_serves_what_was_compiled_without_the_marks(tmp_path: Path) -> None:
     def run(which: str) -> dict[str, int]:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        environment.pop("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None)
+        environment = {**environment_with_graphs(), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM, which],
             capture_output=True,

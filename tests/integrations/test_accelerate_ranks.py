@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.compiler_caches import NO_GRAPHS
 from tests.integrations.accelerate_ranks import RANKS, SCENARIOS
 from tests.ranks.launch import started
 
@@ -39,8 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(*scenarios: str) -> list[Facts] | str:
         folder = tmp_path_factory.mktemp("ranks")
         command = [sys.executable, "-m", "tests.integrations.accelerate_ranks", str(folder), *scenarios]
-        # What is compiled is compiled here and now, as in other tests.
-        with started(command, TORCHINDUCTOR_FORCE_DISABLE_CACHES="1") as ranks:
+        with started(command, **NO_GRAPHS) as ranks:
             try:
                 told = ranks.communicate(timeout=280)[0]
             except subprocess.TimeoutExpired:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import importlib
-import os
 import signal
 import subprocess
 import sys
@@ -24,6 +23,8 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+
+from tests.compiler_caches import environment_with_graphs
 
 __all__ = ["ROOT", "Ranks", "end", "launch", "started", "torchrun"]
 
@@ -75,12 +76,11 @@ def torchrun(number: int, *program: str) -> list[str]:
 @contextmanager
 def started(command: Sequence[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A command that runs with one thread of torch's in each process; it and all that it started end with the block."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_FORCE_DISABLE_CACHES"}
     settings = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**inherited, **settings},
+        env={**environment_with_graphs(), **settings},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
