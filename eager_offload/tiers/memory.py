@@ -16,7 +16,17 @@ from torch import Tensor
 
 from eager_offload.tiers.numa import prefer_node
 
-__all__ = ["PAGE", "FilePart", "anonymous_slab", "mapped_file", "move", "resident_slab", "round_up", "view_of"]
+__all__ = [
+    "PAGE",
+    "FilePart",
+    "anonymous_slab",
+    "is_in_page_cache",
+    "mapped_file",
+    "move",
+    "resident_slab",
+    "round_up",
+    "view_of",
+]
 
 #: Bytes; what blocks, slots and direct I/O are aligned to.
 PAGE = 4096
@@ -95,6 +105,23 @@ def mapped_file(parts: Sequence[FilePart], owner: object) -> memoryview:
     return view_of(address, nbytes, mapping)
 
 
+def is_in_page_cache(descriptor: int, offset: int) -> bool:
+    """Whether the page cache has the page at ``offset`` of an open file; ``False`` where the system does not tell.
+
+    Not asked by a read that is not to wait (``RWF_NOWAIT``): that starts to read ahead, and a fast disk has the page
+    there before the answer is given.
+    """
+    try:
+        address = _map(None, FilePart(descriptor, offset, PAGE), mmap.MAP_SHARED)
+    except MemoryError:  # some filesystems map no files
+        return False
+    mapping = _Mapping(address, PAGE, None)
+    state = ctypes.c_ubyte(0)
+    told = _system_calls().mincore(address, PAGE, ctypes.byref(state)) == 0
+    del mapping
+    return told and bool(state.value & 1)
+
+
 def _map(address: int | None, part: FilePart, flags: int) -> int:
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     mapped = _system_calls().mmap(address, part.nbytes, protection, flags, part.descriptor, part.offset)
@@ -110,6 +137,7 @@ def _system_calls() -> ctypes.CDLL:
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, _OFFSET]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library
 

@@ -9,6 +9,8 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
+from eager_offload.tiers.memory import is_in_page_cache
+
 __all__ = ["RawFile", "Usage"]
 
 
@@ -84,16 +86,8 @@ class RawFile:
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
 
     def is_cached(self, offset: int) -> bool:
-        """Whether the page at ``offset`` is in the page cache; ``False`` where the system does not tell.
-
-        Not for a file whose transfers go around it now.
-        """
-        if not hasattr(os, "RWF_NOWAIT"):
-            return False
-        try:
-            return os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
-        except OSError:  # EAGAIN: the disk would have to be asked
-            return False
+        """Whether the page at ``offset`` is in the page cache; ``False`` where the system does not tell."""
+        return is_in_page_cache(self._descriptor, offset)
 
     def flush(self) -> None:
         """Returns when everything written is on the disk."""

@@ -224,7 +224,6 @@ class SpillFile:
 
         Some take it and do as they like, ext4 with a journal of data for one. From here on it is not asked for then.
         """
-        self._raw.set_direct(False)
         cached = self._raw.is_cached(0)
         self._raw.set_direct(not cached)
         return cached

@@ -24,6 +24,16 @@ IMAGES, PIXELS, PATCH = 4, 44, 4
 MEL_BINS = 40
 ATTENTION = ("q_proj", "v_proj")
 
+# What most configurations call it by the same names.
+_STACK: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 2 * WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+}
+_TEXT: dict[str, Any] = {**_STACK, "vocab_size": WORDS, "max_position_embeddings": TOKENS}
+_DECODER: dict[str, Any] = {**_TEXT, "num_key_value_heads": HEADS // 2}
+
 
 class Architecture(NamedTuple):
     """One architecture, and how it is fed."""
@@ -38,50 +48,21 @@ class Architecture(NamedTuple):
 
 
 def llama(**config: Any) -> PreTrainedModel:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS // 2,
-            max_position_embeddings=TOKENS,
-            **config,
-        )
-    )
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_DECODER, **config))
 
 
 def qwen3(**config: Any) -> PreTrainedModel:
-    return transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS // 2,
-            head_dim=WIDTH // HEADS,
-            max_position_embeddings=TOKENS,
-            **config,
-        )
-    )
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_DECODER, head_dim=WIDTH // HEADS, **config))
 
 
 def qwen3_experts(**config: Any) -> PreTrainedModel:
     return transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
+            **_DECODER,
+            head_dim=WIDTH // HEADS,
             moe_intermediate_size=WIDTH,
             num_experts=4,
             num_experts_per_tok=2,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS // 2,
-            head_dim=WIDTH // HEADS,
-            max_position_embeddings=TOKENS,
             output_router_logits=True,
             **config,
         )
@@ -89,50 +70,23 @@ def qwen3_experts(**config: Any) -> PreTrainedModel:
 
 
 def mixtral(**config: Any) -> PreTrainedModel:
+    narrow = _DECODER | {"intermediate_size": WIDTH}
     return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            intermediate_size=WIDTH,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS // 2,
-            max_position_embeddings=TOKENS,
-            **config,
-        )
+        transformers.MixtralConfig(**narrow, num_local_experts=4, num_experts_per_tok=2, **config)
     )
 
 
 def gemma2(**config: Any) -> PreTrainedModel:
     return transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS // 2,
-            head_dim=WIDTH // HEADS,
-            max_position_embeddings=TOKENS,
-            sliding_window=TOKENS // 2,
-            **config,
-        )
+        transformers.Gemma2Config(**_DECODER, head_dim=WIDTH // HEADS, sliding_window=TOKENS // 2, **config)
     )
 
 
 def gemma3(**config: Any) -> PreTrainedModel:
     return transformers.Gemma3ForCausalLM(
         transformers.Gemma3TextConfig(
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS // 2,
+            **_DECODER,
             head_dim=WIDTH // HEADS,
-            max_position_embeddings=TOKENS,
             sliding_window=TOKENS // 2,
             layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
             **config,
@@ -156,17 +110,7 @@ def gpt2(**config: Any) -> PreTrainedModel:
 
 
 def bert(**config: Any) -> PreTrainedModel:
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            max_position_embeddings=TOKENS,
-            **config,
-        )
-    )
+    return transformers.BertForMaskedLM(transformers.BertConfig(**_TEXT, **config))
 
 
 def t5(**config: Any) -> PreTrainedModel:
@@ -186,16 +130,7 @@ def t5(**config: Any) -> PreTrainedModel:
 
 def vit(**config: Any) -> PreTrainedModel:
     return transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            image_size=PIXELS,
-            patch_size=PATCH,
-            num_labels=10,
-            **config,
-        )
+        transformers.ViTConfig(**_STACK, image_size=PIXELS, patch_size=PATCH, num_labels=10, **config)
     )
 
 
@@ -229,17 +164,10 @@ def mamba(**config: Any) -> PreTrainedModel:
 
 
 def clip(**config: Any) -> PreTrainedModel:
-    common = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-    }
-    words = common | {"vocab_size": WORDS, "max_position_embeddings": TOKENS, "bos_token_id": 0, "eos_token_id": 2}
     return transformers.CLIPModel(
         transformers.CLIPConfig(
-            text_config=words,
-            vision_config=common | {"image_size": PIXELS, "patch_size": PATCH},
+            text_config={**_TEXT, "bos_token_id": 0, "eos_token_id": 2},
+            vision_config={**_STACK, "image_size": PIXELS, "patch_size": PATCH},
             projection_dim=WIDTH,
             **config,
         )

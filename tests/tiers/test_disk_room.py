@@ -10,6 +10,7 @@ import torch
 
 from eager_offload.errors import TransferError
 from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.memory import PAGE
 from eager_offload.tiers.rawfile import Usage
 from eager_offload.tiers.spill import FLOOR_BYTES, FLOOR_SHARE
 from tests.tiers.files import Watched, failure
@@ -199,6 +200,18 @@ def test_h27_direct_io_that_ends_in_the_page_cache_is_none(directory: Path) -> N
     assert file.cached_pages() == 0
     assert torch.equal(content(slot), noise(MIB))
     assert file.written >= MIB
+
+
+def test_h27_asking_what_the_page_cache_has_brings_nothing_in(directory: Path) -> None:
+    tier, file = open_tier(directory)
+    slot = stored(tier, noise(MIB))
+    assert file.written >= MIB
+    file.set_direct(False)
+    # A read that does not wait would have the page read ahead, and find it the next time, or at once.
+    assert not any(file.is_cached(page * PAGE) for page in range(MIB // PAGE) for _ in range(8))
+    assert file.read_into(memoryview(bytearray(100)), 5 * PAGE) == 100
+    assert file.is_cached(5 * PAGE)
+    assert slot.nbytes == MIB
 
 
 def test_the_floor_of_a_disk_with_two_files_is_the_same(directory: Path) -> None:
