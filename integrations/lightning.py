@@ -124,16 +124,13 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
                 self.offload.close()
 
     def _is_the_one(self, trainer: Any) -> bool:
-        if self._others(trainer):
+        """Whether it is this one, of all that a Trainer has, that offloads."""
+        if len(_given(trainer)) > 1:
             raise ConfigError(
                 "more than one OffloadCallback among the callbacks of a Trainer is not accepted, since only one of "
                 "them could offload: leave the others out"
             )
         return True
-
-    def _others(self, trainer: Any) -> list[OffloadCallback]:
-        others = [other for other in trainer.callbacks if isinstance(other, OffloadCallback) and other is not self]
-        return [other for other in others if not isinstance(other, CallbackFromEnvironment)]
 
     # -- copies ---------------------------------------------------------------------------------------------------
 
@@ -145,10 +142,20 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
 
 
 class CallbackFromEnvironment(OffloadCallback):
-    """What ``EAGER_OFFLOAD=1`` adds to every Trainer. Beside a callback that was given to one it does nothing."""
+    """What ``EAGER_OFFLOAD=1`` adds to every Trainer. Beside a callback that was given to one it does nothing.
+
+    A Trainer that is made with the callbacks of another one has two of them, of which the first offloads.
+    """
 
     def _is_the_one(self, trainer: Any) -> bool:
-        return not self._others(trainer)
+        first = next((one for one in trainer.callbacks if isinstance(one, CallbackFromEnvironment)), self)
+        return first is self and not _given(trainer)
+
+
+def _given(trainer: Any) -> list[OffloadCallback]:
+    """The callbacks that somebody gave to ``trainer``."""
+    ours = [one for one in trainer.callbacks if isinstance(one, OffloadCallback)]
+    return [one for one in ours if not isinstance(one, CallbackFromEnvironment)]
 
 
 def _offload_steps(strategy: Any, offload: Offload) -> Callable[[], None]:

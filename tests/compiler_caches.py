@@ -1,4 +1,4 @@
-"""What the tests let a compiler keep: machine code, in a directory that goes with the run, and no graph.
+"""What the tests let a compiler keep: machine code, in a directory that goes with the run; graphs for ranks alone.
 
 Where all caches are forced off, Inductor makes the C++ compiler's precompiled header anew for every graph, which takes
 five times as long as the rest. A kernel's machine code is found by its whole source and says nothing of our passes.
@@ -18,6 +18,7 @@ NO_GRAPHS = {
     "TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO": "0",  # the sizes that earlier processes have seen
 }
 _DIRECTORY = "TORCHINDUCTOR_CACHE_DIR"
+_NOTHING = "TORCHINDUCTOR_FORCE_DISABLE_CACHES"
 
 
 def keep_no_graphs() -> None:
@@ -27,7 +28,7 @@ def keep_no_graphs() -> None:
 
 def environment_with_graphs() -> dict[str, str]:
     """For a process that tests what is kept, or that shares it with others."""
-    return {name: value for name, value in os.environ.items() if name not in NO_GRAPHS}
+    return {name: value for name, value in os.environ.items() if name not in {*NO_GRAPHS, _NOTHING}}
 
 
 def move_machine_code() -> Callable[[], None] | None:

@@ -349,6 +349,21 @@ def test_the_environment_gives_every_trainer_a_callback(
     assert added.offload.stats().saved_tensors == 0
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_trainer_made_with_the_callbacks_of_another_offloads_once(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGER_OFFLOAD", "1")
+    for field, value in fields(tmp_path).items():
+        monkeypatch.setenv(f"EAGER_OFFLOAD_{field.upper()}", str(value))
+    trainer = trainer_of(package, tmp_path, *trainer_of(package, tmp_path).callbacks)
+    both = [one for one in trainer.callbacks if isinstance(one, OffloadCallback)]
+    assert len(both) == 2
+    trainer.fit(module_of(package, Steps), loader())
+    assert [one.offload.stats().saved_tensors > 0 for one in both] == [True, False]
+    assert moved(both[0].offload) > 0
+
+
 def test_the_entry_point_imports_no_lightning_unless_it_is_asked_to() -> None:
     look = (
         "import sys; from eager_offload.integrations.lightning_factory import callbacks; assert callbacks() == [];"
