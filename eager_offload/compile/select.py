@@ -165,6 +165,8 @@ def choose_among(
             kept[node] = KeepReason.LAYOUT
         elif key in alive:
             kept[node] = KeepReason.ALIVE
+        elif _is_generator_state(node):
+            kept[node] = KeepReason.DEVICE  # the host's own; for Inductor, fake ones are real and fit no other operator
         elif value.device.type == "meta" or (value.device.type == "cpu" and devices - {"cpu", "meta"}):
             kept[node] = KeepReason.DEVICE  # the host's own values, in a graph for an accelerator
         else:
@@ -298,6 +300,14 @@ def _travels_alone(value: Tensor) -> bool:
 def _is_lazy(value: Tensor) -> bool:
     """Whether ``value`` is a conjugate or a negative that nobody has computed yet: its bytes are not its elements."""
     return value.is_conj() or value.is_neg()
+
+
+def _is_generator_state(node: Node) -> bool:
+    """Whether ``node`` is the state in which an operator found the random numbers, for when it is computed again."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(source, Node) or getattr(source.target, "__name__", "") != "run_and_save_rng_state":
+        return False
+    return bool(node.args[1] == 0)  # what comes behind it is what the operator returned
 
 
 def _is_aligned(value: Tensor) -> bool:
