@@ -10,7 +10,9 @@ JOBS ?= 2
 
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
+# What the demo needs is installed by itself, and is a part of what everything else does.
 STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.installed-for-demo
 # Those alone are imported where nothing else is installed; strict options would not go without pytest-timeout.
 GPU_TESTS = $(shell grep -rl 'mark\.gpu' tests --include='test_*.py' --exclude-dir=gpu)
 GPU_OPTIONS := -o addopts=-ra
@@ -23,17 +25,17 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
 	  while IFS='|' read -r target text; do printf '%-18s %s\n' "$$target" "$$text"; done
 
-demo: $(STAMP) ## train a small language model four ways; a table and demo/memory.png
+demo: $(DEMO) ## train a small language model four ways; a table and demo/memory.png
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
 docs: $(STAMP) ## the documentation into site/, which opens from the folder; any warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean $(ARGS)
 
-test: $(STAMP) ## the tests, under 10 minutes on 2 cores
-	$(BIN)/python -m pytest -n $(JOBS) -m "not long and not gpu" $(ARGS)
+test: $(STAMP) ## the tests, under 10 minutes on 2 cores; TESTS_SEED=N samples as another run did
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not long and not gpu" $(ARGS)
 
-test-full: $(STAMP) ## the long ones too, under 45 minutes
-	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu" $(ARGS)
+test-full: $(STAMP) ## the long ones too, under 40 minutes; TESTS_WHOLE=1 leaves no sampled case out
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu" $(ARGS)
 
 gpu: ## the tests and benchmarks that need an accelerator, under 10 minutes, with PYTHON's own torch and nothing installed
 	$(PYTHON) -m tests.gpu
@@ -45,7 +47,7 @@ gpu: ## the tests and benchmarks that need an accelerator, under 10 minutes, wit
 soak: $(STAMP) ## trains for MINUTES (10) with faults and exceptions; a table of every resource before and after
 	$(BIN)/python -m tools.soak --minutes $(or $(MINUTES),10) $(ARGS)
 
-mutants: $(STAMP) ## which test notices each wait, record, keepalive and release that is taken out, under 30 minutes
+mutants: $(STAMP) ## which test notices each wait, record, keepalive and release that is taken out, an hour on 2 busy cores
 	$(BIN)/python -m tools.mutants $(ARGS)
 
 bench: $(STAMP) ## every benchmark, 40 minutes on 2 quiet cores; benchmarks/results (ARGS="--quick --check")
@@ -59,14 +61,16 @@ lint: $(STAMP) ## ruff (lint and format) and mypy --strict
 	$(BIN)/mypy
 
 clean: ## remove what the targets above made
-	rm -rf .venv .venv-torch-* build dist *.egg-info demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist *.egg-info demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .virtual_device
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip runs again only when what is installed has changed. The package itself is installed in place: no need for it to.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): EXTRAS := test,frameworks,docs,lint,demo
+$(DEMO): EXTRAS := demo
+$(STAMP) $(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	sed $(if $(TORCH),'s/^torch==.*/torch==$(TORCH)/',-n p) constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test,frameworks,docs,lint,demo]'
-	touch $@
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
+	touch $@ $(DEMO)

@@ -27,8 +27,7 @@ import eager_offload as eo
 from benchmarks.common import Report, Spread, add_common_options, console, positive, table
 from benchmarks.simulation.graphs import Halves, halves_of
 from benchmarks.simulation.model import Shape
-from eager_offload import ops
-from eager_offload.compile import choose, insert_asynchronous, insert_synchronous
+from eager_offload.compile import choose, insert_asynchronous, insert_synchronous, ops
 from eager_offload.compile.cost import Rates, roofline
 from eager_offload.compile.order import pin, prefetch, sink_waits
 

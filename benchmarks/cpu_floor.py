@@ -24,9 +24,9 @@ import torch
 
 import eager_offload as eo
 from benchmarks.common import MIB, Report, Spread, add_common_options, console, positive, table
+from benchmarks.throttle import ThrottledTier
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.disk import Bandwidth, DiskTier
-from eager_offload.tiers.throttle import ThrottledTier
 
 from lm.data import Batch, batches, read_text
 from lm.model import LanguageModel

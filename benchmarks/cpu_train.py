@@ -17,18 +17,17 @@ import argparse
 import gc
 import json
 import os
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
 
 import eager_offload as eo
-from benchmarks.common import MIB, ROOT, Report, Spread, add_common_options, console, disk, positive, table
+from benchmarks.common import MIB, Report, Spread, add_common_options, console, disk, positive, table
+from benchmarks.processes import names, reset_peak, run_worker, status_bytes, turns
 
 from lm.data import Batch, batches, read_text
 from lm.model import LanguageModel
@@ -92,7 +91,7 @@ class Run:
     base_bytes: int
     #: The most that was ever resident after that.
     peak_bytes: int
-    #: How the peak was found; see ``peak_after``.
+    #: How the peak was found; see ``reset_peak``.
     peak_method: str
     step_seconds: list[float]
     #: Of all threads, transfers included.
@@ -176,34 +175,12 @@ def make_offload(variant: Variant, options: argparse.Namespace) -> eo.Offload:
     return eo.Offload(tier="disk", disk_path=options.disk_path, min_bytes=options.min_bytes, **windows)
 
 
-def status_bytes(field: str) -> int:
-    """A figure of this process by the kernel's own account, such as ``VmRSS`` or its peak, ``VmHWM``."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith(field + ":"))
-
-
-def reset_peak() -> str:
-    """Makes the kernel's peak start anew at what is resident now; how it was done, or that it could not be."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return "VmHWM since the process began"
-    return "VmHWM, reset after the tiny step"
-
-
 def run_in_process(name: str, number: int) -> Run:
-    """Trains in a new process, with the C library's own settings whatever the environment says."""
+    """Trains in a new process."""
     command = [sys.executable, "-m", "benchmarks.cpu_train", *sys.argv[1:], "--worker", name, "--round", str(number)]
-    settings = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(settings)}
-    if VARIANTS[name].huge_pages:
-        environment["THP_MEM_ALLOC_ENABLE"] = "1"  # torch reads it once, when it first allocates
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if ended.returncode != 0:
-        raise SystemExit(f"benchmarks.cpu_train: the run {name!r} failed\n{ended.stdout}{ended.stderr}")
-    if ended.stderr.strip():
-        console.print(ended.stderr.strip(), style="yellow", markup=False)
-    return Run(**json.loads(ended.stdout.splitlines()[-1]))
+    # torch reads it once, when it first allocates.
+    pages = {"THP_MEM_ALLOC_ENABLE": "1"} if VARIANTS[name].huge_pages else {}
+    return Run(**json.loads(run_worker("cpu_train", name, command, **pages).splitlines()[-1]))
 
 
 def ratios(runs: list[Run], name: str, reference: str, what: str) -> list[float]:
@@ -281,14 +258,13 @@ def main() -> int:
     report = Report("cpu_train", options)
     report.environment["disk"] = disk(options.disk_path)
     runs: list[Run] = []
-    for number in range(options.rounds):
-        for name in options.variants:
-            run = run_in_process(name, number)
-            runs.append(run)
-            console.print(
-                f"round {number + 1}/{options.rounds}  {name:<28} {run.above_bytes / MIB:>7,.0f} MiB above "
-                f"{run.base_bytes / MIB:>5,.0f}  {run.seconds:>6.2f} s/step  load {run.load_average:.1f}"
-            )
+    for number, name, shown in turns(options.rounds, options.variants):
+        run = run_in_process(name, number)
+        runs.append(run)
+        console.print(
+            f"{shown}  {name:<28} {run.above_bytes / MIB:>7,.0f} MiB above "
+            f"{run.base_bytes / MIB:>5,.0f}  {run.seconds:>6.2f} s/step  load {run.load_average:.1f}"
+        )
     summary = judge(report, runs, options)
     show(runs, summary)
     return report.finish([asdict(run) for run in runs], summary)
@@ -300,7 +276,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--steps", type=positive, default=3, help="real steps in each process")
-    parser.add_argument("--variants", type=names, default=";".join(VARIANTS), help="with semicolons between")
+    parser.add_argument("--variants", type=names(VARIANTS), default=";".join(VARIANTS), help="with semicolons between")
     parser.add_argument("--layers", type=positive, default=8)
     parser.add_argument("--width", type=positive, default=768)
     parser.add_argument("--heads", type=positive, default=12)
@@ -318,15 +294,6 @@ def parse() -> argparse.Namespace:
     if options.quick:
         options.rounds = options.steps = 1
     return options
-
-
-def names(text: str) -> list[str]:
-    """Names from ``VARIANTS`` with semicolons between."""
-    chosen = [name.strip() for name in text.split(";")]
-    for name in chosen:
-        if name not in VARIANTS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {'; '.join(VARIANTS)}")
-    return chosen
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from eager_offload.tiers.memory import anonymous_slab
 LEAST = 0.9
 #: The block sizes of ``dd``.
 BLOCKS = (1 * MIB, 8 * MIB, 64 * MIB)
-#: Passes each way before anything is measured: blocks are written for the first time, and the tier finds its depth.
+#: Passes each way before anything is measured: blocks are written for the first time.
 _WARM_UP = 4
 
 
@@ -47,8 +47,6 @@ class Sample:
     #: ``"tier"``, or ``dd`` with its block size.
     side: str
     bytes_per_second: float
-    #: How many pieces of one transfer the tier had in flight at a time; 1 for ``dd``.
-    depth: int
 
 
 class Tier:
@@ -77,11 +75,6 @@ class Tier:
         assert space is not None
         return f"/proc/{os.getpid()}/fd/{space.files[0].descriptor}"
 
-    def depth(self, way: str) -> int:
-        space = self.tier._space
-        assert space is not None
-        return space.depth(way)
-
     def run(self, way: str) -> float:
         """Bytes a second of one pass."""
         began = time.perf_counter()
@@ -109,15 +102,13 @@ def dd(way: str, path: str, block: int, nbytes: int) -> float:
 
 def by_tier(tier: Tier, way: str, number: int) -> list[Sample]:
     """One pass of the tier, in round ``number``."""
-    return [Sample(way, number, "tier", tier.run(way), tier.depth(way))]
+    return [Sample(way, number, "tier", tier.run(way))]
 
 
 def by_dd(tier: Tier, way: str, number: int) -> list[Sample]:
     """A pass of ``dd`` for each block size."""
     blocks = [block for block in BLOCKS if block <= tier.nbytes]
-    return [
-        Sample(way, number, f"dd, {block // MIB} MiB", dd(way, tier.path, block, tier.nbytes), 1) for block in blocks
-    ]
+    return [Sample(way, number, f"dd, {block // MIB} MiB", dd(way, tier.path, block, tier.nbytes)) for block in blocks]
 
 
 def measure(tier: Tier, rounds: int) -> list[Sample]:

@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -31,8 +29,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import eager_offload as eo
-from benchmarks.common import MIB, ROOT, Report, Spread, add_common_options, console, disk, positive, table
-from benchmarks.cpu_train import reset_peak, status_bytes
+from benchmarks.common import MIB, Report, Spread, add_common_options, console, disk, positive, table
+from benchmarks.processes import reset_peak, run_worker, status_bytes, turns
 
 from lm.data import Batch, batches, read_text
 from lm.model import LanguageModel
@@ -148,18 +146,14 @@ def work(name: str, options: argparse.Namespace) -> None:
 
 
 def run_in_processes(name: str, number: int, options: argparse.Namespace) -> list[Run]:
-    """Trains in new processes, with the C library's own settings whatever the environment says."""
+    """Trains in new processes."""
     start = [sys.executable]
     if VARIANTS[name][0]:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
-    settings = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(settings)} | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as into:
         own = ["--worker", name, "--round", str(number), "--into", into]
         command = [*start, "-m", "benchmarks.fsdp_memory", *sys.argv[1:], *own]
-        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if ended.returncode != 0:
-            raise SystemExit(f"benchmarks.fsdp_memory: the run {name!r} failed\n{ended.stdout}{ended.stderr}")
+        run_worker("fsdp_memory", name, command, OMP_NUM_THREADS="1")
         return [Run(**json.loads(path.read_text())) for path in sorted(Path(into).glob("*.json"))]
 
 
@@ -213,13 +207,12 @@ def main() -> int:
     report = Report("fsdp_memory", options)
     report.environment["disk"] = disk(options.disk_path)
     runs: list[Run] = []
-    for number in range(options.rounds):
-        for name in VARIANTS:
-            runs += run_in_processes(name, number, options)
-            console.print(
-                f"round {number + 1}/{options.rounds}  {name:<14} {runs[-1].activation_bytes / MIB:>7,.0f} MiB of "
-                f"activations, peak {runs[-1].peak_bytes / MIB:>7,.0f} MiB"
-            )
+    for number, name, shown in turns(options.rounds, list(VARIANTS)):
+        runs += run_in_processes(name, number, options)
+        console.print(
+            f"{shown}  {name:<14} {runs[-1].activation_bytes / MIB:>7,.0f} MiB of "
+            f"activations, peak {runs[-1].peak_bytes / MIB:>7,.0f} MiB"
+        )
     summary = judge(report, runs)
     show(runs, summary)
     return report.finish([asdict(run) for run in runs], summary)

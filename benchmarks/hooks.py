@@ -1,4 +1,4 @@
-"""What pack and unpack cost: of a tensor that stays, and of one that is offloaded.
+"""What pack and unpack cost: of a tensor that stays, and of one that is offloaded; decided anew, or as a plan says.
 
     python -m benchmarks.hooks
     python -m benchmarks.hooks --tiers host --sizes 64KiB --repeats 15
@@ -18,8 +18,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -28,13 +28,17 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import eager_offload as eo
 from benchmarks.common import Report, Spread, add_common_options, console, disk, positive, table
+from eager_offload.active import unpack
 from eager_offload.config import parse_size
-from eager_offload.eager.hooks import unpack
+from eager_offload.eager import plans
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import host_runtime
 
 #: Microseconds: the most that pack and unpack of a kept tensor may cost above the pair, and of an offloaded one.
 KEPT_ABOVE_PAIR, OFFLOADED = 3.0, 25.0
+#: The same in a forward that follows a step plan, and the most that this, and writing one down, may take of the time of
+#: one that is decided anew.
+FOLLOWED_KEPT_ABOVE_PAIR, FOLLOWED, FOLLOWED_SHARE, RECORDED_SHARE = 1.5, 20.0, 0.7, 1.05
 #: Bytes that one repetition moves at most: fewer calls of large tensors, so that no disk is worn out.
 MOST_BYTES = 2 << 30
 CPU = torch.device("cpu")
@@ -105,6 +109,17 @@ def on_cpu() -> Candidate:
 
 def ours(name: str, offload: eo.Offload, *, moves: bool) -> Candidate:
     return Candidate(name, offload._hooks.pack, unpack, lambda: offload, offload, moves)
+
+
+@contextmanager
+def recorded(offload: eo.Offload) -> Iterator[None]:
+    """A forward that writes down what it does, and follows nothing."""
+    before, plans._DECIDE_AGAIN = plans._DECIDE_AGAIN, 1
+    try:
+        with offload:
+            yield
+    finally:
+        plans._DECIDE_AGAIN = before
 
 
 def quiesce() -> None:
@@ -212,6 +227,7 @@ def measure_kept(report: Report, options: argparse.Namespace) -> dict[str, dict[
         candidates = [pair(), on_cpu(), ours("kept", offload, moves=False)]
         costs = repeat(candidates, lambda _, saved=tensor: [saved] * options.live, options.calls, options)
         found[name] = {candidate.name: cost for candidate, cost in zip(candidates, costs, strict=True)}
+    found["parameter, in a step that is followed"] = measure_kept_and_followed(linear.weight, options)
     none = Candidate("no hooks", Tensor.detach, lambda tensor: tensor, nullcontext)
     candidates = [none, pair(), on_cpu(), ours("kept", offload, moves=False)]
     costs = repeat_operator(candidates, 4096, options.calls, options)
@@ -220,8 +236,30 @@ def measure_kept(report: Report, options: argparse.Namespace) -> dict[str, dict[
     assert moved == 0, "these were to stay"
     for name, costs_of in found.items():
         above = Spread.of(costs_of["kept"].above(costs_of["pair that detaches"]))
-        report.at_most(f"kept, {name}: us above the pair", above.median, KEPT_ABOVE_PAIR)
+        most = FOLLOWED_KEPT_ABOVE_PAIR if "followed" in name else KEPT_ABOVE_PAIR
+        report.at_most(f"kept, {name}: us above the pair", above.median, most)
     return found
+
+
+def measure_kept_and_followed(stays: Tensor, options: argparse.Namespace) -> dict[str, Costs]:
+    """Tensors that stay in a forward that follows a plan, as it does where its first tensor leaves."""
+    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_plans=True)
+    candidates = [pair(), ours("kept", offload, moves=False)]
+
+    def make(_: Candidate) -> list[Tensor]:
+        return [*fresh_tensors(4096, 1), *[stays] * (options.live - 1)]
+
+    costs = repeat(candidates, make, options.calls, options)
+    check_followed(offload)
+    offload.close()
+    return {candidate.name: cost for candidate, cost in zip(candidates, costs, strict=True)}
+
+
+def check_followed(offload: eo.Offload) -> None:
+    """Nearly all forwards have followed a plan, to the end."""
+    stats = offload.stats(synchronize=True)
+    if stats.steps - stats.followed_forwards > 1 + stats.steps // 12 or stats.plan_misses:
+        raise SystemExit(f"benchmarks.hooks: not all was followed: {stats.followed_forwards}, {stats.plan_misses}")
 
 
 def fresh_tensors(nbytes: int, live: int) -> list[Tensor]:
@@ -233,17 +271,24 @@ def fresh_tensors(nbytes: int, live: int) -> list[Tensor]:
 def measure_offloaded(report: Report, tier: str, size: str, options: argparse.Namespace) -> dict[str, Costs]:
     nbytes = parse_size(size)
     window = max(nbytes * options.live, 1 << 20)
-    offload = eo.Offload(
-        tier=tier,
-        disk_path=options.disk_path if tier == "disk" else None,
-        min_bytes=0,
-        keep_last_bytes=0,
-        max_inflight_bytes=window,
-        prefetch_bytes=nbytes * options.live // 4,
-    )
+    fields = {
+        "tier": tier,
+        "disk_path": options.disk_path if tier == "disk" else None,
+        "min_bytes": 0,
+        "keep_last_bytes": 0,
+        "max_inflight_bytes": window,
+        "prefetch_bytes": nbytes * options.live // 4,
+    }
+    offload, following, recording = (eo.Offload(fields, step_plans=how) for how in (False, True, True))
     calls = max(min(options.calls, MOST_BYTES // nbytes), options.live)
-    candidate = ours("offloaded", offload, moves=True)
-    direct, least = repeat([candidate, pair()], lambda _: fresh_tensors(nbytes, options.live), calls, options)
+    candidate, followed = (ours("offloaded", one, moves=True) for one in (offload, following))
+    noted = replace(ours("recorded", recording, moves=True), context=partial(recorded, recording))
+    direct, least, planned, written = repeat(
+        [candidate, pair(), followed, noted], lambda _: fresh_tensors(nbytes, options.live), calls, options
+    )
+    check_followed(following)
+    following.close()
+    recording.close()
     none = Candidate("no hooks", Tensor.detach, lambda tensor: tensor, nullcontext)
     operator, alone = repeat_operator([candidate, none], nbytes, min(calls, options.calls // 4), options)
     stats = offload.stats(synchronize=True)
@@ -252,7 +297,22 @@ def measure_offloaded(report: Report, tier: str, size: str, options: argparse.Na
         raise SystemExit(f"benchmarks.hooks: not everything was offloaded, so there is nothing to measure\n{stats}")
     offload.close()
     report.at_most(f"offloaded, {tier}, {size}: us", Spread.of(direct.total).median, OFFLOADED)
-    return {"direct": direct, "pair that detaches": least, "operator": operator, "operator without hooks": alone}
+    report.at_most(f"followed, {tier}, {size}: us", Spread.of(planned.total).median, FOLLOWED)
+    report.at_most(f"followed of anew, {tier}, {size}", share(planned, direct), FOLLOWED_SHARE)
+    report.at_most(f"recorded of anew, {tier}, {size}", share(written, direct), RECORDED_SHARE)
+    return {
+        "direct": direct,
+        "followed": planned,
+        "recorded": written,
+        "pair that detaches": least,
+        "operator": operator,
+        "operator without hooks": alone,
+    }
+
+
+def share(costs: Costs, others: Costs) -> float:
+    """The part that ``costs`` are of the others, the median over the repetitions."""
+    return Spread.of([one / other for one, other in zip(costs.total, others.total, strict=True)]).median
 
 
 def show_kept(found: dict[str, dict[str, Costs]]) -> None:
@@ -266,7 +326,7 @@ def show_kept(found: dict[str, dict[str, Costs]]) -> None:
 
 
 def show_offloaded(found: dict[str, dict[str, Costs]]) -> None:
-    headers = ("pack", "unpack", "both: median (least .. most)", "wall", "pair", "on top of an operator")
+    headers = ("pack", "unpack", "both: median (least .. most)", "followed", "recorded", "wall", "pair", "operator")
     shown = table("offloaded: microseconds a call", *headers)
     for what, costs_of in found.items():
         direct = costs_of["direct"]
@@ -275,6 +335,8 @@ def show_offloaded(found: dict[str, dict[str, Costs]]) -> None:
             f"{Spread.of(direct.pack).median:.2f}",
             f"{Spread.of(direct.unpack).median:.2f}",
             Spread.of(direct.total).show(2),
+            Spread.of(costs_of["followed"].total).show(2),
+            f"{Spread.of(costs_of['recorded'].total).median:.2f}",
             f"{Spread.of(direct.wall).median:.2f}",
             f"{Spread.of(costs_of['pair that detaches'].total).median:.2f}",
             f"{Spread.of(costs_of['operator'].above(costs_of['operator without hooks'])).median:.2f}",

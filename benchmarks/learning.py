@@ -24,8 +24,8 @@ from torch import Tensor
 import eager_offload as eo
 from benchmarks.common import Report, add_common_options, console, disk, positive, table
 from eager_offload.config import parse_size
-from eager_offload.runtime.simulated import SimulatedRuntime
-from eager_offload.runtime.timeline import Timeline
+from eager_offload.simulation.simulated import SimulatedRuntime
+from eager_offload.simulation.timeline import Timeline
 
 from lm.data import batches, read_text
 from lm.model import LanguageModel

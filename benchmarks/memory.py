@@ -38,6 +38,8 @@ FREED, HELD = 0.99, 1.05
 class StorageCensus(TorchDispatchMode):
     """Knows every storage that operators made while it was active, without keeping any."""
 
+    sees_offloading = True
+
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -100,7 +102,7 @@ def measure(tier: str | None, options: argparse.Namespace) -> Found:
     before: dict[str, int] = {}
     if offload is not None:
         stats = offload.stats()  # this lets go of what has arrived, so the live bytes are counted after it
-        (lane,) = offload._lanes.all()
+        (lane,) = offload._offloaders.all()
         before = {
             "offloaded_at_once": stats.offloaded_bytes,
             "moved_at_once": stats.bytes_out,

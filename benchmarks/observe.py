@@ -33,7 +33,8 @@ import eager_offload as eo
 from benchmarks.common import MIB, Report, Spread, add_common_options, console, disk, positive, table
 from eager_offload.eager.handles import KeptTensor, SavedView
 from eager_offload.eager.hooks import Hooks
-from eager_offload.observe.modules import Modules
+from eager_offload.engine.transfer import BytesRecord
+from eager_offload.observe.compute import Forwards
 from eager_offload.observe.recorder import Recorder
 from eager_offload.observe.trace import read_trace
 from eager_offload.stats import Accounts, KeepReason
@@ -100,7 +101,7 @@ class Calls:
 #: What a step calls; the second half only while a trace runs.
 CALLED: list[tuple[type, str]] = [
     *((Hooks, "_pack"), (KeptTensor, "unpack"), (SavedView, "unpack")),
-    *((Recorder, "pack"), (Recorder, "unpack"), (Modules, "enter"), (Modules, "leave")),
+    *((Recorder, "pack"), (Recorder, "unpack"), (Forwards, "enter"), (Forwards, "leave")),
 ]
 
 
@@ -189,23 +190,23 @@ def count(training: Training, path: Path) -> Counted:
 def seconds_of_counting(calls: int = 200_000) -> float:
     """What the stats do for one saved tensor that leaves and comes back, in seconds of the thread."""
     accounts = Accounts()
-    nbytes, held = MIB, 0
+    nbytes, held, record = MIB, 0, BytesRecord(accounts)
     began = time.thread_time()
     for _ in range(calls):
-        tally = accounts.tally
-        tally.kept(KeepReason.NEWEST, nbytes)
-        tally.reclassify(nbytes, KeepReason.NEWEST, None)
-        tally.bytes_out += nbytes
+        counters = accounts.counters
+        record.save(counters, nbytes, KeepReason.NEWEST)
+        record.leave()
+        counters.bytes_out += nbytes
         held += nbytes
         for _ in range(3):  # window, resident bytes in forward and in backward
-            if held > tally.resident_bytes_peak:
-                tally.resident_bytes_peak = held
-        tally.reloaded_bytes += nbytes
-        tally.bytes_in += nbytes
+            if held > counters.resident_bytes_peak:
+                counters.resident_bytes_peak = held
+        counters.reloaded_bytes += nbytes
+        counters.bytes_in += nbytes
         waits = time.perf_counter()
-        tally.stall_seconds += time.perf_counter() - waits
-        tally.out_seconds += 0.0
-        tally.in_seconds += 0.0
+        counters.stall_seconds += time.perf_counter() - waits
+        counters.out_seconds += 0.0
+        counters.in_seconds += 0.0
         held -= nbytes
     return (time.thread_time() - began) / calls
 

@@ -26,8 +26,8 @@ from benchmarks.simulation.device import Machine, Op, OperatorClock, Scale
 from benchmarks.simulation.model import Shape, Stack
 from benchmarks.simulation.oracle import Link, Program, best_step, floor, watch
 from eager_offload.config import parse_size
-from eager_offload.runtime.simulated import SimulatedRuntime
-from eager_offload.runtime.timeline import Span, Timeline
+from eager_offload.simulation.simulated import SimulatedRuntime
+from eager_offload.simulation.timeline import Span, Timeline
 
 GIB = 1 << 30
 #: What is simulated, and the tokens of the small model that stands for any of them.
@@ -152,7 +152,7 @@ class Simulation:
         return forward_ops
 
     def _step(self, number: int, runtime: SimulatedRuntime, offload: eo.Offload) -> Step:
-        runtime.drain()
+        runtime.synchronize_all()
         runtime.timeline = Timeline()
         offload.reset_stats()
         begun = runtime.now

@@ -27,6 +27,7 @@ import torch
 import eager_offload as eo
 from benchmarks.common import MIB, Report, add_common_options, console, disk, positive, table
 from eager_offload.runtime.host import host_runtime
+from eager_offload.tiers.base import release_idle_slots
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.host import HostTier
 
@@ -69,7 +70,8 @@ CONSTANT = ("events", "handles", "slots", "threads", "descriptors", "used_bytes"
 
 def sample(step: int, began: float, offload: eo.Offload) -> Sample:
     offload.stats(synchronize=True)
-    (lane,) = offload._lanes.all()
+    release_idle_slots()  # of the step plan that is followed, ready for the next step
+    (lane,) = offload._offloaders.all()
     (tier,) = lane.tiers
     assert isinstance(tier, HostTier | DiskTier)
     tier.drain()  # what dead slots leave behind is taken up at the next call, which is this one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eager_offload.config import OffloadConfig
+from eager_offload.config import VERSION, OffloadConfig
 from eager_offload.errors import (
     CapacityError,
     ConfigError,
@@ -15,6 +15,7 @@ from eager_offload.malloc import release_freed_memory
 from eager_offload.marks import keep, no_offload, prefer_offload
 from eager_offload.offload import Offload
 from eager_offload.stats import OffloadStats
+from eager_offload.step_plan import StepPlan
 
 __all__ = [
     "CapacityError",
@@ -25,6 +26,7 @@ __all__ = [
     "OffloadError",
     "OffloadStats",
     "SavedTensorModifiedError",
+    "StepPlan",
     "TransferError",
     "keep",
     "no_offload",
@@ -32,4 +34,4 @@ __all__ = [
     "release_freed_memory",
 ]
 
-__version__ = "0.1.0"
+__version__ = VERSION

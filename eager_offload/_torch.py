@@ -1,68 +1,34 @@
-"""Every private name of torch that the library uses, with what it is for. Nothing else imports one.
+"""Every private name of torch that the library uses; see ``PRIVATE_NAMES``. Nothing else imports one.
 
-| name | seen in | without it |
-| --- | --- | --- |
-| ``torch.autograd._get_sequence_nr`` | 2.11 to 2.15 | the import fails: when a copy may start cannot be told |
-| ``torch._C._current_autograd_node`` | 2.11 to 2.15 | a reentrant checkpoint's recomputation is offloaded again |
-| ``torch._C._autograd._top_saved_tensors_default_hooks`` | 2.11 to 2.15 | an interrupted enter may leave its hooks |
-| ``torch._neg_view`` | 2.11 to 2.15 | the import fails |
-| ``torch._C.DisableTorchFunctionSubclass`` | 2.11 to 2.15 | the import fails |
-| ``torch._subclasses.fake_tensor.FakeTensor`` | 2.11 to 2.15 | there are none |
-| ``torch.distributed._functional_collectives.AsyncCollectiveTensor`` | 2.11 to 2.15 | there are none |
-| ``torch._ops.OpOverload``, ``torch.utils._python_dispatch`` | 2.11 to 2.15 | the import fails |
-| ``torch.cuda.cudart().cudaHostRegister`` | 2.11 to 2.15 | host memory is pinned by torch, which rounds sizes up |
-| ``torch._C._AutoDispatchBelowAutograd`` | 2.11 to 2.15 | the import fails: compiled code could not be served |
-| ``torch._functorch._aot_autograd.graph_compile._get_saved_tensor_hook_context`` | 2.11 to 2.15 | not inside graphs |
-| ``torch._functorch.partitioners.min_cut_rematerialization_partition`` | 2.11 to 2.15 | compiling fails |
-| ``torch._inductor.config``, ``torch._inductor.compile_fx.compile_fx`` | 2.11 to 2.15 | compiling fails |
-| ``torch._inductor.custom_graph_pass.CustomGraphPass`` | 2.11 to 2.15 | compiling fails |
-| ``torch._inductor.custom_graph_pass.CustomPartitionerFn`` | 2.11 to 2.15 | compiling fails |
-| ``torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass`` | 2.13 on, not 2.11 | not told of inference |
-| ``torch._inductor.fx_passes.control_dependencies.preserve_node_ordering`` | 2.11 to 2.15 | compiling fails |
-| ``torch._inductor.ir``, ``torch._inductor.virtualized.V`` | 2.11 to 2.15 | compiling fails |
-| ``torch._inductor.lowering.make_fallback``, ``torch.utils._ordered_set.OrderedSet`` | 2.11 to 2.15 | compiling fails |
-| ``torch._prims_common.make_channels_last_strides_for`` | 2.11 to 2.15 | compiling fails |
-| ``torch.utils.checkpoint._CachingTorchDispatchMode`` | 2.11 to 2.15 | what should go to the CPU is recomputed |
-| ``torch.utils.checkpoint._CachedTorchDispatchMode`` | 2.11 to 2.15 | what should go to the CPU is recomputed |
-| ``torch.utils.checkpoint._is_compiling`` | 2.11 to 2.15 | what should go to the CPU is recomputed |
-| ``torch._C._SetExcludeDispatchKeyGuard`` | 2.11 to 2.15 | what should go to the CPU is recomputed |
-| ``torch.utils.checkpoint._sac_storage_key`` | 2.13 on, not 2.11 | operators name their values themselves |
-| ``torch.utils._pytree`` | 2.11 to 2.15 | the import fails |
-| ``torch._C._dynamo.eval_frame.set_code_exec_strategy`` | 2.11 to 2.13 | broken graphs: the library is compiled too |
-| ``torch.fx.Graph._codegen`` | 2.11 to 2.15 | copies of graphs take their inputs flat |
-| ``torch.utils.checkpoint._checkpoint_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
-| ``torch.utils.checkpoint._recomputation_hook`` | 2.11 to 2.15 | checkpointing counts as a foreign hook |
-| ``torch.nn.Module._compiled_call_impl`` | 2.11 to 2.15 | integrations through a module's calls fail |
-| ``torch.nn.Module._call_impl`` | 2.11 to 2.15 | integrations through a module's calls fail |
-| ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper`` | 2.11 to 2.15 | not told of |
-| ``torch._C._current_graph_task_id`` | 2.11 to 2.15 | traces do not show backward |
-| ``torch.autograd.Variable._execution_engine`` | 2.11 to 2.15 | a backward has no end in traces |
-| ``torch.autograd.profiler._is_profiler_enabled`` | 2.11 to 2.15 | profiles have no ranges of the library |
-
-The compiler's are imported when something is compiled, and eager code does not notice that they are not there. Without
-the context of hooks compiled code is offloaded around its graphs. ``python -m eager_offload.doctor`` reads this table.
+The compiler's are imported when something is compiled, and eager code does not notice that they are not there. Where
+hooks are not inlined compiled code is offloaded around its graphs. ``python -m eager_offload.doctor`` looks for all.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from operator import attrgetter, methodcaller
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
+    _pop_mode,
+    _push_mode,
     is_traceable_wrapper_subclass,
 )
 from torch.utils._pytree import tree_iter
@@ -70,6 +36,7 @@ from torch.utils._pytree import tree_iter
 if TYPE_CHECKING:
     import torch._inductor.config as inductor_config
     import torch._inductor.ir as inductor_ir
+    from torch._dynamo.eval_frame import OptimizedModule
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass, CustomPartitionerFn
@@ -80,17 +47,27 @@ if TYPE_CHECKING:
     from torch.utils._ordered_set import OrderedSet
 
 __all__ = [
+    "OTHER_VERSIONS",
+    "PRIVATE_NAMES",
     "CustomGraphPass",
     "CustomInferenceAwareGraphPass",
     "CustomPartitionerFn",
     "HigherOrderOperator",
+    "HookFunctions",
     "HostRegistration",
     "OpOverload",
+    "OptimizedModule",
     "OrderedSet",
     "TorchDispatchMode",
     "V",
+    "accelerator_in_use",
+    "address_and_version",
     "after_backward",
+    "allow_hooks_again",
+    "allowing_changes",
+    "asker_may_return_it",
     "autograd_sequence",
+    "base_of",
     "below_autograd",
     "channels_last_strides",
     "checkpoint_hooks",
@@ -98,22 +75,28 @@ __all__ = [
     "checkpoint_modes",
     "checkpoint_store_key",
     "compile_fx",
-    "compiler_asks_hooks",
+    "compiler_inlines_hooks",
     "compiler_is_loaded",
     "configure_inductor",
     "current_autograd_node",
     "current_backward",
     "detached",
+    "dispatch_modes",
     "fake_mode_of",
     "finish_collective",
+    "function_modes",
     "has_compiled",
     "hide_from_compilers",
+    "hint",
     "host_registration",
     "inductor_config",
     "inductor_ir",
     "inductor_options",
+    "is_capturing",
     "is_fake",
     "is_plain_fake",
+    "is_tracing",
+    "is_view",
     "is_wrapper",
     "keep_side_effects",
     "library",
@@ -123,21 +106,125 @@ __all__ = [
     "neg_view",
     "node_sequence",
     "offloaded_modules",
+    "order_recomputed_kernels",
     "own_call",
     "preserve_node_ordering",
     "profiled",
     "profiler_is_on",
+    "rename_node",
     "replace_checkpoint_modes",
+    "replace_hook_inlining",
+    "replace_hooks",
     "require_torch",
-    "saved_tensor_hook_context",
     "set_module_call",
     "share_calling_convention",
     "sharing_versions",
+    "storage_key",
+    "streams_are_values",
     "top_pack_hook",
+    "trace_bans_on_hooks",
     "tree_iter",
+    "unseen",
+    "version_of",
     "weak_storage",
+    "with_other_owners",
     "without_dispatch_modes",
+    "without_torch_function",
 ]
+
+
+#: By what happens where they are not there. torch 2.11 to 2.15 have them, but for those of ``OTHER_VERSIONS``.
+PRIVATE_NAMES = {
+    "the import fails: when a copy may start cannot be told": ("torch.autograd._get_sequence_nr",),
+    "saving a tensor fails": (
+        "torch.UntypedStorage._cdata",
+        "torch.Tensor._version",
+        "torch.Tensor._is_view",
+        "torch.Tensor._base",
+    ),
+    "the import fails": (
+        "torch._C._len_torch_dispatch_stack",
+        "torch._C._len_torch_function_stack",
+        "torch._C._get_dispatch_mode",
+        "torch._C._TorchDispatchModeKey",
+        "torch._C._get_dispatch_stack_at",
+        "torch._C.DisableTorchFunction",
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "torch._C._autograd._push_saved_tensors_default_hooks",
+        "torch._C._autograd._pop_saved_tensors_default_hooks",
+        "torch._neg_view",
+        "torch._C.DisableTorchFunctionSubclass",
+        "torch._ops.OpOverload",
+        "torch.utils._python_dispatch",
+        "torch.utils._pytree",
+    ),
+    "a reentrant checkpoint's recomputation is offloaded again": ("torch._C._current_autograd_node",),
+    "what a retained graph gave custom functions stays until backward ends": ("torch.Tensor._use_count",),
+    "the next one finds hooks off": ("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",),
+    "after an error that left them off, they stay off": ("torch._C._autograd._saved_tensors_hooks_enable",),
+    "allowed changes of saved tensors are errors": (
+        "torch.autograd.graph._CloneArgBeforeMutateMode",
+        "torch.autograd.graph._get_sid",
+    ),
+    "there are none": (
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+    ),
+    "host memory is pinned by torch, which rounds sizes up": ("torch.cuda.cudart().cudaHostRegister",),
+    "the import fails: compiled code could not be served": ("torch._C._AutoDispatchBelowAutograd",),
+    "compiled code is offloaded around its graphs": (
+        "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
+    ),
+    "there is none": ("torch._dynamo.compiled_autograd.in_compiled_autograd_region",),
+    "torch.func raises": ("torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable",),
+    "torch.func raises in compiled code": ("torch._C._autograd._saved_tensors_hooks_disable",),
+    "offload.compile of a module fails": ("torch._dynamo.eval_frame.OptimizedModule",),
+    "compiling fails": (
+        "torch._functorch.partitioners.min_cut_rematerialization_partition",
+        "torch._inductor.config",
+        "torch._inductor.compile_fx.compile_fx",
+        "torch._inductor.custom_graph_pass.CustomGraphPass",
+        "torch._inductor.custom_graph_pass.CustomPartitionerFn",
+        "torch._inductor.fx_passes.control_dependencies.preserve_node_ordering",
+        "torch._inductor.ir",
+        "torch._inductor.virtualized.V",
+        "torch._inductor.scheduler.SchedulerNode",
+        "torch._inductor.lowering.make_fallback",
+        "torch.utils._ordered_set.OrderedSet",
+        "torch._prims_common.make_channels_last_strides_for",
+        "torch.fx.Node._rename",
+    ),
+    "not told of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
+    "what should go to the CPU is recomputed": (
+        "torch.utils.checkpoint._CachingTorchDispatchMode",
+        "torch.utils.checkpoint._CachedTorchDispatchMode",
+        "torch.utils.checkpoint._is_compiling",
+        "torch._C._SetExcludeDispatchKeyGuard",
+    ),
+    "operators name their values themselves": ("torch.utils.checkpoint._sac_storage_key",),
+    "broken graphs: the library is compiled too": ("torch._C._dynamo.eval_frame.set_code_exec_strategy",),
+    "a compiled backward does not unpack": ("torch.compiler.disable",),
+    "copies of graphs take their inputs flat": ("torch.fx.Graph._codegen",),
+    "checkpointing counts as a foreign hook": (
+        "torch.utils.checkpoint._checkpoint_hook",
+        "torch.utils.checkpoint._recomputation_hook",
+    ),
+    "integrations through a module's calls fail": (
+        "torch.nn.Module._compiled_call_impl",
+        "torch.nn.Module._call_impl",
+    ),
+    "what it hides is not warned of": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",),
+    "traces do not show backward": ("torch._C._current_graph_task_id",),
+    "a backward has no end in traces": ("torch.autograd.Variable._execution_engine",),
+    "profiles have no ranges of the library": ("torch.autograd.profiler._is_profiler_enabled",),
+    "CUDA and XPU say it of the selected device; no other does": ("torch.Stream.is_capturing",),
+}
+OTHER_VERSIONS = {
+    "torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass": "2.13 on, not 2.11",
+    "torch.utils.checkpoint._sac_storage_key": "2.13 on, not 2.11",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": "2.11 to 2.13",
+    "torch.Stream.is_capturing": "2.13 on, not 2.11",
+}
 
 _OLDEST = (2, 11)
 _profiler: Any = torch.autograd.profiler
@@ -156,19 +243,78 @@ require_torch()
 
 #: The number of the next autograd node that this thread makes. It advances when an operator's node is made, which is
 #: after the operator packed its inputs: a larger number at a later pack shows that the operator has run.
-autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # in no stub
 
 #: The autograd node that this thread is running backward for, or ``None``.
 current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
 
-_top_hooks: Callable[[bool], tuple[object, object] | None] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None
-)
+#: A pack and an unpack hook.
+HookFunctions: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
+
+_hooks: Any = torch._C._autograd
+_top_hooks: Callable[[bool], HookFunctions | None] = _hooks._top_saved_tensors_default_hooks
+_push_hooks: Callable[..., None] = _hooks._push_saved_tensors_default_hooks
+_pop_hooks: Callable[[], None] = _hooks._pop_saved_tensors_default_hooks
 
 #: Runs operators out of sight of the dispatch modes that the caller has active.
 without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 
 _without_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
+
+#: Takes operators past the caller's function modes, and past what subclasses make of them.
+without_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+
+#: How many dispatch modes, and how many function modes, the calling thread is in.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+_mode_at: Callable[[int], TorchDispatchMode] = torch._C._get_dispatch_stack_at
+_mode_of_kind: Callable[[Any], object | None] = torch._C._get_dispatch_mode
+_TRACERS: tuple[object, ...] = tuple(torch._C._TorchDispatchModeKey.__members__.values())
+
+
+def is_tracing() -> bool:
+    """Whether the calling thread's operators are traced: what they are given stands for other tensors, or has no bytes.
+
+    Tracers know values by the very tensors that operators gave, and find no other alias of them.
+    """
+    return not all(_mode_of_kind(kind) is None for kind in _TRACERS)
+
+
+_cloning_mode: type | None = getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None)
+#: By which torch knows what was saved of a tensor that is changed.
+address_and_version: Callable[[Tensor], tuple[int, int]] | None = getattr(torch.autograd.graph, "_get_sid", None)
+
+
+def allowing_changes() -> Any | None:
+    """What ``allow_mutation_on_saved_tensors`` knows of saved tensors, if the calling thread is inside of one."""
+    if _cloning_mode is not None and address_and_version is not None:
+        for mode in map(_mode_at, range(dispatch_modes())):
+            if isinstance(mode, _cloning_mode):
+                return cast(Any, mode).ctx
+    return None
+
+
+def unseen() -> AbstractContextManager[object]:
+    """Runs operators out of sight of the modes that the caller has active: a count of operations, a tracer, a default
+    device. Those with a true attribute ``sees_offloading`` stay.
+    """
+    modes = [_mode_at(number) for number in range(dispatch_modes())]
+    seeing = [mode for mode in modes if getattr(mode, "sees_offloading", False)]
+    return nullcontext() if len(seeing) == len(modes) and not function_modes() else _only(seeing)
+
+
+@contextmanager
+def _only(seeing: list[TorchDispatchMode]) -> Iterator[None]:
+    with without_torch_function(), _disable_current_modes():
+        try:
+            for mode in seeing:
+                _push_mode(mode)
+            yield
+        finally:
+            for _ in seeing:
+                _pop_mode()
+
 
 #: Whether something is a tensor of a subclass that says which tensors it is made of.
 is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
@@ -182,6 +328,32 @@ checkpoint_hooks: tuple[type, ...] = tuple(
     for name in ("_checkpoint_hook", "_recomputation_hook")
     if (kind := getattr(torch.utils.checkpoint, name, None)) is not None
 )
+
+
+def asker_may_return_it() -> bool:
+    """Whether code that may make a saved tensor the gradient asks for it: a custom function's, or a hook of the user's.
+
+    What torch has a formula for is asked for by the engine, above which there is no Python but its own call, if any.
+    """
+    node = current_autograd_node()
+    if node is None:  # outside of a backward nothing is about to become a gradient
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("eager_offload."):
+        frame = frame.f_back
+    by_engine = frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
+    return not by_engine or type(node).__name__ == "CppFunction"
+
+
+#: What counts where nothing but a tuple holds a tensor; how many references a loop adds is up to the interpreter.
+_ALONE = next(sys.getrefcount(tensor) for tensor in (torch.empty(0),))
+_use_count: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 2)
+
+
+def with_other_owners(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Those that something else keeps alive besides this tuple."""
+    with _without_torch_function():
+        return tuple(tensor for tensor in tensors if _use_count(tensor) > 1 or sys.getrefcount(tensor) > _ALONE)
 
 
 def sharing_versions() -> AbstractContextManager[object]:
@@ -245,11 +417,44 @@ class HostRegistration(NamedTuple):
 
 def host_registration() -> HostRegistration | None:
     """How to pin memory that torch did not allocate, or ``None`` where this torch or this machine cannot."""
-    if not torch.cuda.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # Devices of other makers have the call as CUDA has it, or do not have it.
+    cudart = None if accelerator is None else getattr(torch.get_device_module(accelerator), "cudart", None)
+    if cudart is None:
         return None
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime = cudart()
     register, unregister = (getattr(runtime, name, None) for name in ("cudaHostRegister", "cudaHostUnregister"))
     return None if register is None or unregister is None else HostRegistration(register, unregister)
+
+
+def accelerator_in_use() -> bool:
+    """Whether this process has begun to use an accelerator; the question does not make it begin."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return False
+    module = torch.get_device_module(accelerator)
+    return bool(getattr(module, "is_initialized", module.is_available)())
+
+
+def streams_are_values() -> bool:
+    """Whether two ``torch.Stream`` objects that name one stream are equal and hash alike: since 2.11.
+
+    Torch makes a new object at each question for the current stream. Without it nothing could be noted by stream.
+    """
+    one, other = (torch.Stream(stream_id=1, device_index=0, device_type=1) for _ in range(2))
+    return one == other and hash(one) == hash(other)
+
+
+def is_capturing(index: int | None) -> bool:
+    """Whether what the calling thread enqueues on its current stream goes into a graph that is being captured.
+
+    Args:
+        index: of the accelerator, which is in use; ``None`` for the one that is selected.
+    """
+    if hasattr(torch.Stream, "is_capturing"):
+        return torch.accelerator.current_stream(index).is_capturing()
+    asks: Callable[[], bool] = getattr(torch.get_device_module(), "is_current_stream_capturing", bool)
+    return asks()
 
 
 #: Has operators run by what lies below autograd.
@@ -257,27 +462,36 @@ below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDis
 
 
 def keep_side_effects(operation: OpOverload) -> None:
-    """Tells graphs that calls of ``operation`` do something even if nobody uses the result."""
+    """Tells graphs that calls of ``operation`` do something even if nothing uses the result."""
     torch.fx.has_side_effect(operation)
 
 
-def saved_tensor_hook_context() -> dict[str, Any] | None:
-    """While AOTAutograd traces saved-tensor hooks on the calling thread: which value it asks about, in which graphs.
+#: Names a storage by identity, without keeping its bytes: while they live, the reference gives the same object. torch
+#: keeps the Python object of a storage for as long as anything in C++ has the storage, and no longer. The import of
+#: this module has made sure of it.
+weak_storage: Callable[[torch.UntypedStorage], weakref.ref[torch.UntypedStorage]] = weakref.ref
+#: A number that no other storage has while this one lives: the address of what torch keeps in C++.
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
-    ``_node``, ``_fw_graph`` and ``_bw_graph``.
-    """
-    module = sys.modules.get("torch._functorch._aot_autograd.graph_compile")  # what was not imported traces nothing
-    context = getattr(module, "_get_saved_tensor_hook_context", None)
-    return None if context is None else context()
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+#: What autograd takes a view to be of.
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+#: How often a tensor, and what shares its counter, was changed in place.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
-def weak_storage(storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
-    """Names a storage by identity, without keeping its bytes: while they live, the reference gives the same object.
+#: The attribute of a storage that holds what it owns.
+_OWNED = "_eager_offload"
 
-    torch keeps the Python object of a storage for as long as anything in C++ has the storage, and no longer. The import
-    of this module has made sure of it.
-    """
-    return weakref.ref(storage)
+
+def own(storage: torch.UntypedStorage, owned: object) -> None:
+    """``owned`` lives as long as ``storage`` does: torch keeps the Python object of a storage, with all it has."""
+    storage.__dict__[_OWNED] = owned
+
+
+def owned_by(tensor: Tensor) -> object:
+    """What the storage of ``tensor`` was given to own; ``None`` where that is nothing."""
+    return tensor.untyped_storage().__dict__.get(_OWNED)
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -290,6 +504,47 @@ def top_pack_hook() -> object | None:
     """The pack hook that the calling thread's saved tensors go to now."""
     hooks = _top_hooks(True)
     return None if hooks is None else hooks[0]
+
+
+def replace_hooks(change: Callable[[list[HookFunctions]], None]) -> None:
+    """Has ``change`` edit the list of the calling thread's saved-tensor hooks, the innermost last.
+
+    torch keeps them as a stack of which only the top can be seen and taken off.
+    """
+    hooks: list[HookFunctions] = []
+    try:
+        while (pair := _top_hooks(True)) is not None:
+            _pop_hooks()
+            hooks.insert(0, pair)
+        change(hooks)
+    finally:
+        for pair in hooks:
+            _push_hooks(*pair)
+
+
+def allow_hooks_again() -> None:
+    """Ends a ban on saved-tensor hooks, on the calling thread.
+
+    Where hooks are in force, ``torch.func`` imposes the ban before it raises its error. Eager code ends it afterwards;
+    a compiler that traces the same lines does not.
+    """
+    disabled = getattr(_hooks, "_saved_tensors_hooks_get_disabled_error_message", None)
+    if disabled is not None and disabled() is not None:
+        _hooks._saved_tensors_hooks_enable()
+
+
+def hint(number: int | torch.SymInt, unseen: int = 8192) -> int:
+    """A number, or the one that was seen when the graph was traced. Asking a symbol itself would make it a constant.
+
+    Of a size that only data tell (``nonzero``, ``mark_unbacked``) none was seen; ``unseen`` stands for it, which is
+    large, as Inductor has it.
+    """
+    if isinstance(number, int):
+        return number
+    if number.node.has_hint():
+        return int(number.node.hint)
+    expression = getattr(number.node, "expr", None)  # the length of ragged rows is no expression
+    return unseen if expression is None else int(expression.xreplace(dict.fromkeys(expression.free_symbols, unseen)))
 
 
 def library(namespace: str, kind: str = "DEF") -> Any:
@@ -309,6 +564,10 @@ def is_plain_fake(value: Tensor) -> bool:
     return type(value) is Tensor or is_fake(type(value))
 
 
+#: Gives a node a name, or one like it that no other node of its graph has.
+rename_node: Callable[[Node, str], None] = Node._rename
+
+
 def share_calling_convention(graph: Graph, other: Graph) -> None:
     """Has ``graph`` take its inputs and give its outputs as ``other`` does: flat, or nested."""
     codegen = getattr(other, "_codegen", None)
@@ -324,7 +583,7 @@ def fake_mode_of(value: Tensor) -> AbstractContextManager[object]:
 def finish_collective(tensor: Tensor) -> None:
     """Makes the current stream wait for the functional collective that fills ``tensor``, if it is of that kind.
 
-    Whoever reads such a tensor does the same first; it may be done any number of times.
+    Every reader of such a tensor does the same first; it may be done any number of times.
     """
     module = sys.modules.get("torch.distributed._functional_collectives")  # never imported: it has made no tensor
     kind = getattr(module, "AsyncCollectiveTensor", None)
@@ -348,11 +607,12 @@ def _require_storage_identity() -> None:
 _require_storage_identity()
 
 
-#: Where the names of the compiler are. Importing it takes a second, so nobody does before something is compiled.
+#: Where the names of the compiler are. Importing it takes a second, so nothing does before something is compiled.
 _OF_THE_COMPILER = {
     "CustomGraphPass": "torch._inductor.custom_graph_pass",
     "CustomInferenceAwareGraphPass": "torch._inductor.custom_graph_pass",
     "CustomPartitionerFn": "torch._inductor.custom_graph_pass",
+    "OptimizedModule": "torch._dynamo.eval_frame",
     "OrderedSet": "torch.utils._ordered_set",
     "V": "torch._inductor.virtualized",
     "channels_last_strides": "torch._prims_common",
@@ -374,7 +634,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: Any = importlib.import_module(module)
     if name == "CustomInferenceAwareGraphPass" and not hasattr(value, name):
-        value = type(name, (value.CustomGraphPass,), {})  # a kind that nobody else's pass is of
+        value = type(name, (value.CustomGraphPass,), {})  # a kind that no other library's pass is of
     elif not name.startswith("inductor_"):  # those are modules
         value = getattr(value, _OTHER_NAMES.get(name, name))
     globals()[name] = value
@@ -393,18 +653,114 @@ def configure_inductor(name: str, value: object) -> None:
         entry.default = value
 
 
+def order_recomputed_kernels() -> None:
+    """Has a kernel whose loops Inductor computes anew, to fuse it, still come after what changed its inputs in place.
+
+    In 2.11 and 2.13 Inductor forgets such changes then, and runs the kernel before the wait for what it reads.
+    """
+    scheduler = importlib.import_module("torch._inductor.scheduler")
+    node, added = scheduler.SchedulerNode, (scheduler.WeakDep, scheduler.StarDep)
+    original = node.recompute_size_and_body
+
+    @functools.wraps(original)
+    def recompute_size_and_body(self: Any, *args: Any, **named: Any) -> None:
+        extra = [dep for dep in self.read_writes.reads if isinstance(dep, added)]
+        original(self, *args, **named)
+        reads = self.read_writes
+        for dep in extra:
+            reads = reads.with_read(dep)
+        self.set_read_writes(reads.rename(self.mutation_renames))
+
+    node.recompute_size_and_body = recompute_size_and_body
+
+
 def inductor_options() -> frozenset[str]:
     """The names of all options that Inductor has."""
     return frozenset(importlib.import_module("torch._inductor.config").get_config_copy())
 
 
-def compiler_asks_hooks() -> bool:
-    """Whether AOTAutograd puts saved-tensor hooks into its graphs and tells them what they are asked about."""
+#: Where AOTAutograd has a forward and a backward, and would trace hooks that are graph modules into them.
+_HOOK_INLINING = "maybe_inline_graph_saved_tensors_hooks"
+
+
+def compiler_inlines_hooks() -> bool:
+    """Whether AOTAutograd puts saved-tensor hooks into its graphs."""
+    return _inlining_module() is not None
+
+
+def _inlining_module() -> Any:
     try:
         module = importlib.import_module("torch._functorch._aot_autograd.graph_compile")
     except ImportError:
+        return None
+    return module if hasattr(module, _HOOK_INLINING) else None
+
+
+class _HookInlining:
+    """What AOTAutograd calls in place of its own function: ours, and its own where ours has nothing to do.
+
+    torch's own traces one value after another, leaves out values where a graph has effect tokens (it counts them among
+    what is saved, and raises ``IndexError``), and wants one name for a value on both sides. What has the graphs
+    needs none of that.
+    """
+
+    def __init__(self, ours: Callable[[GraphModule, GraphModule, int], bool], theirs: Callable[..., None]) -> None:
+        self.ours, self.theirs = ours, theirs
+
+    def __call__(
+        self, fw_module: GraphModule, bw_module: GraphModule, num_inner_fwd_outputs: int, *rest: Any, **named: Any
+    ) -> None:
+        backward_is_compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if getattr(backward_is_compiled, "in_compiled_autograd_region", False) or not self.ours(
+            fw_module, bw_module, num_inner_fwd_outputs
+        ):
+            self.theirs(fw_module, bw_module, num_inner_fwd_outputs, *rest, **named)
+
+
+def replace_hook_inlining(ours: Callable[[GraphModule, GraphModule, int], bool]) -> bool:
+    """Has AOTAutograd call ``ours`` with the two graphs of a split and the number of the user's outputs.
+
+    It stays: other threads may be compiling. ``ours`` returns ``False`` where AOTAutograd is to do what it always does.
+
+    Returns:
+        Whether this torch has such a place.
+    """
+    module = _inlining_module()
+    if module is None:
         return False
-    return hasattr(module, "_get_saved_tensor_hook_context")
+    theirs = getattr(module, _HOOK_INLINING)
+    if not isinstance(theirs, _HookInlining):
+        setattr(module, _HOOK_INLINING, _HookInlining(ours, theirs))
+    return True
+
+
+def trace_bans_on_hooks(ours: Callable[[], bool]) -> None:
+    """Has Dynamo trace a ban on saved-tensor hooks, as ``torch.func`` imposes one, over hooks that are in force.
+
+    Dynamo imposes the ban while it traces, and again whenever the graph runs; torch refuses that where there are hooks,
+    since those in force would be called for what a transform saves. Where it does not refuse, they are not called
+    while the ban lasts. It stays: other threads may be compiling.
+
+    Args:
+        ours: whether the hooks in force on the calling thread are such that need not be called.
+    """
+    try:
+        kind: Any = importlib.import_module("torch._dynamo.variables.ctx_manager").DisabledSavedTensorsHooksVariable
+        theirs, ban = kind._call_func, _hooks._saved_tensors_hooks_disable
+    except (ImportError, AttributeError):
+        return  # what the table says
+    if getattr(theirs, "__module__", None) == __name__:
+        return
+
+    def call(self: Any, tracer: Any, messages: Sequence[str | None]) -> None:
+        (message,) = messages
+        if message is None or not ours():
+            theirs(self, tracer, messages)
+        else:
+            tracer.output.create_node("call_function", ban, (message, False), {})
+            ban(message, False)
+
+    kind._call_func = call
 
 
 def has_compiled() -> bool:
@@ -420,7 +776,8 @@ def compiler_is_loaded() -> bool:
 
 def hide_from_compilers(function: Callable[..., Any]) -> None:
     """Has Dynamo leave the code of ``function`` alone, and all that it calls: where a graph is broken, it would compile
-    whatever autograd calls. Closures share their code."""
+    whatever autograd calls. Closures share their code. A graph that calls ``function`` is broken there."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo looks for it
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     try:
         as_it_is = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)

@@ -1,85 +1,162 @@
-"""Which ``Offload`` a thread is inside of: what is saved there, in eager and in compiled code, is that one's."""
+"""Which ``Offload`` a thread is inside of: what is saved there, in eager and in compiled code, is that one's.
+
+Contexts of one thread need not nest: of two asyncio tasks, or where a generator holds a ``with`` open, the one that was
+entered first may be left first. What is saved belongs to the one that was entered last and is still open.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
 
-from eager_offload._torch import top_pack_hook
+import torch
+from torch import Tensor
+
+from eager_offload._torch import dispatch_modes, function_modes, top_pack_hook, unseen
 from eager_offload.config import OffloadConfig
 from eager_offload.tiers.forking import ForkSafeLock
 
-if TYPE_CHECKING:
-    from eager_offload.offload import Offload
+__all__ = [
+    "Context",
+    "Handle",
+    "configuration_on_top",
+    "current",
+    "entered",
+    "has_hook",
+    "left",
+    "packing",
+    "serving",
+    "thread",
+    "unpack",
+]
 
-__all__ = ["configuration_on_top", "current", "entered", "has_hook", "left", "packing", "serving"]
+
+class Owner(Protocol):
+    """The ``Offload`` that a context is of."""
+
+    config: OffloadConfig
+    #: Names the configuration in graphs.
+    config_text: str
+    #: What the saved-tensor hooks of eager code do with a tensor.
+    pack: Callable[[Tensor], Any]
+
+    def offloader_of(self, device: torch.device) -> Any:
+        """What carries out the transfers that compiled code asks for on ``device``."""
+
+    def count_kept(self, region: str) -> None:
+        """Counts what a compiled graph keeps that moves nothing."""
+
+    def saw_foreign_hooks(self) -> None:
+        """Other hooks were entered inside the innermost context of the calling thread."""
 
 
-class _Stack(threading.local):
+class Context(Protocol):
+    """One ``with`` that is open."""
+
+    @property
+    def offload(self) -> Owner:
+        """Whose it is."""
+
+    pack_hook: object
+    #: Whether a context that was entered after this one has seen what was saved inside of this one.
+    hears_of_saves: bool
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def give_up(self) -> None:
+        """Undoes what is still to be undone, if an error or an interrupt came before that."""
+
+    def packed(self) -> bool:
+        """Whether anything was packed for its object since it was entered."""
+
+
+class _Thread(threading.local):
     def __init__(self) -> None:
-        self.offloads: list[Offload] = []
+        #: The contexts that the thread is in, the one that it entered last at the end.
+        self.contexts: list[Context] = []
 
 
-_stack = _Stack()
+class _Maker:
+    """Makes an ``Offload``: the module of that class, which knows this one, gives it."""
+
+    new: Callable[[OffloadConfig], Owner]
+
+
+maker = _Maker()
+#: Of the calling thread; changed by `entered` and `left` alone.
+thread = _Thread()
 #: By the text of their configuration, which of them was entered last in any thread.
-_latest: dict[str, weakref.ref[Offload]] = {}
+_latest: dict[str, weakref.ref[Owner]] = {}
 #: Those that serve graphs whose code is run outside of every ``with``, by the text of their configuration.
-_standing: dict[str, Offload] = {}
+_standing: dict[str, Owner] = {}
 _standing_lock = ForkSafeLock()
 #: The texts of configurations, by the identity of their pack hooks.
 _pack_hooks: dict[int, str] = {}
 
 
-def entered(offload: Offload) -> None:
-    """The calling thread goes into a ``with offload``."""
-    _latest[offload.config_text] = weakref.ref(offload)
-    _stack.offloads.append(offload)
+def entered(context: Context) -> None:
+    """The calling thread goes into a ``with``."""
+    _latest[context.offload.config_text] = weakref.ref(context.offload)
+    thread.contexts.append(context)
 
 
-def left(offload: Offload) -> None:
-    """The calling thread has left the innermost ``with offload``, if it was in one."""
-    offloads = _stack.offloads
-    for position in reversed(range(len(offloads))):
-        if offloads[position] is offload:
-            del offloads[position]
-            return
+def left(context: Context) -> None:
+    """The calling thread is out of a ``with`` again; may be called again."""
+    if context in thread.contexts:
+        thread.contexts.remove(context)
 
 
-def current() -> Offload | None:
+def current() -> Owner | None:
     """The one whose ``with`` the calling thread entered last."""
-    offloads = _stack.offloads
-    return offloads[-1] if offloads else None
+    contexts = thread.contexts
+    return contexts[-1].offload if contexts else None
 
 
-def packing(text: str) -> Offload:
+def packing(text: str) -> Owner:
     """Whose saved tensors the calling thread packs, by hooks for the configuration ``text``.
 
     The innermost ``with`` is the one whose hooks autograd calls.
     """
-    offloads = _stack.offloads
-    if offloads and offloads[-1].config_text == text:
-        return offloads[-1]
-    return _entered_last(text) or serving(text)
+    contexts = thread.contexts
+    if contexts and (offload := contexts[-1].offload).config_text == text:
+        return offload
+    return _innermost(text) or _entered_last(text) or serving(text)
 
 
-def serving(text: str) -> Offload:
+class Handle(Protocol):
+    """What pack returns, and autograd holds in place of a saved tensor."""
+
+    def unpack(self) -> Tensor:
+        """The saved tensor again."""
+
+
+def unpack(handle: Handle) -> Tensor:
+    """Gives a saved tensor back; called by autograd when backward needs it, each time that it does."""
+    if dispatch_modes() or function_modes():
+        with unseen():
+            return handle.unpack()
+    return handle.unpack()
+
+
+def serving(text: str) -> Owner:
     """Who carries out what a graph compiled for the configuration ``text`` asks for, on the calling thread.
 
     The innermost of that configuration whose ``with`` the thread is in; outside, one for the whole process, made when
     it is first needed.
     """
-    for offload in reversed(_stack.offloads):
-        if offload.config_text == text:
-            return offload
+    if (innermost := _innermost(text)) is not None:
+        return innermost
     if configuration_on_top() == text and (last := _entered_last(text)) is not None:
         return last
     standing = _standing.get(text)
     if standing is None:
-        from eager_offload.offload import Offload
-
         with _standing_lock.lock:
-            standing = _standing.get(text) or Offload(OffloadConfig.from_text(text))
+            standing = _standing.get(text) or maker.new(OffloadConfig.from_text(text))
             _standing[text] = standing
     return standing
 
@@ -98,7 +175,15 @@ def configuration_on_top() -> str | None:
     return _pack_hooks.get(id(top_pack_hook()))
 
 
-def _entered_last(text: str) -> Offload | None:
+def _innermost(text: str) -> Owner | None:
+    """The innermost of the configuration ``text`` whose ``with`` the calling thread is in."""
+    for context in reversed(thread.contexts):
+        if context.offload.config_text == text:
+            return context.offload
+    return None
+
+
+def _entered_last(text: str) -> Owner | None:
     """Hooks also travel to the threads that autograd runs a backward on, which are in no ``with`` themselves."""
     latest = _latest.get(text)
     return None if latest is None else latest()

@@ -10,13 +10,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, TypedDict, cast
 
 from eager_offload.errors import ConfigError
 
-__all__ = ["MIB", "OffloadConfig", "parse_size"]
+__all__ = [
+    "FIELDS",
+    "MIB",
+    "VERSION",
+    "OffloadConfig",
+    "OffloadFields",
+    "field_from_text",
+    "parse_size",
+    "size_literal",
+    "size_text",
+    "switched_on",
+]
 
 MIB = 1 << 20
+#: Of this library.
+VERSION = "0.1.0"
 
 #: Bytes: a number, or a text such as ``"256MiB"``. A config stores the number.
 Size: TypeAlias = int | str
@@ -24,7 +37,8 @@ Auto: TypeAlias = Literal["auto"]
 PathLike: TypeAlias = str | os.PathLike[str]
 
 _TIERS = ("auto", "host", "disk")
-_ENV_PREFIX = "EAGER_OFFLOAD_"
+#: Switches every ``Offload`` on or off, whatever the code says of it; and what the variable of a field begins with.
+_SWITCH, _ENV_PREFIX = "EAGER_OFFLOAD", "EAGER_OFFLOAD_"
 # As many digits as any size needs, and no more: a longer text is no number that Python would read.
 _SIZE_PATTERN = re.compile(r"\s*(\d{1,99}(?:\.\d{1,99})?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE | re.ASCII)
 _UNITS = {
@@ -52,6 +66,57 @@ def parse_size(value: object, field: str = "size") -> int:
     raise _refuse(field, value, _SIZE_ACCEPTED)
 
 
+def size_text(nbytes: int) -> str:
+    """A number of bytes for a reader, such as ``"1.5 GiB"``."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{nbytes:,} B" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} TiB"
+
+
+def size_literal(nbytes: int) -> str:
+    """A number of bytes as a config takes it, such as ``"4MiB"``: exact."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10)):
+        if nbytes >= size and nbytes % size == 0:
+            return f"{nbytes // size}{unit}"
+    return f"{nbytes}B"
+
+
+def switched_on(default: bool) -> bool:
+    """What ``EAGER_OFFLOAD`` in the environment says: 1 or 0, true or false, yes or no, on or off.
+
+    Args:
+        default: where it is unset or empty.
+
+    Raises:
+        ConfigError: for another text.
+    """
+    text = os.environ.get(_SWITCH, "").strip().lower()
+    if text and text not in _TRUE + _FALSE:
+        raise ConfigError(f"{_SWITCH}={text!r} is not accepted: it takes {', '.join(_TRUE + _FALSE)}")
+    return text in _TRUE if text else default
+
+
+class OffloadFields(TypedDict, total=False):
+    """The keywords that take a field of :class:`OffloadConfig`."""
+
+    tier: str
+    min_bytes: Size
+    max_inflight_bytes: Size
+    prefetch_bytes: Size
+    keep_last_bytes: Size
+    pin_memory: bool | Auto
+    host_budget: Size
+    disk_budget: Size
+    disk_path: Sequence[PathLike] | PathLike | None
+    verify: bool
+    step_plans: bool | Auto
+    skip: Sequence[str] | str
+    enabled: bool
+
+
 @dataclass(frozen=True)
 class OffloadConfig:
     """How an :class:`~eager_offload.Offload` behaves. Immutable; sizes are stored as bytes.
@@ -64,8 +129,9 @@ class OffloadConfig:
 
     tier: str = "auto"
     """Where saved tensors rest: ``"host"``, ``"disk"``, or ``"auto"``: an accelerator offloads to host memory, and to
-    disk once ``host_budget`` is used up if ``disk_path`` is given; a CPU device to disk. ``"host"`` on a CPU device
-    copies within host memory: it saves nothing and exists for tests."""
+    disk once ``host_budget`` is used up if ``disk_path`` is given; a CPU device to disk, but in a process that has an
+    accelerator only if ``disk_path`` is given: else what is saved on the CPU stays. ``"host"`` on a CPU device copies
+    within host memory: it saves nothing and exists for tests."""
 
     min_bytes: Size = 1 * MIB
     """A saved tensor smaller than this many bytes stays where it is."""
@@ -82,7 +148,8 @@ class OffloadConfig:
     """The newest saved bytes, which stay resident because backward asks for them at once: a delay line of that many
     bytes for each thread that runs forwards, counted outside the in-flight window. ``"auto"`` is ``prefetch_bytes`` in
     a step of which nothing is known; in one that goes like an earlier one, at most that, and only what was asked for
-    sooner than it could have been away and back."""
+    sooner than it could have been away and back. One that goes like an earlier one that saved at most a
+    quarter more than ``prefetch_bytes`` stays as a whole: what moving frees there, reloading takes again."""
 
     pin_memory: bool | Auto = "auto"
     """Whether host buffers are pinned; ``"auto"`` pins them for an accelerator and not for a CPU device."""
@@ -93,8 +160,8 @@ class OffloadConfig:
     memory is only taken while enough is left for others."""
 
     disk_budget: Size = "auto"
-    """Most bytes held on disk; ``"auto"`` takes a share of the free space when it is first needed. Whatever it is, a
-    twentieth of each disk, at most 4 GiB, stays free."""
+    """Most bytes held on disk, for all devices together; ``"auto"`` takes a share of the free space when it is first
+    needed. Whatever it is, a twentieth of each disk, at most 4 GiB, stays free."""
 
     disk_path: Sequence[PathLike] | PathLike | None = None  # a command line takes the first of them that fits
     """A directory for the spill file, or several on disks of their own, over which large tensors are spread. ``None``
@@ -103,6 +170,18 @@ class OffloadConfig:
 
     verify: bool = False
     """Whether what rests on disk is checksummed, and checked on the way back."""
+
+    step_plans: bool | Auto = "auto"
+    """Whether a forward follows what one like it did, checked save by save, in place of deciding anew: ``"auto"`` after
+    3 that are alike, ``True`` after 1, ``False`` never."""
+
+    skip: Sequence[str] | str = ()
+    """Patterns of the names of modules of which nothing moves that they save, such as ``["lm_head", "*.norm"]``: ``*``
+    stands for any text. A pattern that matches no module of the model is an error that lists near names. In a plain
+    loop :meth:`Offload.skip_in <eager_offload.Offload.skip_in>` is given the model, once."""
+
+    enabled: bool = True
+    """``False``: the context does nothing. ``EAGER_OFFLOAD=0`` or ``=1`` in the environment comes before it."""
 
     def __post_init__(self) -> None:
         if self.tier not in _TIERS:
@@ -118,11 +197,14 @@ class OffloadConfig:
                 raise _refuse(
                     field, 0, 'more than 0 bytes, or "auto" (to switch offloading off, leave the context out)'
                 )
-        if not (isinstance(self.pin_memory, bool) or self.pin_memory == "auto"):
-            raise _refuse("pin_memory", self.pin_memory, 'True, False or "auto"')
-        if not isinstance(self.verify, bool):
-            raise _refuse("verify", self.verify, "True or False")
+        for field in ("pin_memory", "step_plans"):
+            if not (isinstance(value := getattr(self, field), bool) or value == "auto"):
+                raise _refuse(field, value, 'True, False or "auto"')
+        for field in ("verify", "enabled"):
+            if not isinstance(getattr(self, field), bool):
+                raise _refuse(field, getattr(self, field), "True or False")
         self._store("disk_path", _paths(self.disk_path))
+        self._store("skip", _patterns(self.skip))
         if self.tier == "host" and self.disk_path is not None:
             raise ConfigError(
                 f'disk_path={self.disk_path} does not go with tier="host", which never writes to disk: '
@@ -136,31 +218,49 @@ class OffloadConfig:
         Raises:
             ConfigError: for a field that does not exist, besides the errors of the constructor.
         """
-        known = [f.name for f in dataclasses.fields(cls)]
         for name in fields:
-            if name not in known:
-                raise ConfigError(f"unknown field {name!r}: accepted are {', '.join(known)}")
+            if name not in FIELDS:
+                raise ConfigError(f"unknown field {name!r}: accepted are {', '.join(FIELDS)}")
         return dataclasses.replace(base or cls(), **fields)
+
+    @classmethod
+    def from_given(cls, config: object, fields: Mapping[str, Any]) -> OffloadConfig:
+        """What a user gives where an ``Offload`` is made, with the ``EAGER_OFFLOAD_<FIELD>`` variables for the rest.
+
+        Args:
+            config: an :class:`OffloadConfig`, beside which no variable is asked; a mapping of fields; or ``None``.
+            fields: more of them, which come before all of that.
+
+        Raises:
+            ConfigError: for anything else, besides the errors of :meth:`from_fields` and :meth:`from_env`.
+        """
+        if isinstance(config, OffloadConfig):
+            return cls.from_fields(fields, config)
+        if config is None or isinstance(config, Mapping):
+            return cls.from_fields({**(config or {}), **fields}, cls.from_env())
+        raise ConfigError(
+            f"config={config!r} is not accepted: config takes an OffloadConfig, a mapping of its fields, or None"
+        )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> OffloadConfig:
         """A config from ``EAGER_OFFLOAD_<FIELD>`` variables, such as ``EAGER_OFFLOAD_MIN_BYTES=4MiB``.
 
-        Several disk paths are separated as in ``PATH``. An unset or empty variable leaves the default.
+        Several disk paths are separated as in ``PATH``, the patterns of ``skip`` by commas. An unset or empty variable
+        leaves the default.
 
         Raises:
             ConfigError: for a variable with the prefix that names no field, or a value that is not accepted.
         """
         environ = os.environ if environ is None else environ
-        known = [f.name for f in dataclasses.fields(cls)]
         fields: dict[str, Any] = {}
         for name, text in environ.items():
             if name.startswith(_ENV_PREFIX) and text:
                 field = name.removeprefix(_ENV_PREFIX).lower()
-                if field not in known:
-                    accepted = ", ".join(_ENV_PREFIX + field.upper() for field in known)
+                if field not in FIELDS:
+                    accepted = ", ".join(_ENV_PREFIX + field.upper() for field in FIELDS)
                     raise ConfigError(f"unknown variable {name}={text!r}: accepted are {accepted}")
-                fields[field] = _from_text(field, text)
+                fields[field] = field_from_text(field, text)
         return cls.from_fields(fields)
 
     @classmethod
@@ -178,12 +278,17 @@ class OffloadConfig:
         """Every field, in the types that YAML and JSON have: sizes in bytes, ``disk_path`` as a list of texts."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         paths = self.disk_paths
-        return fields | {"disk_path": None if paths is None else [os.fspath(path) for path in paths]}
+        texts = None if paths is None else [os.fspath(path) for path in paths]
+        return fields | {"disk_path": texts, "skip": list(self.skip)}
+
+    def changed(self) -> dict[str, Any]:
+        """The fields that are not at their defaults."""
+        fields = {name: getattr(self, name) for name in FIELDS}
+        return {name: value for name, value in fields.items() if value != getattr(_DEFAULTS, name)}
 
     def to_text(self) -> str:
         """The fields that are not at their defaults, as one line that ``from_text`` reads: equal for equal configs."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        given = {name: value for name, value in fields.items() if value != getattr(_DEFAULTS, name)}
+        given = self.changed()
         return json.dumps(given, default=os.fspath, sort_keys=True) if given else ""
 
     @classmethod
@@ -191,12 +296,22 @@ class OffloadConfig:
         """The config that ``to_text`` wrote."""
         return cls(**json.loads(text)) if text else cls()
 
+    def switched(self) -> OffloadConfig:
+        """With ``enabled`` as ``EAGER_OFFLOAD`` in the environment says, if it does."""
+        enabled = switched_on(self.enabled)
+        return self if enabled == self.enabled else dataclasses.replace(self, enabled=enabled)
+
     # What the rest of the library reads: the same values, in one type each.
 
     @property
     def delay_bytes(self) -> int:
         """``keep_last_bytes`` in bytes, with ``"auto"`` worked out."""
         return cast(int, self.prefetch_bytes if self.keep_last_bytes == "auto" else self.keep_last_bytes)
+
+    @property
+    def small_step_bytes(self) -> int:
+        """What a forward may save that stays as a whole once it is known; 0 where the user says what stays."""
+        return self.delay_bytes * 5 // 4 if self.keep_last_bytes == "auto" else 0
 
     @property
     def disk_paths(self) -> tuple[Path, ...] | None:
@@ -239,12 +354,24 @@ def _paths(value: object) -> tuple[Path, ...] | None:
     return tuple(Path(p) for p in listed)
 
 
-def _from_text(field: str, text: str) -> object:
+def _patterns(value: object) -> tuple[str, ...]:
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, Sequence) or not all(isinstance(one, str) and one for one in listed):
+        raise _refuse("skip", value, "the names of modules, or patterns of them, as a list of texts")
+    return tuple(listed)
+
+
+def field_from_text(field: str, text: str) -> object:
+    """The value of a field that is written in a variable or on a command line."""
     if field == "disk_path":
         return text.split(os.pathsep)
-    if field in ("verify", "pin_memory") and text.lower() in _TRUE + _FALSE:
+    if field == "skip":
+        return [one.strip() for one in text.split(",")]
+    if field in ("verify", "pin_memory", "step_plans", "enabled") and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
     return text
 
 
+#: The names of the fields of :class:`OffloadConfig`.
+FIELDS = tuple(field.name for field in dataclasses.fields(OffloadConfig))
 _DEFAULTS = OffloadConfig()

@@ -1,7 +1,9 @@
-"""Every exception that the library raises on purpose."""
+"""Every exception that the library raises on purpose, and the one way in which it warns."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,13 @@ __all__ = [
     "OffloadError",
     "SavedTensorModifiedError",
     "TransferError",
+    "captured",
+    "reentered",
+    "warn",
 ]
+
+#: Whose frames a warning is never about.
+_INNER = {"eager_offload", "torch", "contextlib", "functools", "threading"}
 
 
 class OffloadError(RuntimeError):
@@ -60,3 +68,30 @@ class SavedTensorModifiedError(OffloadError):
     Raised where autograd itself raises when no hooks are installed; installing any saved-tensor
     hook switches autograd's own check off, so this library repeats it.
     """
+
+
+def captured(what: str) -> OffloadError:
+    """What is raised where a stream is being captured into a graph, and ``what`` cannot be a part of it."""
+    return OffloadError(
+        f"{what} while the current stream of the accelerator is being captured into a graph. A replay does not repeat "
+        "what the host does for a transfer, and its events would invalidate the capture. Leave the capture out of "
+        "`with offload:`, or `with offload:` out of the capture"
+    )
+
+
+def reentered() -> OffloadError:
+    """What a thread is told that calls the library in the midst of a call of its own."""
+    return OffloadError(
+        "this was called in the midst of a call of eager_offload on the same thread, where nothing can be begun: by a "
+        "signal handler, a __del__, a callback of the garbage collector or a warnings.showwarning of yours. Nothing "
+        "was done. Have it only note what is to be done, and do that when the call in whose midst it ran is over; "
+        "stats() may be called"
+    )
+
+
+def warn(message: str) -> None:
+    """Warns at the line of the caller's code that led here, past the frames of this library and of torch."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INNER:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"eager_offload: {message}", RuntimeWarning, stacklevel=level)

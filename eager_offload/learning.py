@@ -1,4 +1,4 @@
-"""What one step teaches the next: the order of need, what is asked for too soon, what someone else keeps alive.
+"""What one step teaches the next: the order of need, what is asked for too soon, what the program keeps alive.
 
 Numbers only, like ``schedule.py``: saves are counted from 0 in each forward, sizes are bytes, times are seconds.
 
@@ -14,16 +14,20 @@ time at most, and shapes that change with every step are learnt and forgotten wi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Advice", "Forward", "Lesson", "Lessons", "Link", "Notes", "Rate"]
+from eager_offload.step_plan import StepRecorder
+from eager_offload.tiers.finalizers import FinalizerRecord
+
+__all__ = ["Advice", "Forward", "ForwardRecord", "Lesson", "Lessons", "Link", "Notes"]
 
 #: How many lessons are remembered: the forwards of one step may differ, of a generator and a discriminator say.
 _MOST_LESSONS = 8
-#: A storage that someone else kept alive is taken in every so many forwards, to see whether they still do.
+#: A storage that the program kept alive is taken in every so many forwards, to see whether it still does.
 _LOOK_AGAIN = 16
 #: Saves of one forward: a context that is never left, with a graph that is never whole, would fill the memory.
 _MOST_SAVES = 1 << 16
@@ -38,6 +42,8 @@ class Advice(Enum):
     """It was not asked for before it could have been away and back: it leaves as soon as it is final."""
     STAY = auto()
     """It was asked for sooner than that: as if nothing were known, it stays as long as it is among the newest bytes."""
+    FITS = auto()
+    """Its forward saves hardly more than what may stay anyway: all of it stays, as long as there is room."""
     ALIVE = auto()
     """Its original was still alive when it was asked for, so that moving it frees nothing."""
 
@@ -47,16 +53,19 @@ class Notes:
     """What happened to one forward's saves; lists are by number of save."""
 
     sizes: list[int] = field(default_factory=list)
-    #: The save that took the storage; its own number for one that did, -1 where an earlier forward did.
+    #: The first save of the storage in this forward, whether or not it was taken anew since; its own number for that
+    #: one, -1 for one that shares what an earlier forward took.
     owners: list[int] = field(default_factory=list)
     #: When it was packed; seconds.
     packed_at: list[float] = field(default_factory=list)
     #: Bytes that were on their way out before it.
     ahead: list[int] = field(default_factory=list)
+    #: How many there were when the first one was asked for.
+    before_backward: int = 0
     #: When each save was first asked for, in that order; seconds.
     asked_at: dict[int, float] = field(default_factory=dict)
     #: Those that took a storage whose original was alive when it was asked for, or would have: for how many forwards
-    #: nobody has looked.
+    #: it was not looked at.
     alive: dict[int, int] = field(default_factory=dict)
 
 
@@ -72,50 +81,31 @@ class Link:
         return (ahead + nbytes) / self.out + nbytes / self.back
 
 
-class Rate:
-    """What transfers in one direction have reached together."""
-
-    __slots__ = ("_seconds", "_timed", "nbytes")
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._timed = 0
-        self._seconds = 0.0
-
-    def add(self, nbytes: int, seconds: float | None) -> None:
-        """A transfer that is over; ``None`` where nobody knows how long it took."""
-        self.nbytes += nbytes
-        if seconds is not None:
-            self._timed += nbytes
-            self._seconds += seconds
-
-    @property
-    def value(self) -> float | None:
-        """Bytes a second; ``None`` where none of them could be timed."""
-        return self._timed / self._seconds if self._seconds else None
-
-
 class Lesson:
     """What follows from the notes of a forward whose graph is gone."""
 
-    def __init__(self, notes: Notes, link: Link | None) -> None:
+    def __init__(self, notes: Notes, link: Link | None, room: int = 0, times: int = 1) -> None:
+        #: How many forwards were like it.
+        self.times = times
         self.sizes = notes.sizes
         self.owners = notes.owners
+        #: Saves of storages that the program keeps alive.
         self.alive = notes.alive
-        self.advice = _advice(notes, link)
+        self.advice = _advice(notes, link, room)
+        #: The last save before backward of each storage that is saved more than once, by the first one.
+        owners = notes.owners[: notes.before_backward]
+        self.last_saves = {owner: number for number, owner in enumerate(owners) if owner != number}
         #: The saves that are to be asked for, in that order.
-        self.order = [number for number in notes.asked_at if not self.keeps(number)]
+        self.order = [number for number in notes.asked_at if notes.owners[number] not in notes.alive]
 
     def fits(self, number: int, nbytes: int, owner: int) -> bool:
         """Whether save ``number`` of a forward is as it was in the one that this was learnt from."""
         return number < len(self.sizes) and self.sizes[number] == nbytes and self.owners[number] == owner
 
-    def keeps(self, number: int) -> bool:
-        """Whether the storage of save ``number`` is one that someone else keeps alive."""
-        return self.owners[number] in self.alive
 
-
-def _advice(notes: Notes, link: Link | None) -> list[Advice]:
+def _advice(notes: Notes, link: Link | None, room: int) -> list[Advice]:
+    taken = [number for number, owner in enumerate(notes.owners) if owner == number and number not in notes.alive]
+    fits = sum(notes.sizes[number] for number in taken) <= room
     first_asked: dict[int, float] = {}
     for number, seconds in notes.asked_at.items():
         first_asked.setdefault(notes.owners[number], seconds)
@@ -124,6 +114,8 @@ def _advice(notes: Notes, link: Link | None) -> list[Advice]:
         asked = first_asked.get(number)
         if number in notes.alive:
             found.append(Advice.ALIVE)
+        elif fits:
+            found.append(Advice.FITS)
         elif link is None:
             found.append(Advice.UNKNOWN)
         elif asked is None or asked - notes.packed_at[number] >= link.round_trip(nbytes, notes.ahead[number]):
@@ -134,9 +126,14 @@ def _advice(notes: Notes, link: Link | None) -> list[Advice]:
 
 
 class Lessons:
-    """The lessons of one device, the latest last. Whoever uses them holds the lane's lock."""
+    """The lessons of one device, the latest last. Callers hold the offloader's lock.
 
-    def __init__(self) -> None:
+    Args:
+        room: bytes; a forward that saves no more is left where it is.
+    """
+
+    def __init__(self, room: int = 0) -> None:
+        self.room = room
         self._lessons: list[Lesson] = []
 
     def __len__(self) -> int:
@@ -150,8 +147,19 @@ class Lessons:
         """
         if not notes.asked_at and not notes.alive:
             return  # a graph that was dropped: nothing was asked for, and nothing follows from that
-        others = [old for old in self._lessons if old.sizes != notes.sizes or old.owners != notes.owners]
-        self._lessons = [*others, Lesson(notes, link)][-_MOST_LESSONS:]
+        alike = [old for old in self._lessons if old.sizes == notes.sizes and old.owners == notes.owners]
+        others = [old for old in self._lessons if old not in alike]
+        times = 1 + sum(old.times for old in alike)
+        self._lessons = [*others, Lesson(notes, link, self.room, times)][-_MOST_LESSONS:]
+
+    def most_alike(self) -> int:
+        """How many forwards there were of the kind that was most frequent."""
+        return max((lesson.times for lesson in self._lessons), default=0)
+
+    def forget_how_many(self) -> None:
+        """Counts anew how many forwards are alike."""
+        for lesson in self._lessons:
+            lesson.times = 0
 
     def all(self) -> list[Lesson]:
         """Every lesson that a forward may turn out to fit, the latest first."""
@@ -159,33 +167,48 @@ class Lessons:
 
 
 class Kept(NamedTuple):
-    """A storage that stays because someone else keeps it alive, and the save that it is."""
+    """A storage that stays because the program keeps it alive, and the save that it is."""
 
     storage: Callable[[], object]
     number: int
 
 
+class ForwardRecord(FinalizerRecord["Forward"]):
+    """A weak reference to a forward, and what that leaves behind."""
+
+    __slots__ = ("notes", "recorder", "saves")
+    notes: Notes
+    recorder: StepRecorder | None
+    #: The saved tensors of its device, which learn from it; weak, since they hold the record.
+    saves: weakref.ref[Any]
+
+    def on_finalized(self) -> None:
+        """Its thread has begun another one, and its graph is gone."""
+        if (saves := self.saves()) is not None:
+            saves.learn(self)
+
+
 class Forward:
     """One forward of one thread on one device: the notes that are taken of it, and the lesson that it follows.
 
-    Its thread holds it until the next forward begins, and so do the handles of its graph. When the last one goes, the
-    notes go to ``leave``, in a finalizer: it may append to a deque, and nothing else.
+    Its thread holds it until the next forward begins, and so do the handles of its graph.
     """
 
     __slots__ = (
+        "__weakref__",
         "_handles",
         "_in_order",
-        "_leave",
         "_lessons",
         "_rank",
         "_school",
         "kept",
         "notes",
         "positions",
+        "recorder",
         "sequence",
     )
 
-    def __init__(self, sequence: int, lessons: Lessons, leave: Callable[[Notes], object]) -> None:
+    def __init__(self, sequence: int, lessons: Lessons) -> None:
         #: Names it in the prefetch order.
         self.sequence = sequence
         self.notes = Notes()
@@ -193,19 +216,13 @@ class Forward:
         self.positions: list[int] = []
         #: Storages that stay although they could move, by name, for further saves of them.
         self.kept: dict[Hashable, Kept] = {}
-        self._leave = leave
+        #: Writes down what becomes of its saves, where that may be followed.
+        self.recorder: StepRecorder | None = None
         self._school = lessons
         self._lessons: list[Lesson] = []  # those that it may still turn out to fit
         self._handles = 0
         self._rank = 0
         self._in_order: Lesson | None = None  # the one in whose order backward goes
-
-    def __del__(self) -> None:
-        try:
-            leave = self._leave
-        except AttributeError:  # `__init__` was interrupted
-            return
-        leave(self.notes)
 
     @property
     def is_over(self) -> bool:
@@ -226,8 +243,8 @@ class Forward:
 
         Args:
             nbytes: of the storage's footprint.
-            owner: the number of the save that took its storage, -1 if that was in another forward, ``None`` if this
-                one has to.
+            owner: the number of the first save of its storage, -1 if it shares what was taken in another forward,
+                ``None`` if it is the first.
             seconds: the time.
             ahead: bytes that are on their way out.
         """
@@ -248,10 +265,19 @@ class Forward:
         lesson = self._lessons[0]
         if lesson.advice[number] is Advice.ALIVE:
             unseen = lesson.alive[number] + 1
-            if unseen == _LOOK_AGAIN:
+            if unseen == _LOOK_AGAIN or (self.recorder is not None and self.recorder.looks_again):
                 return Advice.UNKNOWN
             notes.alive[number] = unseen
         return lesson.advice[number]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a lesson is followed."""
+        return bool(self._lessons)
+
+    def last_save(self, number: int) -> int | None:
+        """The last save to come of the storage that save ``number`` is the first of, as far as is known."""
+        return self._lessons[0].last_saves.get(number) if self._lessons else None
 
     def taken(self, number: int) -> None:
         """Save ``number`` has taken its storage against the advice: whether that lives will be seen."""
@@ -265,10 +291,11 @@ class Forward:
         first = not notes.asked_at
         notes.asked_at[number] = seconds
         if first:  # more may be saved later, so what is followed now is noted apart from what still fits
+            notes.before_backward = len(notes.sizes)
             fitting = [lesson for lesson in self._lessons if len(lesson.sizes) == len(notes.sizes)]
             self._in_order = fitting[0] if fitting else None
         lesson = self._in_order
-        if lesson is None or number >= len(lesson.sizes) or lesson.keeps(number):
+        if lesson is None or number >= len(lesson.sizes) or lesson.owners[number] in lesson.alive:
             return None
         order, rank = lesson.order, self._rank
         self._rank += 1

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 from eager_offload.config import parse_size
 
-__all__ = ["release_freed_memory"]
+__all__ = ["keeps_freed_memory", "release_freed_memory"]
 
 # From <malloc.h>.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 _INT_MAX = (1 << 31) - 1
+
+#: In the environment, what replaces glibc's allocator or sets its thresholds.
+_OTHERWISE = ("LD_PRELOAD", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+#: Whether ``release_freed_memory`` was called, and taken.
+_is_released = False
 
 
 def release_freed_memory(threshold: int | str = 1 << 20) -> bool:
@@ -38,4 +44,16 @@ def release_freed_memory(threshold: int | str = 1 << 20) -> bool:
         return False
     mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
     mallopt.restype = ctypes.c_int
-    return bool(mallopt(_M_MMAP_THRESHOLD, nbytes)) and bool(mallopt(_M_TRIM_THRESHOLD, nbytes))
+    global _is_released
+    _is_released = bool(mallopt(_M_MMAP_THRESHOLD, nbytes)) and bool(mallopt(_M_TRIM_THRESHOLD, nbytes))
+    return _is_released
+
+
+def keeps_freed_memory() -> bool:
+    """Whether freed blocks stay with this process, as far as is known: glibc allocates, with thresholds of its own."""
+    if _is_released or any(os.environ.get(name) for name in _OTHERWISE):
+        return False
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+    except (AttributeError, ValueError, OSError):  # of another C library, or another system
+        return False

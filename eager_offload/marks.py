@@ -3,7 +3,7 @@
 [Note: traced marks]
 What a compiler traces has no bytes, but it has storages, and the values of a graph that share memory share one. So a
 mark in compiled code is an operator that does its work while it is traced: it marks the storage that stands for the
-tensor, where whoever chooses what moves in that graph will look. When the graph runs it does nothing. A region is an
+tensor, where the pass that chooses what moves in that graph looks. When the graph runs it does nothing. A region is an
 annotation, which tracers write on every node that is made inside, and on its backward.
 
 Compilers that keep what they made on disk find it by the operators of a graph, and not by annotations. So an operator
@@ -13,22 +13,22 @@ stands where a region begins, and one where it ends. They fall apart into nothin
 from __future__ import annotations
 
 import threading
-import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from enum import Enum
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx.traceback import annotate
 from torch.library import register_fake
 
-from eager_offload._torch import is_wrapper, keep_side_effects, library, weak_storage
+from eager_offload._torch import is_wrapper, keep_side_effects, library, storage_key
 from eager_offload.errors import OffloadError
 from eager_offload.selection import plain_tensors
-from eager_offload.tiers.forking import ForkSafeLock
+from eager_offload.tiers.finalizers import FinalizerRecord
 
 __all__ = [
     "REGION_NOTE",
@@ -53,10 +53,11 @@ class Mark(Enum):
     PREFER = "prefer"
 
 
-class _Marked(NamedTuple):
-    """A mark, and the storage that it is on; the address that it is found by proves nothing."""
+class _Marked(FinalizerRecord[torch.UntypedStorage]):
+    """A weak reference to a storage and the mark that is on it; the address that it is found by proves nothing."""
 
-    storage: weakref.ref[torch.UntypedStorage]
+    __slots__ = ("address", "mark")
+    address: int
     mark: Mark
 
 
@@ -68,8 +69,9 @@ class _Region(threading.local):
 REGION_NOTE = "eager_offload_keeps"
 
 _region = _Region()
+# Without a lock: each is changed by single operations, which no other thread comes between.
 _marks: dict[int, _Marked] = {}
-_marks_lock = ForkSafeLock()
+_gone: deque[FinalizerRecord[torch.UntypedStorage]] = deque()
 
 
 class Region(ContextDecorator):
@@ -139,19 +141,32 @@ def prefer_offload(tensor: T) -> T:
 
 def mark_of(storage: torch.UntypedStorage) -> Mark | None:
     """The mark on ``storage``."""
-    marked = _marks.get(storage._cdata)
-    return None if marked is None or marked.storage() is not storage else marked.mark
+    marked = _marks.get(storage_key(storage))
+    return None if marked is None or marked() is not storage else marked.mark
 
 
 def clear_mark(storage: torch.UntypedStorage) -> None:
     """Ends a mark: the storage's copy has started."""
-    with _marks_lock.lock:
-        _marks.pop(storage._cdata, None)
+    _marks.pop(storage_key(storage), None)
 
 
 def any_marks() -> bool:
     """Whether there is any mark at all: the common case is none, and then no storage has to be looked up."""
+    if _gone:
+        _forget_gone()
     return bool(_marks)
+
+
+def _forget_gone() -> None:
+    """Ends the marks of storages that have gone."""
+    while _gone:
+        try:
+            gone = _gone.popleft()
+        except IndexError:  # another thread was faster
+            return
+        assert isinstance(gone, _Marked)
+        if _marks.get(gone.address) is gone:  # else the address has a new owner, or the mark has ended
+            _marks.pop(gone.address, None)
 
 
 def _mark(tensor: T, mark: Mark) -> T:
@@ -174,10 +189,11 @@ def _mark_storage(tensor: Tensor, mark: Mark) -> None:
             f"a {tensor.layout} tensor of type {type(tensor).__name__} has no storage that could be marked: "
             "mark the plain tensors that it is made of"
         ) from error
-    with _marks_lock.lock:
-        for key in [key for key, marked in _marks.items() if marked.storage() is None]:
-            del _marks[key]
-        _marks[storage._cdata] = _Marked(weak_storage(storage), mark)
+    if _gone:
+        _forget_gone()
+    marked = _Marked(storage, _gone.append)
+    marked.address, marked.mark = storage_key(storage), mark
+    _marks[marked.address] = marked
 
 
 # -- see [Note: traced marks] -----------------------------------------------------------------------------------------

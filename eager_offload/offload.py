@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import copy
 import os
-import threading
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias, Unpack
 
 import torch
 from torch import Tensor
 
 from eager_offload import active
-from eager_offload._torch import autograd_sequence, compiler_asks_hooks, compiler_is_loaded, has_compiled, top_pack_hook
+from eager_offload._torch import (
+    allow_hooks_again,
+    autograd_sequence,
+    compiler_is_loaded,
+    has_compiled,
+    unseen,
+)
 from eager_offload.compile.hooks import hook_pair
-from eager_offload.config import OffloadConfig
+from eager_offload.config import OffloadConfig, OffloadFields, size_literal, size_text
 from eager_offload.eager import checkpointing, foreign
-from eager_offload.eager.hooks import Hooks, Session, unpack
-from eager_offload.eager.lanes import Lanes
-from eager_offload.errors import ConfigError, OffloadError
+from eager_offload.eager.hooks import Hooks
+from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.offloaders import Offloaders
+from eager_offload.errors import ConfigError, OffloadError, captured, reentered, warn
+from eager_offload.nothing_moved import why
 from eager_offload.observe.tracing import Tracing
 from eager_offload.runtime.base import Runtime
-from eager_offload.stats import Accounts, OffloadStats
+from eager_offload.skipping import SkippedModules
+from eager_offload.stats import Accounts, KeepReason, OffloadStats
+from eager_offload.step_plan import StepPlan
 from eager_offload.tiers.base import Tier
-from eager_offload.transfers import Transfers
+from eager_offload.tiers.forking import can_begin_nothing
 
 __all__ = ["Offload"]
+
+#: How many forwards a plain loop runs before it is looked at whether anything moved.
+_LOOKED_AT = 3
+#: Of an object, what the library has not put there: its attributes, and what its slots hold.
+_Added: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
 
 class Offload:
@@ -43,12 +57,22 @@ class Offload:
         loss.backward()
         print(offload.stats())
 
+    A copy, a deep copy or a pickle of it, or of a module that holds one, is a new object of the same configuration: in
+    no ``with``, with counters of its own, and with tiers of its own, which it opens when it first moves something. A
+    copy has the same ``runtime`` and ``around_tier``; a pickle takes the latter along and cannot be made with the
+    former. Attributes that a subclass or a user has added go along as they do with any object; ``__init__`` does not
+    run.
+
     Args:
-        config: an :class:`OffloadConfig`; the defaults where it is left out.
+        config: an :class:`OffloadConfig`, beside which no variable is asked; or a mapping of its fields, as from a
+            file. What neither this nor ``fields`` give, the ``EAGER_OFFLOAD_<FIELD>`` variables do, else the defaults.
+            ``EAGER_OFFLOAD=0`` makes the context do nothing, ``=1`` does away with ``enabled=False``.
+        plan: what the first forward follows, as :meth:`step_plan` has returned it for a like one. Where it does not
+            fit, a warning says so, once, and that forward is decided as any first one. A copy of this object has none.
         runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For proof and planning with
-            ``eager_offload.runtime.simulated``; training leaves it out.
+            ``eager_offload.simulation.simulated``; training leaves it out.
         around_tier: stands something in front of each tier that is opened, such as the token bucket of
-            ``eager_offload.tiers.throttle``. For benchmarks and tests; training leaves it out.
+            ``benchmarks.throttle``. For benchmarks and tests; training leaves it out.
         **fields: fields of :class:`OffloadConfig`, in place of those of ``config``.
 
     Raises:
@@ -57,66 +81,173 @@ class Offload:
 
     def __init__(
         self,
-        config: OffloadConfig | None = None,
+        config: OffloadConfig | Mapping[str, Any] | None = None,
         *,
+        plan: StepPlan | None = None,
         runtime: Runtime | None = None,
         around_tier: Callable[[Tier], Tier] | None = None,
-        **fields: Any,
+        **fields: Unpack[OffloadFields],
     ) -> None:
-        if config is not None and not isinstance(config, OffloadConfig):
-            raise ConfigError(f"config={config!r} is not accepted: config takes an OffloadConfig or None")
-        self.config = OffloadConfig.from_fields(fields, config)
+        self._begin(OffloadConfig.from_given(config, fields), runtime, around_tier)
+        if plan is not None:
+            if self.config.step_plans is False:
+                raise ConfigError(
+                    "plan=... does not go with step_plans=False, which follows none: leave one of them out"
+                )
+            plan.check()
+            self._hooks.given = plan
+        if self.config.enabled:
+            with unseen():
+                self._offloaders.open_what_is_named()
+
+    def _begin(
+        self, config: OffloadConfig, runtime: Runtime | None, around_tier: Callable[[Tier], Tier] | None
+    ) -> None:
+        #: What is in force: the switch of the environment comes before the field.
+        self.config = config.switched()
         #: Names the configuration in graphs.
         self.config_text = self.config.to_text()
         self._accounts = Accounts()
-        self._lanes = Lanes(self.config, self._accounts, runtime, around_tier)
-        self._session = Session()
-        self._contexts = _Contexts()
-        self._hooks = Hooks(self.config.size("min_bytes"), self._accounts, self._lanes.of, self._session)
+        self._offloaders = Offloaders(self.config, self._accounts, runtime, around_tier)
+        self._hooks = Hooks(self.config, self._accounts, self._offloaders)
         #: What the saved-tensor hooks of eager code do with a tensor.
         self.pack: Callable[[Tensor], object] = self._hooks.pack
         # Here and not in `with`: torch makes a graph module with a cycle that holds the frames of its callers.
         self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_text)
         self._serves_compiled_code = False
-        self._told: set[str] = set()
+        #: What was warned of.
+        self._warned: set[str] = set()
+        self._skipped = SkippedModules()
+        #: Outermost contexts in which something was saved, or hidden.
+        self._forwards = 0
+
+    # -- copies: new objects of the same configuration --------------------------------------------------------------
+
+    def __copy__(self) -> Self:
+        copied = self._another()
+        copied._skipped = copy.copy(self._skipped)
+        copied._add(self._added(copied))
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo[id(self)] = self._another()
+        copied._skipped = copy.deepcopy(self._skipped, memo)
+        copied._add(copy.deepcopy(self._added(copied), memo))
+        return copied
+
+    def __getstate__(self) -> tuple[OffloadConfig, Callable[[Tier], Tier] | None, SkippedModules, _Added]:
+        if self._offloaders.given_runtime is not None:
+            raise OffloadError(
+                f"an Offload with a runtime of its own ({type(self._offloaders.given_runtime).__name__}) cannot be "
+                "pickled, since that belongs to this process: pickle its config, and make one from that"
+            )
+        return self.config, self._offloaders.around_tier, self._skipped, self._added(self._another())
+
+    def __setstate__(self, state: tuple[OffloadConfig, Callable[[Tier], Tier] | None, SkippedModules, _Added]) -> None:
+        config, around_tier, skipped, added = state
+        self._begin(config, None, around_tier)
+        self._skipped = skipped
+        self._add(added)
+
+    def _another(self) -> Self:
+        """A new object of the same class and configuration. No ``__init__`` runs: a subclass's may want more."""
+        another = object.__new__(type(self))
+        another._begin(self.config, self._offloaders.given_runtime, self._offloaders.around_tier)
+        return another
+
+    def _added(self, another: Self) -> _Added:
+        """The attributes and slots that this object has and ``another`` one, fresh, has not: a subclass's, a user's."""
+        state: Any = object.__getstate__(self)
+        attributes, slots = state if isinstance(state, tuple) else (state, {})
+        return {name: value for name, value in attributes.items() if name not in vars(another)}, slots
+
+    def _add(self, added: _Added) -> None:
+        attributes, slots = added
+        vars(self).update(attributes)
+        for name, value in slots.items():
+            object.__setattr__(self, name, value)
 
     # -- around forward -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        if not self.config.enabled:
+            return self
+        if self.config.skip and not self._skipped.begin():
+            raise ConfigError(
+                f"skip={list(self.config.skip)} needs the names of a model's modules: call offload.skip_in(model) "
+                "once, before the first `with offload:`"
+            )
+        self.refuse_reentry()
+        if self._offloaders.is_capturing():
+            raise captured("an Offload was entered")
         if not self._serves_compiled_code and compiler_is_loaded():
             self._prepare_for_compiled_code()
         checkpointing.install()
-        context, stack = _Context(self), self._contexts.stack
+        context = _Context(self)
         try:
-            active.entered(self)
             context.__enter__()
-            stack.append(context)
         except BaseException:
-            context.leave()
-            active.left(self)
-            if context in stack:
-                stack.remove(context)
+            context.give_up()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stack = self._contexts.stack
-        if not stack:
-            raise OffloadError("this Offload is left in a thread that did not enter it: use one `with` for both")
-        context = stack[-1]
+        if not self.config.enabled:
+            return
+        contexts = active.thread.contexts
+        # No call until `try`, where interrupts are seen to: contexts that nest are the rule.
+        context = contexts[-1] if contexts and contexts[-1].offload is self else self._innermost()
+        if context is None:
+            raise OffloadError(
+                "this Offload is left in a thread that did not enter it, or that has left it already: use one `with` "
+                "for both"
+            )
         try:
-            del stack[-1]
             context.__exit__(kind, error, trace)
         finally:
-            context.leave()
-            active.left(self)
+            context.give_up()
+
+    def skip_in(self, model: torch.nn.Module) -> None:
+        """From now on nothing moves that modules of ``model`` save whose names match ``skip``; kept as ``region``.
+
+        The integrations and :meth:`compile` call it by themselves. A second call for the same model changes nothing.
+        :meth:`close` puts the modules back.
+
+        A copy or a pickle of the model has a part in it where this object is copied or pickled with it: its copy does
+        the same there. A copy of this object alone skips the same modules; unpickled alone, it is to be told anew.
+
+        Raises:
+            ConfigError: a pattern matches no module of ``model``; the text lists near names.
+        """
+        if self.config.enabled and self.config.skip:
+            self._skipped.add(model, self.config.skip)
+
+    def refuse_reentry(self) -> None:
+        """See [Note: reentry] in ``tiers/forking.py``.
+
+        Raises:
+            OffloadError: the calling thread is in the midst of a call of the library.
+        """
+        if self._is_reentered():
+            raise reentered()
+
+    def _is_reentered(self) -> bool:
+        return self._accounts.is_held() or can_begin_nothing()
+
+    def _innermost(self) -> active.Context | None:
+        """The innermost ``with`` of this object that the calling thread is in."""
+        for context in reversed(active.thread.contexts):
+            if context.offload is self:
+                return context
+        return None
 
     def compile(self, model: Callable[..., Any], **torch_compile_kwargs: Any) -> Callable[..., Any]:
         """``torch.compile(model, **torch_compile_kwargs)``, which offloads inside of the compiled graphs.
 
-        Every call runs in a ``with`` of this object. Passes of your own in ``options`` stay in force.
+        Every call runs in a ``with`` of this object. Passes of your own in ``options`` stay in force. A module that
+        this returns has this object as ``eager_offload``; a copy of the module, or a pickle, has a copy of it there.
 
         Args:
             model: a module or a function.
@@ -130,27 +261,37 @@ class Offload:
                 'backend="eager_offload" is not accepted here, since it has a configuration of its own: leave it out, '
                 'or call torch.compile(model, backend="eager_offload", options={...})'
             )
-        from eager_offload.compile.inductor import install, with_passes
+        if self.config.enabled:
+            from eager_offload.compile.inductor import install, with_passes
 
-        install()
-        if options := torch_compile_kwargs.get("options"):
-            torch_compile_kwargs["options"] = with_passes(options)
+            install()
+            if options := torch_compile_kwargs.get("options"):
+                torch_compile_kwargs["options"] = with_passes(options)
+        if isinstance(model, torch.nn.Module):
+            self.skip_in(model)
         compiled = torch.compile(model, **torch_compile_kwargs)
         if isinstance(compiled, torch.nn.Module):
-            compiled.forward = self._around(compiled.forward)
-            return compiled
-        return self._around(compiled)
+            from eager_offload.compile.modules import serve
+
+            return serve(compiled, self)
+        return self.around(compiled)
 
     @classmethod
-    def serving(cls, config: OffloadConfig | None = None, **fields: Any) -> Offload:
+    def serving(
+        cls, config: OffloadConfig | Mapping[str, Any] | None = None, **fields: Unpack[OffloadFields]
+    ) -> Offload:
         """The one that serves code compiled with ``backend="eager_offload"`` and these options, on this thread.
 
         That is the innermost of an equal configuration whose ``with`` the thread is in; outside of one, the process's
         own, which lives as long as the process does unless it is closed.
         """
-        return active.serving(OffloadConfig.from_fields(fields, config).to_text())
+        found = active.serving(OffloadConfig.from_given(config, fields).to_text())
+        assert isinstance(found, Offload)
+        return found
 
-    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that does ``call`` in a ``with`` of this object."""
+
         @wraps(call)
         def around(*arguments: Any, **named: Any) -> Any:
             with self:
@@ -158,31 +299,58 @@ class Offload:
 
         return around
 
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={_shown(value)!r}" for name, value in self.config.changed().items())
+        counted = self._accounts.counters
+        moved = f"{size_text(counted.offloaded_bytes)} offloaded of {size_text(counted.saved_bytes)} saved"
+        return f"<{type(self).__name__}({given}): {moved if counted.saved_tensors else 'nothing saved yet'}>"
+
     # -- what it did ----------------------------------------------------------------------------------------------
 
     def stats(self, synchronize: bool = False) -> OffloadStats:
         """A snapshot of the counters.
 
+        A signal handler, a ``__del__`` or a callback of the garbage collector may ask for it too. Where it interrupts
+        the library itself on the same thread, or while the current stream is being captured into a graph, it is given
+        the counters as they are: what has arrived since the last save or unpack is not looked for, nor waited for.
+
         Args:
             synchronize: first wait until nothing is on its way, so that every figure is final.
         """
-        with self._accounts.lock:
-            for lane in self._lanes.all():
-                if synchronize:
-                    lane.synchronize()
-                else:
-                    lane.settle()
-            self._lanes.snapshot_peaks()
-            return self._accounts.tally.snapshot(self.config)
+        if self._is_reentered() or self._offloaders.is_capturing():
+            return self._accounts.counters.snapshot(self.config)
+        with unseen():
+            if synchronize:
+                for offloader in self._offloaders.all():
+                    offloader.synchronize()
+            with self._accounts.lock:
+                self._offloaders.poll()
+                self._offloaders.snapshot_peaks()
+                return self._accounts.counters.snapshot(self.config)
+
+    def step_plan(self, device: torch.device | str | None = None) -> StepPlan | None:
+        """What the last step that was followed did, as numbers; ``None`` where none was. ``print`` shows it as a table.
+
+        Its ``save`` writes it to a file, and ``StepPlan.load`` reads it.
+
+        Args:
+            device: whose saved tensors; ``None``: those of the device of which a step was followed.
+        """
+        return self._hooks.followed(None if device is None else torch.device(device))
 
     def reset_stats(self) -> None:
-        """Starts every counter anew. What was saved before is not counted any more."""
-        with self._accounts.lock:
-            for lane in self._lanes.all():
-                lane.settle()
-            self._lanes.new_tally()
-            if self._contexts.stack or any(any(lane.census()) for lane in self._lanes.all()):
-                self._accounts.tally.begin()  # a step goes on
+        """Starts every counter anew. What was saved before is not counted any more.
+
+        Raises:
+            OffloadError: a signal handler, or the like, calls it in the midst of a call of the library.
+        """
+        self.refuse_reentry()
+        with unseen(), self._accounts.lock:
+            self._offloaders.poll()
+            self._offloaders.restart_counters()
+            self._forwards = 0
+            if self._innermost() is not None or any(any(offloader.census()) for offloader in self._offloaders.all()):
+                self._accounts.counters.begin()  # a step goes on
 
     def trace(self, path: str | os.PathLike[str]) -> Tracing:
         """A context manager that writes a trace of what runs inside to ``path``, for https://ui.perfetto.dev.
@@ -190,14 +358,15 @@ class Offload:
             with offload.trace("step.json"):
                 train_one_step()
 
-        It shows forward and backward by module, every offload, reload, prefetch, stall and demotion, and the bytes of
+        It shows forward and backward by module, every offload, reload, prefetch, stall and fallback, and the bytes of
         saved tensors by where they are, beside those that autograd would hold otherwise. For a few steps: a trace takes
         memory for each saved tensor. It begins and ends by waiting for all transfers; in between it does not wait. The
-        file appears when it is left, with an exception too. What is compiled for the first time inside is compiled
-        again when it is called outside.
+        file appears when it is left, with an exception too; where nothing ran, a warning comes in its place. What is
+        compiled for the first time inside is compiled again when it is called outside.
 
         Args:
-            path: a file, which is replaced if it exists, in a directory that exists.
+            path: a file in a directory that exists. One that exists is replaced and keeps its mode; of a link, the
+                target is written; a device or a pipe is written to.
 
         Raises:
             ConfigError: at once, if the file could not be written there.
@@ -211,126 +380,189 @@ class Offload:
 
         Graphs that are still alive keep what they need until they go. Using the object again opens it again. What is
         not closed is given back when the object is garbage collected, and at the end of the process.
-        """
-        with self._accounts.lock:
-            self._session = self._hooks.session = Session()
-        self._lanes.close()
 
-    def transfers_of(self, device: torch.device) -> Transfers:
-        """Who carries out what compiled code asks for on ``device``.
+        Raises:
+            OffloadError: a signal handler, or the like, calls it in the midst of a call of the library.
+        """
+        self.refuse_reentry()
+        with self._accounts.lock:
+            self._hooks.restart()
+        self._offloaders.close()
+        self._skipped.end()
+        if self._forwards and self._innermost() is None:
+            self.warn_if_nothing_moved()
+
+    def offloader_of(self, device: torch.device) -> DeviceOffloader:
+        """What carries out the transfers that compiled code asks for on ``device``.
 
         Raises:
             OffloadError: nothing can be moved off such a device here.
         """
-        lane = self._lanes.of(device)
-        if lane is None:
+        if self._innermost() is None:  # of code that is run outside of every `with`
+            self.replace_crashed()
+        offloader = self._offloaders.of(device)
+        if offloader is KeepReason.REGION:
+            raise captured("compiled code that offloads was called")
+        if isinstance(offloader, KeepReason):
             raise OffloadError(
-                f"a graph was compiled to offload from {device}, which this process cannot: it offloads from the CPU "
-                "and from the accelerator that torch.accelerator.current_accelerator() names"
+                f"a graph was compiled to offload from {device}, which this process cannot: it offloads from the "
+                "accelerator that torch.accelerator.current_accelerator() names, and from the CPU where there is none "
+                "or a disk_path or a tier is given"
             )
-        return lane.transfers
+        return offloader
+
+    def replace_crashed(self) -> None:
+        """Has new offloaders made in place of those that an interrupt has crashed."""
+        self._offloaders.drop_crashed()
+        self._hooks.drop_crashed()
+
+    def count_kept(self, region: str) -> None:
+        """Counts what a compiled graph keeps that moves nothing, given as ``reason=bytes,...``."""
+        with self._accounts.lock:
+            self._accounts.counters.kept_by_graph(region)
 
     def _prepare_for_compiled_code(self) -> None:
         """Has compilers put transfers into their graphs, or says that they cannot."""
         self._serves_compiled_code = True
         try:
-            from eager_offload.compile.inductor import install
+            from eager_offload.compile import aot_hooks, inductor
 
-            install()
-            asks = compiler_asks_hooks()
+            inductor.install()
+            installed = aot_hooks.install()
         except (ImportError, AttributeError):  # names of torch that are private, and gone
-            asks = False
-        if not asks:
+            installed = False
+        if not installed:
             # Any other hooks: AOTAutograd leaves these to autograd, which calls them for what a graph saves.
-            self._hook_pair = self.pack, unpack
+            self._hook_pair = self.pack, active.unpack
             with self._accounts.lock:
-                self._accounts.tally.demote("uncompiled")
-            self._tell_once(
+                self._accounts.counters.demote("uncompiled")
+            self._warn_once(
                 "uncompiled",
                 f"torch {torch.__version__} does not let saved-tensor hooks into compiled graphs as this version of "
                 "eager_offload knows it: what a graph saves leaves when all of the graph has run. Gradients are the "
                 "same; peak memory is not. Upgrade eager_offload, or use a torch that its README lists",
             )
 
-    def _saw_foreign_hooks(self) -> None:
+    def saw_foreign_hooks(self) -> None:
+        """Other hooks were entered inside the innermost context of the calling thread, which is one of this object."""
         with self._accounts.lock:
-            self._accounts.tally.foreign_hooks += 1
-        self._tell_once(
+            self._accounts.counters.foreign_hooks += 1
+        self._warn_once(
             "foreign",
             "other saved-tensor hooks were entered inside this context and hide from it what is saved there. Enter "
             "this context inside theirs, or leave one of the two out",
         )
 
-    def _tell_once(self, what: str, message: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            warnings.warn(f"eager_offload: {message}", RuntimeWarning, stacklevel=4)
+    def warn_if_nothing_moved(self, moved_before: int = 0) -> None:
+        """Warns, once, if forwards were run and nothing of them was offloaded, and says why.
+
+        A plain loop is looked at after its third forward and in :meth:`close`, an integration's at the end of training.
+
+        Args:
+            moved_before: the ``offloaded_bytes`` of the stats when the training that is looked at began.
+        """
+        if self._warned & {"nothing", "empty", "foreign"}:
+            return
+        stats = self._accounts.counters.snapshot(self.config)
+        reported = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}  # by what could not move them
+        if stats.offloaded_bytes == moved_before and not reported:
+            self._warn_once("nothing", f"nothing moved, because {why(stats, self.config)}")
+
+    def _warn_once(self, what: str, message: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warn(message)
 
 
-class _Contexts(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[_Context] = []
+def _shown(value: object) -> object:
+    """A field's value as a user would write it."""
+    if isinstance(value, tuple):
+        return [str(one) for one in value] if len(value) > 1 else str(value[0])
+    return size_literal(value) if type(value) is int else value
 
 
 class _Context:
     """One ``with``: installs the hooks, and sees to what is left when they go."""
 
     def __init__(self, offload: Offload) -> None:
-        self._offload = offload
+        self.offload = offload
         self._hooks = foreign.ours(*offload._hook_pair)
-        self._watch = foreign.watch(offload._saw_foreign_hooks)  # not a method of this: a cycle for each `with`
-        #: Whether its hooks have to be put on: an equal configuration has the same ones, and they may be there already.
-        #: So they are on top at most once, and whoever finds them there can tell whose they are.
-        self._pushes = False
-        self._session = offload._hooks.session
+        self.pack_hook: object = self._hooks.pack_hook
+        self._watch = foreign.watch()
+        #: Whether the hooks are on, or may be: an interrupt can come between any two lines.
+        self._is_on = False
+        self._thread = offload._hooks.thread
         self._nodes_before = 0
         self._packed_before = 0
+        #: Whether another context, entered after this one, has seen what was saved inside of it.
+        self.hears_of_saves = False
 
     def __enter__(self) -> None:
-        offload, session = self._offload, self._session
-        if not offload._contexts.stack:
-            session.begin()
-            offload._accounts.tally.begin()
-            offload._lanes.trim()
-        self._packed_before = session.packed
+        offload, thread = self.offload, self._thread
+        if offload._innermost() is None:
+            offload.replace_crashed()
+            thread.begin()
+            offload._accounts.counters.begin()
+            offload._offloaders.trim()
+        active.entered(self)
+        self._packed_before = thread.packed
         self._nodes_before = autograd_sequence()
-        self._pushes = top_pack_hook() is not self._hooks.pack_hook
+        self._is_on = True
         try:
-            if self._pushes:
-                self._hooks.__enter__()
+            self._hooks.__enter__()
         except RuntimeError as error:
+            self._is_on = False
             raise _explained(error) from error
         self._watch.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        offload = self._offload
+        offload = self.offload
         self._watch.__exit__()
-        if self._pushes:
-            self._hooks.__exit__(kind, error, trace)  # whatever others have left above them
-        session = offload._hooks.session
-        with offload._accounts.lock:
-            if kind is None:  # else a full window would make whoever interrupts wait; the next pack sees to the rest
-                for lane, line in session.lines.items():
-                    lane.flush(line)
-            seen = session is not self._session or session.packed != self._packed_before  # another: closed meanwhile
+        contexts = active.thread.contexts
+        position = contexts.index(self)
+        earlier, later = contexts[:position], contexts[position + 1 :]
+        active.left(self)
+        allow_hooks_again()  # no caller has forbidden them: ours could not have been put on
+        self._hooks.take_off([context.pack_hook for context in (*earlier, *later)])
+        self._is_on = False
+        with unseen():
+            # With an exception it does not wait: an interrupt would wait for room in a full window.
+            offload._hooks.leave(waits=kind is None, is_outermost=offload._innermost() is None)
+        with unseen(), offload._accounts.lock:
+            seen = self.hears_of_saves or True in [context.packed() for context in (self, *later)]
+            if seen:
+                for context in earlier:
+                    context.hears_of_saves = True
             if kind is None and not seen and autograd_sequence() > self._nodes_before and not has_compiled():
-                offload._accounts.tally.empty_forwards += 1
-                offload._tell_once(
+                offload._accounts.counters.empty_forwards += 1
+                offload._warn_once(
                     "empty",
                     "autograd recorded operators inside the context, but no saved tensor could be seen: other hooks "
                     "inside it hide them, or the forward ran elsewhere. Enter this context inside the others, around "
                     "the forward alone",
                 )
+            if kind is None and seen and not contexts:
+                offload._forwards += 1
+                if offload._forwards == _LOOKED_AT:
+                    offload.warn_if_nothing_moved()
         if isinstance(error, RuntimeError) and _is_forbidden(error):
             raise _explained(error) from error
 
-    def leave(self) -> None:
-        """Takes the hooks away if an interrupt came before that was done."""
+    def give_up(self) -> None:
+        """Undoes what is still to be undone, if an error or an interrupt came before that."""
         self._watch.__exit__()
-        if self._pushes and top_pack_hook() is self._hooks.pack_hook:
-            self._hooks.__exit__(None, None, None)
+        active.left(self)
+        if self._is_on:
+            self._is_on = False
+            allow_hooks_again()
+            self._hooks.leave_on([context.pack_hook for context in active.thread.contexts].count(self.pack_hook))
+
+    def packed(self) -> bool:
+        """Whether anything was packed for this object since the context was entered."""
+        thread = self.offload._hooks.thread
+        return thread is not self._thread or thread.packed != self._packed_before  # another: closed meanwhile
 
 
 def _is_forbidden(error: RuntimeError) -> bool:
@@ -343,3 +575,6 @@ def _explained(error: RuntimeError) -> OffloadError:
         f"torch does not allow saved-tensor hooks here: {error} "
         "Call the transform outside `with offload:`, or leave the context out around it"
     )
+
+
+active.maker.new = Offload

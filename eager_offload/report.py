@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from eager_offload.observe.report.command import main
+from eager_offload.observe.report.page import main
 
 if __name__ == "__main__":
     sys.exit(main())

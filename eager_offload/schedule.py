@@ -1,124 +1,152 @@
-"""When bytes leave and when they come back: three small machines over numbers.
+"""When bytes leave and when they come back: two small machines over numbers.
 
 No stream, no tensor and no clock appears here. A saved storage is a *key*, an int; what it weighs is its bytes. The
 callers carry out what is answered.
 
-    DelayLine      which saved storages leave now: the newest bytes stay, and nothing leaves before it is final
-    Window         how much may be on its way out at once
+    ResidentQueue  which saved storages leave now: the newest bytes stay, and nothing leaves before it is final
     PrefetchOrder  what comes back next: along the reverse of packing, unless something better is known
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["AT_THE_EXIT", "DelayLine", "Plan", "PrefetchOrder", "Window"]
+__all__ = ["AT_THE_EXIT", "Plan", "PrefetchOrder", "Rate", "ResidentQueue"]
 
-#: In place of the autograd sequence number at pack: not final before the context is left.
+#: In place of the autograd sequence number at pack: it is not to leave before the context is left.
 AT_THE_EXIT = sys.maxsize
 
 
-class DelayLine:
+@dataclass(slots=True)
+class _Waiting:
+    """A storage in a queue: its bytes, the memory that they take, and the sequence number at the latest pack."""
+
+    nbytes: int
+    weight: int
+    packed_at: int
+
+
+class ResidentQueue:
     """The newest saved bytes of one thread, oldest first.
 
     [Note: final bytes]
-    An operator may save a tensor first and fill it afterwards, without a version bump (``F.rrelu`` saves its noise).
-    Every tensor that is filled late does not require grad. So one that requires grad is final when it is packed; any
-    other is once the thread's autograd sequence number has grown, which happens when the operator's node is made, or
-    at the latest when the context is left.
+    An operator may save a tensor first and fill it afterwards, without a version bump (``F.rrelu`` saves its noise). It
+    has when the thread's autograd sequence number has grown, which happens when the operator's node is made, or at the
+    latest when the context is left. Nothing leaves before.
+
+    [Note: the last save]
+    A copy serves the saves that were made before it started, and no later one: [Note: sharing] in ``eager/saving.py``.
+    To start it early frees nothing, since the tensor that is saved again holds the storage until then. So a storage
+    stays until another one is saved; and where a step like this one has shown that it is saved again after that, until
+    that save.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        #: What is in the queue weighs.
         self.nbytes = 0
-        self._waiting: dict[int, int] = {}  # oldest first
-        self._packed_at: dict[int, int] = {}  # the autograd sequence number at pack, of those that were not final then
+        self._waiting: dict[int, _Waiting] = {}  # oldest first
+        self._awaited: dict[int, int] = {}  # the last save of those that are to be saved again, by its number
         self._urgent: dict[int, None] = {}  # a set that remembers its order
 
     def __contains__(self, key: int) -> bool:
         return key in self._waiting
 
-    def push(self, key: int, nbytes: int, packed_at: int | None, *, urgent: bool = False) -> None:
+    def push(
+        self,
+        key: int,
+        nbytes: int,
+        packed_at: int,
+        *,
+        urgent: bool = False,
+        weight: int | None = None,
+        last_save: int | None = None,
+    ) -> None:
         """Takes in a storage.
 
         Args:
-            packed_at: the thread's autograd sequence number, or ``None`` where the bytes are final already, or
-                ``AT_THE_EXIT``.
+            packed_at: the thread's autograd sequence number, or ``AT_THE_EXIT``.
             urgent: whether it is to leave as soon as it is final, however new it is.
+            weight: the bytes that it takes, where those are fewer than ``nbytes``.
+            last_save: the number of the save that it waits for.
         """
-        self._waiting[key] = nbytes
-        self.nbytes += nbytes
-        if packed_at is not None:
-            self._packed_at[key] = packed_at
+        waiting = self._waiting[key] = _Waiting(nbytes, nbytes if weight is None else weight, packed_at)
+        self.nbytes += waiting.weight
         if urgent:
             self._urgent[key] = None
+        if last_save is not None:
+            self._awaited[key] = last_save
 
     def postpone(self, key: int, packed_at: int) -> None:
-        """The storage was saved again by an operator that may still fill it."""
-        assert key in self._waiting
-        self._packed_at[key] = max(packed_at, self._packed_at.get(key, packed_at))
+        """The storage was saved again, by an operator that may still fill it."""
+        waiting = self._waiting[key]
+        waiting.packed_at = max(packed_at, waiting.packed_at)
+
+    def saved_again(self, key: int, number: int) -> None:
+        """The bytes of a storage were saved again, as save ``number``."""
+        if self._awaited.get(key, number + 1) <= number:
+            del self._awaited[key]
+
+    def await_nothing(self) -> None:
+        """What is saved again is not known any more."""
+        self._awaited.clear()
+
+    @property
+    def awaiting_bytes(self) -> int:
+        """The bytes of the storages that wait for their last save."""
+        return sum(self._waiting[key].nbytes for key in self._awaited)
 
     def discard(self, key: int) -> int:
         """Takes a storage out, if it is here; returns its bytes."""
-        if key not in self._waiting:
+        waiting = self._waiting.pop(key, None)
+        if waiting is None:
             return 0
-        self._packed_at.pop(key, None)
+        self._awaited.pop(key, None)
         self._urgent.pop(key, None)
-        nbytes = self._waiting[key]
-        del self._waiting[key]
-        self.nbytes -= nbytes
-        return nbytes
+        self.nbytes -= waiting.weight
+        return waiting.nbytes
 
     def due(self, sequence: int | None) -> int | None:
-        """What has to leave next, oldest first, or ``None``. It stays in line until it is discarded.
+        """What has to leave next, oldest first, or ``None``. It stays in the queue until it is discarded.
 
         Args:
             sequence: the thread's autograd sequence number, or ``None`` when the context is left: then every operator
                 has run.
         """
-        for key in self._urgent:
-            if self._is_final(key, sequence):
-                return key
-        if self.nbytes > self.limit:
-            for key in self._waiting:
-                if self._is_final(key, sequence):
+        for keys in (self._urgent, self._waiting if self.nbytes > self.limit else ()):
+            for key in keys:
+                if sequence is None or (sequence > self._waiting[key].packed_at and key not in self._awaited):
                     return key
         return None
 
-    def _is_final(self, key: int, sequence: int | None) -> bool:
-        packed_at = self._packed_at.get(key)
-        return packed_at is None or sequence is None or sequence > packed_at
 
+class Rate:
+    """What transfers in one direction have reached together."""
 
-class Window:
-    """What is on its way out, in the order in which it left, and the bound on its bytes."""
+    __slots__ = ("_seconds", "_timed", "nbytes")
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self) -> None:
         self.nbytes = 0
-        self._leaving: OrderedDict[int, int] = OrderedDict()
+        self._timed = 0
+        self._seconds = 0.0
+
+    def add(self, nbytes: int, seconds: float | None) -> None:
+        """A transfer that is over; ``None`` where it is not known how long it took."""
+        self.nbytes += nbytes
+        if seconds is not None:
+            self._timed += nbytes
+            self._seconds += seconds
 
     @property
-    def oldest(self) -> int | None:
-        """The key that left first among those that have not arrived."""
-        return next(iter(self._leaving), None)
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more may leave. A storage larger than the window may, alone."""
-        return not self._leaving or self.nbytes + nbytes <= self.limit
-
-    def enter(self, key: int, nbytes: int) -> None:
-        self._leaving[key] = nbytes
-        self.nbytes += nbytes
-
-    def leave(self, key: int) -> None:
-        """It has arrived; if it is known here at all, see [Note: interrupts] in ``eager/ground.py``."""
-        if key in self._leaving:
-            self.nbytes -= self._leaving[key]
-            del self._leaving[key]
+    def value(self) -> float | None:
+        """Bytes a second; ``None`` where none of them could be timed."""
+        if not self._timed:
+            return None
+        return self._timed / self._seconds if self._seconds else math.inf
 
 
 @dataclass(slots=True)
@@ -130,6 +158,8 @@ class _Use:
     sequence: int
     before: int | None
     after: int | None = None
+    #: How many times it was asked for; more than once where graphs are retained.
+    asked: int = 0
 
 
 @dataclass(slots=True)
@@ -144,7 +174,7 @@ class PrefetchOrder:
     """Looks ahead along the reverse of packing, by bytes.
 
     Every save is a *use* of a storage, named by a position that grows with every pack. Backward is expected to ask for
-    uses in reverse, unless somebody knows better (``arrange``). The uses ahead whose storages weigh at most ``limit``
+    uses in reverse, unless a caller knows better (``arrange``). The uses ahead whose storages weigh at most ``limit``
     bytes together are *promised*: their storages are resident, or are being brought back. A storage that several uses
     share weighs once, and stays for as long as one of its uses is promised. One that weighs more is promised alone.
 
@@ -153,12 +183,19 @@ class PrefetchOrder:
                     next    4     6     7
 
     The walk goes on from where it stopped, so its cost for each unpack is constant. The order is a hint: a use that was
-    not promised is brought at once, and the look-ahead starts anew from there. Promises that nobody took up are dropped
-    when their room is needed and they are overdue.
+    not promised is brought at once, and the look-ahead starts anew from there. Promises that were not taken up are
+    dropped when their room is needed and they are overdue.
+
+    Where what is asked for follows no order, what is dropped would have to come back once more, and so would what is
+    brought in its place. So after some misses, saves asked for far from where the chain leads, nothing is dropped any
+    more: what is promised stays until it is asked for, and the room that this leaves is filled with what was not asked
+    for yet. It ends when as many were asked for in order, or when a better order is known.
     """
 
     #: How many unpacks late a promise may be before it is given up: one operator unpacks its saves in any order.
     PATIENCE = 16
+    #: How many more misses than saves in order it takes, and how far from the expected save is still in order.
+    MISSES, NEAR = 4, 2
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -170,6 +207,9 @@ class PrefetchOrder:
         self._next: int | None = None  # the position that the walk comes to next
         self._lost = False  # whether the chains have changed under the walk
         self._unpacks = 0
+        self._expected: dict[int, int | None] = {}  # of each sequence that was asked for: what the chain leads to
+        self._misses = 0
+        self._follows_no_order = False
 
     def __len__(self) -> int:
         """How many saves are known."""
@@ -190,24 +230,24 @@ class PrefetchOrder:
 
     def remove(self, position: int) -> int | None:
         """A save's handle is gone; returns its storage if that was promised for this use alone."""
-        use = self._uses.get(position)
-        if use is None:
-            return None  # an interrupt came between the making of the handle and `add`
-        dropped = self._unpromise(position)
+        use = self._uses[position]
+        dropped = self._unpromise(position) if position in self._promised else None
         newest = self._newest.get(use.sequence)
-        # An interrupted `arrange` leaves links of which the other end does not know; they count for nothing.
-        before = use.before if use.before in self._uses else None
+        before = use.before
         if self._next == position:
             self._next = before
-        if before is not None and self._uses[before].after == position:
+        if self._expected.get(use.sequence) == position:
+            self._expected[use.sequence] = before
+        if before is not None:
             self._uses[before].after = use.after
-        if use.after in self._uses and self._uses[use.after].before == position:
+        if use.after is not None:
             self._uses[use.after].before = before
         if newest == position:
             if before is not None:
                 self._newest[use.sequence] = before
             else:
                 del self._newest[use.sequence]
+                self._expected.pop(use.sequence, None)
         del self._uses[position]
         return dropped
 
@@ -220,6 +260,8 @@ class PrefetchOrder:
         """
         position = self._newest.pop(sequence, None)
         self._lost = True
+        self._expected.pop(sequence, None)
+        self._misses, self._follows_no_order = 0, False
         while position in self._uses:
             use = self._uses[position]
             position, use.before, use.after = use.before, None, None
@@ -238,7 +280,8 @@ class PrefetchOrder:
     def unpacked(self, position: int) -> Plan:
         """The use at ``position`` is asked for now."""
         self._unpacks += 1
-        plan = Plan()
+        use, plan = self._uses[position], Plan()
+        self._judge(position, use)
         promised = position in self._promised
         if promised:
             dropped = self._unpromise(position)
@@ -247,34 +290,64 @@ class PrefetchOrder:
         elif position != self._next:
             self._expect_all_by_now()
         if self._lost or not promised:
-            self._next = self._uses[position].before
+            self._next = use.before
             self._lost = False
-        self._look_ahead(plan)
+        use.asked += 1
+        self._look_ahead(plan, use.asked)
         return plan
+
+    def _judge(self, position: int, use: _Use) -> None:
+        """Counts whether a save is asked for in order; see the class."""
+        newest = self._newest.get(use.sequence)
+        if newest is None:
+            return  # what is known of the order does not have it
+        expected = self._expected.get(use.sequence, newest)
+        if position == expected or self._is_near(position, expected):
+            self._misses = max(self._misses - 1, 0)
+        else:
+            self._misses = min(self._misses + 1, self.MISSES)
+        if self._misses in (0, self.MISSES):
+            self._follows_no_order = self._misses > 0
+        self._expected[use.sequence] = use.before
+
+    def _is_near(self, position: int, expected: int | None) -> bool:
+        if expected not in self._uses:
+            return True
+        ahead: int | None = expected
+        behind: int | None = expected
+        for _ in range(self.NEAR):
+            ahead = self._uses[ahead].before if ahead in self._uses else None
+            behind = self._uses[behind].after if behind in self._uses else None
+            if position in (ahead, behind):
+                return True
+        return False
 
     def _expect_all_by_now(self) -> None:
         """The order has jumped: what was promised along the old one is due at once, and late soon."""
         for position, due in self._promised.items():
             self._promised[position] = min(due, self._unpacks)
 
-    def _look_ahead(self, plan: Plan) -> None:
+    def _look_ahead(self, plan: Plan, asked: int) -> None:
+        """Promises what comes next; ``asked`` is how many times the save that was asked for was."""
+        passed_over = 0
         while (position := self._next) in self._uses:
             assert position is not None
             use = self._uses[position]
-            if position not in self._promised:
+            if self._follows_no_order and use.asked >= asked:  # its turn in this backward is over
+                passed_over += 1
+                if passed_over == self.PATIENCE:
+                    return
+            elif position not in self._promised:
                 brought = use.storage not in self._holders
                 if brought and not self._make_room(use.nbytes, plan):
                     return
-                due = self._unpacks + len(self._promised) + 1
-                # No call between the holder, its bytes and the promise: [Note: interrupts] in `eager/ground.py`.
+                self._promised[position] = self._unpacks + len(self._promised) + 1
                 if brought:
                     self._holders[use.storage] = 1
                     self.promised_bytes += use.nbytes
+                    plan.bring.append(use.storage)
                 else:
                     self._holders[use.storage] += 1
-                self._promised[position] = due
-                if brought:
-                    plan.bring.append(use.storage)
             self._next = use.before
 
     def _make_room(self, nbytes: int, plan: Plan) -> bool:
@@ -287,7 +360,7 @@ class PrefetchOrder:
             oldest = next(iter(self._promised.items()), None)
             if oldest is None:
                 return self.limit > 0
-            if oldest[1] + self.PATIENCE >= self._unpacks:
+            if self._follows_no_order or oldest[1] + self.PATIENCE >= self._unpacks:
                 return False
             dropped = self._unpromise(oldest[0])
             if dropped is not None:
@@ -296,8 +369,6 @@ class PrefetchOrder:
 
     def _unpromise(self, position: int) -> int | None:
         """Ends a promise; returns the storage if no other promise needs it."""
-        if position not in self._promised:
-            return None
         use = self._uses[position]
         del self._promised[position]
         self._holders[use.storage] -= 1

@@ -13,10 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from eager_offload._torch import is_wrapper
+from eager_offload._torch import base_of, is_view, is_wrapper
+from eager_offload.config import OffloadConfig
 from eager_offload.stats import KeepReason
 
-__all__ = ["Footprint", "footprint", "is_parameter", "own_bytes", "plain_tensors", "reason_to_stay", "root_of"]
+__all__ = [
+    "Footprint",
+    "footprint",
+    "is_parameter",
+    "keeps_cpu_tensors",
+    "own_bytes",
+    "plain_tensors",
+    "reason_to_stay",
+    "root_of",
+]
 
 #: A view that covers less than one part in this many of its storage travels alone. The three thirds of a fused
 #: projection are below it (they travel as one storage), a slice of a batch is above.
@@ -47,6 +57,13 @@ class Footprint(NamedTuple):
     gathered: bool
 
 
+def keeps_cpu_tensors(config: OffloadConfig) -> bool:
+    """Whether tensors on the CPU stay: beside an accelerator no user has asked for them to be on a disk."""
+    if config.tier != "auto" or config.disk_paths is not None:
+        return False
+    return torch.accelerator.current_accelerator(check_available=True) is not None
+
+
 def reason_to_stay(tensor: Tensor, min_bytes: int, *, preferred: bool = False) -> KeepReason | None:
     """The reason why a saved tensor stays, from what it is; ``None`` for one that may move.
 
@@ -73,7 +90,7 @@ def reason_to_stay(tensor: Tensor, min_bytes: int, *, preferred: bool = False) -
 
 def plain_tensors(wrapper: Tensor) -> Iterator[Tensor]:
     """The tensors that a wrapper subclass is made of, in its own order; those inside a wrapper inside it included."""
-    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]  # every wrapper has it
     for name in names:
         inner = getattr(wrapper, name)
         if is_wrapper(inner):
@@ -84,8 +101,8 @@ def plain_tensors(wrapper: Tensor) -> Iterator[Tensor]:
 
 def root_of(tensor: Tensor) -> Tensor:
     """The tensor that ``tensor`` is a view of, or itself. Views of one root share one version counter."""
-    if tensor._is_view():
-        base = tensor._base
+    if is_view(tensor):
+        base = base_of(tensor)
         assert base is not None
         return base
     return tensor
@@ -94,7 +111,7 @@ def root_of(tensor: Tensor) -> Tensor:
 def is_parameter(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a parameter, a view of one, or the cast of one that autocast caches.
 
-    Such bytes are held by someone else for as long as the graph lives, so moving them would free nothing: a leaf that
+    Such bytes have another owner for as long as the graph lives, so moving them would free nothing: a leaf that
     requires grad is held by the graph itself. ``nn.Linear`` saves ``weight.t()``, a plain view, and under autocast the
     view of a cast; autocast caches casts of exactly the leaves that require grad.
     """

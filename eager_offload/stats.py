@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
-import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar, Protocol
 
-from eager_offload.config import OffloadConfig
-from eager_offload.observe.advice import advise, terabytes_a_day
-from eager_offload.tiers.forking import tell_after_fork
+import torch
 
-if TYPE_CHECKING:
-    from eager_offload.observe.seam import Recorder
+from eager_offload.config import OffloadConfig, size_text
+from eager_offload.live_bytes import LiveBytes
+from eager_offload.runtime.base import Event, Stream
+from eager_offload.tiers.base import Slot
+from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = ["Accounts", "KeepReason", "OffloadStats", "Tally"]
+__all__ = [
+    "Accounts",
+    "Counters",
+    "GraphBytes",
+    "KeepReason",
+    "Observer",
+    "OffloadStats",
+    "OnDevice",
+    "Waiting",
+    "kept_by_graph",
+]
+
+
+#: Of a shorter run nothing is said about a day.
+WEAR_SECONDS = 60.0
 
 
 class KeepReason(StrEnum):
@@ -32,6 +48,7 @@ class KeepReason(StrEnum):
     ALIVE = "alive"
     BUDGET = "budget"
     FAILED = "failed"
+    """Its copy failed, or there was no memory on its device to gather its elements in before they leave."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,9 @@ class OffloadStats:
     forwarded_bytes + released_bytes``.
     """
 
+    steps: int = 0
+    """How many steps saved something. The outermost ``with`` around a forward counts as one, and so does each forward
+    inside of a ``with`` that surrounds several steps, and each run of a compiled graph outside of every ``with``."""
     saved_tensors: int = 0
     """How many tensors autograd saved; a wrapper (a ``DTensor``) counts as the plain tensors inside it."""
     saved_bytes: int = 0
@@ -55,6 +75,8 @@ class OffloadStats:
     """Bytes of saves whose storage was taken already by an earlier one."""
     kept_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that stay on the device, by reason."""
+    small_bytes_largest: int = 0
+    """Bytes of the largest saved tensor that stayed as ``small``."""
     reloaded_bytes: int = 0
     """Offloaded bytes that were brought back."""
     forwarded_bytes: int = 0
@@ -77,70 +99,141 @@ class OffloadStats:
     """Most bytes that were on their way out at one time."""
     resident_bytes_peak: int = 0
     """Most bytes that the library held on the device at one time: newest, on their way out, brought back early."""
+    device_bytes_peak: int = 0
+    """Most bytes of saved tensors that were on the device at one time: those that stay, and ``resident_bytes_peak``'s.
+    Parameters, which are there anyway, and tensors below ``min_bytes`` take no part."""
+    without_offload_bytes_peak: int = 0
+    """Most bytes of saved tensors that would have been there at one time if nothing had moved."""
     host_bytes_peak: int = 0
-    """Most bytes held in host memory at one time, rounding and idle room included. All ``Offload`` objects of a process
-    share that memory: what others held while this one used it counts too."""
+    """Most bytes of this ``Offload`` that were in host memory at one time."""
     disk_bytes_peak: int = 0
-    """Most bytes held on disk at one time."""
+    """Most bytes of it that were on disk at one time."""
     disk_bytes_written: int = 0
     """Bytes that were written to disks, rounding included."""
     demotions: dict[str, int] = field(default_factory=dict)
-    """What could not be done as planned, and how often: ``host_to_disk``, ``budget``, ``write_failed``."""
+    """What could not be done as planned, and how often: ``host_to_disk``, ``budget``, ``write_failed``, ``no_thread``,
+    ``device_full`` (no memory to gather the elements of a small view in before they leave: they stay) and others."""
     foreign_hooks: int = 0
     """Other saved-tensor hooks that were entered inside this context and hide what is saved there."""
+    followed_forwards: int = 0
+    """How many forwards followed a step plan."""
+    plan_misses: dict[str, int] = field(default_factory=dict)
+    """How often one of them went on as an unknown one, by what differed from the plan: ``size``, ``share``, ``order``,
+    ``fewer``, ``more`` and others."""
     compiled_regions: int = 0
-    """Forward graphs of compiled code that were run and moved something."""
+    """How often forward graphs of compiled code were run that move something."""
+    compiled_graphs: int = 0
+    """How many graphs those were."""
+    keeps_freed_memory: bool = False
+    """Whether CPU tensors moved in a process whose C library keeps freed memory; see ``release_freed_memory``."""
     empty_forwards: int = 0
     """Contexts in which autograd recorded operators but not one saved tensor could be seen."""
+    is_approximate: bool = False
+    """Whether an interrupt came in the midst of the library, so that what was counted around it may be missing."""
     seconds: float = field(default=0.0, compare=False)
     """Since the first ``with`` that is counted."""
     _config: ClassVar[OffloadConfig] = OffloadConfig()
     """What it ran with; no field, and not compared."""
+    _advise: ClassVar[Callable[[OffloadStats, OffloadConfig], tuple[str, ...]]]
+    """The rules of ``observe/advice.py``, which puts them here: nothing below imports what observes."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, as JSON can hold them; ``OffloadStats(**stats.to_dict())`` is equal to ``stats``."""
+        return dataclasses.asdict(self)
 
     @property
     def advice(self) -> tuple[str, ...]:
         """What limited the run and which knob to turn, a sentence or two each; or that all is well."""
-        return advise(self, self._config)
+        return type(self)._advise(self, self._config)
+
+    @property
+    def terabytes_a_day(self) -> float:
+        """What would be written to disks if it went on like this all day; 1e12 bytes."""
+        return self.disk_bytes_written / self.seconds * 86_400 / 1e12 if self.seconds else 0.0
 
     def __str__(self) -> str:
-        kept = sum(self.kept_bytes.values())
-        lines = [
-            f"saved      {self.saved_tensors:>8,} tensors {_size(self.saved_bytes)}",
-            f"offloaded  {self.offloaded_tensors:>8,} tensors {_size(self.offloaded_bytes)}"
-            f"  (+ {_size(self.shared_bytes).strip()} shared with them)",
-            f"kept                        {_size(kept)}  {_breakdown(self.kept_bytes)}".rstrip(),
-            f"back       {_size(self.reloaded_bytes).strip()} reloaded, {_size(self.forwarded_bytes).strip()} still"
-            f" resident, {_size(self.released_bytes).strip()} never asked for",
-            f"moved      {_size(self.bytes_out).strip()} out, {_size(self.bytes_in).strip()} in,"
-            f" compute stalled {self.stall_seconds:.3f} s" + (f" of {self.seconds:,.1f} s" if self.seconds else ""),
-            f"peaks      {_size(self.inflight_bytes_peak).strip()} in flight, {_size(self.resident_bytes_peak).strip()}"
-            f" resident, {_size(self.host_bytes_peak).strip()} host, {_size(self.disk_bytes_peak).strip()} disk",
-        ]
+        lines = [self._headline(), *self._table(), *self._peaks()]
         if self.demotions:
-            lines.append(
-                "demotions  " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.demotions.items()))
-            )
+            found = (f"{name} {count:,}" for name, count in sorted(self.demotions.items()))
+            lines.append("fallbacks  " + ", ".join(found))
         if self.disk_bytes_written:
-            daily = terabytes_a_day(self)
-            pace = f", {daily:,.1f} TB a day if it goes on" if daily >= 0.1 else ""
-            lines.append(f"written    {_size(self.disk_bytes_written).strip()} to disk{pace}")
+            daily = self.terabytes_a_day
+            pace = f", {daily:,.1f} TB a day if it goes on" if daily >= 0.1 and self.seconds >= WEAR_SECONDS else ""
+            lines.append(f"written    {size_text(self.disk_bytes_written)} to disk{pace}")
         if self.compiled_regions:
-            lines.append(f"compiled   {self.compiled_regions:,} forward graphs that moved something")
+            graphs, runs = _number(self.compiled_graphs, "graph"), _number(self.compiled_regions, "run")
+            lines.append(f"compiled   {graphs}, {runs}")
+        if self.plan_misses:
+            found = (f"{name} {count:,}" for name, count in sorted(self.plan_misses.items()))
+            lines.append(
+                f"followed   {_number(self.followed_forwards, 'forward')}, which differed by " + ", ".join(found)
+            )
+        if self.is_approximate:
+            lines.append("note       an interrupt came in the midst of the library: the figures are approximate")
         for sentence in self.advice:
             lines += textwrap.wrap(sentence, 100, initial_indent="advice     ", subsequent_indent=" " * 11)
         return "\n".join(lines)
 
+    def _headline(self) -> str:
+        """What it came to."""
+        if not self._config.enabled:
+            return "switched off"
+        before, after = self.without_offload_bytes_peak, self.device_bytes_peak
+        if not self.offloaded_bytes or not before:
+            return "nothing moved"
+        share = f"{after / before - 1:+.0%}".replace("%", " %").replace("+0", "0").replace("-0 ", "0 ")
+        stalled = f"{self.stall_seconds / self.seconds if self.seconds else 0:.1%}".replace("%", " %")
+        return (
+            f"device peak of saved tensors {_short(after)} instead of {_short(before)} ({share}), a step; "
+            f"stalled {stalled} of it"
+        )
 
-class Tally:
-    """The counters behind :class:`OffloadStats`. Plain attributes; whoever writes them holds the accounts' lock."""
+    def _table(self) -> Iterator[str]:
+        """Amounts, for a step and in all."""
+        steps = max(self.steps, 1)
 
-    def __init__(self) -> None:
+        def row(name: str, nbytes: int, rest: str = "") -> str:
+            return f"{name:<11}{_column(round(nbytes / steps))}  {_column(nbytes)}  {rest}".rstrip()
+
+        yield f"{'':<11}{'a step':>13}  {_number(self.steps, 'step'):>13}"
+        yield row("saved", self.saved_bytes, _number(self.saved_tensors, "tensor"))
+        shared = f", and {size_text(self.shared_bytes)} on the same storages" if self.shared_bytes else ""
+        yield row("offloaded", self.offloaded_bytes, _number(self.offloaded_tensors, "tensor") + shared)
+        yield row("kept", sum(self.kept_bytes.values()), _breakdown(self.kept_bytes))
+        more = "more than offloaded: of a view, all that it spans travels"
+        yield row("moved out", self.bytes_out, more if self.bytes_out > self.offloaded_bytes else "")
+        found = {"still resident": self.forwarded_bytes, "never asked for": self.released_bytes}
+        rest = ", ".join(f"{size_text(nbytes)} {what}" for what, nbytes in found.items() if nbytes)
+        more = "more than went out: asked for several times" if self.bytes_in > self.bytes_out else ""
+        yield row("moved in", self.bytes_in, "; ".join(filter(None, (more, rest))))
+        stalled = f"{self.stall_seconds / steps:>11.3f} s  {self.stall_seconds:>11.3f} s"
+        yield f"{'stalled':<11}{stalled}  of {self.seconds:,.1f} s"
+
+    def _peaks(self) -> Iterator[str]:
+        peaks = {
+            "in flight": self.inflight_bytes_peak,
+            "resident": self.resident_bytes_peak,
+            "host": self.host_bytes_peak,
+            "disk": self.disk_bytes_peak,
+        }
+        if any(peaks.values()):
+            yield "peaks      " + ", ".join(f"{size_text(nbytes)} {name}" for name, nbytes in peaks.items())
+
+
+class Counters:
+    """The counters behind :class:`OffloadStats`. Plain attributes; callers that write them hold the accounts' lock."""
+
+    def __init__(self, live: LiveBytes | None = None) -> None:
+        self.live = LiveBytes() if live is None else live
+        self.live.poll()
+        self.steps = 0
         self.saved_tensors = 0
         self.saved_bytes = 0
         self.offloaded_tensors = 0
         self.offloaded_bytes = 0
         self.shared_bytes = 0
         self.kept_bytes = dict.fromkeys(KeepReason, 0)
+        self.small_bytes_largest = 0
         self.reloaded_bytes = 0
         self.forwarded_bytes = 0
         self.released_bytes = 0
@@ -152,52 +245,70 @@ class Tally:
         self.in_seconds = 0.0
         self.inflight_bytes_peak = 0
         self.resident_bytes_peak = 0
+        self.device_bytes_peak = 0
+        self.without_offload_bytes_peak = self.live.without_offload
         self.host_bytes_peak = 0
         self.disk_bytes_peak = 0
         self.disk_bytes_written = 0
         self.demotions: dict[str, int] = {}
         self.foreign_hooks = 0
+        self.followed_forwards = 0
+        self.plan_misses: dict[str, int] = {}
         self.compiled_regions = 0
+        self.keeps_freed_memory = False
         self.empty_forwards = 0
+        self.is_approximate = False
         #: When the first `with` that is counted was entered.
         self.began: float | None = None
+        #: Whether what is saved next is the first of a step.
+        self.step_begins = False
+        #: The compiled graphs that have moved something.
+        self.graphs: set[str] = set()
 
-    def begin(self) -> None:
-        """A `with` is entered."""
+    def begin(self, *, step: bool = True) -> None:
+        """A `with` is entered; ``step``: what is saved in it is a step's."""
         if self.began is None:
             self.began = time.perf_counter()
+        self.step_begins |= step
+
+    def _begin_step(self) -> None:
+        self.step_begins = False
+        self.steps += 1
 
     def kept(self, reason: KeepReason, nbytes: int) -> None:
         """A save that stays."""
+        if self.step_begins:
+            self._begin_step()
         self.saved_tensors += 1
         self.saved_bytes += nbytes
         self.kept_bytes[reason] += nbytes
+        if reason is KeepReason.SMALL and nbytes > self.small_bytes_largest:
+            self.small_bytes_largest = nbytes
+
+    def kept_by_graph(self, region: str) -> int:
+        """What a compiled graph keeps each time it runs; bytes, parameters left out."""
+        kept = kept_by_graph(region)
+        for reason, nbytes in kept.items():
+            self.kept(reason, nbytes)
+        return sum(nbytes for reason, nbytes in kept.items() if reason is not KeepReason.PARAMETER)
 
     def shared(self, nbytes: int) -> None:
         """A save whose storage is taken already."""
+        if self.step_begins:
+            self._begin_step()
         self.saved_tensors += 1
         self.saved_bytes += nbytes
         self.shared_bytes += nbytes
 
-    def reclassify(
-        self, nbytes: int, before: KeepReason | None, after: KeepReason | None, *, shared_bytes: int = 0
-    ) -> None:
-        """Moves a save's bytes between reasons; ``None`` stands for offloaded.
+    def note_live(self) -> None:
+        """More saved tensors are alive."""
+        self.without_offload_bytes_peak = max(self.without_offload_bytes_peak, self.live.without_offload)
 
-        Args:
-            shared_bytes: of saves that share it, and stay with it; only where it stays.
-        """
-        if before is None:
-            self.offloaded_bytes -= nbytes
-            self.offloaded_tensors -= 1
-        else:
-            self.kept_bytes[before] -= nbytes
-        if after is None:
-            self.offloaded_bytes += nbytes
-            self.offloaded_tensors += 1
-        else:
-            self.kept_bytes[after] += nbytes + shared_bytes
-            self.shared_bytes -= shared_bytes
+    def note_resident(self, resident_bytes: int) -> None:
+        """The library holds ``resident_bytes`` bytes on the device, which are more than before."""
+        self.live.poll()
+        self.resident_bytes_peak = max(self.resident_bytes_peak, resident_bytes)
+        self.device_bytes_peak = max(self.device_bytes_peak, resident_bytes + self.live.kept)
 
     def demote(self, kind: str) -> bool:
         """Counts a demotion; true the first time, when the user is to be told."""
@@ -208,42 +319,97 @@ class Tally:
         """What is counted so far, with what the run was configured with, for the advice."""
         values = dict(vars(self))
         began = values.pop("began")
+        del values["live"], values["step_begins"]
+        values["compiled_graphs"] = len(values.pop("graphs"))
         values["seconds"] = 0.0 if began is None else time.perf_counter() - began
         values["kept_bytes"] = {r.value: n for r, n in self.kept_bytes.items() if n}
         values["demotions"] = dict(self.demotions)
+        values["plan_misses"] = dict(self.plan_misses)
         stats = OffloadStats(**values)
         if config is not None:
             object.__setattr__(stats, "_config", config)  # the one way to give something to a frozen dataclass
         return stats
 
 
-class Accounts:
-    """What all devices of one ``Offload`` share: its lock, and the tally that is counted on now.
+class Waiting(Protocol):
+    """A wait that has begun."""
 
-    A saved storage settles on the tally that it was taken under, so resetting in mid-step leaves no debts behind.
+    def over(self, what: str) -> None:
+        """It is over; ``what`` was waited for."""
+
+
+class OnDevice(Protocol):
+    """What serves one device."""
+
+    device: torch.device
+
+
+class GraphBytes(Protocol):
+    """Bytes that a graph offloads."""
+
+    slot: Slot | None
+    record: Any
+    #: What the observer attaches: it goes when the bytes do.
+    observed: object
+
+
+class Observer(Protocol):
+    """What the engine reports to a trace. All but ``waits`` are called with the lock held; none blocks or raises."""
+
+    def copied(self, offloader: OnDevice, what: str, slot: Slot, event: Event, key: int | None) -> None:
+        """A copy was enqueued that ``event`` stands behind; ``key`` names the saved storage."""
+
+    def waits(self, offloader: OnDevice, stream: Stream | None) -> Waiting:
+        """A wait of ``stream`` begins, or where that is ``None`` of the host."""
+
+    def stays(self, key: int) -> None:
+        """The saved storage ``key`` was to leave, and stays."""
+
+    def graph_offloads(self, offloader: OnDevice, host: GraphBytes, region: str | None) -> None:
+        """A graph offloads the bytes of ``host``; with the first of a graph, ``region`` tells what it keeps."""
+
+    def graph_keeps(self, host: GraphBytes) -> None:
+        """The bytes of ``host`` did not arrive."""
+
+    def graph_reloads(self, offloader: OnDevice) -> None:
+        """A graph asks for bytes that it offloaded."""
+
+
+class Accounts(ForkSafeLock):
+    """What all devices of one ``Offload`` share: its lock, and the counters that is counted on now.
+
+    A saved storage settles on the counters that it was taken under, so resetting in mid-step leaves no debts behind.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.tally = Tally()
-        #: Who writes down what happens, while a trace runs.
-        self.recorder: Recorder | None = None
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        # A lock that another thread of the parent held would never be released in the child.
-        self.lock = threading.RLock()
+        super().__init__(shared=False)
+        self.counters = Counters()
+        #: Writes down what happens, while a trace runs.
+        self.observer: Observer | None = None
 
 
-def _size(nbytes: int) -> str:
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:>9.1f} {unit}" if unit != "B" else f"{nbytes:>9,} B"
+def kept_by_graph(region: str) -> dict[KeepReason, int]:
+    """What a compiled graph keeps, of what its first offload is given: the graph's name, and ``reason=bytes,...``."""
+    items = (item.partition("=") for item in region.split(",")[1:])
+    return {KeepReason(reason): int(nbytes) for reason, _, nbytes in items}
+
+
+def _column(nbytes: int) -> str:
+    """A size with its unit below the others' units."""
+    number, unit = size_text(nbytes).split()
+    return f"{number:>9} {unit:<3}"
+
+
+def _short(nbytes: int) -> str:
+    """A size in three digits."""
+    number, unit = size_text(nbytes).replace(",", "").split()
+    return f"{float(number):,.0f} {unit}" if float(number) >= 100 else f"{float(number):.3g} {unit}"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("s" if count != 1 else "")
 
 
 def _breakdown(parts: dict[str, int]) -> str:
     shown = sorted(parts.items(), key=lambda item: -item[1])
-    return "(" + ", ".join(f"{name} {_size(nbytes).strip()}" for name, nbytes in shown) + ")" if shown else ""
+    return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in shown)

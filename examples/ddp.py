@@ -29,6 +29,7 @@ def train(rank: Rank) -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        rank.print_step(losses)
     rank.tell(losses)
 
 

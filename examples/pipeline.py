@@ -65,6 +65,7 @@ def train(rank: Rank) -> None:
         optimizer.step()
         if last:
             losses.append(torch.stack(parts).mean().item())
+            rank.print_step(losses, writer=rank.number)
     rank.tell(losses)
 
 

@@ -54,7 +54,7 @@ def main(options: argparse.Namespace) -> None:
             step += 1
             figures = {"loss": loss.item()} | plugin.metrics()
             accelerator.log(figures, step=step)
-            moved = figures.get("offload/bytes_out", 0) / 2**20
+            moved = figures.get("offload/moved_mib", 0)
             accelerator.print(f"step {step}: loss {loss.item():.9f}, {moved:.1f} MiB moved")
 
     model.eval()
@@ -68,6 +68,7 @@ def main(options: argparse.Namespace) -> None:
     total = accelerator.reduce(torch.tensor(plugin.offload.stats(synchronize=True).bytes_out, device=loss.device))
     accelerator.print(f"{accelerator.num_processes} processes moved {total.item() / 2**20:.1f} MiB")
     plugin.close()
+    accelerator.wait_for_everyone()  # gloo's threads abort a process that ends before they are done with an exchange
     accelerator.end_training()
 
 

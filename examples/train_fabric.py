@@ -61,6 +61,7 @@ def main() -> None:
         if not accumulating:
             optimizer.step()
             optimizer.zero_grad()
+            fabric.print(f"step {(index + 1) // arguments.accumulate}: loss {loss.item():.6f}")
 
     moved = offload.stats(synchronize=True).bytes_out
     print(f"rank {fabric.global_rank} of {fabric.world_size} on {fabric.device}")

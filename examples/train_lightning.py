@@ -51,8 +51,11 @@ class Transformer(pl.LightningModule):
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         loss = nn.functional.cross_entropy(self(tokens).flatten(0, 1), tokens.flatten())
-        self.log("loss", loss, prog_bar=True)
+        self.log("loss", loss)
         return loss
+
+    def on_train_batch_end(self, outputs: dict[str, Tensor], batch: Tensor, batch_idx: int) -> None:
+        self.print(f"step {batch_idx + 1}: loss {outputs['loss'].item():.6f}")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -97,6 +100,7 @@ def main() -> None:
             log_every_n_steps=1,
             logger=False,
             enable_checkpointing=False,
+            enable_progress_bar=False,
             default_root_dir=directory,
         )
         trainer.fit(model, torch.utils.data.DataLoader(tokens, batch_size=8))

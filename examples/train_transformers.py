@@ -12,7 +12,9 @@ parameters, which is the same with offload and without.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
+import tempfile
 
 import torch
 from torch import Tensor
@@ -23,7 +25,6 @@ from eager_offload.integrations.transformers import OffloadTrainerMixin
 
 ON_CPU = not torch.accelerator.is_available()
 DEFAULTS = {
-    "output_dir": "trained",
     "max_steps": 3,
     "per_device_train_batch_size": 2,
     "logging_steps": 1,
@@ -31,8 +32,8 @@ DEFAULTS = {
     "report_to": "none",
     "disable_tqdm": True,
     "use_cpu": ON_CPU,
-    # Which the backend is, is not asked of the model's device, but said.
-    **({"ddp_backend": "gloo"} if ON_CPU else {}),
+    # Of several ranks. The model's device is not asked which it is, and one rank has none.
+    **({"ddp_backend": "gloo"} if ON_CPU and "WORLD_SIZE" in os.environ else {}),
 }
 VOCABULARY, LENGTH = 512, 256
 
@@ -54,8 +55,8 @@ class Tokens(Dataset[dict[str, Tensor]]):
         return {"input_ids": self._tokens[position], "labels": self._tokens[position]}
 
 
-def main() -> None:
-    given = [f"--{name}={value}" for name, value in DEFAULTS.items()]
+def main(output_dir: str) -> None:
+    given = [f"--{name}={value}" for name, value in {"output_dir": output_dir, **DEFAULTS}.items()]
     (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([*given, *sys.argv[1:]])
 
     torch.manual_seed(0)
@@ -76,4 +77,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as directory:  # for what is not saved; --output_dir names another
+        main(directory)

@@ -7,30 +7,30 @@ regional compilation makes another module with a copy of the first one's calls.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, Unpack
 
-from accelerate import Accelerator  # type: ignore[import-untyped]  # has no types
-from accelerate.utils import extract_model_from_parallel  # type: ignore[import-untyped]  # likewise
 from torch import nn
 
-from eager_offload import ConfigError, Offload, OffloadConfig
+from eager_offload import ConfigError, Offload
+from eager_offload.config import FIELDS, OffloadFields
 
-from .calls import OffloadedCalls
-from .hiding import tell_what_hides
-from .metrics import OffloadMetrics
-from .settings import Given, config_from, switch
+from .calls import OffloadedCalls, is_training, warn_of_what_hides
+from .metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
+from .settings import Given, missing, offload_from
+
+try:
+    from accelerate import Accelerator  # type: ignore[import-untyped]  # has no types
+    from accelerate.utils import extract_model_from_parallel  # type: ignore[import-untyped]  # likewise
+except ImportError as error:
+    raise missing("accelerate", error) from error
 
 __all__ = ["OffloadPlugin"]
 
 
-@dataclass
 class OffloadPlugin:
     """Offloads what the training forwards of a prepared model save for backward.
 
@@ -43,66 +43,48 @@ class OffloadPlugin:
         with accelerator.accumulate(model), plugin.offload:
             loss = criterion(model(inputs), targets)
 
-    ``None`` in a field means: ask the environment, then the defaults. Afterwards the fields hold what is in force.
+    The fields that are in force can be read from it as attributes.
 
     Args:
         config: an :class:`~eager_offload.OffloadConfig`, a mapping of its fields, or an
             :class:`~eager_offload.Offload` of your own, which stays yours to close. With a configuration or an
             ``Offload`` the variables of its fields are not asked.
-        enabled: ``False`` moves nothing: :meth:`prepare` hands the model back, :attr:`offload` does nothing and
-            :meth:`metrics` is empty. ``EAGER_OFFLOAD=0`` or ``=1`` in the environment comes before it.
-        tier, min_bytes, max_inflight_bytes, prefetch_bytes, keep_last_bytes, pin_memory, host_budget, disk_budget,
-            disk_path, verify: the fields of :class:`~eager_offload.OffloadConfig`; each comes before ``config``, and
-            that before ``EAGER_OFFLOAD_<FIELD>``.
+        log_metrics: what :meth:`metrics` gives: ``True`` for the three that matter, ``"all"``, or ``False`` for none.
+        trace_step: the training forward of a prepared model, the first being 1, that is traced until the next begins.
+        trace_path: where that trace is written, for https://ui.perfetto.dev.
+        **fields: the fields of :class:`~eager_offload.OffloadConfig`; each comes before ``config``, and that before
+            ``EAGER_OFFLOAD_<FIELD>``, which is asked for one that is ``None`` too. With ``enabled=False``
+            :meth:`prepare` hands the model back, :attr:`offload` does nothing and :meth:`metrics` is empty.
 
     Raises:
         ConfigError: for a value that is not accepted, or fields beside an ``Offload``.
     """
 
-    config: Given = field(default=None, metadata={"help": "An OffloadConfig, a mapping of its fields, or an Offload."})
-    enabled: bool | None = field(
-        default=None, metadata={"help": "Whether anything is moved. The environment's EAGER_OFFLOAD comes before it."}
-    )
-    tier: str | None = field(default=None, metadata={"help": "Where saved tensors rest: 'auto', 'host' or 'disk'."})
-    min_bytes: int | str | None = field(default=None, metadata={"help": "A smaller saved tensor stays where it is."})
-    max_inflight_bytes: int | str | None = field(
-        default=None, metadata={"help": "Bytes on their way out whose source is still held."}
-    )
-    prefetch_bytes: int | str | None = field(
-        default=None, metadata={"help": "Bytes brought back before they are asked for."}
-    )
-    keep_last_bytes: int | str | None = field(
-        default=None, metadata={"help": "The newest saved bytes, which stay, or 'auto'."}
-    )
-    pin_memory: bool | str | None = field(
-        default=None, metadata={"help": "Whether host buffers are pinned, or 'auto'."}
-    )
-    host_budget: int | str | None = field(default=None, metadata={"help": "Most bytes held in host memory, or 'auto'."})
-    disk_budget: int | str | None = field(default=None, metadata={"help": "Most bytes held on disk, or 'auto'."})
-    disk_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = field(
-        default=None, metadata={"help": "A directory for the spill file, or several."}
-    )
-    verify: bool | None = field(default=None, metadata={"help": "Whether what rests on disk is checksummed."})
-
-    offload: Offload = field(init=False, repr=False, compare=False)
-    """What offloads: a context for forwards of your own, and its ``stats()``. Does nothing where not ``enabled``."""
-
-    def __post_init__(self) -> None:
-        if not (self.enabled is None or isinstance(self.enabled, bool)):
-            raise ConfigError(f"enabled={self.enabled!r} is not accepted: enabled takes True, False or None")
-        self.enabled = switch(default=self.enabled is not False)
-        given = {name: value for name in _FIELDS if (value := getattr(self, name)) is not None}
-        config = config_from(self.config, given)
-        if not self.enabled:
-            self.offload = _Idle()
-        else:
-            self.offload = self.config if isinstance(self.config, Offload) else Offload(config)
-        self._closes = self.offload is not self.config
-        self.config = config
-        for name in _FIELDS:
-            setattr(self, name, getattr(config, name))
-        self._metrics = OffloadMetrics(self.offload)
+    def __init__(
+        self,
+        config: Given = None,
+        *,
+        log_metrics: LogMetrics = True,
+        trace_step: int | None = None,
+        trace_path: str | os.PathLike[str] = "offload_trace.json",
+        **fields: Unpack[OffloadFields],
+    ) -> None:
+        self._closes = not isinstance(config, Offload)
+        self.offload = offload_from(config, fields)
+        """A context for forwards of your own, and its ``stats()``. Does nothing where not ``enabled``."""
+        #: What is in force.
+        self.config = self.offload.config
+        self._options: dict[str, Any] = {"log_metrics": log_metrics, "trace_step": trace_step, "trace_path": trace_path}
+        self._metrics = OffloadMetrics(self.offload, log_metrics)
+        self._trace = StepTrace(self.offload, trace_step, trace_path)
+        self._forwards = 0
+        self._summarized = False
         self._calls: weakref.WeakKeyDictionary[nn.Module, OffloadedCalls] = weakref.WeakKeyDictionary()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in FIELDS:
+            return getattr(self.config, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def prepare(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
         """From now on calls of ``model`` offload, whenever it is training and gradients are wanted.
@@ -135,16 +117,21 @@ class OffloadPlugin:
             )
         self._be_the_one(innermost := _innermost(model))
         if accelerator.is_local_main_process:
-            tell_what_hides(
+            warn_of_what_hides(
                 model,
                 "take FullyShardedDataParallelPlugin(activation_checkpointing=True) without "
                 "activation_checkpointing_offload=True (fsdp_activation_checkpointing_offload in a file)",
             )
         if (before := self._calls.pop(model, None)) is not None:
             before.remove()  # and not left alone: model.compile() may have put itself in its place meanwhile
-        calls = self._calls[model] = OffloadedCalls(model, self.offload)
+        self.offload.skip_in(model)
+        calls = self._calls[model] = OffloadedCalls(model, self.offload, _counting(self))
         _prepared[innermost] = weakref.ref(self), calls
         return model
+
+    def _begin_forward(self) -> None:
+        self._forwards += 1
+        self._trace.begin(self._forwards)
 
     def _be_the_one(self, innermost: nn.Module) -> None:
         """Two around one model would nest, and only the inner one would offload."""
@@ -152,7 +139,7 @@ class OffloadPlugin:
         other = holder()
         if calls is None or other is self:
             return
-        if other is None:  # nobody can have it let go any more, as where a cell of a notebook made it anew
+        if other is None:  # it is gone, as where a cell of a notebook made it anew
             calls.remove()
         elif calls in other._calls.values():
             raise ConfigError(
@@ -175,33 +162,35 @@ class OffloadPlugin:
             calls.remove()
 
     def close(self) -> None:
-        """:meth:`remove`, and gives every tier's memory and files back. Idempotent.
+        """:meth:`remove`, a line about what moved, and gives every tier's memory and files back. Idempotent.
 
         An ``Offload`` of your own stays open: it is yours to close.
         ``accelerator.free_memory()`` and ``end_training()`` know nothing of those.
         """
         self.remove()
+        self._trace.end()
+        if not self._summarized:
+            self._summarized = True
+            summarize(self.offload)
         if self._closes:
             self.offload.close()
 
     def __reduce__(self) -> tuple[Callable[[], OffloadPlugin], tuple[()]]:
         # A plugin travels to processes that are spawned; what it has opened, and the models that it knows, do not.
-        return partial(type(self), self.config, self.enabled), ()
+        return partial(type(self), self.config, **self._options), ()
 
 
-_FIELDS = [one.name for one in dataclasses.fields(OffloadConfig)]
+def _counting(plugin: OffloadPlugin) -> Callable[[nn.Module], bool]:
+    """Asked at each call whether a backward may follow; counts those for the plugin, and does not keep it."""
+    alive = weakref.ref(plugin)
 
+    def asked(model: nn.Module) -> bool:
+        training = is_training(model)
+        if training and (found := alive()) is not None:
+            found._begin_forward()
+        return training
 
-class _Idle(Offload):
-    """Stands where an ``Offload`` would, and moves nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
+    return asked
 
 
 def _is_prepared(accelerator: Accelerator, model: nn.Module) -> bool:
@@ -217,6 +206,24 @@ def _innermost(model: nn.Module) -> nn.Module:
     inside: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
     return inside
 
+
+def _refuse_plugins(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """``Accelerator.prepare``, which hands back in silence what it does not know, for scripts that give it a plugin."""
+
+    @wraps(prepare)
+    def refusing(self: Any, *given: Any, **named: Any) -> Any:
+        if any(isinstance(one, OffloadPlugin) for one in given):
+            raise ConfigError(
+                "accelerator.prepare(..., plugin) is not accepted: it hands an OffloadPlugin back and nothing would "
+                "move. Leave the plugin out there, and say on the next line\n\n"
+                "    model = plugin.prepare(accelerator, model)"
+            )
+        return prepare(self, *given, **named)
+
+    return refusing
+
+
+Accelerator.prepare = _refuse_plugins(Accelerator.prepare)
 
 #: Which plugin, and by which calls, has prepared a model last, by what is inside of its wrappers.
 _prepared: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[OffloadPlugin], OffloadedCalls]] = (

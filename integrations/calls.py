@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from eager_offload import ConfigError, Offload
-from eager_offload._torch import module_call, own_call, set_module_call
+from eager_offload._torch import module_call, offloaded_modules, own_call, set_module_call
+from eager_offload.errors import warn
 
-__all__ = ["OffloadedCalls", "is_training"]
+__all__ = ["OffloadedCalls", "is_training", "warn_of_what_hides"]
 
 
 def is_training(module: nn.Module) -> bool:
@@ -74,3 +75,20 @@ class OffloadedCalls:
         module, ours = self._module(), self._call()
         if module is not None and ours is not None and id(module_call(module)) == id(ours):
             set_module_call(module, ours.replaced)
+
+
+def warn_of_what_hides(model: nn.Module, instead: str) -> None:
+    """Warns of modules that torch's ``offload_wrapper`` stands around: the innermost hooks alone see a saved tensor.
+
+    Those that are checkpointed and no more hide nothing: what is kept of them, their inputs, is offloaded.
+
+    Args:
+        model: that is about to train.
+        instead: how it is left out in the caller's framework.
+    """
+    if names := offloaded_modules(model):
+        warn(
+            f"offload_wrapper stands around modules of this model ({len(names)}, {names[0]!r} the first "
+            f"of them) and hides from us what is saved there. Leave it out: {instead}. What checkpointing keeps, the "
+            "inputs of what is checkpointed, we move"
+        )

@@ -20,11 +20,12 @@ from functools import wraps
 from typing import Any, Unpack
 
 from eager_offload import ConfigError, Offload
+from eager_offload.config import OffloadFields
 from eager_offload.tiers.ranks import tell_local_ranks
 
-from .hiding import tell_what_hides
-from .metrics import OffloadMetrics
-from .settings import Given, OffloadFields, offload_from, switch
+from .calls import warn_of_what_hides
+from .metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
+from .settings import Given, missing, offload_from
 
 __all__ = ["OffloadCallback"]
 
@@ -42,13 +43,10 @@ def _callback_classes() -> tuple[type, ...]:
     for package in _PACKAGES:
         try:
             found.append(importlib.import_module(package).Callback)
-        except Exception as error:  # one that is broken is nobody's; the other one may be fine
+        except Exception as error:  # one is broken; the other one may be fine
             failed.append(error)
     if not found:
-        raise ImportError(
-            "eager_offload.integrations.lightning needs Lightning, and neither `lightning` nor `pytorch_lightning` can "
-            f"be imported ({failed[0]}): pip install lightning"
-        ) from failed[0]
+        raise missing("lightning", failed[0])
     return tuple(found)
 
 
@@ -63,8 +61,10 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
     Args:
         config: an ``Offload`` of your own, an ``OffloadConfig``, or a mapping of its fields, as from a file. Where a
             mapping says nothing, and where it is left out, the ``EAGER_OFFLOAD_*`` variables do.
-        log_metrics: whether to log.
-        **fields: fields of :class:`~eager_offload.OffloadConfig`, which come before all of that.
+        log_metrics: ``True`` logs the three figures that matter, ``"all"`` every one, ``False`` none.
+        trace_step: the batch of a fit, the first being 1, that is traced.
+        trace_path: where that trace is written, for https://ui.perfetto.dev.
+        **fields: fields of :class:`~eager_offload.OffloadConfig`, which come before all of that; ``None`` gives none.
 
     ``EAGER_OFFLOAD=0`` in the environment switches it off. Files and memory are given back when a fit ends, those of an
     ``Offload`` of your own when you close it. A copy or a pickle, such as the one that ``ddp_spawn`` sends to its
@@ -78,39 +78,65 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
     #: What offloads; ``offload.stats()`` also has what was not logged, and what became of everything.
     offload: Offload
 
-    def __init__(self, config: Given = None, *, log_metrics: bool = True, **fields: Unpack[OffloadFields]) -> None:
+    def __init__(
+        self,
+        config: Given = None,
+        *,
+        log_metrics: LogMetrics = True,
+        trace_step: int | None = None,
+        trace_path: str = "offload_trace.json",
+        **fields: Unpack[OffloadFields],
+    ) -> None:
         super().__init__()
         self.offload = offload_from(config, fields)
         self._closes = not isinstance(config, Offload)
         self._log_metrics = log_metrics
+        OffloadMetrics(self.offload, log_metrics)  # which refuses what is not accepted
+        self._trace = StepTrace(self.offload, trace_step, trace_path)
         self._put_back: Callable[[], None] | None = None
         self._metrics: OffloadMetrics | None = None
         self._batches = 0  # since they were last read
+        self._batches_of_fit = self._moved_before = 0
 
     # -- while a Trainer fits -------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._leave()
-        if stage != "fit" or not switch(True) or not self._is_the_one(trainer):
+        if stage != "fit" or not self.offload.config.enabled or not self._is_the_one(trainer):
             return
         # Lightning's own launchers leave no word of how many there are on a node, and budgets are shared among them.
         tell_local_ranks(trainer.num_devices)
+        self.offload.skip_in(pl_module)
         self._put_back = _offload_steps(trainer.strategy, self.offload)
-        self._metrics = OffloadMetrics(self.offload) if self._log_metrics and not trainer.barebones else None
-        self._batches = 0
+        self._metrics = (
+            OffloadMetrics(self.offload, self._log_metrics) if self._log_metrics and not trainer.barebones else None
+        )
+        self._batches = self._batches_of_fit = 0
+        self._moved_before = self.offload.stats().offloaded_bytes
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._put_back is not None:
-            tell_what_hides(pl_module, "`activation_checkpointing_policy` of FSDPStrategy does without it")
+            warn_of_what_hides(pl_module, "`activation_checkpointing_policy` of FSDPStrategy does without it")
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._put_back is not None:
+            self._trace.begin(self._batches_of_fit + 1)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._trace.end()
         self._batches += 1
+        self._batches_of_fit += 1
         if self._metrics is not None and _logs_now(trainer, batch_idx):
             pl_module.log_dict(self._metrics.read(self._batches), batch_size=1)
             self._batches = 0
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._leave()
+        try:
+            if self._put_back is not None and self._batches_of_fit:
+                self.offload.warn_if_nothing_moved(self._moved_before)
+                summarize(self.offload)
+        finally:
+            self._leave()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._leave()
@@ -119,6 +145,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         put_back, self._put_back = self._put_back, None
         if put_back is not None:
             put_back()
+            self._trace.end()
             tell_local_ranks(1)
             if self._closes:
                 self.offload.close()
@@ -135,10 +162,18 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
     # -- copies ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "offload": self.offload.config, "_put_back": None, "_metrics": None, "_closes": True}
+        return {
+            **vars(self),
+            "offload": self.offload.config,
+            "_put_back": None,
+            "_metrics": None,
+            "_closes": True,
+            "_trace": self._trace.given(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, offload=Offload(state["offload"]))
+        offload = Offload(state["offload"])
+        self.__dict__.update(state, offload=offload, _trace=StepTrace(offload, *state["_trace"]))
 
 
 class CallbackFromEnvironment(OffloadCallback):
@@ -153,7 +188,7 @@ class CallbackFromEnvironment(OffloadCallback):
 
 
 def _given(trainer: Any) -> list[OffloadCallback]:
-    """The callbacks that somebody gave to ``trainer``."""
+    """The callbacks that were given to ``trainer``, by its user."""
     ours = [one for one in trainer.callbacks if isinstance(one, OffloadCallback)]
     return [one for one in ours if not isinstance(one, CallbackFromEnvironment)]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .settings import switch
+from eager_offload.config import switched_on
 
 __all__ = ["callbacks"]
 
 
 def callbacks() -> list[Any]:
     """Where ``EAGER_OFFLOAD=1`` an ``OffloadCallback`` that the ``EAGER_OFFLOAD_*`` variables configure; else none."""
-    if not switch(False):
+    if not switched_on(False):
         return []
     from .lightning import CallbackFromEnvironment
 

@@ -1,10 +1,20 @@
-"""The stats of an :class:`~eager_offload.Offload` as flat numbers, for whatever a framework logs to."""
+"""What an integration reports: numbers for a framework's loggers, a line when training ends, a trace of one step."""
 
 from __future__ import annotations
 
-from eager_offload import Offload, OffloadStats
+import os
+import sys
+from pathlib import Path
+from typing import Literal, TypeAlias
 
-__all__ = ["PREFIX", "OffloadMetrics"]
+from eager_offload import ConfigError, Offload, OffloadStats
+from eager_offload.config import MIB
+from eager_offload.observe.tracing import Tracing
+
+__all__ = ["PREFIX", "LogMetrics", "OffloadMetrics", "StepTrace", "summarize"]
+
+#: ``True``: the three that matter; ``"all"``: every counter; ``False``: none.
+LogMetrics: TypeAlias = bool | Literal["all"]
 
 #: What every name begins with; trackers make a group of it.
 PREFIX = "offload/"
@@ -13,32 +23,108 @@ _PEAKS = ("inflight_bytes_peak", "resident_bytes_peak", "host_bytes_peak", "disk
 
 
 class OffloadMetrics:
-    """Reads what ``offload`` has done since the last reading, by the names of :class:`~eager_offload.OffloadStats`.
+    """Reads what ``offload`` has done since the last reading.
+
+    | name | unit | meaning |
+    | --- | --- | --- |
+    | ``offload/device_peak_mib`` | MiB | the most that saved tensors took on the device since the stats were last reset |
+    | ``offload/moved_mib`` | MiB a step | what left the device |
+    | ``offload/stall_seconds`` | seconds a step | how long the host waited |
+
+    With ``log_metrics="all"`` these too, by the names of :class:`~eager_offload.OffloadStats`:
 
     | name | unit | meaning |
     | --- | --- | --- |
     | ``offload/saved_bytes``, ``offloaded_bytes``, ``shared_bytes``, ``kept_bytes`` | bytes a step | what autograd saved; of that: taken away, on a storage taken already, kept |
     | ``offload/bytes_out``, ``bytes_in`` | bytes a step | what crossed the link |
-    | ``offload/stall_seconds`` | seconds a step | how long the host waited |
     | ``offload/demotions`` | a step | what could not be done as planned |
     | ``offload/*_bytes_peak`` | bytes | the most since the stats were last reset |
 
     Reading waits for nothing: what is on its way counts when it has arrived, so a step's figures may be of the one before.
+
+    Args:
+        offload: whose stats are read.
+        log_metrics: ``True`` for the three, ``"all"``, or ``False`` for none.
+
+    Raises:
+        ConfigError: for another ``log_metrics``.
     """  # noqa: E501  # rows of a table cannot be broken
 
-    def __init__(self, offload: Offload) -> None:
+    def __init__(self, offload: Offload, log_metrics: LogMetrics = True) -> None:
+        if not (isinstance(log_metrics, bool) or log_metrics == "all"):
+            raise ConfigError(f'log_metrics={log_metrics!r} is not accepted: log_metrics takes True, False or "all"')
         self.offload = offload
+        self._log_metrics = log_metrics
         self._before = offload.stats()
 
     def read(self, steps: int = 1) -> dict[str, float]:
         """The figures of the ``steps`` steps since the last reading (or since this object was made), for one step."""
         before, now = self._before, self.offload.stats()
         self._before = now
+        if not self._log_metrics:
+            return {}
         amounts = {name: _since(getattr(now, name), getattr(before, name)) for name in _AMOUNTS}
         amounts["kept_bytes"] = _since(_kept(now), _kept(before))
         amounts["demotions"] = _since(_demotions(now), _demotions(before))
-        figures = {PREFIX + name: amount / max(steps, 1) for name, amount in amounts.items()}
-        return figures | {PREFIX + name: float(getattr(now, name)) for name in _PEAKS}
+        figures = {name: amount / max(steps, 1) for name, amount in amounts.items()}
+        three = {"device_peak_mib": now.device_bytes_peak / MIB, "moved_mib": figures["bytes_out"] / MIB}
+        three["stall_seconds"] = figures["stall_seconds"]
+        if self._log_metrics == "all":
+            three |= figures | {name: float(getattr(now, name)) for name in _PEAKS}
+        return {PREFIX + name: figure for name, figure in three.items()}
+
+
+class StepTrace:
+    """A trace of one step of training; see :meth:`Offload.trace <eager_offload.Offload.trace>`.
+
+    Args:
+        offload: what is traced.
+        step: which one, the first being 1; ``None`` for none.
+        path: where it is written; by a rank other than 0 with the rank before the suffix, as in ``step.rank1.json``.
+
+    Raises:
+        ConfigError: for a step that is no positive number, or a path where no file can be written.
+    """
+
+    def __init__(self, offload: Offload, step: int | None, path: str | os.PathLike[str]) -> None:
+        if step is not None and (type(step) is not int or step < 1):
+            raise ConfigError(f"trace_step={step!r} is not accepted: trace_step takes a step, 1 or more, or None")
+        self._offload, self._step = offload, step
+        self._path = Path(path)
+        self._tracing: Tracing | None = None
+        if step is not None:
+            offload.trace(self._path)  # which refuses what cannot be written
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a trace is being made."""
+        return self._tracing is not None
+
+    def given(self) -> tuple[int | None, Path]:
+        """The step and the path: what a copy for another ``Offload`` is made of."""
+        return self._step, self._path
+
+    def begin(self, step: int) -> None:
+        """Step number ``step`` begins; where another one is traced still, that one is over."""
+        self.end()
+        if step == self._step and self._offload.config.enabled:
+            rank = os.environ.get("RANK", "0")
+            path = self._path if rank == "0" else self._path.with_suffix(f".rank{rank}{self._path.suffix}")
+            self._tracing = self._offload.trace(path)
+            self._tracing.__enter__()
+
+    def end(self) -> None:
+        """The step is over, or training is. Idempotent."""
+        tracing, self._tracing = self._tracing, None
+        if tracing is not None:
+            tracing.__exit__(None, None, None)
+
+
+def summarize(offload: Offload) -> None:
+    """Training ends: a line for the user, on the first rank alone, where anything moved."""
+    stats = offload.stats()
+    if stats.offloaded_bytes and os.environ.get("RANK", "0") == "0":
+        print(f"eager_offload: {str(stats).splitlines()[0]}", file=sys.stderr)
 
 
 def _since(now: float, before: float) -> float:

@@ -1,28 +1,37 @@
 """For Transformers' ``Trainer`` and those that are made of it, such as TRL's.
 
-[Note: Two ways in] No event surrounds forward, and none follows an exception. :class:`OffloadTrainerMixin` overrides
-``compute_loss_context_manager``, which stands around all that makes the loss and outside of every compiled module.
-:class:`OffloadTrainerCallback` is given the innermost model and nothing else: it runs the calls of that in the context,
-and what it leaves on the model when training fails is taken off when the next one begins.
+[Note: What a callback reaches] No event surrounds forward, and none follows an exception. A callback is given the
+innermost model and nothing else: it runs the calls of that in the context, and what it leaves on the model when
+training fails is taken off when the next one begins. ``compute_loss_context_manager``, which stands around all that
+makes the loss and outside of every compiled module, is a method: the mixin enters its callback's context there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
+import os
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING, Any, Unpack
 
-from accelerate.state import AcceleratorState  # type: ignore[import-untyped]  # has no types
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from eager_offload import ConfigError, Offload
+from eager_offload.config import OffloadFields, switched_on
+from eager_offload.errors import warn
 
 from .calls import OffloadedCalls, is_training
-from .metrics import OffloadMetrics
-from .settings import Given, offload_from, switch
+from .metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
+from .settings import Given, missing, offload_from
+
+try:
+    from accelerate.state import AcceleratorState  # type: ignore[import-untyped]  # has no types
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
+except ImportError as error:
+    raise missing("transformers", error) from error
 
 __all__ = ["OffloadTrainerCallback", "OffloadTrainerMixin"]
 
@@ -36,12 +45,15 @@ class OffloadTrainerCallback(TrainerCallback):
     """``Trainer(..., callbacks=[OffloadTrainerCallback(min_bytes="4MiB")])``: the model offloads while it trains.
 
     Nothing moves in evaluation and prediction. At each logging step the figures of
-    :class:`~eager_offload.integrations.metrics.OffloadMetrics` go into ``state.log_history`` and to all callbacks that
-    come after this one: see :meth:`add_to`.
+    :class:`~eager_offload.integrations.metrics.OffloadMetrics` go into ``state.log_history`` and to all other
+    callbacks, the trackers of ``report_to`` among them: when training begins this callback moves in front of them.
 
     Args:
         config: an ``Offload`` (which stays yours to close), an ``OffloadConfig``, a mapping of its fields, or ``None``:
             what is not given is read from ``EAGER_OFFLOAD_*``. ``EAGER_OFFLOAD=0`` switches all of this off.
+        log_metrics: ``True`` logs the three figures that matter, ``"all"`` every one, ``False`` none.
+        trace_step: the optimizer step of a training, the first being 1, that is traced.
+        trace_path: where that trace is written, for https://ui.perfetto.dev.
         **fields: fields of ``OffloadConfig``.
 
     A copy or a pickle has an ``Offload`` of its own with the same configuration.
@@ -51,22 +63,39 @@ class OffloadTrainerCallback(TrainerCallback):
             Accelerate compiles with ``fullgraph``, and if another callback of this class or the mixin is there too.
     """
 
-    def __init__(self, config: Given = None, **fields: Any) -> None:
-        self._run = _Run(config, fields) if switch(True) else None
+    #: Whether the calls of the model run in the context; else the loss is made in it, by the mixin.
+    _takes_calls = True
+
+    def __init__(
+        self,
+        config: Given = None,
+        *,
+        log_metrics: LogMetrics = True,
+        trace_step: int | None = None,
+        trace_path: str | os.PathLike[str] = "offload_trace.json",
+        **fields: Unpack[OffloadFields],
+    ) -> None:
+        self._options: dict[str, Any] = {"log_metrics": log_metrics, "trace_step": trace_step, "trace_path": trace_path}
+        self._begin_with(offload_from(config, fields))
+        self._closes = not isinstance(config, Offload)
+
+    def _begin_with(self, offload: Offload | None) -> None:
+        offload = offload if offload is not None and offload.config.enabled else None
+        self.offload = offload
+        """What moves the bytes, with its ``stats()``; ``None`` if it is switched off."""
+        self._metrics = self._trace = None
+        if offload is not None:
+            self._metrics = OffloadMetrics(offload, self._options["log_metrics"])
+            self._trace = StepTrace(offload, self._options["trace_step"], self._options["trace_path"])
+        self._saved_before = self._first_step = self._read_step = 0
+        #: The training that is going on: all callbacks of a trainer get the same state, a new one each time.
+        self._state: weakref.ref[TrainerState] | None = None
+        self._model: weakref.ref[nn.Module] | None = None
         #: Takes what is on the model off again; by itself where this object goes before.
         self._removal: weakref.finalize[Any, OffloadTrainerCallback] | None = None
-        self._model: weakref.ref[nn.Module] | None = None
-
-    @property
-    def offload(self) -> Offload | None:
-        """What moves the bytes, with its ``stats()``; ``None`` if it is switched off."""
-        return self._run.offload if self._run else None
 
     def add_to(self, trainer: Trainer) -> None:
-        """Makes this the first callback of ``trainer``, so that the trackers of ``report_to`` get its figures too.
-
-        They come before all that a user gives in ``callbacks`` or to ``add_callback``.
-        """
+        """Makes this the first callback of ``trainer``."""
         trainer.callback_handler.callbacks.insert(0, self)
 
     def remove(self) -> None:
@@ -75,12 +104,14 @@ class OffloadTrainerCallback(TrainerCallback):
         Needed only after training that failed: what it leaves stays until the next training of the same model, of this
         callback, or until this object goes. An ``Offload`` of your own is not closed.
         """
-        _installed.discard(self)
+        self._state = self._model = None
         removal, self._removal = self._removal, None
         if removal is not None:
             removal()
-        if self._run is not None:
-            self._run.close()
+        if self._trace is not None:
+            self._trace.end()
+        if self.offload is not None and self._closes:
+            self.offload.close()
 
     def on_train_begin(
         self,
@@ -90,18 +121,46 @@ class OffloadTrainerCallback(TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        # Called again for each batch size that is tried, and after training that has failed.
-        if self._run is None or model is None:
+        # Called again for each batch size that is tried, and after training that has failed; not with step 0 where a
+        # checkpoint is resumed from.
+        if self.offload is None or self._metrics is None or model is None:
             return
-        _refuse_others(self._run, state)
-        self.remove()
-        _remove_from(model)
-        _refuse_compiled_around(args)
-        self._run.begin(args, model, state)
-        self._model = weakref.ref(model)
-        self._removal = weakref.finalize(self, OffloadedCalls(model, self._run.offload).remove)
-        self._removal.atexit = False
-        _installed.add(self)
+        self._be_the_only_one(state, model)
+        _refuse_data_parallel(args, model)
+        if self._takes_calls:
+            _refuse_compiled_around(args)
+        for option in _hiding_options(args):
+            warn(f"{option} offloads by saved-tensor hooks too, and only one can have a tensor: leave that option out")
+        self.offload.skip_in(model)
+        self._metrics.read()
+        self._saved_before = self.offload.stats().offloaded_bytes
+        self._first_step = self._read_step = state.global_step
+        self._state, self._model = weakref.ref(state), weakref.ref(model)
+        _go_first(self, sys._getframe(1))
+        if self._takes_calls:
+            self._removal = weakref.finalize(self, OffloadedCalls(model, self.offload).remove)
+            self._removal.atexit = False
+        _begun.add(self)
+
+    def _be_the_only_one(self, state: TrainerState, model: nn.Module) -> None:
+        """What failed training left on the model would hide what comes inside of it, and so would another callback."""
+        others = [one for one in _begun if one is not self and one._state is not None and one._state() is state]
+        left = [one for one in _begun if one._model is not None and one._model() in (model, None)]
+        for one in {self, *others, *left}:
+            one.remove()
+        if others:
+            raise ConfigError(
+                "more than one OffloadTrainerCallback, or one beside OffloadTrainerMixin, is not accepted for a "
+                "trainer, since only one of them could offload: leave the others out"
+            )
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._trace is not None and self._state is not None:
+            self._trace.begin(state.global_step - self._first_step + 1)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._trace is not None:
+            self._trace.end()
 
     def on_log(
         self,
@@ -111,191 +170,129 @@ class OffloadTrainerCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        if self._run is not None and logs is not None and self._removal is not None and "loss" in logs:
-            figures = self._run.figures(state.global_step)
+        if self._metrics is not None and self._state is not None and logs is not None and "loss" in logs:
+            figures = self._metrics.read(state.global_step - self._read_step)
+            self._read_step = state.global_step
             logs.update(figures)
             if state.log_history:
-                state.log_history[-1].update(figures)  # a copy of the logs, made before anybody is told
+                state.log_history[-1].update(figures)  # a copy of the logs, made before any callback is called
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._run is not None and self._removal is not None:
-            try:
-                self._run.end(state.global_step)
-            finally:
-                self.remove()
+        if self.offload is None or self._state is None:
+            return
+        try:
+            if state.global_step > self._first_step:
+                self.offload.warn_if_nothing_moved(self._saved_before)
+                summarize(self.offload)
+        finally:
+            self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        config = self._run.offload.config if self._run else None
-        return {**vars(self), "_run": config, "_removal": None, "_model": None}
+        config = None if self.offload is None else self.offload.config
+        own = {"_metrics": None, "_trace": None, "_state": None, "_model": None, "_removal": None, "_closes": True}
+        return {**vars(self), "offload": config, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        config = state["_run"]
-        self.__dict__.update(state, _run=None if config is None else _Run(config, {}))
+        self.__dict__.update(state)
+        self._begin_with(None if state["offload"] is None else Offload(state["offload"]))
 
 
-#: Those whose calls are on a model; what failed training left there would hide what comes inside of it.
-_installed: weakref.WeakSet[OffloadTrainerCallback] = weakref.WeakSet()
+def _go_first(callback: OffloadTrainerCallback, frame: FrameType | None) -> None:
+    """Puts ``callback`` in front of the others, trackers among them: they log what stands in the logs at their turn.
+
+    No event is given the list of callbacks: it belongs to the handler, which is the caller of every event. Those that
+    it has called stand before ``callback`` and those that it has not behind it: none is left out or called twice.
+    """
+    handler: Any = None
+    while frame is not None and not isinstance(handler := frame.f_locals.get("self"), CallbackHandler):
+        frame = frame.f_back
+    if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+        handler.callbacks.remove(callback)
+        handler.callbacks.insert(0, callback)
 
 
-def _remove_from(model: nn.Module | None) -> None:
-    for left in list(_installed):
-        if left._model is None or left._model() is model:
-            left.remove()
+#: Those whose training may be going on, or has failed.
+_begun: weakref.WeakSet[OffloadTrainerCallback] = weakref.WeakSet()
 
 
 class OffloadTrainerMixin(_Base):
-    """``class MyTrainer(OffloadTrainerMixin, Trainer)``: whatever makes the loss in training offloads.
+    """``class MyTrainer(OffloadTrainerMixin, Trainer)``: an :class:`OffloadTrainerCallback` around all of the loss.
 
     With a loss outside of the model (label smoothing, ``compute_loss_func``, a ``compute_loss`` of your own), around
-    every wrapper and compiled module, and never in evaluation. The figures of
-    :class:`~eager_offload.integrations.metrics.OffloadMetrics` are in what :meth:`log` is given at each logging step.
+    every wrapper and compiled module, and never in evaluation. All trackers get its figures.
 
     Args:
         offload: what :class:`OffloadTrainerCallback` takes as ``config``, or ``False`` for none. The default is
             :attr:`offload_config`. ``EAGER_OFFLOAD=0`` and ``=1`` overrule both.
+        offload_options: ``log_metrics``, ``trace_step`` and ``trace_path`` of :class:`OffloadTrainerCallback`; the
+            default is :attr:`offload_options`.
         *arguments, **named: the trainer's.
 
     Raises:
-        ConfigError: for what is not accepted; when training begins, for ``torch.nn.DataParallel``, and if an
-            :class:`OffloadTrainerCallback` is among the callbacks.
+        ConfigError: as of the callback, but for ``fullgraph``, which it goes with.
     """
 
     offload_config: Given | bool = None
     """The class's own configuration."""
+    offload_options: Mapping[str, Any] = MappingProxyType({})
+    """The class's own ``log_metrics``, ``trace_step`` and ``trace_path``."""
 
-    def __init__(self, *arguments: Any, offload: Given | bool = None, **named: Any) -> None:
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(OffloadTrainerMixin):
+            bases = ", ".join(base.__name__ for base in cls.__bases__ if base is not OffloadTrainerMixin)
+            raise ConfigError(
+                f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)}) is not accepted: behind "
+                "Trainer the mixin is never asked, and nothing would move. Write "
+                f"class {cls.__name__}(OffloadTrainerMixin, {bases})"
+            )
+
+    def __init__(
+        self,
+        *arguments: Any,
+        offload: Given | bool = None,
+        offload_options: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
         given = self.offload_config if offload is None else offload
-        self._offload_run: _Run | None = None
-        if switch(given is not False):
-            self._offload_run = _Run(None if isinstance(given, bool) else given, {})
+        config = None if isinstance(given, bool) else given
+        options = self.offload_options if offload_options is None else offload_options
+        self._offload_callback = _AroundLoss(config, **options) if switched_on(given is not False) else None
         super().__init__(*arguments, **named)
-        if self._offload_run is not None:
-            self.add_callback(_Begins(self._offload_run))
+        if self._offload_callback is not None:
+            self._offload_callback.add_to(self)
 
     @property
     def offload(self) -> Offload | None:
         """What moves the bytes, with its ``stats()``; ``None`` if it is switched off."""
-        return self._offload_run.offload if self._offload_run else None
+        return self._offload_callback.offload if self._offload_callback else None
 
     def train(self, *arguments: Any, **named: Any) -> Any:
         try:
-            result = super().train(*arguments, **named)
-            if self._offload_run is not None:
-                self._offload_run.end(self.state.global_step)
-            return result
+            return super().train(*arguments, **named)
         finally:
-            if self._offload_run is not None:
-                self._offload_run.close()
+            if self._offload_callback is not None:
+                self._offload_callback.remove()
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        run, model = self._offload_run, self.model
         with contextlib.ExitStack() as stack:
             # Trainer returns a stack that has entered all that is in it, for which entering it again does nothing.
             # What a class between the two returns may be any context.
             stack.enter_context(super().compute_loss_context_manager())
             # Evaluation and prediction come through here too.
-            if run is not None and isinstance(model, nn.Module) and is_training(model):
-                stack.enter_context(run.offload)
+            if self.offload is not None and isinstance(self.model, nn.Module) and is_training(self.model):
+                stack.enter_context(self.offload)
             return stack.pop_all()
 
-    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
-        if self._offload_run is not None and "loss" in logs:
-            logs.update(self._offload_run.figures(self.state.global_step))
-        super().log(logs, *arguments, **named)
+
+class _AroundLoss(OffloadTrainerCallback):
+    """The mixin's."""
+
+    _takes_calls = False
 
 
-class _Begins(TrainerCallback):
-    """Tells of each beginning: with `auto_find_batch_size` there is one for every size that is tried."""
-
-    def __init__(self, run: _Run) -> None:
-        self._run = run
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **_: Any,
-    ) -> None:
-        _refuse_others(self._run, state)
-        _remove_from(model)
-        self._run.begin(args, model, state)
-
-
-class _Run:
-    """One ``Offload`` in the trainings of one trainer: what is refused, told and counted."""
-
-    def __init__(self, given: Given, fields: Mapping[str, Any]) -> None:
-        self.offload = offload_from(given, fields)
-        self._is_the_users = isinstance(given, Offload)
-        self._metrics = OffloadMetrics(self.offload)
-        self._began_with = self.offload.stats()
-        self._first_step = self._read_step = 0
-        self._state: weakref.ref[TrainerState] | None = None
-
-    def begin(self, args: TrainingArguments, model: nn.Module | None, state: TrainerState) -> None:
-        """Training begins, or begins again; not with step 0 where a checkpoint is resumed from."""
-        _refuse_data_parallel(args, model)
-        for option in _hiding_options(args):
-            warnings.warn(
-                f"eager_offload: {option} offloads by saved-tensor hooks too, and only one can have a tensor: leave "
-                "that option out",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        self._metrics.read()
-        self._began_with = self.offload.stats()
-        self._first_step = self._read_step = state.global_step
-        self._state = weakref.ref(state)
-        _begun.add(self)
-
-    def is_in(self, state: TrainerState) -> bool:
-        """Whether the training that it began is the one of ``state``."""
-        return self._state is not None and self._state() is state
-
-    def figures(self, step: int) -> dict[str, float]:
-        """What an optimizer step moved, of those since the last time."""
-        steps, self._read_step = step - self._read_step, step
-        return self._metrics.read(steps)
-
-    def end(self, step: int) -> None:
-        """Training has ended well, after optimizer step ``step``: says so if it was all for nothing."""
-        stats = self.offload.stats()
-        if step > self._first_step and stats.offloaded_bytes == self._began_with.offloaded_bytes:
-            warnings.warn(
-                f"eager_offload: {step - self._first_step} steps of training moved nothing. {' '.join(stats.advice)}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def close(self) -> None:
-        """Gives memory and files back, where nobody else uses them; the next training takes them again."""
-        self._state = None
-        if not self._is_the_users:
-            self.offload.close()
-
-
-#: Those whose training may be going on.
-_begun: weakref.WeakSet[_Run] = weakref.WeakSet()
-
-
-def _refuse_others(run: _Run, state: TrainerState) -> None:
-    """Nobody is told what other callbacks a trainer has, but all of them get the same state, a new one each time."""
-    others = [other for other in _begun if other is not run and other.is_in(state)]
-    if not others:
-        return
-    for callback in list(_installed):
-        if callback._run in others:
-            callback.remove()
-    run.close()
-    raise ConfigError(
-        "more than one OffloadTrainerCallback, or one beside OffloadTrainerMixin, is not accepted for a trainer, since "
-        "only one of them could offload: leave the others out"
-    )
-
-
-def _refuse_data_parallel(args: TrainingArguments, model: nn.Module | None) -> None:
+def _refuse_data_parallel(args: TrainingArguments, model: nn.Module) -> None:
     quantized = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
     if args.n_gpu > 1 and not quantized:  # as Trainer decides it
         raise ConfigError(
@@ -308,9 +305,7 @@ def _refuse_data_parallel(args: TrainingArguments, model: nn.Module | None) -> N
 
 def _refuse_compiled_around(args: TrainingArguments) -> None:
     """Accelerate's compiled module is around the model that a callback gets, or is a copy of it."""
-    if not args.torch_compile:
-        return
-    plugin = AcceleratorState().dynamo_plugin
+    plugin = AcceleratorState().dynamo_plugin if args.torch_compile else None
     for option in ("fullgraph", "use_regional_compilation"):
         if getattr(plugin, option, False):
             raise ConfigError(

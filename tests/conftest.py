@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from tests.budgets import SecondsOfModules
 from tests.compiler_caches import keep_no_graphs, move_machine_code
+from tests.sampling import announce, draw_seed, leave_out
 
 keep_no_graphs()  # before anything imports torch
 # No test asks a hub of models or data for anything.
@@ -17,16 +21,28 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs", "tests.hazards.probes")
 
+import torch  # noqa: E402  # after its caches are named
+
 from tests.doubles.recorded_backend import RecordedBackend  # noqa: E402
 from tests.faults.telling import sentence  # noqa: E402
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend  # noqa: E402
 from tests.temporary import move_to_a_disk  # noqa: E402
+
+# torch writes its compile trace there, thousands of lines that would hide why a test failed.
+logging.getLogger("torch.__trace").propagate = False
 
 _BACKENDS: dict[str, type[Backend]] = {
     "disk": DiskBackend,
     "simulated": SimulatedBackend,
     "recorded": RecordedBackend,
 }
+#: All of them, but where the virtual device is the accelerator, which is for good.
+_PARAMS: list[Any] = ["disk", "simulated", pytest.param("recorded", marks=pytest.mark.long)]
+if "tests.virtual_device.plugin" in sys.modules:
+    from tests.virtual_device.backend import VirtualBackend
+
+    _BACKENDS["virtual"] = VirtualBackend
+    _PARAMS = ["virtual"]
 _passed = pytest.StashKey[bool]()
 
 
@@ -39,17 +55,25 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # A user's program goes on where a pass of the library fails; a test does not.
+    config.addinivalue_line("filterwarnings", "error:eager_offload. a compiled graph is not offloaded:RuntimeWarning")
     # Before pytest chooses where the directories of tests are.
     for remove in (move_to_a_disk(), move_machine_code()):
         if remove is not None:
             config.add_cleanup(remove)
+    draw_seed()  # before there are workers, which have to collect the same tests
+    if not hasattr(config, "workerinput") and "virtual" not in _BACKENDS:  # whose suites have a test each
+        config.pluginmanager.register(SecondsOfModules())
 
 
-def pytest_collection_finish() -> None:
-    # Tests collect garbage thousands of times, and each time takes a second while all that was imported is looked
-    # through: a million objects of the frameworks, none of which ever goes.
-    gc.collect()
-    gc.freeze()
+def pytest_report_header() -> str:
+    return announce()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # After -k and -m: what they leave is what is sampled.
+    config.hook.pytest_deselected(items=leave_out(items, config.args))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
@@ -58,6 +82,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     faults = sum(number for report in passed for name, number in report.user_properties if name == "faults")
     if faults:
         terminalreporter.write_line(sentence(faults, well=exitstatus == 0))
+    if exitstatus:
+        terminalreporter.write_line(announce())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_lives_on_is_not_looked_through() -> None:
+    """Tests collect garbage thousands of times, and each time takes a second while all that was imported is looked
+    through: a million objects of frameworks and compilers, none of which ever goes."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -77,13 +111,32 @@ def _nothing_was_compiled() -> Iterator[None]:
         compiler.counters.clear()
 
 
-@pytest.fixture(params=["disk", "simulated", pytest.param("recorded", marks=pytest.mark.long)])
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tests whose tensors are small: a second thread in an operator would only spin."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=_PARAMS)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Where a hazard is run: on the host runtime with the disk tier, simulated under the happens-before checker, and on
     the accelerator runtime over its recording double, under the checker too.
 
     Afterwards nothing may be held: no storage, no slot, no hook, no thread.
     """
+    yield from _leaves_nothing(request)
+
+
+@pytest.fixture(params=_PARAMS[:1])
+def users_backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """The one that a user has on this machine: the disk, or the virtual device where that is the accelerator."""
+    yield from _leaves_nothing(request)
+
+
+def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with _BACKENDS[request.param]() as running:
         yield running
         # A failed test's traceback holds its tensors: what is left then says nothing.

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("rich", reason="the demo's extra is not installed")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,8 +67,10 @@ def test_hook_costs_are_kept_call_by_call_for_every_candidate(tmp_path: Path) ->
     arguments = ["--calls", "64", "--live", "32", "--repeats", "2", "--sizes", "4KiB"]
     content = measured("hooks", tmp_path, *arguments)
     kept, offloaded = content["samples"]["kept"], content["samples"]["offloaded"]
-    assert set(kept) == {"small", "parameter", "weight.t()", "through an operator"}
-    assert all({"pair that detaches", "save_on_cpu", "kept"} <= set(costs) for costs in kept.values())
+    followed = "parameter, in a step that is followed"
+    assert set(kept) == {"small", "parameter", "weight.t()", "through an operator", followed}
+    assert all({"pair that detaches", "kept"} <= set(costs) for costs in kept.values())
+    assert {"direct", "followed", "recorded"} < set(offloaded["host, 4KiB"])
     assert set(offloaded) == {"host, 4KiB", "disk, 4KiB"}
     for costs in (*kept["small"].values(), *offloaded["disk, 4KiB"].values()):
         assert len(costs["pack"]) == len(costs["unpack"]) == len(costs["wall"]) == 2
@@ -82,6 +86,17 @@ def test_memory_shows_that_offloaded_bytes_are_freed_and_gradients_equal(tmp_pat
         assert found["used_at_end"] == 0
         assert found["live_at_end"] == none["live_at_end"]
         assert found["gradients_hash"] == none["gradients_hash"]
+
+
+def test_h49_small_models_are_compared_pair_by_pair(tmp_path: Path) -> None:
+    arguments = ["--rounds", "1", "--steps", "1", "--models", "graph network", "--malloc", "released"]
+    content = measured("small_models", tmp_path, *arguments)
+    plain, ours = content["samples"]
+    assert not plain["offload"]
+    assert ours["offload"]
+    assert ours["saved_bytes"] > 0
+    assert (plain["losses_hash"], plain["parameters_hash"]) == (ours["losses_hash"], ours["parameters_hash"])
+    assert all(run["peak_bytes"] > run["base_bytes"] > 0 for run in (plain, ours))
 
 
 def test_h25_steps_are_sampled_ten_times_and_leave_nothing_behind(tmp_path: Path) -> None:
@@ -201,3 +216,12 @@ def test_a_missed_limit_fails_only_when_it_is_checked(tmp_path: Path) -> None:
     missed = [limit["what"] for limit in content["limits"] if not limit["met"]]
     assert missed == ["disk: held / moved bytes"]
     assert ended.returncode == 1
+
+
+def test_peers_run_beside_ours_on_the_virtual_device(tmp_path: Path) -> None:
+    content = measured("virtual_peers", tmp_path, "--quick", "--layers", "1")
+    ran = [run for run in content["samples"] if run["failure"] is None]
+    assert {"none", "save_on_cpu", "ours, defaults", "ours, all"} <= {run["way"] for run in ran}
+    assert all(run["same_bits"] for run in ran if not run["way"].startswith("TRL"))
+    assert all(run["bytes_out"] > 0 for run in ran if run["way"] == "save_on_cpu")
+    assert all(run["peak_bytes"] > 0 and run["step_seconds"] for run in ran)

@@ -6,16 +6,20 @@ import dataclasses
 import json
 import os
 import pickle
+import subprocess
+import sys
+import typing
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eager_offload as eo
-from eager_offload.config import parse_size
+from eager_offload.config import FIELDS, OffloadFields, parse_size
 from eager_offload.malloc import release_freed_memory
 
 MIB = 1 << 20
@@ -32,6 +36,9 @@ DEFAULTS = {
     "disk_budget": "auto",
     "disk_path": None,
     "verify": False,
+    "step_plans": "auto",
+    "skip": (),
+    "enabled": True,
 }
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)
@@ -147,7 +154,11 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("pin_memory", 1, 'True, False or "auto"'),
     ("pin_memory", None, 'True, False or "auto"'),
     ("verify", "auto", "True or False"),
+    ("step_plans", "always", 'True, False or "auto"'),
+    ("step_plans", 1, 'True, False or "auto"'),
     ("verify", 1, "True or False"),
+    ("skip", 3, "the names of modules"),
+    ("skip", [""], "the names of modules"),
     ("disk_path", "", "a directory, a list of directories, or None"),
     ("disk_path", [], "a directory, a list of directories, or None"),
     ("disk_path", ["/tmp", ""], "a directory, a list of directories, or None"),
@@ -188,8 +199,8 @@ def test_an_unknown_field_is_named_together_with_those_that_are_known(name: str)
 
 
 def test_a_config_that_is_no_config_is_refused() -> None:
-    for given_config in ("disk", {"tier": "disk"}, 4, eo.OffloadConfig):
-        with pytest.raises(eo.ConfigError, match="config takes an OffloadConfig or None"):
+    for given_config in ("disk", 4, eo.OffloadConfig):
+        with pytest.raises(eo.ConfigError, match="config takes an OffloadConfig, a mapping of its fields, or None"):
             eo.Offload(given_config)  # type: ignore[arg-type]
 
 
@@ -217,6 +228,9 @@ def test_every_field_can_come_from_the_environment(tmp_path: Path) -> None:
         "EAGER_OFFLOAD_DISK_BUDGET": "3GB",
         "EAGER_OFFLOAD_DISK_PATH": f"{tmp_path}{os.pathsep}/elsewhere",
         "EAGER_OFFLOAD_VERIFY": "True",
+        "EAGER_OFFLOAD_STEP_PLANS": "off",
+        "EAGER_OFFLOAD_SKIP": "lm_head, *.norm",
+        "EAGER_OFFLOAD_ENABLED": "no",
         "PATH": "/bin",
     }
     assert {name.removeprefix("EAGER_OFFLOAD_").lower() for name in environ} - {"path"} == set(DEFAULTS)
@@ -231,6 +245,9 @@ def test_every_field_can_come_from_the_environment(tmp_path: Path) -> None:
         disk_budget=3 * 10**9,
         disk_path=[tmp_path, "/elsewhere"],
         verify=True,
+        step_plans=False,
+        skip=["lm_head", "*.norm"],
+        enabled=False,
     )
 
 
@@ -241,8 +258,104 @@ def test_the_environment_is_that_of_the_process_unless_another_is_given(monkeypa
     monkeypatch.setenv("EAGER_OFFLOAD_MIN_BYTES", "3MiB")
     monkeypatch.setenv("EAGER_OFFLOAD_VERIFY", "")
     assert eo.OffloadConfig.from_env() == eo.OffloadConfig(min_bytes="3MiB")
-    assert eo.OffloadConfig() == eo.OffloadConfig(min_bytes=MIB), "only from_env looks at it"
-    assert eo.Offload(eo.OffloadConfig.from_env(), min_bytes=1).config.min_bytes == 1
+    assert eo.OffloadConfig() == eo.OffloadConfig(min_bytes=MIB), "a configuration does not look at it"
+
+
+def test_an_offload_takes_what_is_not_given_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGER_OFFLOAD_MIN_BYTES", "3MiB")
+    assert eo.Offload().config.min_bytes == 3 * MIB
+    assert eo.Offload(min_bytes=1).config.min_bytes == 1
+    mapping = {"prefetch_bytes": "5MiB", "min_bytes": 7}
+    config = eo.Offload(mapping, min_bytes=8).config
+    assert (config.min_bytes, config.prefetch_bytes) == (8, 5 * MIB)
+    assert eo.Offload(mapping).config.min_bytes == 7
+    assert eo.Offload(eo.OffloadConfig()).config.min_bytes == MIB, "a whole configuration is taken as it is"
+    assert eo.Offload.serving(prefetch_bytes=9).config == eo.OffloadConfig(min_bytes="3MiB", prefetch_bytes=9)
+    with pytest.raises(eo.ConfigError, match="unknown field 'min_byte'"):
+        eo.Offload({"min_byte": 1})
+
+
+@pytest.mark.parametrize(
+    ("switch", "field", "enabled"), [("", True, True), ("", False, False), ("0", True, False), ("1", False, True)]
+)
+def test_the_switch_of_the_environment_comes_before_the_field(
+    switch: str, field: bool, enabled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EAGER_OFFLOAD", switch)
+    offload = eo.Offload(enabled=field, min_bytes=0, keep_last_bytes=0, tier="disk", disk_path=tmp_path)
+    x = torch.ones(1 << 16, requires_grad=True)
+    with offload:
+        loss = (x * 2).exp().sum()
+    loss.backward()
+    stats = offload.stats(synchronize=True)
+    assert offload.config.enabled is enabled
+    assert (stats.bytes_out > 0) is enabled
+    assert (stats.saved_tensors > 0) is enabled
+    assert torch.equal(x.grad, 2 * (x * 2).exp())
+    offload.close()
+
+
+def test_switched_off_nothing_is_opened_and_compiled_code_is_as_it_is_without(tmp_path: Path) -> None:
+    offload = eo.Offload(enabled=False, min_bytes=0, disk_path=tmp_path / "does not exist")
+    weight = torch.ones(64, 64, requires_grad=True)
+    compiled = offload.compile(lambda x: (x @ weight).exp().sum(), backend="aot_eager", fullgraph=True)
+    compiled(torch.ones(64, 64)).backward()
+    assert offload.stats() == eo.OffloadStats()
+    with offload, offload:
+        pass
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_the_backend_heeds_the_switch(switch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EAGER_OFFLOAD", switch)
+    options = {"min_bytes": 0, "keep_last_bytes": 0, "tier": "disk", "disk_path": str(tmp_path)}
+    compiled = torch.compile(lambda x: x.exp().sum(), backend="eager_offload", options=options)
+    x = torch.ones(1 << 16, requires_grad=True)
+    compiled(x).backward()
+    serving = eo.Offload.serving(**options)
+    assert (serving.stats(synchronize=True).saved_tensors > 0) is (switch == "1")
+    assert torch.allclose(x.grad, x.exp())
+    serving.close()
+    torch.compiler.reset()
+
+
+# -- typed, and shown -----------------------------------------------------------------------------------------------
+
+
+def test_the_keywords_of_an_offload_are_the_fields_with_their_types() -> None:
+    types = typing.get_type_hints(OffloadFields)
+    assert types == {name: typing.get_type_hints(eo.OffloadConfig)[name] for name in types}
+    assert list(types) == list(FIELDS) == list(DEFAULTS)
+
+
+@pytest.mark.long
+def test_a_wrong_field_and_a_wrong_type_fail_in_mypy(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from eager_offload import Offload\n"
+        "Offload({'tier': 'disk'}, min_bytes='4MiB', enabled=False)\n"
+        "Offload(min_byte=4)\n"
+        "Offload(min_bytes=[4])\n"
+    )
+    config = tmp_path / "mypy.ini"
+    config.write_text("[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n")
+    root = Path(eo.__file__).parents[1]
+    command = [sys.executable, "-m", "mypy", "--config-file", str(config), str(script)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, timeout=250).stdout
+    assert [line.split(":")[1] for line in found.splitlines() if ": error:" in line] == ["3", "4"], found
+
+
+def test_an_offload_shows_what_was_set_and_what_it_has_done(tmp_path: Path) -> None:
+    assert repr(eo.Offload()) == "<Offload(): nothing saved yet>"
+    offload = eo.Offload(min_bytes=4096, keep_last_bytes=0, tier="disk", disk_path=[tmp_path])
+    shown = f"<Offload(tier='disk', min_bytes='4KiB', keep_last_bytes='0B', disk_path={str(tmp_path)!r}): "
+    assert repr(offload) == shown + "nothing saved yet>"
+    x = torch.ones(1 << 18, requires_grad=True)
+    with offload:
+        loss = (x * 2).exp().sum()
+    loss.backward()
+    assert repr(offload) == shown + "1.0 MiB offloaded of 1.0 MiB saved>"
+    offload.close()
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("YES", True), ("on", True), ("0", False), ("False", False)])

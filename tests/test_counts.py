@@ -13,7 +13,7 @@ from torch import Tensor
 import eager_offload as eo
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import TransferThread, host_runtime
-from tests.hazards.backends import DiskBackend, Gate, lane_of
+from tests.hazards.backends import DiskBackend, Gate, offloader_of
 from tests.hazards.programs import leaf
 
 N = 1 << 14
@@ -73,6 +73,74 @@ def test_a_step_is_counted_to_the_byte(disk: DiskBackend) -> None:
     assert adds_up(stats)
 
 
+def test_the_peak_on_the_device_is_of_what_is_alive_at_one_time(disk: DiskBackend) -> None:
+    bounds = {"max_inflight_bytes": NBYTES, "prefetch_bytes": NBYTES}
+    offload, x = disk.offload(**bounds), leaf(N)
+    for _ in range(3):
+        with offload:
+            loss = chain(x)
+        loss.backward()
+        del loss
+    stats = offload.stats(synchronize=True)
+    assert stats.steps == 3
+    assert stats.without_offload_bytes_peak == ALL
+    assert stats.resident_bytes_peak == stats.device_bytes_peak < ALL
+    offload.reset_stats()
+    with offload:
+        with eo.no_offload():
+            kept = x.sigmoid().exp()  # saves two tensors, and the last one twice
+            kept = kept * kept
+        loss = chain(kept)
+    offload.reset_stats()  # in the midst of a step
+    loss.backward()
+    del loss, kept
+    stats = offload.stats(synchronize=True)
+    assert stats.without_offload_bytes_peak == ALL + 2 * NBYTES
+    assert 2 * NBYTES < stats.device_bytes_peak == stats.resident_bytes_peak + 2 * NBYTES
+    offload.reset_stats()
+    stats = offload.stats()
+    assert stats.without_offload_bytes_peak == stats.device_bytes_peak == 0
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. no room")
+def test_what_finds_no_room_counts_on_the_device(disk: DiskBackend) -> None:
+    offload, x = disk.offload(disk_budget=1), leaf(N)
+    for _ in range(2):
+        with offload:
+            loss = chain(x)
+        loss.backward()
+        del loss
+    stats = offload.stats(synchronize=True)
+    assert stats.kept_bytes == {"budget": 2 * ALL}
+    assert stats.device_bytes_peak == stats.without_offload_bytes_peak == ALL
+
+
+def test_steps_in_one_context_are_counted(disk: DiskBackend) -> None:
+    offload, x = disk.offload(), leaf(N)
+    with offload:
+        for _ in range(3):
+            chain(x).backward()
+    with offload, torch.no_grad():
+        chain(x)
+    stats = offload.stats(synchronize=True)
+    assert (stats.steps, stats.saved_bytes) == (3, 3 * ALL)
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. tier=.host. on a CPU device")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_peaks_of_tiers_are_of_the_bytes_of_this_object(tier: str, disk: DiskBackend) -> None:
+    one, other, x = disk.offload(tier=tier), disk.offload(tier=tier), leaf(N)
+    with one:
+        large = chain(x)
+    with other:
+        small = chain(x, 2)
+    peaks = [getattr(offload.stats(synchronize=True), f"{tier}_bytes_peak") for offload in (one, other)]
+    assert peaks == [ALL, 2 * NBYTES]
+    large.backward()
+    small.backward()
+    assert torch.equal(x.grad, gradient(x) + torch.autograd.grad(chain(x, 2), x)[0])
+
+
 def test_the_time_that_bytes_travel_is_counted_and_what_a_disk_is_written(disk: DiskBackend) -> None:
     offload, x = disk.offload(), leaf(N)
     with offload:
@@ -87,8 +155,9 @@ def test_the_time_that_bytes_travel_is_counted_and_what_a_disk_is_written(disk: 
     assert stats.in_seconds > 0 == stats.out_seconds
     assert stats.disk_bytes_written == 0
     with offload:
-        chain(x)
+        loss = chain(x)
     offload.close()
+    del loss
     assert offload.stats().disk_bytes_written == forward.disk_bytes_written, "of tiers that are closed, too"
 
 
@@ -122,7 +191,8 @@ def test_what_is_never_asked_for_is_released(disk: DiskBackend) -> None:
     assert offload.stats().reloaded_bytes == ALL
     with disk.gate() as gate:
         with offload:
-            chain(x)  # gone before it has arrived
+            dropped = chain(x)
+        del dropped  # before it has arrived
         assert offload.stats().released_bytes == ALL
         gate.open()
         stats = offload.stats(synchronize=True)
@@ -185,7 +255,12 @@ def test_counting_anew_in_mid_step_leaves_no_debts(disk: DiskBackend) -> None:
         offload.reset_stats()
         stats = offload.stats()
         held = eo.OffloadStats(
-            inflight_bytes_peak=ALL - 2 * NBYTES, resident_bytes_peak=ALL, disk_bytes_peak=stats.disk_bytes_peak
+            inflight_bytes_peak=ALL - 2 * NBYTES,
+            resident_bytes_peak=ALL,
+            device_bytes_peak=ALL,
+            without_offload_bytes_peak=ALL,
+            disk_bytes_peak=stats.disk_bytes_peak,
+            keeps_freed_memory=stats.keeps_freed_memory,
         )
         assert stats == held, "the peaks start at what is held now"
         assert stats.disk_bytes_peak > 0
@@ -210,7 +285,7 @@ def test_synchronizing_waits_for_what_is_on_its_way_and_looking_does_not(disk: D
     with disk.gate() as gate:
         with offload:
             loss = chain(x, 3)
-        assert lane_of(offload).inflight_bytes == 3 * NBYTES
+        assert offloader_of(offload).inflight_bytes == 3 * NBYTES
         assert offload.stats().stall_seconds == 0
         gate.wait_until_reached()
         waiting = threading.Thread(target=lambda: final.append(offload.stats(synchronize=True)))
@@ -218,7 +293,7 @@ def test_synchronizing_waits_for_what_is_on_its_way_and_looking_does_not(disk: D
         assert not final
         gate.open()
         waiting.join()
-    assert lane_of(offload).inflight_bytes == 0
+    assert offloader_of(offload).inflight_bytes == 0
     assert final[0].offloaded_bytes == final[0].bytes_out == 3 * NBYTES
     loss.backward()
 
@@ -238,7 +313,7 @@ def test_what_is_on_its_way_stays_within_the_window_and_a_full_one_stalls(window
         gate_keeper.join()
     stats = offload.stats(synchronize=True)
     assert stats.inflight_bytes_peak == allowed
-    assert stats.resident_bytes_peak == allowed + NBYTES, "and the one that waits to leave"
+    assert stats.resident_bytes_peak == allowed + 2 * NBYTES, "and the one that waits to leave, and the newest"
     assert stats.window_stall_seconds == stats.stall_seconds > 0
     loss.backward()
     assert torch.equal(x.grad, gradient(x))
@@ -316,8 +391,8 @@ def test_the_newest_bytes_stay_within_theirs(newest: int, disk: DiskBackend) -> 
     staying = min(newest // NBYTES * NBYTES, ALL)
     assert stats.kept_bytes.get("newest", 0) == staying
     assert stats.offloaded_bytes == stats.bytes_out == ALL - staying
-    assert stats.resident_bytes_peak <= staying + NBYTES + NBYTES
-    assert lane_of(offload).resident_bytes == staying
+    assert stats.resident_bytes_peak <= staying + NBYTES + 2 * NBYTES
+    assert offloader_of(offload).resident_bytes == staying
     loss.backward()
     assert torch.equal(x.grad, gradient(x))
     del loss
@@ -339,7 +414,7 @@ def test_a_budget_in_bytes_is_kept_and_the_rest_stays(tier: str, room: int, disk
         with offload:
             loss = chain(x)
         stats = offload.stats(synchronize=True)
-        (held,) = (one.held_bytes for one in lane_of(offload).tiers)
+        (held,) = (one.held_bytes for one in offloader_of(offload).tiers)
         assert held <= room
         loss.backward()
         assert torch.equal(x.grad, gradient(x))

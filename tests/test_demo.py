@@ -26,6 +26,8 @@ from lm.processes import WorkerFailedError, run_all
 from lm.report import differences, table
 from lm.result import Result, hash_losses, hash_parameters
 
+pytestmark = pytest.mark.long
+
 PROGRAM = Path(train_lm.__file__)
 TINY = ["--layers", "2", "--width", "64", "--heads", "2", "--sequence", "128", "--batch", "4", "--steps", "2"]
 WINDOWS = ["--min-bytes", "4KiB", "--max-inflight-bytes", "256KiB", "--prefetch-bytes", "256KiB"]
@@ -58,7 +60,7 @@ def test_four_runs_agree_bit_for_bit_and_leave_a_picture_and_numbers(tmp_path: P
     assert "standard library" in ended.stdout
     numbers = json.loads((tmp_path / "results.json").read_text())
     assert numbers["equal"] is True
-    assert [made["mode"] for made in numbers["runs"]] == MODES
+    assert [made["mode"] for made in numbers["runs"]] == MODES * 2, "in turn"
     assert len({made["parameters_hash"] for made in numbers["runs"]}) == 1
     assert len({made["losses_hash"] for made in numbers["runs"]}) == 1
     for made in numbers["runs"]:
@@ -148,11 +150,20 @@ def test_one_changed_bit_changes_the_hash_of_the_parameters() -> None:
 
 def test_the_table_fits_eighty_columns() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
-    large = [dataclasses.replace(run(mode), peak_bytes=130_000 << 20, offloaded_bytes=1 << 40) for mode in MODES]
+    large = [dataclasses.replace(run(mode), peak_bytes=130_000 << 20, offloaded_bytes=1 << 40) for mode in MODES * 2]
     console.print(table(large))
     lines = console.export_text().splitlines()
     assert all(any(line.strip().startswith(mode + " ") for line in lines) for mode in MODES)
     assert "130,000" in "".join(lines)
+
+
+def test_the_table_has_medians_of_each_mode_with_half_of_the_spread() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    slower = dataclasses.replace(run(), step_seconds=[2.0, 4.0], peak_bytes=304 << 20)
+    console.print(table([run(), run("offload"), slower, run("offload")]))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["none", "302", "±2", "202", "1.00", "2.50", "±0.50", "1.00", "0", "0.00"] in lines
+    assert ["offload", "300", "±0", "200", "0.99", "2.00", "±0.00", "0.80", "0", "0.00"] in lines
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import torch
 
 from benchmarks.plain import PlainTable
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -15,6 +15,9 @@ import pytest
 
 import eager_offload as eo
 import eager_offload.integrations
+from eager_offload._torch import OTHER_VERSIONS, PRIVATE_NAMES
+
+pytestmark = pytest.mark.xdist_group("import")
 
 PACKAGE = Path(eo.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -52,6 +55,30 @@ after = state()
 print(json.dumps([before, after, sorted(set(sys.modules) - modules)]))
 """
 
+TRAINING = """
+import sys, torch
+import eager_offload as eo
+
+x = torch.randn(64, 1 << 10, requires_grad=True)
+torch.optim.SGD([x], lr=0.1)  # brings in half of the compiler
+before, offload = set(sys.modules), eo.Offload(min_bytes=0, keep_last_bytes=0)
+with offload:
+    loss = x.exp().sum()
+loss.backward()
+assert offload.stats(synchronize=True).bytes_out > 0
+proof = sorted(name for name in sys.modules if name.startswith("eager_offload.simulation"))
+brought = {name for name in set(sys.modules) - before if not name.startswith("eager_offload")}
+print(len(brought), sorted(brought & {"networkx", "torch._inductor.lowering", "torch._functorch.partitioners"}) + proof)
+"""
+
+
+def test_h49_a_step_of_eager_code_loads_neither_the_rest_of_the_compiler_nor_the_simulation() -> None:
+    done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    count, named = done.stdout.split(maxsplit=1)
+    assert named.strip() == "[]"
+    assert int(count) < 150, "some 40 MiB of modules that only a compilation needs"
+
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
@@ -83,9 +110,9 @@ def test_importing_brings_in_nothing_but_the_package_and_the_standard_library(im
     assert roots - sys.stdlib_module_names - {"torch", "psutil"} == {"eager_offload"}
 
 
-def test_what_the_package_asks_for_is_torch_and_psutil() -> None:
+def test_what_the_package_asks_for_is_torch_with_what_that_brings_and_psutil() -> None:
     roots = {name.partition(".")[0] for source in SOURCES for name, _ in imports(source)}
-    assert roots - sys.stdlib_module_names == {"torch", "psutil", "eager_offload"}
+    assert roots - sys.stdlib_module_names == {"torch", "psutil", "jinja2", "eager_offload"}  # torch brings jinja2
 
 
 @pytest.mark.parametrize("source", INTEGRATIONS, ids=lambda source: source.stem)
@@ -109,14 +136,21 @@ def test_private_names_of_torch_are_in_one_module() -> None:
 
 def test_every_private_name_is_listed_with_the_versions_that_have_it() -> None:
     """``torch._C._current_autograd_node`` is listed under its last part."""
-    source = PACKAGE / "_torch.py"
-    listed = ast.get_docstring(ast.parse(source.read_text()))
-    assert listed is not None
-    rows = [row for row in listed.splitlines() if row.startswith("| ``")]
-    assert all("2.11" in row for row in rows)
-    for name in private_names_of_torch(source):
+    listed = " ".join(name for names in PRIVATE_NAMES.values() for name in names)
+    assert all(name in listed for name in OTHER_VERSIONS)
+    for name in private_names_of_torch(PACKAGE / "_torch.py"):
         *_, module, last = name.split(".")
-        assert last in listed or module in listed, f"{name} is not listed"
+        beginning = ".".join(name.split(".")[:3])  # of what an attribute is asked for
+        assert last in listed or module in listed or beginning in listed, f"{name} is not listed"
+
+
+def test_what_observes_is_imported_by_what_a_user_calls_and_by_nothing_below() -> None:
+    importers = {
+        source.relative_to(PACKAGE).as_posix()
+        for source in SOURCES
+        if any(name.startswith("eager_offload.observe") for name, _ in imports(source))
+    }
+    assert {one for one in importers if not one.startswith("observe/")} == {"doctor.py", "offload.py", "report.py"}
 
 
 def imports(source: Path, *, relative: bool = False) -> Iterator[tuple[str, list[str]]]:
@@ -130,6 +164,15 @@ def imports(source: Path, *, relative: bool = False) -> Iterator[tuple[str, list
             assert node.level == 0, f"{source}: a relative import"
             assert node.module is not None
             yield node.module, [alias.name for alias in node.names]
+
+
+#: Attributes that torch's objects have under such a name.
+OF_OBJECTS = {
+    name.rpartition(".")[2]: name
+    for names in PRIVATE_NAMES.values()
+    for name in names
+    if name.rpartition(".")[0] in ("torch.Tensor", "torch.UntypedStorage", "torch.fx.Node", "torch.fx.Graph")
+}
 
 
 def private_names_of_torch(source: Path) -> Iterator[str]:
@@ -146,6 +189,8 @@ def private_names_of_torch(source: Path) -> Iterator[str]:
             dotted = ast.unparse(node)
             if dotted.startswith("torch.") and private(dotted):
                 yield dotted
+            elif node.attr in OF_OBJECTS and dotted != f"self.{node.attr}":
+                yield OF_OBJECTS[node.attr]
         elif (
             isinstance(node, ast.Call)
             and ast.unparse(node.func) == "getattr"
@@ -158,3 +203,52 @@ def private_names_of_torch(source: Path) -> Iterator[str]:
 
 def private(dotted: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
+
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+exec(sys.argv[2])
+"""
+
+
+def without(missing: str, program: str) -> subprocess.CompletedProcess[str]:
+    """``program`` where the packages ``missing`` are not installed."""
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, missing, program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])},
+    )
+
+
+def test_without_numpy_it_warns_of_nothing_that_torch_alone_does_not() -> None:
+    expected = without("numpy", "import torch").stderr
+    offloading = TRAINING.replace("torch.optim.SGD([x], lr=0.1)", "")  # torch's optimizers want it
+    assert without("numpy", offloading).stderr == expected
+
+
+FRAMEWORKS = """
+import importlib
+for name in ("accelerate", "lightning", "transformers"):
+    try:
+        importlib.import_module(f"eager_offload.integrations.{name}")
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_a_framework_that_is_missing_is_an_error_that_names_the_extra() -> None:
+    said = without("accelerate,lightning,pytorch_lightning,transformers", FRAMEWORKS).stdout.splitlines()
+    assert len(said) == 3
+    for line, name in zip(said, ("accelerate", "lightning", "transformers"), strict=True):
+        assert line.startswith(f"eager_offload.integrations.{name} needs {name}, which cannot be imported here (No ")
+        assert line.endswith(f"pip install 'eager_offload[{name}]', or '.[{name}]' in a checkout")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload, OffloadStats
-from eager_offload.runtime.simulated import SimulatedRuntime
-from eager_offload.runtime.timeline import Timeline
-from tests.hazards.backends import assert_settled, lane_of
+from eager_offload.simulation.simulated import SimulatedRuntime
+from eager_offload.simulation.timeline import Timeline
+from tests.hazards.backends import assert_settled, saves_of
 
 N = 64
 NBYTES = N * N * 4
@@ -180,7 +180,7 @@ def test_one_context_around_many_steps_is_learnt_from_step_by_step_and_its_notes
                 x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
                 one_tower(x).losses[0].backward()
                 newest.append(offload.stats(synchronize=True).kept_bytes["newest"])
-                forward = offload._session.forward(lane_of(offload))
+                forward = offload._hooks.thread.forward(saves_of(offload))
                 assert len(forward.positions) <= DEPTH
         assert newest[0] == 6 * NBYTES
         assert all(0 < nbytes <= 3 * NBYTES for nbytes in newest[1:])

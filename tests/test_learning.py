@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eager_offload.learning import Advice, Forward, Lessons, Link, Notes, Rate
+from eager_offload.learning import Advice, Forward, ForwardRecord, Lessons, Link
+from eager_offload.schedule import Rate
 
 LINK = Link(out=10.0, back=5.0)  # ten bytes are away and back after three seconds
 
@@ -19,14 +20,19 @@ class School:
 
     def __init__(self, link: Link | None = LINK) -> None:
         self.lessons, self.link = Lessons(), link
-        self.left: list[Notes] = []
+        self.records: list[ForwardRecord] = []
+        self.left: list[ForwardRecord] = []
         self._sequence = 0
 
     def forward(self) -> Forward:
         while self.left:
-            self.lessons.learn(self.left.pop(0), self.link)
+            self.lessons.learn(self.left.pop(0).notes, self.link)
         self._sequence += 1
-        return Forward(self._sequence, self.lessons, self.left.append)
+        forward = Forward(self._sequence, self.lessons)
+        record = ForwardRecord(forward, self.left.append)
+        record.notes = forward.notes
+        self.records.append(record)
+        return forward
 
     def step(
         self, sizes: Sequence[int], asked: Sequence[int], *, alive: Sequence[int] = (), at: float = 100.0
@@ -297,7 +303,7 @@ def test_a_forward_leaves_its_notes_once_its_last_holder_lets_go() -> None:
         del forward
         assert not school.left
         del handle
-        assert [left.sizes for left in school.left] == [[10]]
+        assert [left.notes.sizes for left in school.left] == [[10]]
     finally:
         gc.enable()
 

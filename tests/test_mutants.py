@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.mutants.sites import KINDS, STALE, Site, find, find_in, mutate
-from tools.mutants.suites import suites_of
+from tools.mutants.suites import device_suites_of, suites_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "eager_offload"
@@ -68,20 +68,19 @@ def test_every_element_of_what_a_copy_waits_for_is_taken_out_singly() -> None:
 
 
 def test_every_element_of_a_keepalive_is_taken_out_singly() -> None:
-    assert mutants("registry.register(event, (target, slot))\n") == [
-        "registry.register(event, (target, ))\n",
-        "registry.register(event, (slot, ))\n",
+    assert mutants("keepalive = None if held else (target, slot)\n") == [
+        "keepalive = None if held else (target, )\n",
+        "keepalive = None if held else (slot, )\n",
     ]
     assert mutants("ground.copy(target, slot, keepalive=(target, slot), transfer=reload)\n") == [
         "ground.copy(target, slot, keepalive=(target, ), transfer=reload)\n",
         "ground.copy(target, slot, keepalive=(slot, ), transfer=reload)\n",
     ]
-    assert mutants("runtime.leave_behind(event, (dst, src))\n") == [
+    assert mutants("runtime.keep_until(event, (dst, src))\n") == [
         "(lambda *_, **__: None)(event, (dst, src))\n",
-        "runtime.leave_behind(event, (src, ))\n",
-        "runtime.leave_behind(event, (dst, ))\n",
+        "runtime.keep_until(event, (src, ))\n",
+        "runtime.keep_until(event, (dst, ))\n",
     ]
-    assert only("self._pending[ticket] = pending\n", "keepalive") == "pass\n"
 
 
 @pytest.mark.parametrize(
@@ -103,13 +102,13 @@ def test_fences_are_taken_out_wherever_they_are_handed_on() -> None:
     ]
     assert only("slab.fences = remains.fences\n", "fence") == "slab.fences = ()\n"
     assert only("super().__init__(nbytes, extent.fences)\n", "fence") == "super().__init__(nbytes, ())\n"
-    assert only("extent._replace(fences=self.fences)\n", "fence") == "extent._replace(fences=())\n"
+    assert only("hand_on(start, gone.fences)\n", "fence") == "hand_on(start, ())\n"
     assert mutants("fences = ()\n") == []
 
 
 def test_what_is_given_back_is_not() -> None:
     assert only("saved.release_source()\n", "release") == "(lambda *_, **__: None)()\n"
-    assert only("self.lane.graveyard.append(position)\n", "release") == "(lambda *_, **__: None)(position)\n"
+    assert only("Record(view, self.finalized.append)\n", "release") == "Record(view, (lambda *_, **__: None))\n"
     assert only("Lease(view, self._returns.leases.append)\n", "release") == "Lease(view, (lambda *_, **__: None))\n"
     assert mutants("self._lock.release()\nself._permits.release()\nslots.append(slot)\nitems.append(1)\n") == []
 
@@ -120,7 +119,7 @@ def test_text_before_a_site_may_hold_any_characters() -> None:
 
 
 def test_a_site_inside_another_is_one_of_its_own() -> None:
-    assert len(mutants("self._record(compute).hold_back(stream)\n")) == 2
+    assert len(mutants("self._events.record(compute).wait_on(stream)\n")) == 2
 
 
 def test_every_mutant_of_the_library_is_another_program_that_compiles() -> None:
@@ -135,11 +134,15 @@ def test_every_mutant_of_the_library_is_another_program_that_compiles() -> None:
 @pytest.mark.parametrize(
     ("path", "kind", "source"),
     [
-        ("eager_offload/eager/offloading.py", "record", "runtime.record(saved.stream)"),
-        ("eager_offload/eager/reloading.py", "wait", "ground.registry.wait(ticket, stream)"),
-        ("eager_offload/eager/lane.py", "version", "view.check_version()"),
-        ("eager_offload/eager/handles.py", "release", "self.storage.lane.graveyard.append(position)"),
-        ("eager_offload/tiers/disk.py", "fence", "self._extent._replace(fences=self.fences)"),
+        ("eager_offload/engine/offloader.py", "record", "self.runtime.record(stream)"),
+        ("eager_offload/eager/reloading.py", "wait", 'offloader.wait(reload.transfer, stream, "reload")'),
+        ("eager_offload/eager/saving.py", "version", "view.check_version()"),
+        ("eager_offload/eager/saving.py", "release", "ViewRecord(view, self.offloader.finalized.append)"),
+        (
+            "eager_offload/tiers/space.py",
+            "fence",
+            "self.extents.release(record.extent.start, record.extent.nbytes, record.fences)",
+        ),
     ],
 )
 def test_the_sites_that_matter_most_are_among_them(path: str, kind: str, source: str) -> None:
@@ -152,5 +155,15 @@ def test_every_module_with_a_site_has_tests_and_those_of_its_own_come_first() ->
         assert suites_of(site.path), site.path
     assert suites_of("eager_offload/tiers/arena.py")[0] == "tests/tiers/test_arena.py"
     assert suites_of("eager_offload/runtime/accelerator.py")[0] == "tests/runtime/test_accelerator.py"
-    listed = suites_of("eager_offload/eager/lane.py")
+    listed = suites_of("eager_offload/eager/saving.py")
     assert len(set(listed)) == len(listed)
+
+
+def test_the_virtual_device_is_asked_about_what_runs_on_an_accelerator() -> None:
+    suites = device_suites_of("eager_offload/runtime/accelerator_events.py")
+    assert suites == device_suites_of("eager_offload/engine/offloader.py")
+    assert suites
+    for suite in suites:
+        path, _, name = suite.partition("::")
+        assert f"def {name}" in (ROOT / path).read_text()
+    assert device_suites_of("eager_offload/tiers/arena.py") == []

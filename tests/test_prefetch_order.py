@@ -235,6 +235,39 @@ def test_promises_along_the_order_are_not_overdue_as_long_as_it_is_followed() ->
         assert plan == Plan(drop=[position], bring=[position - 64])
 
 
+@pytest.mark.parametrize("limit", [1, 6, 30, 60, 100])
+@pytest.mark.parametrize("seed", range(4))
+def test_h50_an_order_that_nobody_knows_brings_hardly_anything_twice(limit: int, seed: int) -> None:
+    order, saves, resident, brought = PrefetchOrder(limit), 120, set[int](), 0
+    packed(order, [(storage, 1) for storage in range(1, saves + 1)])
+    for position in shuffled(saves, seed):
+        brought += position not in resident
+        plan = order.unpacked(position)
+        order.remove(position)
+        resident = (resident - {position, *plan.drop}) | set(plan.bring)
+        brought += len(plan.bring)
+    assert brought <= 1.1 * saves
+    assert is_empty(order)
+
+
+def test_h50_an_order_is_followed_again_once_it_is_one() -> None:
+    order, patience = PrefetchOrder(2), PrefetchOrder.PATIENCE
+    packed(order, [(storage, 1) for storage in range(1, 100)])
+    for position in (10, 30, 50, 70, 90):
+        order.unpacked(position)
+        order.remove(position)
+    for position in range(89, 89 - PrefetchOrder.MISSES, -1):
+        assert order.unpacked(position) == Plan(), "what was promised last may come yet"
+        order.remove(position)
+    following = 89 - PrefetchOrder.MISSES
+    for position in range(following, following - patience, -1):
+        plan = order.unpacked(position)
+        order.remove(position)
+        if plan.drop:
+            break
+    assert plan.bring == [position - 1, position - 2]
+
+
 class Counting(dict[Any, Any]):
     """Counts how often somebody looks something up."""
 

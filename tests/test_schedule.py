@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from eager_offload.schedule import AT_THE_EXIT, DelayLine, Window
+from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
 
 SIZE = st.integers(1, 8)
 STEPS = settings(max_examples=120, stateful_step_count=40, deadline=None)
@@ -22,28 +22,44 @@ class Waiting(NamedTuple):
 
     key: int
     nbytes: int
-    packed_at: int | None
+    packed_at: int
     urgent: bool
+    weight: int
+    last_save: int | None
 
     def is_final(self, sequence: int | None) -> bool:
-        return self.packed_at is None or sequence is None or sequence > self.packed_at
+        return sequence is None or (sequence > self.packed_at and self.last_save is None)
 
 
-class DelayLineMachine(RuleBasedStateMachine):
+class ResidentQueueMachine(RuleBasedStateMachine):
     """A line of storages, oldest first; the model is a list."""
 
     @initialize(limit=st.integers(0, 20))
     def begin(self, limit: int) -> None:
-        self.line, self.limit = DelayLine(limit), limit
+        self.line, self.limit = ResidentQueue(limit), limit
         self.model: list[Waiting] = []
         self.sequence = self.keys = 0
 
-    @rule(nbytes=SIZE, final=st.booleans(), urgent=st.booleans())
-    def push(self, nbytes: int, final: bool, urgent: bool) -> None:
+    @rule(nbytes=SIZE, urgent=st.booleans(), weight=st.none() | SIZE, last_save=st.none() | st.integers(0, 4))
+    def push(self, nbytes: int, urgent: bool, weight: int | None, last_save: int | None) -> None:
         self.keys += 5  # apart, so that a set of them has an order of its own
-        entry = Waiting(self.keys, nbytes, None if final else self.sequence, urgent)
-        self.line.push(entry.key, nbytes, entry.packed_at, urgent=urgent)
+        entry = Waiting(self.keys, nbytes, self.sequence, urgent, nbytes if weight is None else weight, last_save)
+        self.line.push(entry.key, nbytes, entry.packed_at, urgent=urgent, weight=weight, last_save=last_save)
         self.model.append(entry)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), number=st.integers(0, 4))
+    def saved_again(self, data: st.DataObject, number: int) -> None:
+        at = data.draw(st.integers(0, len(self.model) - 1))
+        self.line.saved_again(self.model[at].key, number)
+        last_save = self.model[at].last_save
+        if last_save is not None and number >= last_save:
+            self.model[at] = self.model[at]._replace(last_save=None)
+
+    @rule()
+    def nothing_is_known_any_more(self) -> None:
+        self.line.await_nothing()
+        self.model = [entry._replace(last_save=None) for entry in self.model]
 
     @rule()
     def an_operator_has_run(self) -> None:
@@ -60,8 +76,8 @@ class DelayLineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:
         entry = self.model.pop(data.draw(st.integers(0, len(self.model) - 1)))
-        self.line.discard(entry.key)
-        self.line.discard(entry.key)
+        assert self.line.discard(entry.key) == entry.nbytes
+        assert self.line.discard(entry.key) == 0
 
     @rule(leaving=st.booleans())
     def what_is_due_leaves(self, leaving: bool) -> None:
@@ -78,14 +94,15 @@ class DelayLineMachine(RuleBasedStateMachine):
     def _expected(self, sequence: int | None) -> int | None:
         final = [entry for entry in self.model if entry.is_final(sequence)]
         urgent = [entry for entry in final if entry.urgent]
-        over = sum(entry.nbytes for entry in self.model) > self.limit
+        over = sum(entry.weight for entry in self.model) > self.limit
         due = urgent or (final if over else [])
         return due[0].key if due else None
 
     @invariant()
     def bytes_and_members_are_those_of_the_model(self) -> None:
         if hasattr(self, "line"):
-            assert self.line.nbytes == sum(entry.nbytes for entry in self.model)
+            assert self.line.nbytes == sum(entry.weight for entry in self.model)
+            assert self.line.awaiting_bytes == sum(e.nbytes for e in self.model if e.last_save is not None)
             assert all((key in self.line) == any(key == e.key for e in self.model) for key in range(self.keys + 6))
 
     def teardown(self) -> None:
@@ -102,19 +119,19 @@ def is_empty(machine: object) -> bool:
 
 
 def test_the_newest_bytes_stay_and_the_limit_itself_is_still_within_it() -> None:
-    line = DelayLine(10)
-    line.push(1, 4, None)
-    line.push(2, 6, None)
-    assert line.due(0) is None
-    line.push(3, 1, None)
-    assert line.due(0) == 1
+    line = ResidentQueue(10)
+    line.push(1, 4, 0)
+    line.push(2, 6, 0)
+    assert line.due(1) is None
+    line.push(3, 1, 0)
+    assert line.due(1) == 1
     line.discard(1)
-    assert line.due(0) is None
+    assert line.due(1) is None
     assert line.nbytes == 7
 
 
 def test_h33_what_an_operator_may_still_fill_leaves_only_after_a_later_operator_or_at_the_exit() -> None:
-    line = DelayLine(0)
+    line = ResidentQueue(0)
     line.push(1, 4, packed_at=7)
     line.push(2, 4, packed_at=7, urgent=True)
     assert line.due(7) is None
@@ -128,7 +145,7 @@ def test_h33_what_an_operator_may_still_fill_leaves_only_after_a_later_operator_
 
 
 def test_what_leaves_at_the_exit_does_so_however_often_it_is_saved_again() -> None:
-    line = DelayLine(0)
+    line = ResidentQueue(0)
     line.push(1, 4, packed_at=AT_THE_EXIT)
     line.push(2, 4, packed_at=7)
     line.postpone(1, 7)
@@ -138,47 +155,22 @@ def test_what_leaves_at_the_exit_does_so_however_often_it_is_saved_again() -> No
     assert line.due(None) == 1
 
 
+def test_h37_what_is_saved_again_leaves_after_its_last_save_or_when_nobody_knows_of_one_any_more() -> None:
+    line = ResidentQueue(0)
+    line.push(1, 4, packed_at=7, last_save=3)
+    line.push(2, 4, packed_at=7, urgent=True, last_save=5)
+    line.saved_again(1, 2)
+    assert line.due(9) is None
+    line.saved_again(1, 3)
+    assert line.due(9) == 1
+    line.discard(1)
+    assert line.due(9) is None
+    line.await_nothing()
+    assert line.due(9) == 2
+
+
 # -- the window -----------------------------------------------------------------------------------------------------
 
 
-class WindowMachine(RuleBasedStateMachine):
-    """What is on its way; callers let something arrive until there is room."""
-
-    @initialize(limit=st.integers(1, 12))
-    def begin(self, limit: int) -> None:
-        self.window, self.limit = Window(limit), limit
-        self.model: dict[int, int] = {}
-        self.keys = 0
-
-    @rule(nbytes=st.integers(1, 16))
-    def send(self, nbytes: int) -> None:
-        while not self.window.has_room(nbytes):
-            assert self.model
-            assert sum(self.model.values()) + nbytes > self.limit
-            oldest = self.window.oldest
-            assert oldest == min(self.model)
-            self.window.leave(oldest)
-            del self.model[oldest]
-        self.keys += 1
-        self.window.enter(self.keys, nbytes)
-        self.model[self.keys] = nbytes
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def arrive(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.model)))
-        self.window.leave(key)
-        del self.model[key]
-
-    @invariant()
-    def the_bound_holds_but_for_one_that_travels_alone(self) -> None:
-        if hasattr(self, "window"):
-            assert self.window.nbytes == sum(self.model.values())
-            assert self.window.oldest == min(self.model, default=None)
-            assert self.window.nbytes <= self.limit or len(self.model) == 1
-
-
-TestDelayLine = DelayLineMachine.TestCase
-TestDelayLine.settings = STEPS
-TestWindow = WindowMachine.TestCase
-TestWindow.settings = STEPS
+TestResidentQueue = ResidentQueueMachine.TestCase
+TestResidentQueue.settings = STEPS

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.simulation.simulated import SimulatedRuntime
 
 pytest.importorskip("rich", reason="the demo's extra is not installed")
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import os
+from typing import Any
 
 import pytest
 
 import eager_offload as eo
-from eager_offload import stats as module
-from eager_offload.stats import Accounts, KeepReason, Tally
+from eager_offload.config import size_text
+from eager_offload.engine.transfer import BytesRecord
+from eager_offload.stats import Accounts, Counters, KeepReason
 
 MIB = 1 << 20
 
@@ -42,113 +45,152 @@ def test_every_field_says_what_it_counts() -> None:
             assert isinstance(text.value, ast.Constant), ast.unparse(field)
 
 
-def test_a_new_tally_is_the_stats_of_nothing() -> None:
-    assert Tally().snapshot() == eo.OffloadStats()
+def test_a_new_counters_is_the_stats_of_nothing() -> None:
+    assert Counters().snapshot() == eo.OffloadStats()
 
 
 def test_a_snapshot_does_not_change_afterwards_and_cannot_be_changed() -> None:
-    tally = Tally()
-    tally.kept(KeepReason.SMALL, 5)
-    tally.demote("budget")
-    before = tally.snapshot()
-    tally.kept(KeepReason.SMALL, 5)
-    tally.demote("budget")
+    counters = Counters()
+    counters.kept(KeepReason.SMALL, 5)
+    counters.demote("budget")
+    before = counters.snapshot()
+    counters.kept(KeepReason.SMALL, 5)
+    counters.demote("budget")
     assert before.kept_bytes == {"small": 5}
     assert before.demotions == {"budget": 1}
-    assert tally.snapshot().kept_bytes == {"small": 10}
+    assert counters.snapshot().kept_bytes == {"small": 10}
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.saved_bytes = 0  # type: ignore[misc]
 
 
 def test_every_save_is_counted_once_whatever_becomes_of_it() -> None:
-    tally = Tally()
+    counters = Counters()
     for reason in KeepReason:
-        tally.kept(reason, 10)
-    tally.shared(3)
-    tally.kept(KeepReason.NEWEST, 7)
-    assert adds_up(tally.snapshot())
-    tally.reclassify(7, KeepReason.NEWEST, None)
-    offloaded = tally.snapshot()
+        counters.kept(reason, 10)
+    counters.shared(3)
+    record = BytesRecord(counters)
+    record.save(counters, 7, KeepReason.NEWEST)
+    assert adds_up(counters.snapshot())
+    record.leave()
+    offloaded = counters.snapshot()
     assert adds_up(offloaded)
     assert (offloaded.offloaded_tensors, offloaded.offloaded_bytes) == (1, 7)
-    tally.reclassify(7, None, KeepReason.FAILED)
-    failed = tally.snapshot()
+    record.ask(resident=True)
+    record.stay(KeepReason.FAILED)
+    failed = counters.snapshot()
     assert adds_up(failed)
-    assert (failed.offloaded_tensors, failed.offloaded_bytes) == (0, 0)
+    assert (failed.offloaded_tensors, failed.offloaded_bytes, failed.forwarded_bytes) == (0, 0, 0)
     assert failed.kept_bytes == {**{reason.value: 10 for reason in KeepReason}, "failed": 17}
     assert (failed.saved_tensors, failed.saved_bytes) == (12, 110)
 
 
 def test_a_demotion_is_told_the_first_time_of_its_kind() -> None:
-    tally = Tally()
-    assert [tally.demote(kind) for kind in ("budget", "budget", "write_failed", "budget")] == [True, False, True, False]
-    assert tally.snapshot().demotions == {"budget": 3, "write_failed": 1}
+    counters = Counters()
+    assert [counters.demote(kind) for kind in ("budget", "budget", "write_failed", "budget")] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert counters.snapshot().demotions == {"budget": 3, "write_failed": 1}
 
 
 REPORT = """\
-saved         1,234 tensors     512.0 MiB
-offloaded        56 tensors     384.5 MiB  (+ 1.0 GiB shared with them)
-kept                            127.5 MiB  (parameter 100.0 MiB, newest 27.5 MiB)
-back       300.0 MiB reloaded, 84.0 MiB still resident, 512.0 KiB never asked for
-moved      1.5 TiB out, 999 B in, compute stalled 1.250 s of 100.0 s
-peaks      64.0 MiB in flight, 96.0 MiB resident, 0 B host, 2048.0 TiB disk
-demotions  write_failed 1
+device peak of saved tensors 304 MiB instead of 743 MiB (-59 %), a step; stalled 1.2 % of it
+                  a step        4 steps
+saved          128.0 MiB      512.0 MiB  1,234 tensors
+offloaded       96.1 MiB      384.5 MiB  56 tensors, and 1.0 GiB on the same storages
+kept            31.9 MiB      127.5 MiB  parameter 100.0 MiB, newest 27.5 MiB
+moved out      384.0 GiB        1.5 TiB  more than offloaded: of a view, all that it spans travels
+moved in         250 B          999 B    84.0 MiB still resident, 512.0 KiB never asked for
+stalled          0.312 s        1.250 s  of 100.0 s
+peaks      64.0 MiB in flight, 96.0 MiB resident, 0 B host, 2,048.0 TiB disk
+fallbacks  write_failed 1
 written    2.3 GiB to disk, 2.2 TB a day if it goes on
-compiled   2 forward graphs that moved something
+compiled   1 graph, 3 runs
 advice     Once a write to a tier failed, and the bytes stayed: the first warning tells why. Look
            after the disk, or name another as disk_path."""
+WHAT_IT_REPORTS = eo.OffloadStats(
+    steps=4,
+    saved_tensors=1234,
+    saved_bytes=512 * MIB,
+    offloaded_tensors=56,
+    offloaded_bytes=384 * MIB + MIB // 2,
+    shared_bytes=1024 * MIB,
+    kept_bytes={"newest": 27 * MIB + MIB // 2, "parameter": 100 * MIB},
+    reloaded_bytes=300 * MIB,
+    forwarded_bytes=84 * MIB,
+    released_bytes=MIB // 2,
+    bytes_out=3 << 39,
+    bytes_in=999,
+    stall_seconds=1.25,
+    inflight_bytes_peak=64 * MIB,
+    resident_bytes_peak=96 * MIB,
+    device_bytes_peak=304 * MIB,
+    without_offload_bytes_peak=743 * MIB,
+    disk_bytes_peak=1 << 51,
+    demotions={"write_failed": 1},
+    disk_bytes_written=2_500_000_000,
+    compiled_regions=3,
+    compiled_graphs=1,
+    seconds=100.0,
+)
 
 
 def test_the_report_fits_a_screen_and_names_every_part() -> None:
-    stats = eo.OffloadStats(
-        saved_tensors=1234,
-        saved_bytes=512 * MIB,
-        offloaded_tensors=56,
-        offloaded_bytes=384 * MIB + MIB // 2,
-        shared_bytes=1024 * MIB,
-        kept_bytes={"newest": 27 * MIB + MIB // 2, "parameter": 100 * MIB},
-        reloaded_bytes=300 * MIB,
-        forwarded_bytes=84 * MIB,
-        released_bytes=MIB // 2,
-        bytes_out=3 << 39,
-        bytes_in=999,
-        stall_seconds=1.25,
-        inflight_bytes_peak=64 * MIB,
-        resident_bytes_peak=96 * MIB,
-        disk_bytes_peak=1 << 51,
-        demotions={"write_failed": 1},
-        disk_bytes_written=2_500_000_000,
-        compiled_regions=2,
-        seconds=100.0,
-    )
-    assert str(stats) == REPORT
-    assert all(len(line) <= 100 for line in str(stats).splitlines())
+    assert str(WHAT_IT_REPORTS) == REPORT
+    assert all(len(line) <= 100 for line in str(WHAT_IT_REPORTS).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"device_bytes_peak": 743 * MIB}, "743 MiB instead of 743 MiB (0 %), a step"),
+        ({"device_bytes_peak": 0}, "0 B instead of 743 MiB (-100 %), a step"),
+        ({"without_offload_bytes_peak": 1 << 30, "device_bytes_peak": 3 << 20}, "3 MiB instead of 1 GiB (-100 %)"),
+        ({"bytes_in": 5 << 39}, "more than went out: asked for several times; 84.0 MiB still resident"),
+        ({"offloaded_bytes": 0}, "nothing moved\n"),
+        ({"steps": 1}, "        1 step\n"),
+    ],
+)
+def test_what_else_the_report_says(changed: dict[str, Any], line: str) -> None:
+    assert line in str(dataclasses.replace(WHAT_IT_REPORTS, **changed))
+
+
+def test_nothing_is_said_of_a_day_before_a_minute_is_over() -> None:
+    assert "a day" not in str(dataclasses.replace(WHAT_IT_REPORTS, seconds=59.0))
+
+
+def test_stats_go_through_json() -> None:
+    assert eo.OffloadStats(**json.loads(json.dumps(WHAT_IT_REPORTS.to_dict()))) == WHAT_IT_REPORTS
 
 
 def test_the_report_of_nothing_has_no_empty_brackets() -> None:
     report = str(eo.OffloadStats())
     assert "()" not in report
-    assert "demotions" not in report
+    assert "fallbacks" not in report
     assert all(line == line.rstrip() for line in report.splitlines())
     assert report.splitlines()[-1].startswith("advice     No saved tensor was seen")
 
 
 def test_the_report_gives_advice_for_the_configuration_that_ran() -> None:
-    tally = Tally()
-    tally.kept(KeepReason.SMALL, 100)
-    assert 'min_bytes="64KiB"' in str(tally.snapshot(eo.OffloadConfig(min_bytes="256KiB")))
-    (said,) = tally.snapshot(eo.OffloadConfig(min_bytes="512KiB")).advice
+    counters = Counters()
+    counters.kept(KeepReason.SMALL, 200 << 10)
+    assert 'min_bytes="64KiB"' in str(counters.snapshot(eo.OffloadConfig(min_bytes="256KiB")))
+    (said,) = counters.snapshot(eo.OffloadConfig(min_bytes="512KiB")).advice
     assert 'min_bytes="128KiB"' in said
-    assert tally.snapshot() == tally.snapshot(eo.OffloadConfig(min_bytes=7)), "what ran with is not what was counted"
+    assert counters.snapshot() == counters.snapshot(eo.OffloadConfig(min_bytes=7)), (
+        "what ran with is not what was counted"
+    )
 
 
 def test_time_is_counted_from_the_first_context() -> None:
-    tally = Tally()
-    assert tally.snapshot().seconds == 0
-    tally.begin()
-    first = tally.snapshot().seconds
-    tally.begin()
-    assert tally.snapshot().seconds >= first > 0
+    counters = Counters()
+    assert counters.snapshot().seconds == 0
+    counters.begin()
+    first = counters.snapshot().seconds
+    counters.begin()
+    assert counters.snapshot().seconds >= first > 0
 
 
 @pytest.mark.parametrize(
@@ -157,13 +199,13 @@ def test_time_is_counted_from_the_first_context() -> None:
         (0, "0 B"),
         (1023, "1,023 B"),
         (1024, "1.0 KiB"),
-        (MIB - 1, "1024.0 KiB"),
+        (MIB - 1, "1,024.0 KiB"),
         (MIB, "1.0 MiB"),
         (1 << 40, "1.0 TiB"),
     ],
 )
 def test_a_size_is_shown_in_the_largest_unit_that_it_fills(nbytes: int, text: str) -> None:
-    assert module._size(nbytes).strip() == text
+    assert size_text(nbytes) == text
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from eager_offload.runtime import host
+from eager_offload import Offload
+from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import HostRuntime, TransferThread
 
@@ -25,7 +26,7 @@ def runtime() -> Iterator[HostRuntime]:
     runtime = HostRuntime()
     yield runtime
     for direction in Direction:
-        stream(runtime, direction).retire()
+        stream(runtime, direction).close()
 
 
 def stream(runtime: HostRuntime, direction: Direction = Direction.OUT) -> TransferThread:
@@ -49,7 +50,7 @@ def test_a_thread_starts_with_the_first_operation_and_ends_by_itself_when_it_is_
 ) -> None:
     out = stream(runtime)
     assert out._thread is None, "no thread without work"
-    monkeypatch.setattr(host, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 0.01)
     seen: list[threading.Thread] = []
     for _ in range(3):
         out.submit(lambda: seen.append(threading.current_thread()))
@@ -62,10 +63,153 @@ def test_a_thread_starts_with_the_first_operation_and_ends_by_itself_when_it_is_
     assert all(thread.daemon for thread in seen), "an exiting process does not wait for it"
 
 
+def test_h40_a_thread_that_pauses_says_so_again_until_it_was_heard(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_threads, "_PAUSE_SECONDS", 0.0)
+    out, answers, heard = stream(runtime), [True, False, False], threading.Event()
+
+    def pauses() -> bool:
+        answer = answers.pop()
+        if answer:
+            heard.set()
+        return answer
+
+    monkeypatch.setattr(out, "pauses", pauses)
+    runtime.synchronize(out.submit(lambda: None))
+    assert heard.wait(60)
+    assert answers == [], "and not again after that"
+    monkeypatch.setattr(out, "pauses", lambda: answers.append(True))
+    out.close()
+    assert answers == [True], "nothing is left when it ends"
+
+
+def test_h28_before_a_process_ends_a_pause_is_waited_for_and_no_other_begins(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_threads, "_PAUSE_SECONDS", 0.0)
+    out, begun, opened, pauses = stream(runtime), threading.Event(), threading.Event(), list[str]()
+
+    def pause() -> None:
+        begun.set()
+        assert opened.wait(60)
+        pauses.append("over")
+
+    monkeypatch.setattr(out, "pauses", pause)
+    runtime.synchronize(out.submit(lambda: None))
+    assert begun.wait(60)
+    opener = threading.Timer(0.05, opened.set)
+    opener.start()
+    runtime.stop_pausing()
+    assert pauses == ["over"]
+    opener.join()
+    runtime.synchronize(out.submit(lambda: None))
+    out.close()
+    assert pauses == ["over"]
+
+
+def test_h40_a_poll_waits_for_nobody_who_is_inside() -> None:
+    offload = Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
+    with offload:
+        loss = torch.randn(64, 64, requires_grad=True).sin().sin().sum()
+    (offloader,) = offload._offloaders.all()
+    polled: list[bool] = []
+    with offload._accounts.lock:
+        other = threading.Thread(target=lambda: polled.append(offloader.poll_from_thread()))
+        other.start()
+        other.join()
+    assert polled == [False]
+    assert offloader.poll_from_thread()
+    del loss
+    assert offload.stats(synchronize=True).bytes_out > 0
+    offload.close()
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("eager_offload"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_h47_without_threads_the_one_that_enqueues_carries_it_out_in_order(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, ran = stream(runtime), []
+    with monkeypatch.context() as patched:
+        refuse_threads(patched)
+        first = out.submit(lambda: ran.append(threading.current_thread()))
+        assert first.done
+        failed = out.submit(raising(OSError(5, "broken")))
+        with pytest.raises(OSError, match="broken"):
+            runtime.synchronize(failed)
+        with pytest.raises(KeyboardInterrupt):
+            out.submit(raising(KeyboardInterrupt()))
+        assert out.record().done
+        assert runtime.ran_inline(first)
+    assert ran == [threading.current_thread()]
+    later = out.submit(lambda: ran.append(threading.current_thread()))
+    runtime.synchronize(later)
+    assert ran[-1].name == "eager_offload-out", "a thread is tried again"
+    assert not runtime.ran_inline(later)
+
+
+def test_h47_a_thread_that_ends_goes_on_where_no_other_can_take_over(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, ran, entered, leave = stream(runtime), [], threading.Event(), threading.Event()
+
+    def first() -> None:
+        entered.set()
+        assert leave.wait(60)
+
+    out.submit(first)
+    assert entered.wait(60)
+    with monkeypatch.context() as patched:
+        refuse_threads(patched)
+        closing = threading.Thread(target=out.close)
+        closing.start()
+        out._items.append(None)
+        last = out.submit(lambda: ran.append(threading.current_thread().name))
+        leave.set()
+        runtime.synchronize(last)
+        closing.join()
+    assert ran == ["eager_offload-out"]
+    assert out._thread is None
+
+
+def test_h47_several_who_enqueue_without_a_thread_take_turns(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, ran, at_work = stream(runtime), [], threading.Lock()
+
+    def work(number: int) -> None:
+        assert at_work.acquire(blocking=False), "two are at the same queue"
+        ran.append(number)
+        at_work.release()
+
+    refuse_threads(monkeypatch)
+
+    def enqueue() -> None:
+        for number in range(200):
+            runtime.synchronize(out.submit(lambda: work(number)))  # noqa: B023
+
+    callers = [threading.Thread(target=enqueue) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(ran) == 800
+
+
 def test_work_that_comes_in_the_moment_of_going_idle_is_done(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 0.0)
     out, ran = stream(runtime), []
     for number in range(500):
         out.submit(lambda number=number: ran.append(number))
@@ -76,7 +220,7 @@ def test_work_that_comes_in_the_moment_of_going_idle_is_done(
 def test_a_thread_that_dozes_is_not_woken_by_work_but_by_whoever_waits_for_it(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "_DOZE_SECONDS", 3600.0)
+    monkeypatch.setattr(transfer_threads, "_DOZE_SECONDS", 3600.0)
     out, ran = stream(runtime), []
     for number in range(20):
         runtime.synchronize(out.submit(lambda number=number: ran.append(number)))
@@ -91,8 +235,8 @@ def test_a_thread_that_dozes_is_not_woken_by_work_but_by_whoever_waits_for_it(
 
 
 def test_a_thread_that_sleeps_is_woken_by_work(runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_DOZE_SECONDS", 0.0)
-    monkeypatch.setattr(host, "_IDLE_SECONDS", 3600.0)
+    monkeypatch.setattr(transfer_threads, "_DOZE_SECONDS", 0.0)
+    monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 3600.0)
     out = stream(runtime)
     for _ in range(20):
         done = threading.Event()
@@ -127,35 +271,6 @@ def test_h10_an_interrupt_while_a_thread_starts_leaves_one_thread_at_the_queue(
     assert ran == ["first", 0, 1, 2, 3, 4]
 
 
-def test_h10_a_thread_whose_start_was_interrupted_ends_if_another_has_begun_meanwhile(
-    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "_IDLE_SECONDS", 3600.0)
-    out, gate, started, run = stream(runtime), threading.Event(), [], host.TransferThread._run
-
-    def gated(transfer: TransferThread) -> None:
-        started.append(threading.current_thread())
-        gate.wait()
-        run(transfer)
-
-    def interrupted(transfer: TransferThread) -> None:
-        threading.Thread(target=gated, args=(transfer,), daemon=True).start()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TransferThread, "_begin_turn", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            out.record()
-    runtime.synchronize(out.record())
-    working = out._thread
-    assert working is not started[0]
-    gate.set()
-    started[0].join(60)
-    assert not started[0].is_alive()
-    assert out._thread is working
-    runtime.synchronize(out.record())
-
-
 def test_h10_what_was_enqueued_when_an_interrupt_kept_a_thread_from_starting_is_done_for_whoever_waits(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,15 +291,15 @@ def test_h10_what_was_enqueued_when_an_interrupt_kept_a_thread_from_starting_is_
 
 def test_retiring_waits_for_what_is_enqueued_and_later_work_starts_a_new_thread(runtime: HostRuntime) -> None:
     out, ran = stream(runtime), []
-    out.retire()
+    out.close()
     for number in range(20):
         out.submit(lambda number=number: ran.append(number))
     thread = out._thread
     assert thread is not None
-    out.retire()
+    out.close()
     assert ran == list(range(20))
     assert not thread.is_alive()
-    out.retire()
+    out.close()
     out.submit(lambda: ran.append(20))
     runtime.synchronize(out.record())
     assert ran[-1] == 20
@@ -193,7 +308,7 @@ def test_retiring_waits_for_what_is_enqueued_and_later_work_starts_a_new_thread(
 def test_a_failure_outlives_the_thread_that_it_happened_on(runtime: HostRuntime) -> None:
     out = stream(runtime)
     event = out.submit(raising(OSError(errno.EIO, "broken")))
-    out.retire()
+    out.close()
     with pytest.raises(OSError, match="broken"):
         runtime.synchronize(event)
     runtime.synchronize(out.record())
@@ -204,23 +319,52 @@ def test_retiring_does_not_wait_for_the_work_of_somebody_who_came_later(runtime:
     reached, first, second = threading.Event(), threading.Event(), threading.Event()
     out.submit(lambda: (reached.set(), first.wait()))
     reached.wait()
-    retiring = threading.Thread(target=out.retire)
-    retiring.start()
+    closing = threading.Thread(target=out.close)
+    closing.start()
     while None not in out._items:
         pass  # until the other thread has asked for the end
     out.submit(second.wait)
     event = out.record()
     first.set()
-    retiring.join(60)
-    assert not retiring.is_alive()
+    closing.join(60)
+    assert not closing.is_alive()
     assert not runtime.query(event)
     second.set()
     runtime.synchronize(event)
 
 
+def test_retiring_waits_for_a_thread_that_ends_by_itself_at_that_moment(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 0.01)
+    out, seen, stepped_down, go_on = stream(runtime), list[threading.Thread](), threading.Event(), threading.Event()
+    end_turn = out._end_turn
+
+    def end_turn_slowly() -> bool:
+        ended = end_turn()
+        stepped_down.set()
+        assert go_on.wait(60)
+        return ended
+
+    monkeypatch.setattr(out, "_end_turn", end_turn_slowly)
+    out.submit(lambda: seen.append(threading.current_thread()))
+    assert stepped_down.wait(60)
+    join = seen[0].join
+
+    def joined() -> None:
+        go_on.set()
+        join(60)
+
+    monkeypatch.setattr(seen[0], "join", joined)
+    out.close()
+    still_runs = seen[0].is_alive()
+    go_on.set()
+    assert not still_runs
+
+
 def test_a_thread_can_ask_for_its_own_end_without_waiting_for_itself(runtime: HostRuntime) -> None:
     out = stream(runtime)
-    out.submit(out.retire)
+    out.submit(out.close)
     runtime.synchronize(out.record())
 
 
@@ -276,8 +420,15 @@ def test_h28_a_fork_in_the_middle_of_a_transfer_leaves_the_child_with_streams_th
         pending = [stream.record() for stream in streams for _ in range(2)]
         runtime.synchronize(pending[-1])
         reached.wait()
-        holder = threading.Thread(target=streams[0]._lock.acquire)
-        holder.start(); holder.join()
+        held, let_go = threading.Event(), threading.Event()
+
+        def hold():
+            with streams[0]._lock.lock:
+                held.set()
+                let_go.wait()
+
+        holder = threading.Thread(target=hold)
+        holder.start(); held.wait()
         child = os.fork()
         if child == 0:
             assert runtime.query(over), "what was over is over"
@@ -299,7 +450,7 @@ def test_h28_a_fork_in_the_middle_of_a_transfer_leaves_the_child_with_streams_th
                 runtime.synchronize(stream.record())
             assert ran == ["eager_offload-out", "eager_offload-in"], ran
             os._exit(0)
-        streams[0]._lock.release()
+        let_go.set(); holder.join()
         assert os.waitpid(child, 0)[1] == 0
         assert not pending[0].done
         opened.set()

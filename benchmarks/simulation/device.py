@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from eager_offload._torch import OpOverload, TorchDispatchMode
-from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.simulation.simulated import SimulatedRuntime
 
 __all__ = ["Machine", "Op", "OperatorClock", "Scale"]
 
@@ -71,6 +71,8 @@ class OperatorClock(TorchDispatchMode):
         jitter: an operator takes its time multiplied by a number from ``1 - jitter`` to ``1 + jitter``.
         seed: of that number.
     """
+
+    sees_offloading = True
 
     def __init__(self, runtime: SimulatedRuntime, machine: Machine, scale: Scale, jitter: float, seed: int) -> None:
         super().__init__()

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from benchmarks.simulation.model import Shape, Stack
-from eager_offload import OffloadConfig, ops
-from eager_offload.compile import Choice, choose, insert_asynchronous, insert_synchronous
+from eager_offload import OffloadConfig
+from eager_offload.compile import Choice, choose, insert_asynchronous, insert_synchronous, ops
 from eager_offload.compile.graphs import nbytes_of, outputs_of, storage_of
 
 __all__ = ["Halves", "halves_of", "peak_bytes"]

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from benchmarks.simulation.oracle import Link
-from eager_offload import ops
+from eager_offload.compile import ops
 from eager_offload.compile.graphs import nbytes_of
 
 __all__ = ["OURS", "Kind", "Played", "play"]

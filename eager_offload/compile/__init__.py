@@ -41,7 +41,7 @@ __all__ = [
     "sink_waits",
 ]
 
-#: Importing them imports what tracing needs, which takes a second: not before somebody asks.
+#: Importing them imports what tracing needs, which takes a second: not before they are asked for.
 _HOMES = {
     "Choice": "select",
     "Group": "select",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -10,12 +9,10 @@ from torch.fx import GraphModule
 
 from eager_offload._torch import compile_fx, inductor_options
 from eager_offload.compile.inductor import with_passes
-from eager_offload.config import OffloadConfig
+from eager_offload.config import FIELDS, OffloadConfig, switched_on
 from eager_offload.errors import ConfigError
 
 __all__ = ["eager_offload"]
-
-_FIELDS = frozenset(field.name for field in dataclasses.fields(OffloadConfig))
 
 
 def eager_offload(
@@ -31,7 +28,8 @@ def eager_offload(
     it is ``Offload.serving(**options)``.
 
     Args:
-        options: fields of :class:`OffloadConfig`, and options of Inductor.
+        options: fields of :class:`OffloadConfig`, and options of Inductor. As everywhere, what is not given comes from
+            ``EAGER_OFFLOAD_<FIELD>``, and ``EAGER_OFFLOAD=0`` leaves Inductor alone.
         mode: not accepted; Inductor's modes are sets of options.
 
     Raises:
@@ -44,14 +42,19 @@ def eager_offload(
             "model inside of `with offload:`"
         )
     given = dict(options or {})
-    config = OffloadConfig.from_fields({name: value for name, value in given.items() if name in _FIELDS})
-    patches = {name.replace("-", "_"): value for name, value in given.items() if name not in _FIELDS}
+    config = OffloadConfig.from_given(None, {name: value for name, value in given.items() if name in FIELDS})
+    if config.skip:
+        raise ConfigError(
+            'skip is not accepted by backend="eager_offload", which sees graphs and no names: leave the backend out '
+            "and take offload.compile(model)"
+        )
+    patches = {name.replace("-", "_"): value for name, value in given.items() if name not in FIELDS}
     unknown = sorted(patches.keys() - inductor_options())
     if unknown:
         raise ConfigError(
-            f'unknown option {unknown[0]!r} of backend="eager_offload": accepted are {", ".join(sorted(_FIELDS))}, '
+            f'unknown option {unknown[0]!r} of backend="eager_offload": accepted are {", ".join(sorted(FIELDS))}, '
             "and the options of Inductor that torch._inductor.list_options() lists"
         )
-    return cast(
-        Callable[..., Any], compile_fx(graph, example_inputs, config_patches=with_passes(patches, config.to_text()))
-    )
+    if switched_on(config.enabled):
+        patches = with_passes(patches, config.to_text())
+    return cast(Callable[..., Any], compile_fx(graph, example_inputs, config_patches=patches))

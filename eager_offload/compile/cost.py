@@ -19,10 +19,12 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import flop_registry
 
-from eager_offload import active, ops
+from eager_offload import active
 from eager_offload._torch import OpOverload, tree_iter, without_dispatch_modes
+from eager_offload.compile import ops
 from eager_offload.compile.graphs import hint
 from eager_offload.config import OffloadConfig
+from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.base import Direction
 from eager_offload.tiers.disk import Bandwidth, DiskTier
@@ -96,7 +98,7 @@ def flops_of(node: Node) -> int:
     result = map_aggregate(node.meta.get("val"), _shape)
     try:
         count = int(_formula(node.target)(*arguments, **named, out_val=result))
-    except AssertionError:  # numbers that nobody knows before it runs do not fit together
+    except AssertionError:  # numbers that are not known before it runs do not fit together
         return 0
     return count // 2 if _is_causal(node) else count
 
@@ -205,13 +207,11 @@ def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float
     """
     try:
         with without_dispatch_modes():
-            lane = active.packing(text)._lanes.of(device)
-            if lane is None:
-                return _UNKNOWN_BANDWIDTH
-            if lane.tiers[0].name == "disk":
+            offloader: DeviceOffloader = active.packing(text).offloader_of(device)
+            if offloader.tiers[0].name == "disk":
                 disk = _measured_disk(text)
                 return disk.write if direction is Direction.OUT else disk.read
-            return lane.runtime.bandwidth(device, direction)
+            return offloader.runtime.bandwidth(device, direction)
     except (OffloadError, MemoryError, RuntimeError):  # no room to try it: that is no reason not to compile
         return _UNKNOWN_BANDWIDTH
 

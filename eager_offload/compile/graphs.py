@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, NamedTuple, ParamSpec
 
 import torch
 from torch import SymInt, Tensor
@@ -12,13 +12,17 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from eager_offload._torch import HigherOrderOperator, share_calling_convention, weak_storage
+from eager_offload._torch import HigherOrderOperator, hint, share_calling_convention, weak_storage
 
 __all__ = [
+    "CalledRegion",
+    "called_region",
     "copied",
     "counted_from_the_beginning",
+    "counts_from_the_beginning",
     "covers_its_storage",
     "first_use",
+    "has_sparse_values",
     "has_static_offset",
     "hint",
     "is_static",
@@ -32,10 +36,14 @@ __all__ = [
     "span_of",
     "storage_of",
     "tensor_of",
+    "undeclared_aliases",
     "written_by",
 ]
 
 P = ParamSpec("P")
+
+#: Whose operators compilers know by name, those among them that hand back what they are given too.
+_KNOWN_TO_COMPILERS = frozenset(("aten", "prims", "_c10d_functional"))
 
 
 def tensor_of(node: object) -> Tensor | None:
@@ -84,25 +92,41 @@ def _operand_behind(result: Node) -> Node | None:
     """The argument of a call of a region that ``result`` is, or a view of it."""
     call, index = result.args
     assert isinstance(call, Node)
-    region = call.args[0] if call.args else None
-    graph = _region_of(region) if isinstance(region, Node) else None
-    if graph is None or not isinstance(index, int):
+    called = called_region(call)
+    if called is None or not isinstance(index, int):
         return None
-    name = storage_of(outputs_of(graph)[index])
-    operands = [one for one in call.args[1:] if not isinstance(one, str)]
-    inputs = graph.find_nodes(op="placeholder")
-    if name is None or len(operands) != len(inputs):
+    name = storage_of(outputs_of(called.graph)[index])
+    if name is None:
         return None
-    given = (operand for operand, one in zip(operands, inputs, strict=True) if storage_of(one) == name)
+    given = (operand for operand, one in zip(called.operands, called.inputs, strict=True) if storage_of(one) == name)
     found = next(given, None)
     return found if isinstance(found, Node) else None
 
 
-def hint(number: int | SymInt) -> int:
-    """A number, or the one that was seen when the graph was traced. Asking a symbol itself would make it a constant."""
-    if isinstance(number, int):
-        return number
-    return int(number.node.hint or 0) if number.node.has_hint() else 0
+class CalledRegion(NamedTuple):
+    """A region that a node calls, and what it is called with."""
+
+    graph: Graph
+    inputs: list[Node]
+    """Of ``graph``."""
+    operands: list[object]
+    """What the call passes for each of them."""
+
+
+def called_region(call: Node) -> CalledRegion | None:
+    """The one region that ``call`` calls; ``None`` if it calls several, or none, or not simply with its arguments.
+
+    Of other operators that call regions the first may be a condition, and what they hand back is memory of its own.
+    """
+    if call.target is not torch.ops.higher_order.invoke_subgraph:
+        return None
+    region = call.args[0]
+    graph = _region_of(region) if isinstance(region, Node) else None
+    if graph is None:
+        return None
+    inputs = graph.find_nodes(op="placeholder")
+    operands: list[object] = [one for one in call.args[1:] if not isinstance(one, str)]  # strings name the call
+    return CalledRegion(graph, inputs, operands) if len(operands) == len(inputs) else None
 
 
 def nbytes_of(value: Tensor) -> int:
@@ -185,6 +209,29 @@ def written_by(node: Node) -> list[object]:
     return found
 
 
+def undeclared_aliases(graph: Graph) -> set[object]:
+    """Names the storages that operators hand back though nothing declares it.
+
+        y = mine::normalize(x)        declared as (Tensor x) -> Tensor, and its fake implementation returns x
+
+    torch forbids it, warns of it and compiles as if ``y`` were memory of its own: it computes into that while ``x`` is
+    in use. What only the real implementation does is not seen.
+    """
+    found: set[object] = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+        if schema is None or schema.name.partition("::")[0] in _KNOWN_TO_COMPILERS:
+            continue
+        results = node.meta.get("val")
+        results = results if isinstance(results, list | tuple) else (results,)
+        for value, declared in zip(results, schema.returns, strict=False):
+            if isinstance(value, Tensor) and value.layout is torch.strided and declared.alias_info is None:
+                key = weak_storage(value.untyped_storage())
+                if any(storage_of(given) == key for given in node.all_input_nodes):
+                    found.add(key)
+    return found
+
+
 def counted_from_the_beginning(nodes: Iterable[Node]) -> set[Node]:
     """What some of ``nodes`` read by its place in its storage, with all that it is a view of.
 
@@ -192,7 +239,7 @@ def counted_from_the_beginning(nodes: Iterable[Node]) -> set[Node]:
     c = as_strided(b, size, stride, 60)       a, b: the 60th element of their storage, wherever b begins
     """
     found: set[Node] = set()
-    left = [given for node in nodes if _counts_from_the_beginning(node) for given in node.all_input_nodes]
+    left = [given for node in nodes if counts_from_the_beginning(node) for given in node.all_input_nodes]
     while left:
         node = left.pop()
         if node not in found:
@@ -201,12 +248,13 @@ def counted_from_the_beginning(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
-def _counts_from_the_beginning(node: Node) -> bool:
+def counts_from_the_beginning(node: Node) -> bool:
+    """Whether ``node`` reads what it is given by its place in its storage."""
     if node.op != "call_function":
         return False
     if isinstance(node.target, HigherOrderOperator):
         regions = (_region_of(given) for given in node.all_input_nodes)
-        return any(_counts_from_the_beginning(one) for region in regions if region is not None for one in region.nodes)
+        return any(counts_from_the_beginning(one) for region in regions if region is not None for one in region.nodes)
     schema = getattr(node.target, "_schema", None)
     _, _, name = schema.name.partition("::") if schema is not None else ("", "", "")
     return name.startswith("as_strided") or name.endswith("storage_offset")
@@ -233,6 +281,12 @@ def _region_of(node: Node) -> Graph | None:
 def positions(graph: Graph) -> dict[Node, int]:
     """Where each node stands."""
     return {node: position for position, node in enumerate(graph.nodes)}
+
+
+def has_sparse_values(graph: Graph) -> bool:
+    """Whether a value of ``graph`` has no storage of its own, such as the gradient of a sparse embedding."""
+    values = map(tensor_of, graph.nodes)
+    return any(value is not None and value.layout is not torch.strided for value in values)
 
 
 def first_use(node: Node, order: dict[Node, int]) -> Node | None:

@@ -1,4 +1,8 @@
-"""How the passes get into what Inductor compiles. Importing this imports Inductor."""
+"""How the passes get into what Inductor compiles.
+
+A program that makes an optimizer has torch's compiler half loaded, and then the first ``with`` installs these. What
+only a compilation needs, 36 MiB of modules, is imported when one comes.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +12,22 @@ from uuid import uuid4
 
 from torch.fx import Graph, GraphModule
 
-from eager_offload import ops
 from eager_offload._torch import (
     CustomGraphPass,
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
     configure_inductor,
     inductor_config,
-    min_cut_rematerialization_partition,
 )
 from eager_offload.active import configuration_on_top
+from eager_offload.compile import ops
+from eager_offload.compile.aot_hooks import offload_between
 from eager_offload.compile.cost import bandwidth_of, rates_of, roofline
-from eager_offload.compile.insert import PLANNED, insert_asynchronous_in_place, insert_into_pair
-from eager_offload.compile.log import log_choice
-from eager_offload.compile.lowering import install_lowerings
-from eager_offload.compile.order import pin_in_place, prefetch_in_place, sink_waits_in_place
+from eager_offload.compile.graphs import has_sparse_values
+from eager_offload.compile.insert import insert_asynchronous_in_place
+from eager_offload.compile.order import pin_in_place, prefetch_in_place, reload_late_in_place, sink_waits_in_place
+from eager_offload.compile.regions import keep_operands, name_results
 from eager_offload.compile.revision import revision
-from eager_offload.compile.select import choose
-from eager_offload.compile.tracing import NOTHING, same_names
 from eager_offload.config import OffloadConfig
 from eager_offload.runtime.base import Direction
 
@@ -49,20 +51,16 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
+        from eager_offload._torch import min_cut_rematerialization_partition  # Inductor has imported it by now
+        from eager_offload.compile.lowering import install_lowerings
+
         split = self.inner or min_cut_rematerialization_partition
         forward, backward = split(gm, joint_inputs, **kwargs)
         num_outputs: int = kwargs["num_fwd_outputs"]
         text = configuration_on_top() if self.text is None else self.text
         if text is not None and joint_inputs:  # a region that others call has none: what it saves, they save
-            config = OffloadConfig.from_text(text)
             install_lowerings()
-            same_names(forward.graph, backward.graph)
-            choice = choose(forward.graph, backward.graph, num_outputs, config)
-            log_choice(choice)
-            insert_into_pair(forward.graph, backward.graph, num_outputs, choice, config)
-            forward.meta[PLANNED] = NOTHING
-            forward.recompile()
-            backward.recompile()
+            offload_between(forward, backward, num_outputs, text)
         return forward, backward
 
     def uuid(self) -> object:
@@ -79,7 +77,7 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
     """Takes the waiting out of transfers and puts them where they cost least. Their nodes say all that it has to know.
 
     Args:
-        inner: the pass, or passes, of whoever came before; run first. Of one of this kind, those that it runs first.
+        inner: the pass, or passes, that were there before; run first. Of one of this kind, those that it runs first.
     """
 
     inner: Any
@@ -88,6 +86,8 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
         self.inner = inner.inner if isinstance(inner, OrderTransfers) else inner
 
     def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        from eager_offload.compile.lowering import install_lowerings  # Inductor has imported what this needs by now
+
         for one in self._inner_passes():
             if isinstance(one, CustomInferenceAwareGraphPass):
                 one(graph, is_inference)
@@ -95,9 +95,17 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
                 one(graph)
         if any(node.target in (ops.offload, ops.reload) for node in graph.nodes):
             install_lowerings()
-            insert_asynchronous_in_place(graph)
-            self._place(graph)
-            pin_in_place(graph)
+            waits = has_sparse_values(graph)
+            if not waits:
+                name_results(graph)  # of one that our partitioner has not seen
+            if graph.find_nodes(op="call_function", target=ops.reload):
+                keep_operands(graph)
+            if waits:
+                reload_late_in_place(graph)
+            else:
+                insert_asynchronous_in_place(graph)
+                self._place(graph)
+                pin_in_place(graph)
             graph.lint()
 
     def uuid(self) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -11,8 +12,9 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
-from eager_offload import ops
 from eager_offload._torch import fake_mode_of
+from eager_offload.compile import ops
+from eager_offload.compile.geometry import spread
 from eager_offload.compile.graphs import (
     copied,
     first_use,
@@ -25,7 +27,6 @@ from eager_offload.compile.graphs import (
 )
 from eager_offload.compile.select import Choice, Group
 from eager_offload.config import OffloadConfig
-from eager_offload.geometry import spread
 from eager_offload.marks import mark_operator
 
 __all__ = [
@@ -33,15 +34,12 @@ __all__ = [
     "insert_asynchronous",
     "insert_asynchronous_in_place",
     "insert_into_pair",
+    "insert_report",
     "insert_synchronous",
 ]
 
-#: Marks what a pass of ours has put into a graph and may leave it: the host tensors.
-HOST = "eager_offload_host"
 #: In the ``meta`` of a host tensor: whether there are views of it, told by the strides that the graph says.
 EXACT = "eager_offload_exact"
-#: In the ``meta`` of a forward's module: the names of what the hooks move, after all of it has been looked at once.
-PLANNED = "eager_offload_planned"
 _COPIED_META = ("saved_tensor_with_no_vc_check",)
 _aten = torch.ops.aten
 
@@ -82,7 +80,7 @@ def insert_synchronous(
         backward: takes what is saved under the names of the forward's nodes.
         num_outputs: how many of the forward's outputs are the user's.
         choice: of :func:`~eager_offload.compile.choose`, about these two graphs.
-        config: whoever is active with this configuration when the graphs run does the work.
+        config: the `Offload` that is active with this configuration when the graphs run does the work.
     """
     ours, became = copied(forward)
     theirs, _ = copied(backward)
@@ -144,7 +142,7 @@ def insert_asynchronous_in_place(graph: Graph) -> None:
     z = mm(y, t)                              wait_tensor(y, host)
                                               z = mm(y, t)
 
-    The source goes along as the keepalive: until then its memory belongs to nobody else.
+    The source goes along as the keepalive: until then its memory has no other use.
     """
     order = positions(graph)
     for node in list(graph.nodes):
@@ -242,8 +240,27 @@ def on_nodes(choice: Choice, became: Callable[[Node], Node]) -> Choice:
 
 
 def region_of(choice: Choice) -> str:
-    """What a graph keeps, as its first offload tells the stats: ``reason=bytes,...``."""
-    return ",".join(f"{reason.value}={nbytes}" for reason, nbytes in sorted(choice.kept_bytes().items()))
+    """What the first offload of a graph is given for the stats: its graph's name, and ``reason=bytes,...``, what stays.
+
+    The name follows from what moves, so that the compiler's caches find the graph again in another process.
+    """
+    moved = ";".join(f"{group.base.name} {tuple(group.base.meta['val'].shape)}" for group in choice.groups)
+    kept = (f"{reason.value}={nbytes}" for reason, nbytes in sorted(choice.kept_bytes().items()))
+    return ",".join((f"{zlib.crc32(moved.encode()):08x}", *kept))
+
+
+def insert_report(graph: Graph, choice: Choice, config: OffloadConfig) -> None:
+    """Has a graph that moves nothing count what it keeps: with the offload of an empty tensor, at its end."""
+    if choice.groups or not choice.kept:
+        return
+    value = next(iter(choice.kept)).meta["val"]
+    with fake_mode_of(value):
+        empty = torch.empty(0)
+    with graph.inserting_before(graph.output_node()):
+        source = graph.call_function(_aten.empty.memory_format, ([0],), {"device": empty.device})
+        told: dict[str, Argument] = {"config": config.to_text(), "region": region_of(choice)}
+        host = graph.call_function(ops.offload, (source,), told)
+    source.meta["val"] = host.meta["val"] = empty
 
 
 def _like_on_host(graph: Graph, host: Node, group: Group, member: Node, output: Node) -> Node:
@@ -267,7 +284,7 @@ def _input_for(backward: Graph, saved: Node, before: Node) -> Node:
 
 
 def _host_meta(value: Tensor, member: Node) -> dict[str, object]:
-    meta: dict[str, object] = {HOST: True}
+    meta: dict[str, object] = {}
     with fake_mode_of(value):
         meta["val"] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
     meta.update({name: member.meta[name] for name in _COPIED_META if name in member.meta})

@@ -115,7 +115,7 @@ def insert_synchronous_joint(graph: Graph, boundary: Node, choice: Choice, confi
     Args:
         boundary: the first node of the backward.
         choice: of :func:`choose_joint`, about this graph.
-        config: whoever is active with this configuration when the graph runs does the work.
+        config: the `Offload` that is active with this configuration when the graph runs does the work.
     """
     copy, became = copied(graph)
     insert_into_joint(copy, became[boundary], on_nodes(choice, became.__getitem__), config)

@@ -1,4 +1,4 @@
-"""What was decided about a graph, value by value, for whoever asks: ``logging.getLogger("eager_offload.compile")``."""
+"""What was decided about a graph, value by value: ``logging.getLogger("eager_offload.compile")``."""
 
 from __future__ import annotations
 

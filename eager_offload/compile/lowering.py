@@ -7,7 +7,7 @@ copy the host tensor while bytes are still on their way into it. So the source g
 its host tensor is to have at the end; where that takes a copy, Inductor makes one without an offload too.
 
 [Note: the keepalive is what was read]
-If there is such a copy, it is the copy that leaves, and nobody else uses it: its memory would go to the next kernel at
+If there is such a copy, it is the copy that leaves, and nothing else uses it: its memory would go to the next kernel at
 once. So what ``wait_tensor`` keeps alive is what the offload was really given, whatever its arguments say.
 
 [Note: the memory of a slot is no buffer]
@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.fx import Node
 
-from eager_offload import ops
-from eager_offload._torch import V, channels_last_strides, inductor_ir, make_fallback
+from eager_offload._torch import V, channels_last_strides, inductor_ir, make_fallback, order_recomputed_kernels
+from eager_offload.compile import ops
 from eager_offload.compile.insert import EXACT
 
 __all__ = ["install_lowerings"]
@@ -37,6 +37,7 @@ def install_lowerings() -> None:
     """Tells Inductor how to call the operations, for as long as the process lives."""
     for operation, prepared in ((ops.offload, _for_offload), (ops.reload, _as_it_is), (ops.wait_tensor, _for_wait)):
         make_fallback(operation, prepared, warn=False)  # type: ignore[no-untyped-call]  # torch's
+    order_recomputed_kernels()  # or a reload might be read before it is waited for
 
 
 def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:

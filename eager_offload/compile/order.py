@@ -1,4 +1,4 @@
-"""When transfers start and when somebody waits for them, within a graph whose operators run one after another.
+"""When transfers start and where they are waited for, within a graph whose operators run one after another.
 
 insert_asynchronous   offload, wait           wait, use       where transfers may stand at the earliest, or the latest
 prefetch                             reload, ..., wait, use     reloads as early as hides them
@@ -19,12 +19,20 @@ from typing import NamedTuple, cast
 import torch
 from torch.fx import Graph, Node
 
-from eager_offload import ops
 from eager_offload._torch import OpOverload, OrderedSet, preserve_node_ordering
+from eager_offload.compile import ops
 from eager_offload.compile.cost import Estimate, counts_flops
-from eager_offload.compile.graphs import nbytes_of, on_a_copy, storage_of, tensor_of, written_by
+from eager_offload.compile.graphs import first_use, nbytes_of, on_a_copy, positions, storage_of, tensor_of, written_by
 
-__all__ = ["pin", "pin_in_place", "prefetch", "prefetch_in_place", "sink_waits", "sink_waits_in_place"]
+__all__ = [
+    "pin",
+    "pin_in_place",
+    "prefetch",
+    "prefetch_in_place",
+    "reload_late_in_place",
+    "sink_waits",
+    "sink_waits_in_place",
+]
 
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
@@ -34,7 +42,7 @@ _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_
 
 @dataclass(frozen=True)
 class _Leaving:
-    """An offload that has started and that nobody has waited for."""
+    """An offload that has started and that was not waited for yet."""
 
     host: Node
     wait: Node
@@ -112,6 +120,22 @@ def _written(node: Node) -> list[object]:
 # -- back -------------------------------------------------------------------------------------------------------------
 
 
+def reload_late_in_place(graph: Graph) -> None:
+    """Has each reload that waits stand right before its first use: no more is back than is needed.
+
+    Nothing but places change. After a pass Inductor computes anew what became of each node with other arguments, and
+    of all that depends on it; it fails where one of those is sparse, and has no storage to compare.
+    """
+    order = positions(graph)
+    reloads = graph.find_nodes(op="call_function", target=ops.reload)
+    views = [user for reload in reloads for user in reload.users if user.target is torch.ops.aten.as_strided.default]
+    for node in (*views, *reloads):
+        user = first_use(node, order)
+        if user is not None:
+            user.prepend(node)
+            order[node] = order[user]
+
+
 @dataclass
 class _Arriving:
     """A reload, by positions among the nodes that stay where they are."""
@@ -119,7 +143,7 @@ class _Arriving:
     reload: Node
     wait: Node
     nbytes: int
-    #: Views of it that nobody reads before its first use; they come behind the wait.
+    #: Views of it that nothing reads before its first use; they come behind the wait.
     views: list[Node] = field(default_factory=list)
     #: Before which node it is needed, and before which it may start at the earliest.
     needed: int = 0

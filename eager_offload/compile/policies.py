@@ -8,7 +8,7 @@
 | ``with eager_offload.no_offload():`` | ``node.meta["custom"]`` of every node that was traced inside |
 
 What is asked of one value counts for all that share its storage. Who asks for a value to stay wins over who asks for it
-to move, and neither moves what belongs to somebody outside of the graph.
+to move, and neither moves what is owned outside of the graph.
 """
 
 from __future__ import annotations

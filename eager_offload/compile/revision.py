@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import pkgutil
+import sys
 from functools import cache
 
-import eager_offload
+from eager_offload.config import VERSION
 
 __all__ = ["revision"]
 
 #: Beside the modules of this package: what decides which bytes move, and what the operations in a graph mean.
-_OTHERS = ("_torch.py", "config.py", "geometry.py", "marks.py", "ops.py")
+_OTHERS = ("_torch.py", "config.py", "marks.py")
 
 
 @cache
@@ -20,7 +21,7 @@ def revision() -> str:
 
     Compilers key on it what they keep. Where there are no sources to read it is the version alone.
     """
-    version = f"eager_offload {eager_offload.__version__}"
+    version = f"eager_offload {VERSION}"
     digest = hashlib.sha256()
     for name in _sources():
         try:
@@ -34,6 +35,6 @@ def revision() -> str:
 
 
 def _sources() -> list[str]:
-    folders = [f"{place}/compile" for place in eager_offload.__path__]
+    folders = [f"{place}/compile" for place in sys.modules["eager_offload"].__path__]
     modules = [f"compile/{one.name}.py" for one in pkgutil.iter_modules(folders)]
     return sorted([*_OTHERS, "compile/__init__.py", *modules])

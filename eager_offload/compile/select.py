@@ -26,13 +26,15 @@ from eager_offload.compile.graphs import (
     span_of,
     storage_of,
     tensor_of,
+    undeclared_aliases,
 )
 from eager_offload.compile.policies import Wish, is_in_region, strongest
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
+from eager_offload.selection import keeps_cpu_tensors
 from eager_offload.stats import KeepReason
 
-__all__ = ["Choice", "Group", "Saved", "choose", "choose_among"]
+__all__ = ["Choice", "Group", "Saved", "choose", "choose_among", "choose_nothing"]
 
 #: Views that together cover less than one part in this many of their storage travel alone.
 _GATHER_BELOW = 4
@@ -66,12 +68,12 @@ class Choice:
     kept: dict[Node, KeepReason] = field(default_factory=dict)
 
     def kept_bytes(self) -> dict[KeepReason, int]:
-        """Bytes that stay, by reason."""
+        """Bytes that stay, by reason. A size that is not known counts as one, so that they are never too many."""
         total: dict[KeepReason, int] = {}
         for node, reason in self.kept.items():
             value = tensor_of(node)
             if value is not None:
-                total[reason] = total.get(reason, 0) + hint(value.numel()) * value.itemsize
+                total[reason] = total.get(reason, 0) + hint(value.numel(), unseen=1) * value.itemsize
         return total
 
     def moved_bytes(self) -> int:
@@ -90,9 +92,7 @@ class Saved:
     """Whether what uses it belongs to operators of a region that keeps what it saves."""
 
 
-def choose(
-    forward: Graph, backward: Graph, num_outputs: int, config: OffloadConfig, *, each_alone: bool = False
-) -> Choice:
+def choose(forward: Graph, backward: Graph, num_outputs: int, config: OffloadConfig) -> Choice:
     """Chooses among what a partitioned forward saves for its backward.
 
         forward                                   chosen
@@ -108,7 +108,6 @@ def choose(
         backward: takes what is saved under the names of the forward's nodes.
         num_outputs: how many of the forward's outputs are the user's.
         config: ``min_bytes`` and ``keep_last_bytes``.
-        each_alone: whether every member will travel by itself, and nothing be made anew over a base.
 
     Raises:
         OffloadError: the graph does not tell which values share a storage.
@@ -129,8 +128,13 @@ def choose(
         [*outputs[:num_outputs], *outputs_of(backward)],
         config,
         counted=[node for node in saved if node.name in counted],
-        each_alone=each_alone,
     )
+
+
+def choose_nothing(forward: Graph, num_outputs: int) -> Choice:
+    """All that ``forward`` saves behind its ``num_outputs`` of the user's stays, because a pass failed."""
+    saved = (node for node in outputs_of(forward)[num_outputs:] if isinstance(node, Node))
+    return Choice((), {node: KeepReason.FAILED for node in saved if tensor_of(node) is not None})
 
 
 def choose_among(
@@ -140,19 +144,20 @@ def choose_among(
     config: OffloadConfig,
     *,
     counted: Iterable[Node],
-    each_alone: bool = False,
 ) -> Choice:
     """The choice among ``saved`` values of ``graph``, of which the user gets what is ``returned``.
 
     Args:
         counted: see :func:`~eager_offload.compile.graphs.counted_from_the_beginning`.
-        each_alone: see :func:`choose`.
     """
     _require_aliases(graph)
     inputs = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
     owned = {key for node in inputs if (key := storage_of(node)) is not None}
     alive = {key for node in returned if (key := storage_of(node)) is not None} | mutated_storages(graph)
+    alive |= undeclared_aliases(graph)
     devices = {value.device.type for node in saved if (value := tensor_of(node)) is not None}
+    # The host's own values, in a graph for an accelerator or beside one.
+    cpu_stays = bool(devices - {"cpu", "meta"}) or keeps_cpu_tensors(config)
     kept: dict[Node, KeepReason] = {}
     by_storage: dict[object, list[Node]] = {}
     for node in saved:
@@ -167,8 +172,8 @@ def choose_among(
             kept[node] = KeepReason.ALIVE
         elif _is_generator_state(node):
             kept[node] = KeepReason.DEVICE  # the host's own; for Inductor, fake ones are real and fit no other operator
-        elif value.device.type == "meta" or (value.device.type == "cpu" and devices - {"cpu", "meta"}):
-            kept[node] = KeepReason.DEVICE  # the host's own values, in a graph for an accelerator
+        elif value.device.type == "meta" or (value.device.type == "cpu" and cpu_stays):
+            kept[node] = KeepReason.DEVICE
         else:
             by_storage.setdefault(key, []).append(node)
     sharing = _sharing(graph, by_storage)
@@ -180,7 +185,7 @@ def choose_among(
         reason = _reason_to_stay(members, wish, any(saved[node].in_region for node in members), config)
         groups = []
         if reason is None and key in whole:
-            groups = _whole_groups(members, members if each_alone else [*members, *sharing[key]], each_alone)
+            groups = _whole_groups(members, [*members, *sharing[key]])
         elif reason is None:
             groups = _groups(members, sharing[key])
         (firm if wish in (Wish.MOVE, Wish.MOVE_IF_LARGE) else free).extend(groups)
@@ -235,12 +240,12 @@ def _groups(members: Sequence[Node], sharing: Sequence[Node]) -> list[Group]:
     return groups
 
 
-def _whole_groups(members: Sequence[Node], candidates: Sequence[Node], each_alone: bool) -> list[Group]:
+def _whole_groups(members: Sequence[Node], candidates: Sequence[Node]) -> list[Group]:
     """How values travel that are all of their storage or views of it, and have to be that again when they are back."""
     plain = [node for node in members if not _is_lazy(node.meta["val"])]
     groups = []
-    for some in [[node] for node in plain] if each_alone else _by_dtype(plain):
-        base = _whole_of(some, some if each_alone else candidates)
+    for some in _by_dtype(plain):
+        base = _whole_of(some, candidates)
         if base is not None:
             groups.append(Group(base, tuple(some), span_of(base.meta["val"]), counted=True))
     return groups
@@ -298,7 +303,7 @@ def _travels_alone(value: Tensor) -> bool:
 
 
 def _is_lazy(value: Tensor) -> bool:
-    """Whether ``value`` is a conjugate or a negative that nobody has computed yet: its bytes are not its elements."""
+    """Whether ``value`` is a conjugate or a negative that was not computed yet: its bytes are not its elements."""
     return value.is_conj() or value.is_neg()
 
 

@@ -9,6 +9,10 @@ place of the tensors: the same handles that autograd gets for what it saves.
     store[operator] = result               store[operator] = handle(result)
     backward asks the store                the handle brings the result back
 
+Operators that write to what they are given, or give back memory of it, run again as they do without the library: a
+store could only hold what a later operator may still change. What was changed after it was stored does too: the handle
+finds out, and the bytes of its time cannot be had from the store.
+
 What was decided when the forward began holds for its backward, wherever that runs. While a compiler traces nothing is
 changed: it reads the policies off its nodes (``compile/policies.py``). Outside of every context the modes are torch's.
 """
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -31,10 +35,12 @@ from eager_offload._torch import (
     is_wrapper,
     replace_checkpoint_modes,
     sharing_versions,
+    storage_key,
+    version_of,
 )
-
-if TYPE_CHECKING:
-    from eager_offload.offload import Offload
+from eager_offload.eager.handles import KeptTensor
+from eager_offload.errors import SavedTensorModifiedError
+from eager_offload.stats import KeepReason
 
 __all__ = ["install"]
 
@@ -63,8 +69,10 @@ class Travelling:
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
         """The tensor; called by torch's mode, which has an argument for tensors that may change."""
-        value: Tensor = self._handle.unpack()
-        return value
+        try:
+            return active.unpack(self._handle)
+        except SavedTensorModifiedError as error:
+            raise _Changed from error
 
 
 def _caching(base: Any) -> type:
@@ -117,13 +125,25 @@ def _cached(base: Any) -> type:
         def policy_fn(self, policy: Callable[..., Any]) -> None:
             self._policy = policy
 
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            except _Changed:
+                return func(*args, **(kwargs or {}))
+
     return CachedMode
+
+
+class _Changed(Exception):
+    """What the store has a handle of was changed in place since."""
 
 
 def _ask(mode: Any, context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     """The policy of an operator whose result was or will be made, as torch's mode is to be told."""
     policy = mode._policy(context, func, *args, **kwargs)
-    if policy not in _OFFLOADS or checkpoint_is_traced(func, args, kwargs):
+    if not _is_stored(policy, func, args, kwargs):
         return policy
     mode._travels = policy
     mode.respect_saved_tensors_hooks = False  # from 2.15 on it may have hooks pack what it saves: once is enough
@@ -132,24 +152,32 @@ def _ask(mode: Any, context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _saved(policy_fn: Callable[..., Any], context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     policy = policy_fn(context, func, *args, **kwargs)
-    return policy if policy not in _OFFLOADS or checkpoint_is_traced(func, args, kwargs) else CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.MUST_SAVE if _is_stored(policy, func, args, kwargs) else policy
 
 
-def _send(offload: Offload, entries: Any, policy: CheckpointPolicy, args: Sequence[Any]) -> None:
+def _is_stored(policy: object, func: Any, args: object, kwargs: object) -> bool:
+    """Whether the results of an operator go into a store although torch's mode would not put them there."""
+    if policy not in _OFFLOADS or checkpoint_is_traced(func, args, kwargs):
+        return False
+    schema = func._schema
+    return not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
+
+
+def _send(offload: active.Owner, entries: Any, policy: CheckpointPolicy, args: Sequence[Any]) -> None:
     """Puts handles into the newest of ``entries``, in place of the tensors."""
     newest = len(entries) - 1 if isinstance(entries, list) else next(reversed(entries))
-    theirs = {one.untyped_storage()._cdata for one in args if _has_storage(one)}
+    theirs = {storage_key(one.untyped_storage()) for one in args if _has_storage(one)}
     entries[newest] = _with_handles(offload, entries[newest], policy, theirs)
 
 
-def _with_handles(offload: Offload, entry: Any, policy: CheckpointPolicy, theirs: set[int]) -> Any:
+def _with_handles(offload: active.Owner, entry: Any, policy: CheckpointPolicy, theirs: set[int]) -> Any:
     if isinstance(entry, list | tuple):
         return type(entry)(_with_handles(offload, one, policy, theirs) for one in entry)
     value = getattr(entry, "val", None)
     if type(value) is not Tensor or value.layout is not torch.strided:
         return entry
-    if value.untyped_storage()._cdata in theirs:
-        return entry  # a view of what the operator was given: it has no bytes of its own
+    if storage_key(value.untyped_storage()) in theirs:  # given to the operator, undeclared: it has no bytes of its own
+        return Travelling(KeptTensor(value, version_of(value), KeepReason.LAYOUT))
     if policy is CheckpointPolicy.MUST_CPU_OFFLOAD or value.nbytes >= offload.config.size("min_bytes"):
         marks.prefer_offload(value)
     with sharing_versions():

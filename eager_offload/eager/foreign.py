@@ -7,23 +7,22 @@ that are pushed through torch's private functions cannot.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TypeAlias
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from eager_offload._torch import checkpoint_hooks
+from eager_offload import active
+from eager_offload._torch import HookFunctions, checkpoint_hooks, replace_hooks, top_pack_hook
 from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = ["watch"]
+__all__ = ["ours", "watch"]
 
 _Enter: TypeAlias = Callable[[saved_tensors_hooks], None]
 
 _lock = ForkSafeLock()
 _watchers = 0
-_local = threading.local()
-#: What stands in the class while somebody watches, and what it took the place of.
+#: What stands in the class while a context watches, and what it took the place of.
 _installed: _Enter | None = None
 _replaced: _Enter = saved_tensors_hooks.__enter__
 #: Ours around `_replaced`, made once: it refers to itself, and one for each `with` would be garbage in a cycle.
@@ -31,54 +30,87 @@ _wrapper: _Enter | None = None
 
 
 class watch:
-    """While it is active, calls ``seen`` for each foreign hook that its thread enters."""
+    """While it is active, the object whose context is innermost hears of each foreign hook that its thread enters."""
 
-    def __init__(self, seen: Callable[[], None]) -> None:
-        self._seen = seen
-        self._outer: Callable[[], None] | None = None
-        self._entered = self._counted = False
+    def __init__(self) -> None:
+        self._counted = False
 
     def __enter__(self) -> None:
         global _watchers, _installed, _replaced, _wrapper
-        self._outer = getattr(_local, "seen", None)
-        _local.seen, self._entered = self._seen, True
         with _lock.lock:
             _watchers += 1
             self._counted = True
             if _watchers == 1:
-                current = saved_tensors_hooks.__enter__  # torch's own, or what somebody has put in its place
+                current = saved_tensors_hooks.__enter__  # torch's own, or what another library has put in its place
                 if _wrapper is None or current is not _replaced:
                     _replaced, _wrapper = current, _watching(current)
                 _installed = _wrapper
-                saved_tensors_hooks.__enter__ = _installed  # type: ignore[method-assign]
+                saved_tensors_hooks.__enter__ = _installed  # type: ignore[method-assign]  # until the last watcher ends
 
     def __exit__(self, *_: object) -> None:
         """Ends it, as far as it had begun; may be called again."""
         global _watchers, _installed
-        if self._entered:
-            _local.seen, self._entered = self._outer, False
         with _lock.lock:
             if not self._counted:
                 return
             self._counted = False
             _watchers -= 1
             if _watchers == 0:
-                # Whoever has wrapped ours meanwhile goes on calling it; it only calls on, from then on.
+                # What has wrapped ours meanwhile goes on calling it; it only calls on, from then on.
                 if saved_tensors_hooks.__enter__ is _installed:
-                    saved_tensors_hooks.__enter__ = _replaced  # type: ignore[method-assign]
+                    saved_tensors_hooks.__enter__ = _replaced  # type: ignore[method-assign]  # what was there
                 _installed = None
 
 
 class ours(saved_tensors_hooks):
-    """The hooks of this library; never foreign."""
+    """The hooks of this library, and how they leave a thread's stack from wherever in it they are.
+
+    [Note: contexts that overlap]
+    torch takes off the innermost hooks, whichever context leaves. Where contexts do not nest, those are another's:
+
+        ours is entered, theirs is entered, ours is left, theirs is left
+
+    So ours are looked for, and those above them are put back. They are not there if a context of others that was
+    entered before ours was left before it, and took ours off. Then what it has left behind goes in their place: the
+    innermost hooks that are of no context of ours. So as many are gone as have left, and none stays for ever.
+    """
+
+    def take_off(self, open_hooks: Container[object]) -> None:
+        """Takes these hooks off the calling thread's stack.
+
+        Args:
+            open_hooks: the pack hooks of the contexts that stay open.
+        """
+        if top_pack_hook() is self.pack_hook:
+            self.__exit__(None, None, None)
+            return
+
+        def take_off(hooks: list[HookFunctions]) -> None:
+            own = [number for number, (pack, _) in enumerate(hooks) if pack is self.pack_hook]
+            left_behind = [number for number, (pack, _) in enumerate(hooks) if pack not in open_hooks]
+            if found := own or left_behind:
+                del hooks[found[-1]]
+
+        replace_hooks(take_off)
+
+    def leave_on(self, count: int) -> None:
+        """Takes these hooks off if they are on the stack more than ``count`` times: after an interrupt they may be."""
+
+        def take_off(hooks: list[HookFunctions]) -> None:
+            own = [number for number, (pack, _) in enumerate(hooks) if pack is self.pack_hook]
+            for number in reversed(own[count:]):
+                del hooks[number]
+
+        replace_hooks(take_off)
 
 
 def _watching(replaced: _Enter) -> _Enter:
     def enter(hooks: saved_tensors_hooks) -> None:
-        seen: Callable[[], None] | None = getattr(_local, "seen", None)
         # Checkpointing hides what it will recompute, by design, and shows its inputs to the hooks outside.
-        if seen is not None and enter is _installed and not isinstance(hooks, (ours, *checkpoint_hooks)):
-            seen()
+        if enter is _installed and not isinstance(hooks, (ours, *checkpoint_hooks)):
+            innermost = active.current()
+            if innermost is not None:
+                innermost.saw_foreign_hooks()
         replaced(hooks)
 
     return enter

@@ -2,64 +2,83 @@
 
 [Note: lifetime belongs to handles]
     autograd's saved variable -> SavedView -> SavedStorage -> slot, source or reload
-Nothing else holds a ``SavedStorage`` strongly: schedules know it by its key, the lane by a weak reference. When
+Nothing else holds a ``SavedStorage`` strongly: schedules know it by its key, everything else by a weak reference. When
 autograd lets go of the last view, whatever the storage owns goes back by itself. There is no phase to be in, no count
 that has to reach zero, nothing to be cleared when a context is entered.
 
 A handle never holds the tensor that pack received: an output's ``grad_fn`` owns the handle, and the cycle through C++
 is invisible to the garbage collector. ``tensor.detach()`` shares bytes and version counter and has no ``grad_fn``.
+A leaf has none either, and is held where it stays.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Callable, Hashable
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from eager_offload._torch import neg_view, weak_storage
-from eager_offload.errors import SavedTensorModifiedError
-from eager_offload.learning import Forward, Notes
-from eager_offload.runtime.base import ALIGNMENT, Event, Layout, Stream
-from eager_offload.schedule import DelayLine
+from eager_offload._torch import neg_view, version_of, weak_storage
+from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.transfer import BytesRecord, Transfer
+from eager_offload.errors import OffloadError, SavedTensorModifiedError
+from eager_offload.learning import Forward
+from eager_offload.runtime.base import ALIGNMENT, Layout, Stream
+from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import Footprint, root_of
-from eager_offload.stats import KeepReason, Tally
+from eager_offload.stats import KeepReason
 from eager_offload.tiers.base import Slot
+from eager_offload.tiers.finalizers import FinalizerRecord
 
 __all__ = [
+    "Follower",
     "Keeper",
     "KeptTensor",
     "Reload",
-    "Remains",
     "Returned",
     "SavedStorage",
     "SavedView",
-    "State",
+    "Started",
+    "StorageRecord",
+    "ViewRecord",
     "compact",
     "flat_bytes",
+    "modified",
 ]
 
 
 class Keeper(Protocol):
-    """What handles need of the lane that they belong to."""
+    """What handles need of the saved tensors that they belong to, those of one device."""
 
-    #: Where finalizers leave what they know. Appending to a deque takes no lock.
-    graveyard: deque[int | Remains | Notes]
+    offloader: DeviceOffloader
 
-    def give(self, view: SavedView) -> Tensor:
+    def unpack(self, view: SavedView) -> Tensor:
         """The saved tensor again, for the stream that is current now."""
+
+    def forget_view(self, record: ViewRecord) -> None:
+        """A view has died."""
+
+    def forget_storage(self, record: StorageRecord) -> None:
+        """The last view of a storage has died."""
+
+    def on_arrival(self, saved: SavedStorage, transfer: Transfer) -> None:
+        """The bytes of a storage rest in a tier, and its source is about to go."""
+
+
+class Follower(Protocol):
+    """A forward that follows a step plan."""
+
+    def unpack(self, view: SavedView) -> Tensor | None:
+        """The saved tensor again, for the stream that is current now; ``None`` where the step is unknown by now."""
 
 
 class KeptTensor:
     """The handle of a saved tensor that stays where it is."""
 
-    __slots__ = ("reason", "tensor", "version")
+    __slots__ = ("__weakref__", "reason", "tensor", "version")
 
     def __init__(self, tensor: Tensor, version: int, reason: KeepReason) -> None:
         self.tensor = tensor
@@ -68,34 +87,16 @@ class KeptTensor:
 
     def unpack(self) -> Tensor:
         tensor = self.tensor
-        if tensor._version != self.version:
+        if version_of(tensor) != self.version:
             raise modified(tensor, tensor.size(), self.version)
         return tensor
 
 
-class State(Enum):
-    """Where a saved storage is between its pack and the end of its last handle."""
-
-    WAITING = auto()
-    """Its source is held; its copy has not started."""
-    LEAVING = auto()
-    """Its copy is on the way; the source is still held."""
-    AWAY = auto()
-    """Its bytes rest in a tier, and the source was let go."""
-    KEPT = auto()
-    """It could not leave (or must not) and stays, for the reason that was counted."""
-
-
-@dataclass(slots=True)
-class Reload:
-    """Bytes on their way back, or there: the target, and the event that says when."""
+class Reload(NamedTuple):
+    """Bytes on their way back, or there: the target, and the transfer whose event says when."""
 
     target: Tensor
-    event: Event
-    #: The registration that the first wait takes up; ``None`` after that.
-    ticket: int | None
-    #: Whether its bytes count as held by the library.
-    held: bool = True
+    transfer: Transfer
 
 
 class Returned(NamedTuple):
@@ -105,49 +106,86 @@ class Returned(NamedTuple):
     first_byte: int
 
 
-class Remains(NamedTuple):
-    """The accounts of a saved storage that is gone."""
+#: When the copy of a storage started: while an operator saved, whose number the thread of a queue had just counted,
+#: and in which version.
+Started: TypeAlias = tuple[ResidentQueue, int | None, int]
 
+
+class StorageRecord(BytesRecord["SavedStorage"]):
+    """A weak reference to a saved storage, and the part of what is known of it that is needed once it is gone."""
+
+    __slots__ = ("key", "leaving", "name", "queue", "reload", "saves")
+    #: Names it in the schedule.
     key: int
+    #: Names what it covers: further saves of the same bytes are recognised by it.
     name: Hashable
-    logical_bytes: int
-    state: State
-    asked: bool
-    line: DelayLine | None
-    reload: Reload | None
-    ref: weakref.ref[SavedStorage]
-    tally: Tally
+    #: That in which it waits to leave.
+    queue: ResidentQueue | None
+    #: The copy out, until that is over.
+    leaving: Transfer | None
+    #: The copy that brings it back, or has.
+    reload: Transfer | None
+    #: Who saved it. Weak, since they hold the record.
+    saves: weakref.ref[Any]
+
+    def on_finalized(self) -> None:
+        if (saves := self.saves()) is not None:
+            saves.forget_storage(self)
+        super().on_finalized()
+
+    def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
+        saved = self()
+        if saved is not None and failure is None:
+            saved.saves.on_arrival(saved, transfer)
+        super().on_transferred(transfer, failure)
+        self.leaving = None
+        if saved is not None:
+            if failure is None:
+                saved.release_source()
+                if (recorder := saved.forward.recorder) is not None:
+                    recorder.released(saved.number)
+            else:
+                saved.slot = None
+                if (observer := saved.saves.offloader.accounts.observer) is not None:
+                    observer.stays(self.key)
+
+
+class ViewRecord(FinalizerRecord["SavedView"]):
+    """A weak reference to a saved view, and what the prefetch order calls it."""
+
+    __slots__ = ("position", "saves")
+    position: int
+    saves: weakref.ref[Any]
+
+    def on_finalized(self) -> None:
+        """The view has died."""
+        if (saves := self.saves()) is not None:
+            saves.forget_view(self)
 
 
 class SavedStorage:
-    """A storage that was taken, shared by every view of it that autograd saved."""
+    """A storage that was offloaded or is to be, shared by every view of it that autograd saved."""
 
     __slots__ = (
         "__weakref__",
         "aliases",
-        "asked",
-        "copied_version",
+        "alignment_offset",
+        "first",
         "footprint",
         "forward",
-        "kept",
-        "key",
-        "lane",
-        "line",
-        "logical_bytes",
-        "name",
+        "given",
         "number",
         "origin",
-        "phase",
-        "ref",
+        "record",
         "reload",
         "returned",
         "root",
-        "shared_bytes",
+        "saved_anew",
+        "saves",
         "slot",
-        "state",
+        "started",
         "stream",
-        "takes",
-        "tally",
+        "times_saved",
     )
 
     def __init__(
@@ -156,81 +194,54 @@ class SavedStorage:
         name: Hashable,
         tensor: Tensor,
         footprint: Footprint,
-        lane: Keeper,
+        saves: Keeper,
         stream: Stream,
-        tally: Tally,
         forward: Forward,
         number: int,
     ) -> None:
         storage = tensor.untyped_storage()
-        #: Names it in the schedule.
-        self.key = key
-        #: Names what it covers: further saves of the same bytes are recognised by it.
-        self.name = name
+        self.record = record = StorageRecord(self, saves.offloader.finalized.append)
+        record.key, record.name, record.queue, record.leaving, record.reload = key, name, None, None, None
+        record.saves = weakref.ref(saves)
         self.origin = weak_storage(storage)
         self.footprint = footprint
         #: The address of the footprint's first byte, modulo the alignment that reloads keep.
-        self.phase = (storage.data_ptr() + footprint.start) % ALIGNMENT
-        self.lane = lane
-        #: The forward that took it, and the number of the save in that.
+        self.alignment_offset = (storage.data_ptr() + footprint.start) % ALIGNMENT
+        self.saves = saves
+        #: The forward that saved it, the number of the save in that, and that of the first save of the same storage.
         self.forward = forward
-        self.number = number
-        #: Where it is counted.
-        self.tally = tally
+        self.number = self.first = number
         #: The compute stream noted at pack: reload targets are allocated on it.
         self.stream = stream
-        #: The bytes that the stats count for it: of the view that took it.
-        self.logical_bytes = tensor.nbytes
         #: While the source is held: an alias of it for each view. Once released they hold no bytes, only the counters
         #: of the source's versions, and only the views have them.
         self.aliases: list[Tensor] = []
         #: The tensor whose version counter the views share, to recognise further views of it.
-        self.root = weakref.ref(root_of(tensor))
-        self.copied_version: int | None = None
-        #: How many times this storage was taken because it might have been filled anew in between.
-        self.takes = 1
-        self.state = State.WAITING
-        #: Why it stays, once it is in the state ``KEPT``.
-        self.kept: KeepReason | None = None
-        #: The bytes that its tally counts as shared with it.
-        self.shared_bytes = 0
-        self.line: DelayLine | None = None
+        self.root: Callable[[], Tensor | None] = weakref.ref(root_of(tensor))
+        self.started: Started | None = None
+        #: How many times this storage was saved as a new one, because it might have been written in between.
+        self.times_saved = 1
+        #: Whether that has happened since, so that the library itself may hold what this one was copied from.
+        self.saved_anew = False
         self.slot: Slot | None = None
+        #: Its transfer is known to the record as well.
         self.reload: Reload | None = None
         #: The reloaded storage after it was handed to autograd: served again for as long as it lives.
         self.returned: Returned | None = None
-        self.asked = False
-        self.ref = weakref.ref(self)
-
-    def __del__(self) -> None:
-        # See [Note: slots give themselves back]: append, and nothing else.
-        try:
-            remains = Remains(
-                self.key,
-                self.name,
-                self.logical_bytes,
-                self.state,
-                self.asked,
-                self.line,
-                self.reload,
-                self.ref,
-                self.tally,
-            )
-        except AttributeError:  # `__init__` was interrupted, so nobody knows of it
-            return
-        self.lane.graveyard.append(remains)
+        #: What it owns of that: see the note in ownership.py.
+        self.given: tuple[Tensor, ...] = ()
 
     @property
     def target_layout(self) -> Layout:
         """What a reload target must look like. Gathered elements come back dense and are put in their places later."""
         footprint = self.footprint
-        return Layout(footprint.moved) if footprint.gathered else Layout(footprint.nbytes, self.phase)
+        return Layout(footprint.moved) if footprint.gathered else Layout(footprint.nbytes, self.alignment_offset)
 
     def release_source(self) -> None:
         """Lets go of the source's bytes; the aliases that views hold stay, as counters of its versions."""
         for alias in self.aliases:
-            alias.data = _nothing(alias.dtype, alias.device)
-        self.aliases = []  # not cleared: the keepalive of a copy may share the list
+            alias.data = _empty_like(alias)
+        self.aliases.clear()
 
     def source_bytes(self) -> Tensor:
         """The bytes that travel, flat: a range of the storage, or the view's own elements, gathered."""
@@ -247,9 +258,10 @@ class SavedStorage:
 
 
 class SavedView:
-    """The handle of one saved tensor whose storage was taken."""
+    """The handle of one saved tensor whose storage was offloaded or is to be."""
 
     __slots__ = (
+        "__weakref__",
         "alias",
         "conj",
         "dtype",
@@ -257,16 +269,28 @@ class SavedView:
         "neg",
         "number",
         "offset",
+        "original",
         "position",
+        "run",
         "size",
         "storage",
         "stride",
         "version",
     )
 
-    def __init__(self, storage: SavedStorage, tensor: Tensor, position: int, forward: Forward, number: int) -> None:
+    def __init__(
+        self,
+        storage: SavedStorage,
+        tensor: Tensor,
+        position: int,
+        forward: Forward,
+        number: int,
+        run: Follower | None = None,
+    ) -> None:
         self.storage = storage
-        #: The forward that saved it, and the number of the save in that.
+        #: What unpacks it where its forward follows a plan.
+        self.run = run
+        #: The forward that saved it, and the number of the save in that, or in the plan.
         self.forward = forward
         self.number = number
         #: Names this use of the storage in the prefetch order.
@@ -278,33 +302,33 @@ class SavedView:
         self.dtype = tensor.dtype
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
-        self.version: int = tensor._version
+        self.version: int = version_of(tensor)
         self.alias = tensor.detach()
+        #: What was saved; ``None`` where autograd would make an alias of it.
+        self.original = None if tensor.requires_grad else weakref.ref(tensor)
 
-    def __del__(self) -> None:
-        try:
-            position = self.position
-        except AttributeError:  # `__init__` was interrupted, so nobody knows of it
-            return
-        self.storage.lane.graveyard.append(position)
+    @property
+    def shares(self) -> bool:
+        """Whether an earlier save has brought the storage in."""
+        return self.storage.number != self.number or self.storage.forward is not self.forward
 
     def unpack(self) -> Tensor:
-        return self.storage.lane.give(self)
+        return self.storage.saves.unpack(self)
 
     def check_version(self) -> None:
         """Raises where autograd's own check would, were no hooks installed."""
-        if self.alias._version != self.version:
+        if version_of(self.alias) != self.version:
             raise modified(self.alias, self.size, self.version)
 
     def forget_bytes(self) -> None:
         """The storage has left already: this view needs only the counter of its versions."""
-        self.alias.data = _nothing(self.dtype, self.alias.device)
+        self.alias.data = _empty_like(self.alias)
 
     def over(self, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
         """This view over ``storage``, in which the footprint begins at ``first_byte``.
 
         It shares the version counter of what was saved, as the tensor that autograd itself would unpack does: should
-        backward change it in place, the next unpack finds out. The lane's lock is held.
+        backward change it in place, the next unpack finds out. The lock is held.
         """
         alias = self.alias
         offset = self.offset + (first_byte - self.storage.footprint.start) // self.dtype.itemsize
@@ -319,7 +343,7 @@ class SavedView:
             alias.data = view
             return alias.detach()
         finally:
-            alias.data = nothing
+            alias.data = _empty_like(view) if self.conj or self.neg else nothing
 
     def scatter(self, dense: Tensor, target: Tensor) -> Tensor:
         """This view over the flat ``target``, filled from the elements that were gathered into the flat ``dense``."""
@@ -350,9 +374,17 @@ def modified(counter: Tensor, size: torch.Size, expected: int) -> SavedTensorMod
     """What autograd says when it finds a saved tensor changed, in its words."""
     return SavedTensorModifiedError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{counter.type()} {list(size)}] is at version {counter._version}; expected version {expected} instead. "
+        f"[{counter.type()} {list(size)}] is at version {version_of(counter)}; expected version {expected} instead. "
         "Save a clone, or change the tensor after backward; torch.autograd.set_detect_anomaly(True) shows where"
     )
+
+
+def _empty_like(alias: Tensor) -> Tensor:
+    """What ``alias.data`` can be without bytes: on a device that torch does not know its lazy bits have to be alike."""
+    nothing = _nothing(alias.dtype, alias.device)
+    if alias.is_conj():
+        nothing = nothing.conj()
+    return neg_view(nothing) if alias.is_neg() else nothing
 
 
 @cache

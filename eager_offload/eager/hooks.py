@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,29 +12,56 @@ from torch.nn import Parameter
 
 from eager_offload import marks
 from eager_offload._torch import (
+    allowing_changes,
     autograd_sequence,
     current_autograd_node,
     detached,
+    dispatch_modes,
+    function_modes,
+    hint,
+    is_tracing,
     is_wrapper,
     profiled,
     profiler_is_on,
+    unseen,
+    version_of,
+    without_torch_function,
 )
+from eager_offload.config import OffloadConfig
+from eager_offload.eager.following import Adopter, Run
 from eager_offload.eager.handles import KeptTensor, SavedView
-from eager_offload.eager.lane import Lane
-from eager_offload.eager.subclasses import WrappedTensor, Wrappers
-from eager_offload.errors import OffloadError
+from eager_offload.eager.mutations import ChangeableTensor
+from eager_offload.eager.plans import Recording, Turn
+from eager_offload.eager.saving import SavedTensors
+from eager_offload.eager.subclasses import WrappedTensor, pack_wrapper
+from eager_offload.engine.offloaders import Offloaders
+from eager_offload.errors import reentered
 from eager_offload.learning import Forward
 from eager_offload.marks import Mark
-from eager_offload.schedule import DelayLine
-from eager_offload.selection import plain_tensors, reason_to_stay, root_of
+from eager_offload.schedule import ResidentQueue
+from eager_offload.selection import is_parameter, plain_tensors, reason_to_stay
 from eager_offload.stats import Accounts, KeepReason
+from eager_offload.step_plan import StepPlan
 
-__all__ = ["Hooks", "Session", "logical_bytes", "unpack"]
+__all__ = ["Hooks", "Packed", "ThreadState", "logical_bytes"]
+
+#: What autograd holds in place of a saved tensor.
+Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
+
+#: Reasons of what takes no memory of the device because it is saved, or none that is known; and of what is too small to
+#: be worth the time that following it to its end takes.
+_NOT_FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT, KeepReason.SMALL})
+
+#: Reasons that a plan gives: the others are those of a region, a mark or a failure, and are looked at each time.
+_FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.SMALL, KeepReason.ALIVE})
+
+#: Saves of one forward that are written down: a context that is never left would fill the memory.
+_MOST_SAVES = 1 << 16
 
 _sequences = itertools.count(1)
 
 
-class Session(threading.local):
+class ThreadState(threading.local):
     """What one thread has going with one ``Offload``."""
 
     def __init__(self) -> None:
@@ -42,111 +69,305 @@ class Session(threading.local):
         self.sequence = next(_sequences)
         #: How many tensors were packed in it.
         self.packed = 0
-        self.lines: dict[Lane, DelayLine] = {}
-        self._forwards: dict[Lane, Forward] = {}
+        self.queues: dict[SavedTensors, ResidentQueue] = {}
+        self._forwards: dict[SavedTensors, Forward] = {}
+        #: Whether what is packed next is the first of a forward that may follow a plan, what follows one, and what
+        #: writes down what becomes of its saves.
+        self.may_follow = False
+        self.run: Run | None = None
+        self.recorder: Recording | None = None
+        #: The last forward that followed a plan or was recorded; ``None`` where one came after it that was neither.
+        self.turn: Turn | None = None
 
     def begin(self) -> None:
         """A new forward begins."""
         self.sequence = next(_sequences)
         self.packed = 0
         self._forwards = {}
+        self.may_follow, self.run, self.recorder = True, None, None
+        if any(saves.offloader.is_crashed for saves in self.queues):
+            self.queues = {saves: queue for saves, queue in self.queues.items() if not saves.offloader.is_crashed}
 
-    def line(self, lane: Lane) -> DelayLine:
-        line = self.lines.get(lane)
-        if line is None:
-            line = self.lines[lane] = lane.new_line()
-        return line
+    def end_recording(self) -> None:
+        """What is saved next is another step's if the forward that is recorded is over, in the same context."""
+        for saves, forward in self._forwards.items():
+            if forward.is_over:
+                self.recorder = None
+                self.next_step(saves)
+                return
 
-    def forward(self, lane: Lane) -> Forward:
+    def next_step(self, saves: Adopter) -> None:
+        """What is saved next is another step's, in the same context."""
+        self.sequence, self._forwards = next(_sequences), {}
+        self.may_follow, self.run = True, None
+        saves.begin_step()
+
+    def follow(self, run: Run, saves: SavedTensors) -> None:
+        """The current forward follows a plan. What is decided anew in it teaches nothing: it is a part of a forward."""
+        self.run, self._forwards[saves] = run, run.forward
+
+    def queue(self, saves: SavedTensors) -> ResidentQueue:
+        queue = self.queues.get(saves)
+        if queue is None:
+            queue = self.queues.setdefault(saves, saves.new_queue())
+        return queue
+
+    def forward(self, saves: SavedTensors) -> Forward:
         """The current forward, as far as it concerns one device."""
-        forward = self._forwards.get(lane)
-        if forward is not None and forward.is_over:
+        forward = self._forwards.get(saves)
+        if forward is not None and forward.is_over and self.run is None:
             self.sequence, forward = next(_sequences), None
+            self.recorder = None
+            saves.begin_step()
         if forward is None:
-            forward = self._forwards[lane] = lane.new_forward(self.sequence)
+            if self._forwards and self.recorder is not None:
+                self.recorder.is_void = True  # a plan is of one device
+            forward = self._forwards[saves] = saves.new_forward(self.sequence, self.recorder)
         return forward
 
 
 class Hooks:
     """The pack hook of one ``Offload``, and what it needs to decide."""
 
-    def __init__(
-        self, min_bytes: int, accounts: Accounts, lane_of: Callable[[torch.device], Lane | None], session: Session
-    ) -> None:
-        self._min_bytes = min_bytes
+    def __init__(self, config: OffloadConfig, accounts: Accounts, offloaders: Offloaders) -> None:
+        self._config = config
+        self._min_bytes = config.size("min_bytes")
         self._accounts = accounts
-        self._lane_of = lane_of
-        self._wrappers = Wrappers(accounts)
-        self.session = session
+        self._offloaders = offloaders
+        self._saves: dict[torch.device, SavedTensors] = {}
+        #: The plan that the first forward is to follow.
+        self.given: StepPlan | None = None
+        self.thread = ThreadState()
 
-    def pack(self, tensor: Tensor) -> KeptTensor | SavedView | WrappedTensor:
+    def restart(self) -> None:
+        """Forgets what every thread has going: the offloaders were closed."""
+        for saves in self._saves.values():
+            saves.plans.close()
+        self._saves, self.thread = {}, ThreadState()
+
+    def drop_crashed(self) -> None:
+        """Crashed offloaders are replaced by new ones."""
+        with self._accounts.lock:
+            for saves in self._saves.values():
+                if saves.offloader.is_crashed:
+                    saves.plans.close()
+            self._saves = {device: one for device, one in self._saves.items() if not one.offloader.is_crashed}
+
+    def saved_tensors(self, device: torch.device) -> SavedTensors | KeepReason:
+        """The saved tensors of ``device``, or why its tensors stay.
+
+        Raises:
+            ConfigError: the configuration cannot work with this device.
+        """
+        saves = self._saves.get(device)
+        if saves is not None:
+            return saves
+        offloader = self._offloaders.of(device)
+        if isinstance(offloader, KeepReason):
+            return offloader
+        with self._accounts.lock:
+            saves = self._saves.get(device)
+            if saves is None or saves.offloader is not offloader:
+                saves = self._saves[device] = SavedTensors(offloader, self._config)
+        return saves
+
+    def pack(self, tensor: Tensor) -> Packed:
         """Decides about a saved tensor; called by autograd while the operator that saves it is recorded."""
+        if dispatch_modes() or function_modes():
+            return self._pack_unseen(tensor)
         if profiler_is_on():
             with profiled("pack"):
                 return self._pack(tensor)
         return self._pack(tensor)
 
+    def _pack_unseen(self, tensor: Tensor) -> Packed:
+        """Decides where the caller has modes active, which are to see nothing of it."""
+        if is_tracing():
+            self._leave_plans()
+            self.thread.packed += 1
+            with without_torch_function():
+                return self._keep(tensor, KeepReason.PARAMETER if is_parameter(tensor) else KeepReason.LAYOUT)
+        changes = allowing_changes()
+        if changes is not None:
+            self._leave_plans()
+        with unseen():
+            packed = self._pack(tensor)
+            return packed if changes is None else ChangeableTensor(tensor, packed, changes)
+
     def _pack(self, tensor: Tensor) -> KeptTensor | SavedView | WrappedTensor:
-        session = self.session
-        session.packed += 1
+        if self._accounts.lock._is_owned():  # see [Note: reentry] in tiers/forking.py
+            raise reentered()
+        thread = self.thread
+        thread.packed += 1
+        if thread.recorder is not None:
+            thread.end_recording()
+        if thread.may_follow:
+            thread.may_follow = False
+            self._begin_run(tensor, thread)
+        if (run := thread.run) is not None:
+            handle = run.pack(tensor)
+            if handle is not None:
+                return handle
+            if run.is_over:
+                thread.run = None
+                run.keeper.plans.tell()
+            elif run.is_complete:
+                thread.next_step(run.keeper)
+                thread.packed -= 1
+                return self._pack(tensor)
+        packed = self._decide(tensor, thread)
+        if (recorder := thread.recorder) is not None:
+            self._record(recorder, tensor, packed)
+        return packed
+
+    def _decide(self, tensor: Tensor, thread: ThreadState) -> KeptTensor | SavedView | WrappedTensor:
+        """The handle of a saved tensor of which nothing is known beforehand."""
         mark = _mark_of(tensor) if marks.any_marks() else None
         reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is Mark.PREFER)
         if reason is None:
-            taken = self._take(tensor, mark, session)
-            if isinstance(taken, SavedView):
-                return taken
-            reason = taken
-        elif reason is KeepReason.SMALL and session.lines and (shared := self._share(tensor, session)) is not None:
+            saved = self._save(tensor, mark, thread)
+            if isinstance(saved, SavedView):
+                return saved
+            reason = saved
+        elif reason is KeepReason.SMALL and thread.queues and (shared := self._share(tensor, thread)) is not None:
             return shared
-        elif reason is KeepReason.LAYOUT and (wrapped := self._wrappers.pack(tensor, self)) is not None:
+        elif reason is KeepReason.LAYOUT and (wrapped := self._wrapped(tensor, thread)) is not None:
             return wrapped
-        if tensor.is_meta and isinstance(root_of(tensor), Parameter):
-            raise OffloadError(
-                "the model's parameters are on the meta device and hold no values, so there is nothing to train: "
-                "materialize it first, with model.to_empty(device=...) and its weights"
-            )
-        accounts = self._accounts
-        with accounts.lock:
-            accounts.tally.kept(reason, logical_bytes(tensor))
-        # A leaf that requires grad is held itself, so that `leaf.data = ...` stays visible; see the note in handles.py
-        # for why nothing else is.
-        if tensor.requires_grad and tensor.is_leaf:
-            held = tensor
-        else:
-            held = tensor.detach() if type(tensor) is Tensor else detached(tensor)
-        return KeptTensor(held, tensor._version, reason)
+        return self._keep(tensor, reason)
 
-    def _take(self, tensor: Tensor, mark: Mark | None, session: Session) -> SavedView | KeepReason:
-        lane = self._lane_of(tensor.device)
-        if lane is None:
-            return KeepReason.DEVICE
+    def _wrapped(self, tensor: Tensor, thread: ThreadState) -> WrappedTensor | KeptTensor | None:
+        """The handle of a wrapper; what is inside it is no save of its own to a plan."""
+        run, recorder = thread.run, thread.recorder
+        thread.run = thread.recorder = None
+        try:
+            return pack_wrapper(tensor, self, self._accounts)
+        finally:
+            thread.run, thread.recorder = run, recorder
+
+    # -- step plans: see [Note: following] in following.py ------------------------------------------------------------
+
+    def _begin_run(self, tensor: Tensor, thread: ThreadState) -> None:
+        """The first save of a forward: it follows a plan, or is written down, or neither."""
+        if self._config.step_plans is False or len(self._saves) > 1:
+            return
+        if self.given is not None:
+            self._take_given(tensor.device)
+        for saves in self._saves.values():
+            before = thread.turn
+            found = saves.begin_run(tensor, before, thread.queue(saves), thread.sequence, self._keep)
+            saves.plans.tell()
+            thread.turn = None if found is None else found.turn
+            if before is not None and thread.turn is not None:
+                before.precedes(thread.turn)
+            if isinstance(found, Run):
+                thread.follow(found, saves)
+            else:
+                thread.recorder = found
+            return
+        if self._config.step_plans is True:
+            thread.recorder = Recording()
+            thread.turn = thread.recorder.turn
+
+    def _take_given(self, device: torch.device) -> None:
+        """The plan that the user has given is known from here on to the device that the first saves are on."""
+        saves, given = self.saved_tensors(device), self.given
+        if isinstance(saves, SavedTensors) and given is not None:
+            self.given = None
+            with self._accounts.lock:
+                saves.plans.give(given)
+
+    def followed(self, device: torch.device | None) -> StepPlan | None:
+        """The plan that was followed last on ``device``, or where that is ``None`` on any."""
+        for saves in list(self._saves.values()):
+            if saves.plans.last is not None and device in (None, saves.device):
+                return saves.plans.last
+        return None
+
+    def _leave_plans(self) -> None:
+        """The calling thread saves something that no plan can say."""
+        thread = self.thread
+        thread.may_follow = False
+        if (recorder := thread.recorder) is not None:
+            recorder.is_void = True
+        if (run := thread.run) is not None:
+            thread.run = None
+            with self._accounts.lock:
+                if not run.is_over:
+                    run.miss("modes")
+
+    def _record(self, recorder: Recording, tensor: Tensor, handle: Packed) -> None:
+        nbytes, requires_grad = logical_bytes(tensor), tensor.requires_grad
+        with self._accounts.lock:
+            if isinstance(handle, SavedView):
+                storage, saves = handle.storage, self._saves.get(tensor.device)
+                is_own, is_whole = storage.forward is handle.forward, storage.footprint.whole
+                whole, owner = storage.footprint.nbytes if is_whole else 0, storage.number if is_own else -1
+                recorder.take(handle.number, owner, nbytes, requires_grad, whole, storage.record.autograd_bytes)
+                if not is_whole and saves is not None and (around := saves.whole_of(tensor)) is not None:
+                    recorder.left_in_parts(around.number)
+            else:
+                plain = type(tensor) is Tensor or type(tensor) is Parameter
+                reason = handle.reason if isinstance(handle, KeptTensor) and plain else None
+                whole = tensor.untyped_storage().nbytes() if reason in _FOLLOWED else 0
+                # A small part of a storage may be one of what leaves, in another step.
+                if reason in _FOLLOWED and (reason is not KeepReason.SMALL or whole == nbytes):
+                    recorder.keep(nbytes, requires_grad, reason, whole)
+                else:
+                    recorder.keep(nbytes, requires_grad, None)
+            if marks.any_marks() or recorder.saves > _MOST_SAVES:
+                recorder.is_void = True
+                self.thread.recorder = None
+
+    def leave(self, *, waits: bool, is_outermost: bool) -> None:
+        """A context is left: every operator has run, so all that has to leave does.
+
+        Args:
+            waits: for room in the window; else what finds none stays until something is saved again.
+            is_outermost: whether the forward is over.
+        """
+        thread = self.thread
+        if (run := thread.run) is not None:
+            run.leave(waits=waits, is_outermost=is_outermost)
+            if is_outermost or run.is_over:
+                thread.run = None
+        if is_outermost:
+            thread.may_follow, thread.recorder = False, None
+        for saves, queue in list(thread.queues.items()):
+            saves.flush(queue, waits=waits)
+
+    def _keep(self, tensor: Tensor, reason: KeepReason) -> KeptTensor:
+        accounts, nbytes = self._accounts, logical_bytes(tensor)
+        # A leaf is held itself, so that `leaf.data = ...` stays visible, and as autograd does: see the note in
+        # ownership.py. See that in handles.py for why nothing else is.
+        held = tensor if tensor.is_leaf else tensor.detach() if type(tensor) is Tensor else detached(tensor)
+        handle = KeptTensor(held, version_of(tensor), reason)
+        with accounts.lock:
+            counters = accounts.counters
+            counters.kept(reason, nbytes)
+            if reason not in _NOT_FOLLOWED:
+                counters.live.keep(handle, held, nbytes)
+                counters.note_live()
+        return handle
+
+    def _save(self, tensor: Tensor, mark: Mark | None, thread: ThreadState) -> SavedView | KeepReason:
+        saves = self.saved_tensors(tensor.device)
+        if isinstance(saves, KeepReason):
+            return saves
         if marks.in_no_offload_region():
             return KeepReason.REGION
         if _in_recomputation():
             return KeepReason.NEWEST
-        return lane.take(tensor, session.line(lane), autograd_sequence(), session.forward(lane), mark)
+        return saves.save(tensor, thread.queue(saves), autograd_sequence(), thread.forward(saves), mark)
 
-    def _share(self, tensor: Tensor, session: Session) -> SavedView | None:
+    def _share(self, tensor: Tensor, thread: ThreadState) -> SavedView | None:
         """A small tensor whose storage leaves anyway goes with it: kept, it would hold all of that on the device."""
         if marks.in_no_offload_region():
             return None
-        for lane, line in session.lines.items():
-            forward = session.forward(lane)
-            if lane.may_know(tensor, forward):
-                return lane.share(tensor, line, autograd_sequence(), forward)
+        for saves, queue in list(thread.queues.items()):  # the garbage collector may come back to us meanwhile
+            forward = thread.forward(saves)
+            if saves.may_know(tensor, forward):
+                return saves.share(tensor, queue, autograd_sequence(), forward)
         return None
-
-    def again(self, view: SavedView, tensor: Tensor) -> SavedView | None:
-        """One more save of the bytes that ``view`` has; ``None`` where such a save is not to leave."""
-        lane, session = self._lane_of(tensor.device), self.session
-        if lane is None or lane is not view.storage.lane or marks.in_no_offload_region():
-            return None
-        return lane.again(view, tensor, session.forward(lane))
-
-
-def unpack(handle: KeptTensor | SavedView | WrappedTensor) -> Tensor:
-    """Gives a saved tensor back; called by autograd when backward needs it, each time that it does."""
-    return handle.unpack()
 
 
 def _mark_of(tensor: Tensor) -> Mark | None:
@@ -172,6 +393,6 @@ def logical_bytes(tensor: Tensor) -> int:
     if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
         return sum(map(logical_bytes, plain_tensors(tensor)))  # its own number may be that of all processes together
     try:
-        return tensor.nbytes
+        return hint(tensor.nbytes, unseen=1)
     except (NotImplementedError, RuntimeError):  # some layouts have no such number
-        return tensor.numel() * tensor.element_size()
+        return hint(tensor.numel(), unseen=1) * tensor.element_size()

@@ -2,193 +2,181 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from eager_offload._torch import weak_storage
-from eager_offload.eager.ground import Ground
-from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, State
+from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView
 from eager_offload.eager.offloading import Offloading
-from eager_offload.errors import OffloadError
-from eager_offload.learning import Rate
-from eager_offload.runtime.base import Direction, Layout, Stream
+from eager_offload.eager.plans import StepPlans
+from eager_offload.engine.transfer import State, Transfer
+from eager_offload.runtime.base import Layout, Stream
 from eager_offload.schedule import Plan, PrefetchOrder
 from eager_offload.stats import KeepReason
+from eager_offload.step_plan import StepRecorder
 
 __all__ = ["Reloading"]
 
 
-class _Issued(NamedTuple):
-    """A tensor for autograd, and where in its storage the footprint begins."""
-
-    tensor: Tensor
-    first_byte: int
-
-
 class Reloading:
-    """The reloads of one lane."""
+    """The saved storages of one device, on their way back."""
 
-    def __init__(self, ground: Ground, offloading: Offloading, prefetch_bytes: int) -> None:
+    def __init__(self, offloading: Offloading, prefetch_bytes: int, plans: StepPlans) -> None:
+        self._plans = plans
         self.order = PrefetchOrder(prefetch_bytes)
-        self.rate = Rate()
-        self._ground = ground
         self._offloading = offloading
-        offloading.expects = self.order.holds
-        self._orphans: list[Reload] = []  # reloads that nobody asked for and that may still be running
+        self._offloader = offloading.offloader
 
-    def __len__(self) -> int:
-        """How many reloads that nobody wants any more are still running."""
-        return len(self._orphans)
-
-    def give(self, view: SavedView) -> Tensor:
+    def unpack(self, view: SavedView) -> Tensor:
         """The saved tensor again, for the stream that is current now; brings back early what is expected next."""
-        ground, saved = self._ground, view.storage
-        reload: Reload | None = None
-        ticket: int | None = None
-        waits = False
         try:
-            with ground.accounts.lock:
-                stream = ground.runtime.current_stream(ground.device)
-                tensor = self._resident(view, stream)
-                if tensor is None:
-                    reload = self._reload_for(saved, stream)
-                self._note_asked(saved, forwarded=reload is None)
-                self._follow_lesson(view, stream)
-                self._follow(self.order.unpacked(view.position), saved.key)
-                if reload is None:
-                    assert tensor is not None
-                    if not self.order.holds(saved.key):
-                        self.drop(saved.key)
-                    return tensor
-                ticket, reload.ticket, waits = reload.ticket, None, True
-            self._await(reload, ticket, stream)
-            waits = False
-            with ground.accounts.lock:
-                if ticket is not None:
-                    seconds = ground.runtime.seconds(reload.event)
-                    self.rate.add(reload.target.nbytes, seconds)
-                    ground.accounts.tally.in_seconds += seconds or 0.0
+            if view.run is not None and (tensor := view.run.unpack(view)) is not None:
+                return tensor
+            return self._unpack(view)
+        except (torch.OutOfMemoryError, MemoryError):
+            pass
+        # Not while the error is handled, whose frames hold what is to go.
+        self._offloader.make_room(partial(self._drop_all_but, view.storage.record.key))
+        return self._unpack(view)
+
+    def _unpack(self, view: SavedView) -> Tensor:
+        offloader, saved = self._offloader, view.storage
+        with offloader.lock:
+            offloader.poll()
+            stream = offloader.runtime.current_stream(offloader.device)
+            tensor = self._resident(view, stream)
+            reload = None if tensor is not None else self._reload_for(saved, stream)
+            if not offloader.is_crashed:
+                self._note_asked(saved, resident=reload is None)
+                self._expect(view, stream)
+                plan = self.order.unpacked(view.position)
+                if view.forward.recorder is not None:
+                    self._record(view.forward.recorder, view, plan)
+                self._follow(plan, saved.record.key)
+            if tensor is not None:
+                if not self.order.holds(saved.record.key):
+                    self.drop(saved)
+                return tensor
+        assert reload is not None
+        try:
+            offloader.wait(reload.transfer, stream, "reload")
+            with offloader.lock:
+                offloader.take_up(reload.transfer)
                 return self._hand_over(view, reload, stream)
         except BaseException:
-            if reload is not None:
-                with ground.accounts.lock:
-                    if waits:
-                        reload.ticket = ticket  # where it was a KeyboardInterrupt, the copy goes on
-                        if saved.reload is reload:
-                            saved.reload = None
-                    if saved.reload is not reload:
-                        self.abandon(reload)
+            with offloader.lock:
+                if saved.reload is reload:
+                    saved.reload = saved.record.reload = None
+                offloader.release(reload.transfer)
             raise
 
     def _hand_over(self, view: SavedView, reload: Reload, stream: Stream) -> Tensor:
         """What was reloaded belongs to autograd from here on, unless more of it is expected to be asked for."""
         saved = view.storage
-        issued = self._issue(view, reload, stream)
-        expected = self.order.holds(saved.key)
+        tensor, first_byte = self._issue(view, reload, stream)
+        expected = self.order.holds(saved.record.key)
         if saved.reload is reload and not expected:
-            saved.returned = Returned(weak_storage(issued.tensor.untyped_storage()), issued.first_byte)
-            saved.reload = None
+            saved.returned = Returned(weak_storage(tensor.untyped_storage()), first_byte)
+            saved.reload = saved.record.reload = None
         if saved.reload is not reload:
-            self._let_go(reload)
+            self._offloader.release(reload.transfer)
             if not expected:
-                self.drop(saved.key)  # the one on the stream of the pack, which this stream could not use
-        return issued.tensor
+                self.drop(saved)  # the one on the stream of the pack, which this stream could not use
+        return tensor
 
-    def settle(self) -> None:
-        """Lets go of the targets of reloads that nobody wanted, once nothing can write to them any more."""
-        if self._orphans:
-            self._orphans = [orphan for orphan in self._orphans if not self._ended(orphan)]
-
-    def synchronize(self) -> None:
-        """Waits until nothing that nobody wants is on its way."""
-        for orphan in self._orphans:
-            with contextlib.suppress(OffloadError):
-                self._ground.runtime.synchronize(orphan.event)
-        self.settle()
-
-    def drop(self, key: int | None) -> None:
-        """A storage that was brought back early is not expected soon any more."""
-        saved = None if key is None else self._ground.storage(key)
+    def drop(self, saved: SavedStorage | None) -> None:
+        """A storage that was brought back early is not expected soon any more; a copy on its way holds its target."""
         if saved is not None and saved.reload is not None:
-            self.abandon(saved.reload)
-            saved.reload = None  # last: see [Note: interrupts] in ground.py
+            self._offloader.release(saved.reload.transfer)
+            saved.reload = saved.record.reload = None
 
-    def abandon(self, reload: Reload) -> None:
-        """A reload is not wanted any more; its target goes when its copy can no longer write to it."""
-        self._let_go(reload)
-        if reload.ticket is not None:
-            self._orphans.append(reload)
+    def _drop_all_but(self, needed: int) -> None:
+        for run in self._plans.runs:
+            run.drop_reloads()
+        for key in list(self._offloading.storages):
+            if key != needed:
+                self.drop(self._offloading.storage(key))
 
-    def _let_go(self, reload: Reload) -> None:
-        """Once for each reload, however many threads wait for it."""
-        if reload.held:
-            reload.held = False
-            self._ground.resident_bytes -= reload.target.nbytes
+    def on_arrival(self, saved: SavedStorage, transfer: Transfer) -> None:
+        """The bytes of a storage rest in a tier. What backward expects next stays, as if it had come back."""
+        if saved.reload is None and self.order.holds(saved.record.key) and not saved.footprint.gathered:
+            assert saved.slot is not None
+            back = Transfer(saved.slot, transfer.nbytes, transfer.counters)
+            back.event = transfer.event
+            self._offloader.hold(back.nbytes)
+            saved.reload, saved.record.reload = Reload(saved.source_bytes(), back), back
 
-    def _ended(self, orphan: Reload) -> bool:
-        if not self._ground.runtime.query(orphan.event):
-            return False
-        self._ground.registry.forget(orphan.ticket)  # a failed read of bytes that nobody asked for harms nobody
-        orphan.ticket = None
-        return True
+    def _note_asked(self, saved: SavedStorage, *, resident: bool) -> None:
+        """Settles what became of a storage, the first time that it is asked for."""
+        record = saved.record
+        if record.leaving is not None and self._offloader.cancel(record.leaving):
+            self._offloading.stay_after_all(saved)
+        if record.state is State.WAITING:  # backward has come to it, so that to move it now would be in vain
+            self._offloading.stay(saved, KeepReason.NEWEST)
+            if record.queue is not None:
+                record.queue.discard(record.key)
+                record.queue = None
+        elif record.state is not State.KEPT:
+            record.ask(resident=resident)
 
-    def _note_asked(self, saved: SavedStorage, *, forwarded: bool) -> None:
-        """Settles how a storage came out, the first time that it is asked for."""
-        if saved.state is State.WAITING:  # backward has come to it, so that to move it now would be in vain
-            assert saved.line is not None
-            self._offloading.keep(saved, KeepReason.NEWEST)
-            saved.line.discard(saved.key)
-            saved.line = None
-        elif saved.state is not State.KEPT and not saved.asked:
-            if saved.state is State.LEAVING:
-                self._offloading.asked(saved.key)
-            saved.asked = True
-            if forwarded:
-                saved.tally.forwarded_bytes += saved.logical_bytes
-            else:
-                saved.tally.reloaded_bytes += saved.logical_bytes
-
-    def _follow_lesson(self, view: SavedView, stream: Stream) -> None:
+    def _expect(self, view: SavedView, stream: Stream) -> None:
         """Has what is expected next be what was asked for next the last time."""
         forward = view.forward
-        expected = forward.asked(view.number, self._ground.runtime.clock(stream))
+        expected = forward.asked(view.number, self._offloader.runtime.clock(stream))
         if expected is not None:
             self.order.arrange(forward.sequence, expected)
 
     def _resident(self, view: SavedView, stream: Stream) -> Tensor | None:
-        """The tensor, if its bytes are on the device: not gone yet, kept alive by someone else, or back already."""
+        """The tensor, if its bytes are on the device: not gone yet, kept alive by another owner, or back already."""
         saved = view.storage
-        if saved.state is not State.AWAY:
-            return view.alias.detach()
-        storage, first_byte = saved.origin(), saved.footprint.start
-        if storage is not None and storage.nbytes() >= first_byte + saved.footprint.nbytes:
+        original = None if view.original is None else view.original()
+        if saved.record.state is not State.AWAY:
+            return view.alias.detach() if original is None else original
+        storage, first_byte, nbytes = saved.origin(), saved.footprint.start, saved.footprint.nbytes
+        if storage is not None and storage.nbytes() >= first_byte + nbytes:
             # A part of a storage tells nothing: other parts of it that were saved may hold all of it.
-            if saved.footprint.whole and not saved.asked and saved.reload is None:
-                saved.forward.was_alive(saved.number)
-            return view.over(storage, first_byte)
+            if saved.footprint.whole and not (saved.record.asked or saved.saved_anew) and saved.reload is None:
+                saved.forward.was_alive(saved.first)
+                if saved.forward.recorder is not None:
+                    saved.forward.recorder.was_alive(saved.number)
+            return view.over(storage, first_byte) if original is None else original
+        if original is not None and original.untyped_storage() is not storage:
+            return original  # it was given other bytes, `tensor.data = ...`, and autograd looks at those
         if saved.returned is not None and stream == saved.stream:
-            storage = saved.returned.storage()
-            if storage is not None:
-                return view.over(storage, saved.returned.first_byte)
+            storage, first_byte = saved.returned.storage(), saved.returned.first_byte
+            if storage is not None and storage.nbytes() >= first_byte + nbytes:  # else its owner has resized it
+                return view.over(storage, first_byte)
         return None
+
+    def _record(self, recorder: StepRecorder, view: SavedView, plan: Plan) -> None:
+        """Notes an unpack, and of what it sets off all that is the same forward's."""
+
+        def named(keys: list[int]) -> list[int]:
+            found = (self._offloading.storage(key) for key in keys)
+            return [saved.number for saved in found if saved is not None and saved.forward is view.forward]
+
+        saved = view.storage
+        if saved.forward is view.forward:
+            kept = saved.record.kept if saved.record.state is State.KEPT else None
+            keep = self.order.holds(saved.record.key)
+            recorder.asked(view.number, saved.number, named(plan.bring), named(plan.drop), keep, kept)
 
     def _follow(self, plan: Plan, current: int) -> None:
         """Carries out what the prefetch order says; ``current`` is being handed out and sees to itself."""
         for key in plan.drop:
             if key != current:
-                self.drop(key)
+                self.drop(self._offloading.storage(key))
         for key in plan.bring:
-            saved = self._ground.storage(key)
-            if saved is None or saved.state is not State.AWAY or saved.reload is not None:
+            saved = self._offloading.storage(key)
+            if saved is None or saved.record.state is not State.AWAY or saved.reload is not None:
                 continue
             if saved.origin() is not None or (saved.returned is not None and saved.returned.storage() is not None):
                 continue
             try:
                 saved.reload = self._bring(saved, saved.stream, "prefetch")
+                saved.record.reload = saved.reload.transfer
             except (torch.OutOfMemoryError, MemoryError):
                 return  # prefetch is a hint: what is needed now may still fit
 
@@ -196,76 +184,29 @@ class Reloading:
         """The reload that ``stream`` can wait for: the shared one on the stream of the pack, else one of its own."""
         shared = stream == saved.stream
         if shared and saved.reload is not None:
-            return saved.reload
-        try:
-            reload = self._bring(saved, stream, "reload")
-        except (torch.OutOfMemoryError, MemoryError):
-            self._make_room(saved)
-            reload = self._bring(saved, stream, "reload")
+            target = saved.reload.target
+            if target.untyped_storage().nbytes() >= target.storage_offset() + target.numel():
+                return saved.reload
+            self.drop(saved)  # it was handed out before, and its new owner has resized it
+        reload = self._bring(saved, stream, "reload")
         if shared:
-            saved.reload = reload
+            saved.reload, saved.record.reload = reload, reload.transfer
         return reload
-
-    def _make_room(self, needed: SavedStorage) -> None:
-        """The device is full, and ``needed`` has to come back: whatever the library itself holds there goes."""
-        self._offloading.synchronize()  # first: what is expected stays when its copy arrives
-        for key in list(self._ground.storages):
-            if key != needed.key:
-                self.drop(key)
-        self.synchronize()
 
     def _bring(self, saved: SavedStorage, stream: Stream, what: str) -> Reload:
-        """Enqueues a reload into a new target that belongs to ``stream``; ``what`` is for traces."""
-        ground, slot = self._ground, saved.slot
-        runtime = ground.runtime
-        assert slot is not None
-        assert saved.state is State.AWAY, "the host knows that the bytes have arrived: no stream has to wait for that"
-        target = runtime.allocate(saved.target_layout, ground.device, stream)
-        # [Note: the block's last owner] An allocator hands out a block whose last owner's kernels may still be queued
-        # on `stream`. The transfer stream writes to it, so it waits for an event recorded after the allocation.
-        allocated = runtime.record(stream)
-        back = runtime.transfer_stream(ground.device, Direction.IN)
-        tally, reload = ground.accounts.tally, Reload(target, None, None, held=False)
-        ground.copy(
-            target, slot, slot, back, (allocated,), keepalive=(target, slot), transfer=reload, what=what, key=saved.key
+        """Starts a reload into a new target that belongs to ``stream``."""
+        assert saved.slot is not None
+        assert saved.record.state is State.AWAY, (
+            "the host knows that the bytes have arrived: no stream has to wait for that"
         )
-        # [Note: interrupts] in ground.py: no call stands between the copy and whoever has the reload from here.
-        reload.held = True
-        ground.resident_bytes += target.nbytes
-        tally.bytes_in += target.nbytes
-        if ground.resident_bytes > tally.resident_bytes_peak:
-            tally.resident_bytes_peak = ground.resident_bytes
-        return reload
+        return Reload(*self._offloader.reload(saved.slot, saved.target_layout, stream, what, key=saved.record.key))
 
-    def _await(self, reload: Reload, ticket: int | None, stream: Stream) -> None:
-        """Makes ``stream`` wait for a reload; on a CPU device the host waits, without the lock."""
-        ground = self._ground
-        recorder, waiting = ground.accounts.recorder, None
-        started = None
-        if not ground.runtime.query(reload.event):
-            if recorder is not None:
-                waiting = recorder.waits(ground, stream)
-            started = time.perf_counter()
-        if ticket is None:
-            ground.runtime.wait(stream, reload.event)
-        else:
-            ground.registry.wait(ticket, stream)
-        if waiting is not None:
-            waiting.over("reload")
-        if started is not None:
-            with ground.accounts.lock:
-                ground.accounts.tally.stall_seconds += time.perf_counter() - started
-
-    def _issue(self, view: SavedView, reload: Reload, stream: Stream) -> _Issued:
-        target = reload.target
-        area = view.storage.footprint
+    def _issue(self, view: SavedView, reload: Reload, stream: Stream) -> tuple[Tensor, int]:
+        """A tensor for autograd, and where in its storage the footprint begins."""
+        target, area = reload.target, view.storage.footprint
         if not area.gathered:
             first_byte = int(target.storage_offset())
-            return _Issued(view.over(target.untyped_storage(), first_byte), first_byte)
-        layout = Layout(area.nbytes, view.storage.phase)
-        try:
-            place = self._ground.runtime.allocate(layout, self._ground.device, stream)
-        except (torch.OutOfMemoryError, MemoryError):
-            self._make_room(view.storage)
-            place = self._ground.runtime.allocate(layout, self._ground.device, stream)
-        return _Issued(view.scatter(target, place), int(place.storage_offset()))
+            return view.over(target.untyped_storage(), first_byte), first_byte
+        layout = Layout(area.nbytes, view.storage.alignment_offset)
+        place = self._offloader.runtime.allocate(layout, self._offloader.device, stream)
+        return view.scatter(target, place), int(place.storage_offset())

@@ -16,54 +16,41 @@ is (a scale, the offsets of a ragged batch) is the saved wrapper's as well: it s
 
 [Note: versions of a wrapper]
 Operators on the wrapper count on the wrapper's own version counter, and that is compared at unpack, as autograd does.
-The counters of the tensors inside grow only when somebody reaches inside (``local.add_()``). Autograd does not see that
-and would go on with other values than were saved; here it raises.
-
-[Note: sharing what is inside]
-The tensors inside never require grad and do not know the wrapper's version, so a lane cannot tell that what it has
-copied is still what they hold. The wrapper can: one that requires grad was final at its pack, so a save of the same
-bytes through a view of the same wrapper, at the same version, means what the earlier one meant.
+The counters of the tensors inside grow only when a program reaches inside (``local.add_()``). Autograd does not see
+that and would go on with other values than were saved; here it raises.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Hashable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from eager_offload._torch import detached, finish_collective, is_wrapper
+from eager_offload._torch import detached, finish_collective, is_fake, is_wrapper, version_of
 from eager_offload.eager.handles import KeptTensor, SavedView, modified
-from eager_offload.selection import plain_tensors, root_of
+from eager_offload.eager.ownership import own_until_taken
+from eager_offload.errors import reentered
+from eager_offload.selection import plain_tensors
 from eager_offload.stats import Accounts, KeepReason
+from eager_offload.tiers.forking import reentrant_lock
 
-__all__ = ["Packer", "WrappedTensor", "Wrappers"]
+__all__ = ["Packer", "WrappedTensor", "pack_wrapper"]
 
 
 class Packer(Protocol):
-    """What a wrapper needs of the hooks, for the tensors inside it. Both methods count."""
+    """What a wrapper needs of the hooks, for the tensors inside it."""
 
-    def pack(self, tensor: Tensor) -> KeptTensor | SavedView | WrappedTensor:
-        """The handle of a saved tensor."""
-
-    def again(self, view: SavedView, tensor: Tensor) -> SavedView | None:
-        """One more save of the final bytes that ``view`` has; ``None`` where it is not to leave."""
+    def pack(self, tensor: Tensor) -> object:
+        """The handle of a saved tensor, which is counted."""
 
 
-class _Part:
+class _Part(NamedTuple):
     """A plain tensor inside the wrapper that a handle holds, and the handle of its bytes."""
 
-    __slots__ = ("__weakref__", "handle", "root", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, handle: SavedView, wrapper: Tensor) -> None:
-        self.tensor = tensor
-        self.handle = handle
-        #: The wrapper that the saved one is a view of, and its version then.
-        self.root = weakref.ref(root_of(wrapper))
-        self.version = wrapper._version
+    tensor: Tensor
+    handle: SavedView
 
     def fill(self, tensor: Tensor) -> None:
         self.tensor.data = tensor
@@ -71,25 +58,19 @@ class _Part:
     def empty(self) -> None:
         self.tensor.data = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
 
-    def has_bytes_of(self, tensor: Tensor, wrapper: Tensor) -> bool:
-        """Whether ``tensor``, inside ``wrapper``, still has the bytes that were saved here."""
-        return (
-            self.handle.storage.origin() is tensor.untyped_storage()
-            and self.root() is root_of(wrapper)
-            and self.version == wrapper._version
-        )
-
 
 class WrappedTensor:
     """The handle of a wrapper, made of the handles of the tensors inside it."""
 
-    __slots__ = ("_lock", "_parts", "_version", "_wrapper")
+    __slots__ = ("_lock", "_original", "_parts", "_version", "_wrapper")
 
-    def __init__(self, wrapper: Tensor, parts: list[_Part]) -> None:
+    def __init__(self, original: Tensor, wrapper: Tensor, parts: list[_Part]) -> None:
+        #: What was saved; ``None`` where autograd would make an alias of it.
+        self._original = None if original.requires_grad else weakref.ref(original)
         self._wrapper = wrapper
         self._parts = parts
-        self._version = wrapper._version
-        self._lock = threading.Lock()
+        self._version = version_of(wrapper)
+        self._lock = reentrant_lock()
 
     def views(self) -> list[SavedView]:
         """The handles of those tensors inside that were taken."""
@@ -97,79 +78,54 @@ class WrappedTensor:
 
     def unpack(self) -> Tensor:
         wrapper = self._wrapper
-        if wrapper._version != self._version:
+        if self._lock._is_owned():  # see [Note: reentry] in tiers/forking.py
+            raise reentered()
+        if version_of(wrapper) != self._version:
             raise modified(wrapper, wrapper.size(), self._version)
         returned = [part.handle.unpack() for part in self._parts]  # these may wait, so not under the lock
+        if self._original is not None and (original := self._original()) is not None:
+            return original
         with self._lock:  # one graph may be run backward by two threads
             try:
                 for part, tensor in zip(self._parts, returned, strict=True):
                     part.fill(tensor)
-                return detached(wrapper)
+                made = detached(wrapper)
             finally:
                 for part in self._parts:
                     part.empty()
+        if self._original is not None:
+            own_until_taken(self._parts[0].handle.storage, made)  # other handles of the same wrapper share it
+        return made
 
 
-class Wrappers:
-    """Packs the wrappers that one ``Offload`` sees."""
-
-    def __init__(self, accounts: Accounts) -> None:
-        self._accounts = accounts
-        #: The latest save of each plain tensor inside wrappers that were final when they were saved.
-        self._latest: weakref.WeakValueDictionary[Hashable, _Part] = weakref.WeakValueDictionary()
-
-    def pack(self, wrapper: Tensor, packer: Packer) -> WrappedTensor | None:
-        """The handle of a wrapper, with all that is inside counted; ``None``, and nothing counted, if it stays."""
-        if not is_wrapper(wrapper):
-            return None
-        _finish_collectives(wrapper)
-        held = detached(wrapper)
-        if type(held) is not type(wrapper):
-            return None
-        pairs = list(zip(plain_tensors(wrapper), plain_tensors(held), strict=True))
-        if all(theirs is ours for theirs, ours in pairs):
-            return None
-        parts = []
-        for theirs, ours in pairs:
-            if theirs is ours:
-                with self._accounts.lock:
-                    self._accounts.tally.kept(KeepReason.LAYOUT, theirs.numel() * theirs.element_size())
-            elif (handle := self._handle(theirs, wrapper, packer)) is not None:
-                part = _Part(ours, handle, wrapper)
-                part.empty()
-                parts.append(part)
-                if wrapper.requires_grad:
-                    self._latest[_name(theirs)] = part
-        return WrappedTensor(held, parts)
-
-    def _handle(self, tensor: Tensor, wrapper: Tensor, packer: Packer) -> SavedView | None:
-        """The handle of a tensor inside ``wrapper``; ``None`` where it stays."""
-        if tensor.layout is torch.strided and not tensor.is_nested:
-            latest = self._latest.get(_name(tensor))
-            if latest is not None and latest.has_bytes_of(tensor, wrapper):
-                handle = packer.again(latest.handle, tensor)
-                if handle is not None:
-                    return handle
-        packed = packer.pack(tensor)
-        return packed if isinstance(packed, SavedView) else None
+def pack_wrapper(wrapper: Tensor, packer: Packer, accounts: Accounts) -> WrappedTensor | KeptTensor | None:
+    """The handle of a wrapper, with all that is inside counted; ``None``, and nothing counted, if it stays."""
+    if not is_wrapper(wrapper) or any(is_fake(type(inner)) for inner in plain_tensors(wrapper)):
+        return None  # compilers make views of fake ones outside of every mode
+    _finish_collectives(wrapper)
+    held = detached(wrapper)
+    if type(held) is not type(wrapper):
+        return None
+    pairs = list(zip(plain_tensors(wrapper), plain_tensors(held), strict=True))
+    if all(theirs is ours for theirs, ours in pairs):
+        return None
+    parts = []
+    for theirs, ours in pairs:
+        if theirs is ours:
+            with accounts.lock:
+                accounts.counters.kept(KeepReason.LAYOUT, theirs.numel() * theirs.element_size())
+        elif isinstance(handle := packer.pack(theirs), SavedView):
+            parts.append(_Part(ours, handle))
+            parts[-1].empty()
+    if not parts:
+        return KeptTensor(wrapper if wrapper.is_leaf else held, version_of(wrapper), KeepReason.LAYOUT)
+    return WrappedTensor(wrapper, held, parts)
 
 
 def _finish_collectives(wrapper: Tensor) -> None:
-    """Somebody reads ``wrapper`` now, or it would not be saved: what still fills it is waited for a moment early."""
+    """An operator reads ``wrapper`` now, or it would not be saved: what still fills it is waited for a little early."""
     finish_collective(wrapper)
-    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]  # every wrapper has it
     for inner in (getattr(wrapper, name) for name in names):
         if is_wrapper(inner):
             _finish_collectives(inner)
-
-
-def _name(tensor: Tensor) -> Hashable:
-    return (
-        tensor.untyped_storage()._cdata,
-        tensor.storage_offset(),
-        tensor.size(),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )

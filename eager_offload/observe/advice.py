@@ -7,19 +7,17 @@ matter. Shares of time are of the time since counting began, so a run that mostl
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from eager_offload.config import MIB, OffloadConfig
+from eager_offload.config import MIB, OffloadConfig, size_text
+from eager_offload.stats import WEAR_SECONDS, OffloadStats
 
-if TYPE_CHECKING:
-    from eager_offload.stats import OffloadStats
-
-__all__ = ["RULES", "advise", "terabytes_a_day"]
+__all__ = ["RULES", "advise"]
 
 #: What a rule says, or ``None``.
-Rule: TypeAlias = Callable[["OffloadStats", OffloadConfig], str | None]
+Rule: TypeAlias = Callable[[OffloadStats, OffloadConfig], str | None]
 
-#: A share of the time that compute may wait before anybody should care.
+#: A share of the time that compute may wait without a word.
 _STALL = 0.03
 #: A share of the time in which transfers of one way ran: forward and backward take about half of it each.
 _BUSY = 0.4
@@ -27,6 +25,8 @@ _BUSY = 0.4
 _MUCH, _MOST = 0.10, 0.30
 #: Terabytes a day. A disk for consumers is made for a few hundred in its life, one for servers for thousands.
 _WEARS = 10.0
+#: Bytes of a step from which it is worth a sentence that a process does not shrink.
+_SHRINKS = 64 * MIB
 
 
 def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
@@ -40,16 +40,17 @@ def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
     return found or (_is_fine(stats),)
 
 
-def terabytes_a_day(stats: OffloadStats) -> float:
-    """What would be written to disks if it went on like this all day; 1e12 bytes."""
-    return stats.disk_bytes_written / stats.seconds * 86_400 / 1e12 if stats.seconds else 0.0
-
-
 # -- it does not offload at all -------------------------------------------------------------------------------------
 
 
+def switched_off(stats: OffloadStats, config: OffloadConfig) -> str | None:
+    if config.enabled:
+        return None
+    return "Offload is switched off, by enabled=False or EAGER_OFFLOAD=0 in the environment: nothing moves."
+
+
 def nothing_was_saved(stats: OffloadStats, config: OffloadConfig) -> str | None:
-    if stats.saved_tensors or stats.empty_forwards or stats.foreign_hooks:
+    if not config.enabled or stats.saved_tensors or stats.empty_forwards or stats.foreign_hooks:
         return None
     return "No saved tensor was seen. Put `with offload:` around the forward, under grad mode."
 
@@ -78,14 +79,16 @@ def no_room(stats: OffloadStats, config: OffloadConfig) -> str | None:
     if not count:
         return None
     kept = stats.kept_bytes.get("budget", 0)
-    what = f"{_times(count)} no tier had room" + (f", and {_size(kept)} stayed" if kept else "")
+    what = f"{_times(count)} no tier had room" + (f", and {size_text(kept)} stayed" if kept else "")
     if config.tier == "disk" and not stats.disk_bytes_peak:
         return f"{what}, from the first byte on: the first warning tells why. Look after the disk, or name another."
     if config.tier != "host" and stats.disk_bytes_peak:
-        return f"{what}. Raise disk_budget above the {_size(stats.disk_bytes_peak)} of the peak, or free room there."
+        return (
+            f"{what}. Raise disk_budget above the {size_text(stats.disk_bytes_peak)} of the peak, or free room there."
+        )
     if config.tier == "auto" and config.disk_paths is None:
-        return f"{what}. Raise host_budget above {_size(stats.host_bytes_peak)}, or give a disk_path to spill to."
-    return f"{what}. Raise host_budget above {_size(stats.host_bytes_peak)}."
+        return f"{what}. Raise host_budget above {size_text(stats.host_bytes_peak)}, or give a disk_path to spill to."
+    return f"{what}. Raise host_budget above {size_text(stats.host_bytes_peak)}."
 
 
 def spilled(stats: OffloadStats, config: OffloadConfig) -> str | None:
@@ -94,7 +97,7 @@ def spilled(stats: OffloadStats, config: OffloadConfig) -> str | None:
         return None
     return (
         f"{_times(count)} host memory was full and bytes went to disk, which is slower. If there is more memory, raise "
-        f"host_budget above {_size(stats.host_bytes_peak)}."
+        f"host_budget above {size_text(stats.host_bytes_peak)}."
     )
 
 
@@ -114,39 +117,45 @@ def slow_link(stats: OffloadStats, config: OffloadConfig) -> str | None:
     """Bandwidth: transfers run all the time, and compute waits for them all the same."""
     if not _stalls(stats) or not _is_busy(stats):
         return None
-    tell = f"Bandwidth is the limit: {_waited(stats)}, while transfers ran {_percent(_busy(stats))} of the time"
-    rate = _rate(stats)
-    tell += f" at {_size(rate)}/s. " if rate else ". "
-    if stats.disk_bytes_peak:
-        tell += "A list of paths on several disks as disk_path shares the load; else "
-    else:
-        tell += "To move less, "
-    larger = 4 * config.size("min_bytes") or MIB
-    return tell + (
-        f"checkpoint a part of the model, put `with eo.no_offload():` around modules that compute little, or try "
-        f'min_bytes="{_knob(larger)}".'
+    rate, larger = _rate(stats), 4 * config.size("min_bytes") or MIB
+    disks = "A list of paths on several disks as disk_path shares the load; else " if stats.disk_bytes_peak else ""
+    return (
+        f"Bandwidth is the limit: {_waited(stats)}, while transfers ran {_percent(_busy(stats))} of the time"
+        f"{f' at {size_text(rate)}/s' if rate else ''}. {disks or 'To move less, '}checkpoint a part of the model, put "
+        f'`with eo.no_offload():` around modules that compute little, or try min_bytes="{_knob(larger)}".'
     )
 
 
 def full_window(stats: OffloadStats, config: OffloadConfig) -> str | None:
     """The window: forward waits for room in it although the link has time to spare."""
-    if not _stalls(stats) or _is_busy(stats) or 2 * stats.window_stall_seconds < stats.stall_seconds:
-        return None
     window = config.size("max_inflight_bytes")
+    if not _waits_in_forward(stats) or window >= _of_a_step(stats):
+        return None
     return (
         f"{_waited(stats).capitalize()}, mostly in forward for room in the in-flight window. Where memory allows, "
-        f'raise max_inflight_bytes from {_size(window)} to "{_knob(2 * window)}".{_or_bandwidth(stats)}'
+        f'raise max_inflight_bytes from {size_text(window)} to "{_knob(2 * window)}".{_or_bandwidth(stats)}'
     )
 
 
 def late_reloads(stats: OffloadStats, config: OffloadConfig) -> str | None:
     """The look-ahead: backward waits for what could have come earlier."""
-    if not _stalls(stats) or _is_busy(stats) or 2 * stats.window_stall_seconds >= stats.stall_seconds:
-        return None
     ahead = config.size("prefetch_bytes")
+    if not _stalls(stats) or _is_busy(stats) or _waits_in_forward(stats) or ahead >= _of_a_step(stats):
+        return None
     return (
         f"{_waited(stats).capitalize()}, mostly in backward for what was not back yet. Where memory allows, raise "
-        f'prefetch_bytes from {_size(ahead)} to "{_knob(max(2 * ahead, 64 * MIB))}".{_or_bandwidth(stats)}'
+        f'prefetch_bytes from {size_text(ahead)} to "{_knob(max(2 * ahead, 64 * MIB))}".{_or_bandwidth(stats)}'
+    )
+
+
+def windows_hold_all(stats: OffloadStats, config: OffloadConfig) -> str | None:
+    """It waits, and neither bandwidth nor a window is why: a step is shorter than the way there and back."""
+    if not _stalls(stats) or any(rule(stats, config) for rule in (slow_link, full_window, late_reloads)):
+        return None
+    return (
+        f"{_waited(stats).capitalize()}, though the windows hold all that a step offloads and transfers had time to "
+        "spare: backward asks for the newest bytes at once. Let what is small or computes little stay, with a larger "
+        "min_bytes, keep_last_bytes or `with eo.no_offload():`."
     )
 
 
@@ -154,91 +163,71 @@ def late_reloads(stats: OffloadStats, config: OffloadConfig) -> str | None:
 
 
 def originals_alive(stats: OffloadStats, config: OffloadConfig) -> str | None:
-    """A reference: somebody holds the originals, so that moving copies of them frees nothing."""
-    nbytes = _kept(stats, "alive", _MUCH)
-    if not nbytes:
-        return None
-    return (
-        f"{_size(nbytes)} ({_percent(nbytes / stats.saved_bytes)} of what is saved) stayed since something else keeps "
-        "the originals alive until backward: outputs that are collected in a list, attributes of modules, tensors that "
-        "the training loop still names. Let go of them before backward."
+    """A reference to the originals, beside which moving copies of them frees nothing."""
+    return _of_what_stayed(
+        *(stats, "alive", _MUCH),
+        "stayed since something else keeps the originals alive until backward: outputs that are collected in a list, "
+        "attributes of modules, tensors that the training loop still names. Let go of them before backward.",
     )
 
 
 def small_tensors(stats: OffloadStats, config: OffloadConfig) -> str | None:
-    nbytes, least = _kept(stats, "small", _MUCH), config.size("min_bytes")
-    if not nbytes or least < 2:
-        return None
-    return (
-        f"{_size(nbytes)} ({_percent(nbytes / stats.saved_bytes)} of what is saved) stayed as smaller than min_bytes, "
-        f'which is {_size(least)}. Try min_bytes="{_knob(max(least // 4, 1))}".'
+    least = config.size("min_bytes")
+    smaller = max(least // 4, 1)
+    if least < 2 or stats.small_bytes_largest < smaller:
+        return None  # of a smaller one none of them would move
+    return _of_what_stayed(
+        *(stats, "small", _MUCH),
+        f'stayed as smaller than min_bytes, which is {size_text(least)}. Try min_bytes="{_knob(smaller)}".',
     )
 
 
 def newest_bytes(stats: OffloadStats, config: OffloadConfig) -> str | None:
-    nbytes = _kept(stats, "newest", _MOST)
-    if not nbytes or _stalls(stats):
-        return None
     # A step may save less than the line holds.
     most = min(config.delay_bytes, stats.resident_bytes_peak or config.delay_bytes)
     smaller = max(most // 4, MIB)
-    if most <= smaller:
+    if _stalls(stats) or most <= smaller:
         return None
-    return (
-        f"{_size(nbytes)} ({_percent(nbytes / stats.saved_bytes)} of what is saved) stayed as the newest bytes, and "
-        f'compute hardly waits: keep_last_bytes="{_knob(smaller)}" leaves fewer of them on the device.'
+    return _of_what_stayed(
+        *(stats, "newest", _MOST),
+        f'stayed as the newest bytes, and compute hardly waits: keep_last_bytes="{_knob(smaller)}" leaves fewer of '
+        "them on the device.",
     )
 
 
 def other_devices(stats: OffloadStats, config: OffloadConfig) -> str | None:
-    nbytes = _kept(stats, "device", _MUCH)
-    if not nbytes:
-        return None
-    return (
-        f"{_size(nbytes)} ({_percent(nbytes / stats.saved_bytes)} of what is saved) are on a device that nothing can "
-        "be moved from here: the CPU and the accelerator of torch.accelerator are."
+    return _of_what_stayed(
+        *(stats, "device", _MUCH),
+        "are on a device that nothing can be moved from here: the CPU and the accelerator of torch.accelerator are.",
     )
 
 
 def layouts(stats: OffloadStats, config: OffloadConfig) -> str | None:
-    nbytes = _kept(stats, "layout", _MUCH)
-    if not nbytes:
-        return None
-    return (
-        f"{_size(nbytes)} ({_percent(nbytes / stats.saved_bytes)} of what is saved) stayed for their layout: sparse "
-        "and quantized tensors do not move."
-    )
+    return _of_what_stayed(stats, "layout", _MUCH, "stayed for their layout: sparse and quantized tensors do not move.")
 
 
 # -- what is moved in vain ------------------------------------------------------------------------------------------
 
 
 def never_asked_for(stats: OffloadStats, config: OffloadConfig) -> str | None:
-    if not stats.offloaded_bytes or stats.released_bytes < _MOST * stats.offloaded_bytes:
-        return None
-    return (
-        f"{_size(stats.released_bytes)} ({_percent(stats.released_bytes / stats.offloaded_bytes)} of what was "
-        "offloaded) were never asked for: run forwards without a backward under torch.no_grad()."
+    return _of_what_left(
+        stats, stats.released_bytes, "were never asked for: run forwards without a backward under torch.no_grad()."
     )
 
 
 def asked_too_soon(stats: OffloadStats, config: OffloadConfig) -> str | None:
-    if not stats.offloaded_bytes or stats.forwarded_bytes < _MOST * stats.offloaded_bytes:
-        return None
     knob = (
         'keep_last_bytes="auto" learns which those are.'
         if config.keep_last_bytes != "auto"
         else f'Try keep_last_bytes="{_knob(2 * config.delay_bytes or 64 * MIB)}".'
     )
-    return (
-        f"{_size(stats.forwarded_bytes)} ({_percent(stats.forwarded_bytes / stats.offloaded_bytes)} of what was "
-        f"offloaded) were asked for before they had left, so that moving them was in vain. {knob}"
-    )
+    vain = f"were asked for before they had left, so that moving them was in vain. {knob}"
+    return _of_what_left(stats, stats.forwarded_bytes, vain)
 
 
 def wear(stats: OffloadStats, config: OffloadConfig) -> str | None:
-    daily = terabytes_a_day(stats)
-    if daily < _WEARS:
+    daily = stats.terabytes_a_day
+    if daily < _WEARS or stats.seconds < WEAR_SECONDS:
         return None
     return (
         f"{daily:,.0f} TB a day would be written to disk, which wears it. Where host memory has room, host_budget "
@@ -248,11 +237,21 @@ def wear(stats: OffloadStats, config: OffloadConfig) -> str | None:
     )
 
 
+def freed_memory(stats: OffloadStats, config: OffloadConfig) -> str | None:
+    """A CPU, and a process that does not shrink when saved tensors are freed."""
+    if not stats.keeps_freed_memory or _of_a_step(stats) < _SHRINKS:
+        return None
+    return (
+        "Freed memory of the CPU stays with the process unless eo.release_freed_memory() is called once, before the "
+        "model is built: what the system says of the process hardly falls without it."
+    )
+
+
 RULES: tuple[Rule, ...] = (
-    *(nothing_was_saved, hidden_by_others, failed_writes, no_room, spilled, unpinned),
-    *(slow_link, full_window, late_reloads),
+    *(switched_off, nothing_was_saved, hidden_by_others, failed_writes, no_room, spilled, unpinned),
+    *(slow_link, full_window, late_reloads, windows_hold_all),
     *(originals_alive, small_tensors, newest_bytes, other_devices, layouts),
-    *(never_asked_for, asked_too_soon, wear),
+    *(never_asked_for, asked_too_soon, wear, freed_memory),
 )
 
 
@@ -267,6 +266,16 @@ def _is_fine(stats: OffloadStats) -> str:
 
 def _stalls(stats: OffloadStats) -> bool:
     return stats.seconds > 0 and stats.stall_seconds >= _STALL * stats.seconds
+
+
+def _waits_in_forward(stats: OffloadStats) -> bool:
+    """Whether it waits, mostly for room in the window, while the link has time to spare."""
+    return _stalls(stats) and not _is_busy(stats) and 2 * stats.window_stall_seconds >= stats.stall_seconds
+
+
+def _of_a_step(stats: OffloadStats) -> int:
+    """Bytes that a step offloads."""
+    return stats.offloaded_bytes // max(stats.steps, 1)
 
 
 def _busy(stats: OffloadStats) -> float:
@@ -286,16 +295,25 @@ def _or_bandwidth(stats: OffloadStats) -> str:
 
 
 def _rate(stats: OffloadStats) -> int:
-    """Bytes a second of the way that was busier; 0 where nobody timed it."""
+    """Bytes a second of the way that was busier; 0 where it was not timed."""
     if stats.out_seconds >= stats.in_seconds:
         return int(stats.bytes_out / stats.out_seconds) if stats.out_seconds else 0
     return int(stats.bytes_in / stats.in_seconds)
 
 
-def _kept(stats: OffloadStats, reason: str, share: float) -> int:
-    """The bytes that stayed for ``reason``, if they are that share of all; parameters take no part."""
+def _of_what_stayed(stats: OffloadStats, reason: str, share: float, sentence: str) -> str | None:
+    """``sentence`` of the bytes that stayed for ``reason``, if they are that share of all; parameters take no part."""
     nbytes = stats.kept_bytes.get(reason, 0)
-    return nbytes if nbytes and nbytes >= share * (stats.saved_bytes - stats.kept_bytes.get("parameter", 0)) else 0
+    if not nbytes or nbytes < share * (stats.saved_bytes - stats.kept_bytes.get("parameter", 0)):
+        return None
+    return f"{size_text(nbytes)} ({_percent(nbytes / stats.saved_bytes)} of what is saved) {sentence}"
+
+
+def _of_what_left(stats: OffloadStats, nbytes: int, sentence: str) -> str | None:
+    """``sentence`` of a part of what was offloaded, if that is much of it."""
+    if not stats.offloaded_bytes or nbytes < _MOST * stats.offloaded_bytes:
+        return None
+    return f"{size_text(nbytes)} ({_percent(nbytes / stats.offloaded_bytes)} of what was offloaded) {sentence}"
 
 
 def _waited(stats: OffloadStats) -> str:
@@ -310,18 +328,12 @@ def _times(count: int) -> str:
     return "Once" if count == 1 else f"{count:,} times"
 
 
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:,.0f} {unit}" if value >= 10 or unit == "B" else f"{value:,.1f} {unit}"
-        value /= 1024
-    return f"{value:,.1f} TiB"
-
-
 def _knob(nbytes: int) -> str:
     """A size as a config takes it."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size and nbytes % size == 0:
             return f"{nbytes // size}{unit}"
     return f"{nbytes}B"
+
+
+OffloadStats._advise = staticmethod(advise)

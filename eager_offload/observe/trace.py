@@ -1,4 +1,4 @@
-"""A trace: what ran when, what was resident, and who saved it. Its file, and the objects that the file stands for.
+"""A trace: what ran when, what was resident, and what saved it. Its file, and the objects that the file stands for.
 
 The file is Chrome trace JSON, which https://ui.perfetto.dev and ``chrome://tracing`` open::
 
@@ -41,13 +41,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
+import shutil
+import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from eager_offload.errors import ConfigError, OffloadError
 
@@ -121,7 +121,7 @@ class SavedGroup:
 
     operation: str
     """The autograd node that saved them, such as ``"MmBackward0"``; ``"compiled graph"`` for what a graph moves by
-    itself; empty where backward never came to it and nobody else knew."""
+    itself; empty where backward never came to it."""
     module: str
     """The path of the module in whose forward they were saved; empty outside of every module."""
     outcome: str
@@ -147,7 +147,7 @@ class Trace:
     advice: tuple[str, ...] = ()
     """What limited the run, and which knob to turn; a sentence or two each."""
     saved: tuple[SavedGroup, ...] = ()
-    """Who saved what, most bytes first."""
+    """Which operation of which module saved what, most bytes first."""
     slices: tuple[Slice, ...] = ()
     memory: tuple[MemorySample, ...] = ()
     """In the order of time."""
@@ -167,21 +167,32 @@ class Trace:
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Writes the file, whole or not at all: it appears under its name when it is complete.
 
+    A file that exists keeps its mode, of a link the target is written, and what is no plain file, such as
+    ``/dev/stdout`` or a named pipe, is written to where it is.
+
     Raises:
         OSError: it cannot be written.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     content = {"traceEvents": list(_events(trace)), "displayTimeUnit": "ms", "eager_offload": _own_part(trace)}
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    if path.exists() and not path.is_file():
+        with open(path, "w", encoding="utf-8") as file:
+            _dump(content, file)
+        return
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, separators=(",", ":"), default=os.fspath)  # directories, as texts
-        os.chmod(temporary, 0o666 & ~_umask())  # what an ordinary new file has
+        with open(temporary, "x", encoding="utf-8") as file:
+            _dump(content, file)
+        if path.exists():
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except BaseException:
-        with suppress(FileNotFoundError):  # it has its name already
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def _dump(content: dict[str, Any], file: TextIO) -> None:
+    json.dump(content, file, separators=(",", ":"), default=os.fspath)  # directories, as texts
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
@@ -218,23 +229,21 @@ _COUNTERS = {"device": "device", "host": "host", "disk": "disk", "without_offloa
 #: The order of the tracks of a device, from the top.
 _TRACKS = {kind: place for place, kind in enumerate(Kind)}
 _MEMORY_PID = 1
+#: Fields of a slice that are texts and may be empty, and those of a trace that JSON holds as they are.
+_ARGUMENTS = ("module", "operation", "tier", "error")
+_PLAIN = ("seconds", "versions", "config", "stats", "advice", "error", "dropped")
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     """What the viewer shows."""
-    yield _name("process", _MEMORY_PID, 0, "saved tensors, bytes")
+    yield _metadata("process_name", _MEMORY_PID, 0, name="saved tensors, bytes")
     last: MemorySample | None = None
     for sample in trace.memory:
         for which, name in _COUNTERS.items():
             nbytes = getattr(sample, which)
             if last is None or nbytes != getattr(last, which):
-                yield {
-                    "ph": "C",
-                    "pid": _MEMORY_PID,
-                    "name": name,
-                    "ts": _microseconds(sample.seconds),
-                    "args": {"bytes": nbytes},
-                }
+                at = {"pid": _MEMORY_PID, "name": name, "ts": _microseconds(sample.seconds)}
+                yield {"ph": "C", **at, "args": {"bytes": nbytes}}
         last = sample
     processes: dict[str, int] = {}
     threads: dict[tuple[str, str], int] = {}
@@ -242,18 +251,13 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
         pid = processes.get(one.device)
         if pid is None:
             pid = processes[one.device] = _MEMORY_PID + 1 + len(processes)
-            yield _name("process", pid, 0, one.device)
+            yield _metadata("process_name", pid, 0, name=one.device)
         tid = threads.get((one.device, one.track))
         if tid is None:
             tid = threads[one.device, one.track] = 1 + len(threads)
-            yield _name("thread", pid, tid, one.track)
-            yield {
-                "ph": "M",
-                "pid": pid,
-                "tid": tid,
-                "name": "thread_sort_index",
-                "args": {"sort_index": 100 * _TRACKS[one.kind] + tid},
-            }
+            yield _metadata("thread_name", pid, tid, name=one.track)
+            yield _metadata("thread_sort_index", pid, tid, sort_index=100 * _TRACKS[one.kind] + tid)
+        known = {"bytes": one.nbytes, **{name: getattr(one, name) for name in _ARGUMENTS}}
         yield {
             "ph": "X",
             "pid": pid,
@@ -262,37 +266,17 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
             "name": one.name,
             "ts": _microseconds(one.start),
             "dur": _microseconds(one.seconds),
-            "args": _arguments(one),
+            "args": {name: value for name, value in known.items() if value},
         }
 
 
-def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_name", "args": {"name": name}}
-
-
-def _arguments(one: Slice) -> dict[str, Any]:
-    known = {
-        "bytes": one.nbytes,
-        "module": one.module,
-        "operation": one.operation,
-        "tier": one.tier,
-        "error": one.error,
-    }
-    return {name: value for name, value in known.items() if value}
+def _metadata(what: str, pid: int, tid: int, **arguments: str | int) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments}
 
 
 def _own_part(trace: Trace) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "seconds": trace.seconds,
-        "versions": dict(trace.versions),
-        "config": dict(trace.config),
-        "stats": dict(trace.stats),
-        "advice": list(trace.advice),
-        "saved": [dataclasses.asdict(group) for group in trace.saved],
-        "error": trace.error,
-        "dropped": trace.dropped,
-    }
+    saved = [dataclasses.asdict(group) for group in trace.saved]
+    return {"format": FORMAT, **{name: getattr(trace, name) for name in _PLAIN}, "saved": saved}
 
 
 def _restored(events: list[dict[str, Any]], own: dict[str, Any]) -> Trace:
@@ -316,7 +300,7 @@ def _restored(events: list[dict[str, Any]], own: dict[str, Any]) -> Trace:
                     start=event["ts"] / 1e6,
                     seconds=event["dur"] / 1e6,
                     nbytes=given.get("bytes", 0),
-                    **{name: given.get(name, "") for name in ("module", "operation", "tier", "error")},
+                    **{name: given.get(name, "") for name in _ARGUMENTS},
                 )
             )
         elif event["ph"] == "C":
@@ -327,8 +311,7 @@ def _restored(events: list[dict[str, Any]], own: dict[str, Any]) -> Trace:
             else:
                 memory.append(sample)
     return Trace(
-        **{name: own[name] for name in ("seconds", "config", "stats", "versions", "error", "dropped")},
-        advice=tuple(own["advice"]),
+        **{**{name: own[name] for name in _PLAIN}, "advice": tuple(own["advice"])},
         saved=tuple(SavedGroup(**group) for group in own["saved"]),
         slices=tuple(slices),
         memory=tuple(memory),
@@ -337,21 +320,3 @@ def _restored(events: list[dict[str, Any]], own: dict[str, Any]) -> Trace:
 
 def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-#: Where Linux tells a process about itself.
-_STATUS = "/proc/self/status"
-
-
-def _umask() -> int:
-    """The rights that a new file of this process does not get."""
-    try:
-        with open(_STATUS, encoding="utf-8", errors="replace") as status:
-            for line in status:
-                if line.startswith("Umask:"):
-                    return int(line.partition(":")[2], 8)
-    except (OSError, ValueError):
-        pass
-    mask = os.umask(0)  # the only other way to ask; files that other threads make meanwhile are open to all
-    os.umask(mask)
-    return mask

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import errno
 import os
 import tempfile
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
-from eager_offload.errors import ConfigError, OffloadError
+from torch import Tensor
+
+from eager_offload.config import OffloadConfig
+from eager_offload.eager.hooks import Hooks
+from eager_offload.engine.offloaders import Offloaders
+from eager_offload.errors import ConfigError, OffloadError, warn
 from eager_offload.observe.recorder import Recorder
 from eager_offload.observe.trace import write_trace
-
-if TYPE_CHECKING:
-    from eager_offload.offload import Offload
+from eager_offload.stats import Accounts, OffloadStats
 
 __all__ = ["Tracing"]
+
+
+class _Traced(Protocol):
+    """What a trace needs of an ``Offload``, which imports this module."""
+
+    config: OffloadConfig
+    pack: Callable[[Tensor], object]
+    _accounts: Accounts
+    _offloaders: Offloaders
+    _hooks: Hooks
+
+    def refuse_reentry(self) -> None: ...
+
+    def stats(self, synchronize: bool = False) -> OffloadStats: ...
 
 
 class Tracing:
     """One trace of one ``Offload``; see ``Offload.trace``."""
 
-    def __init__(self, offload: Offload, path: str | os.PathLike[str]) -> None:
+    def __init__(self, offload: _Traced, path: str | os.PathLike[str]) -> None:
         self._offload = offload
         #: Where the file will be.
         self.path = _writable(path)
@@ -33,8 +50,9 @@ class Tracing:
 
     def __enter__(self) -> Self:
         offload = self._offload
+        offload.refuse_reentry()
         accounts = offload._accounts
-        if accounts.recorder is not None:
+        if accounts.observer is not None:
             raise OffloadError(
                 f"this Offload is being traced already, so no second trace can be written to {self.path}: leave the "
                 "first `with offload.trace(...)`, or trace another Offload"
@@ -42,18 +60,14 @@ class Tracing:
         self._process = os.getpid()
         try:
             self._before = offload.stats(synchronize=True)
-            self._tally = accounts.tally
-            recorder = Recorder(accounts, offload._lanes, offload.config, offload._hooks.pack)
-            self._recorder = accounts.recorder = recorder
+            self._tally = accounts.counters
+            recorder = Recorder(accounts, offload._offloaders, offload.config, offload._hooks.pack)
+            self._recorder = accounts.observer = recorder
             with accounts.lock:
                 recorder.start()
             offload.pack = recorder.pack
         except BaseException:
-            try:
-                self._take_away()
-            except BaseException:
-                self._take_away()
-                raise
+            self._take_all_away()
             raise
         return self
 
@@ -66,31 +80,40 @@ class Tracing:
         try:
             if os.getpid() != self._process:
                 return  # a forked child: the file is its parent's
-            after = offload.stats(synchronize=True)
-            told = recorder.finish(self._before, after, self._tally)
+            found = recorder.finish(self._before, offload.stats(synchronize=True), self._tally)
         finally:
-            try:
-                self._take_away()
-            except BaseException:
-                self._take_away()
-                raise
+            self._take_all_away()
+        if error is None and not (found.saved or found.slices):
+            warn(
+                f"nothing ran inside `with offload.trace({os.fspath(self.path)!r}):`, so no trace is written: put it "
+                "around whole steps, forward and backward"
+            )
+            return
         if error is not None:
-            told = dataclasses.replace(told, error=f"{type(error).__name__}: {error}")
+            found = dataclasses.replace(found, error=f"{type(error).__name__}: {error}")
         try:
-            write_trace(told, self.path)
+            write_trace(found, self.path)
         except OSError as failure:
             message = f"the trace could not be written to {self.path}: {failure}. What ran inside is not affected"
             if error is None:
                 raise OffloadError(message) from failure
-            warnings.warn(f"eager_offload: {message}", RuntimeWarning, stacklevel=2)
+            warn(message)
+
+    def _take_all_away(self) -> None:
+        """As below, where an interrupt comes into it too."""
+        try:
+            self._take_away()
+        except BaseException:
+            self._take_away()
+            raise
 
     def _take_away(self) -> None:
-        """Takes away all that was put in place; may be called again, as it is where an interrupt comes into it."""
+        """Takes away all that was put in place; may be called again."""
         offload, recorder = self._offload, self._recorder
         if recorder is not None:
             offload.pack = offload._hooks.pack
-            if offload._accounts.recorder is recorder:
-                offload._accounts.recorder = None
+            if offload._accounts.observer is recorder:
+                offload._accounts.observer = None
             recorder.stop()
             self._recorder = None
 
@@ -108,11 +131,12 @@ def _writable(path: str | os.PathLike[str]) -> Path:
     accepted = "trace takes the path of a file in a directory that exists and can be written to"
     if found.is_dir():
         raise ConfigError(f"path={os.fspath(path)!r} is not accepted, since it is a directory: {accepted}")
+    target = Path(os.path.realpath(found))
     try:
-        handle, probe = tempfile.mkstemp(prefix=f".{found.name}.", dir=found.parent)
+        if not target.exists() or target.is_file():
+            tempfile.TemporaryFile(prefix=f".{target.name}.", dir=target.parent).close()
+        elif not os.access(target, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(f"path={os.fspath(path)!r} is not accepted ({error.strerror}): {accepted}") from error
-    os.close(handle)
-    with contextlib.suppress(OSError):
-        os.unlink(probe)
     return found

@@ -9,16 +9,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from eager_offload._torch import streams_are_values
 from eager_offload.errors import OffloadError
-from eager_offload.runtime.accelerator_api import AcceleratorApi, TorchAcceleratorApi
-from eager_offload.runtime.accelerator_streams import AcceleratorEvent, AcceleratorStream
-from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Leg, Runtime, Stream
+from eager_offload.runtime.accelerator_api import AcceleratorApi
+from eager_offload.runtime.accelerator_events import AcceleratorEvent, EventPool
+from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Hop, Layout, Runtime, Stream
 from eager_offload.runtime.device_clock import DeviceClocks, DeviceMark
 from eager_offload.runtime.link_probe import LinkProbe
 from eager_offload.runtime.pinned import PinnedMemory
@@ -27,18 +29,17 @@ from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.slabs import SlabSizes
 
-__all__ = ["AcceleratorEvent", "AcceleratorRuntime", "AcceleratorStream", "accelerator_runtime"]
+__all__ = ["AcceleratorEvent", "AcceleratorRuntime", "accelerator_runtime"]
+
+#: So many first copies of a transfer stream are timed, and one in so many later ones; a timed copy costs an event more.
+_TIMED = 16
 
 
-@dataclass(frozen=True, slots=True)
-class _TransferStreams:
+class _TransferStreams(NamedTuple):
     """The two transfer streams of a device."""
 
-    outward: AcceleratorStream
-    inward: AcceleratorStream
-
-    def towards(self, direction: Direction) -> AcceleratorStream:
-        return self.outward if direction is Direction.OUT else self.inward
+    outward: torch.Stream
+    inward: torch.Stream
 
 
 class AcceleratorRuntime(Runtime):
@@ -54,10 +55,15 @@ class AcceleratorRuntime(Runtime):
         OffloadError: there is no usable accelerator.
     """
 
+    can_capture = True
+    holds_copies_back = True
+
     def __init__(self, api: AcceleratorApi | None = None, *, probe_bytes: int = 64 << 20) -> None:
         super().__init__()
+        if not streams_are_values():
+            raise OffloadError(f"torch {torch.__version__} does not say whether two streams are one; 2.11 and later do")
         self._probe_bytes = probe_bytes
-        self._api: AcceleratorApi = TorchAcceleratorApi() if api is None else api
+        self._api = AcceleratorApi() if api is None else api
         accelerator = self._api.current_accelerator()
         if accelerator is None:
             raise OffloadError(
@@ -71,47 +77,61 @@ class AcceleratorRuntime(Runtime):
         self._links: dict[torch.device, LinkProbe] = {}
         self._pinned = PinnedMemory(self._api)
         self._staging = Staging(self, self._enqueue)
-        self._clocks = DeviceClocks(self._record_timed)
+        self._events = EventPool(self._api)
+        self._clocks = DeviceClocks(partial(self._events.record, timed=True))
+        #: How many copies each transfer stream was given.
+        self._copies: dict[torch.Stream, int] = {}
         #: Whether this process is a child and the device its parent's.
         self._inherited = False
         tell_after_fork(self)
 
-    def current_stream(self, device: torch.device) -> AcceleratorStream:
-        return AcceleratorStream.of(self._api.current_stream(self._indexed(device)))
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        return self._api.current_stream(device if device in self._transfer_streams else self._indexed(device))
 
-    def transfer_stream(self, device: torch.device, direction: Direction) -> AcceleratorStream:
+    def is_capturing(self, device: torch.device | None = None) -> bool:
+        return not self._inherited and self._api.is_capturing(None if device is None else _index(device))
+
+    def transfer_stream(self, device: torch.device, direction: Direction) -> torch.Stream:
         """The process's one transfer stream of ``device`` in ``direction``; created at the first call.
 
         Raises:
             OffloadError: this kind of device has no streams of its own making, or is not the accelerator.
         """
-        device = self._indexed(device)
         streams = self._transfer_streams.get(device)
         if streams is None:
+            device = self._indexed(device)
             with self._lock:
                 streams = self._transfer_streams.get(device)
                 if streams is None:
                     streams = self._transfer_streams[device] = self._create_streams(device)
-        return streams.towards(direction)
+        return streams.outward if direction is Direction.OUT else streams.inward
 
     @contextmanager
     def enter(self, stream: Stream) -> Iterator[None]:
         """Selects ``stream`` and its device for the calling thread inside; whatever happens, the caller's come back.
 
+        Where both are selected already this calls nothing: copies that are enqueued one after another inside of it are
+        enqueued without a switch.
+
         [Note: entering a stream]
-        ``with torch_stream:`` keeps what it has to restore *on the Python object*: entered twice, by nesting or by two
+        ``with torch.Stream`` keeps what it has to restore *on the Python object*: entered twice, by nesting or by two
         threads (autograd has a thread for each device), it raises after the switch, or restores the other thread's
         stream. Transfer streams are shared by all threads, so what to restore is kept here. The device is selected
         with ``device_index``, since its way back does not create a context on a device that has none.
         """
-        assert isinstance(stream, AcceleratorStream)
-        with self._api.device_index(stream.device.index):
-            before = self._api.current_stream(stream.device)
+        assert isinstance(stream, torch.Stream)
+        api, device = self._api, stream.device
+        before = api.current_stream(device)
+        on_device = api.current_device_index() == device.index
+        if on_device and before == stream:
+            yield
+            return
+        with nullcontext() if on_device else api.device_index(device.index):
             try:
-                self._api.set_stream(stream.torch_stream)
+                api.set_stream(stream)
                 yield
             finally:
-                self._api.set_stream(before)
+                api.set_stream(before)
 
     def host_buffer(self, nbytes: int, *, pin_memory: bool = True) -> Tensor:
         """A slab of host memory: a flat ``uint8`` CPU tensor of ``nbytes``, page-aligned.
@@ -129,12 +149,18 @@ class AcceleratorRuntime(Runtime):
         """How large an arena's slabs have to be, so that pinning wastes nothing; ``None`` where any size will do."""
         return self._pinned.sizes if pin_memory else None
 
-    def _retire(self) -> None:
-        self._staging.retire()
-        super()._retire()
+    def close(self) -> None:
+        self._staging.close()
+        super().close()
 
     def seconds(self, event: Event) -> float | None:
-        return event.seconds if isinstance(event, StagedEvent) else None
+        if isinstance(event, StagedEvent):
+            return event.seconds
+        assert isinstance(event, AcceleratorEvent)
+        return None if event.began is None else event.began.seconds_until(event)
+
+    def ran_inline(self, event: Event) -> bool:
+        return isinstance(event, StagedEvent) and event.work is not None and event.work.inline
 
     def start_timing(self, device: torch.device) -> None:
         self._clocks.start(self.current_stream(device))
@@ -143,34 +169,35 @@ class AcceleratorRuntime(Runtime):
         self._clocks.stop(self._indexed(device))
 
     def mark(self, stream: Stream) -> object:
-        assert isinstance(stream, AcceleratorStream)
+        assert isinstance(stream, torch.Stream)
         return self._clocks.mark(stream)
 
     def time_of(self, mark: object) -> float:
         assert isinstance(mark, DeviceMark)
         return self._clocks.time_of(mark)
 
-    def legs(self, event: Event) -> tuple[Leg, ...]:
+    def hops(self, event: Event) -> tuple[Hop, ...]:
         found = []
         if isinstance(event, StagedEvent):
             assert event.work is not None
-            found.append(event.work.leg(event.tier))
+            found.append(event.work.hop(event.tier))
             event = event.on_device
         if isinstance(event, AcceleratorEvent) and event.began is not None:
             start, stop = self._clocks.seconds_of(event.began), self._clocks.seconds_of(event)
-            found.append(None if start is None or stop is None else Leg("", start, stop))
-        return tuple(leg for leg in found if leg is not None)
+            found.append(None if start is None or stop is None else Hop("", start, stop))
+        return tuple(hop for hop in found if hop is not None)
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of pinned memory through which tiers that no copy engine reaches are served."""
         return self._staging.held_bytes
 
-    def tidy(self) -> None:
+    def poll(self) -> None:
         if self._inherited:
             return
-        super().tidy()
-        self._pinned.drain()
+        super().poll()
+        if self._pinned.returned:
+            self._pinned.poll()
 
     def bandwidth(self, device: torch.device, direction: Direction) -> float:
         """Bytes a second between ``device`` and pinned host memory in ``direction``.
@@ -182,77 +209,76 @@ class AcceleratorRuntime(Runtime):
     def duplex_bandwidth(self, device: torch.device, direction: Direction) -> float:
         return self._probes(device).both_ways(direction)
 
-    # -- the contract's inner half ----------------------------------------------------------------------------------
+    def record(self, stream: Stream) -> AcceleratorEvent:
+        assert isinstance(stream, torch.Stream)
+        return self._events.record(stream)
 
-    def _record(self, stream: Stream) -> AcceleratorEvent:
-        assert isinstance(stream, AcceleratorStream)
-        event = AcceleratorEvent(self._api.event(stream.device, enable_timing=False))
-        event.record(stream)
-        return event
-
-    def _record_timed(self, stream: AcceleratorStream) -> AcceleratorEvent:
-        event = AcceleratorEvent(self._api.event(stream.device, enable_timing=True))
-        event.record(stream)
-        return event
-
-    def _wait(self, stream: Stream, event: Event) -> None:
-        assert isinstance(stream, AcceleratorStream)
+    def wait(self, stream: Stream, event: Event) -> None:
+        assert isinstance(stream, torch.Stream)
         assert isinstance(event, AcceleratorEvent | StagedEvent)
-        event.hold_back(stream)
+        event.wait_on(stream)
 
-    def _query(self, event: Event) -> bool:
+    def query(self, event: Event) -> bool:
         assert isinstance(event, AcceleratorEvent | StagedEvent)
         return not self._inherited and event.query()
 
-    def _synchronize(self, event: Event) -> None:
+    def synchronize(self, event: Event) -> None:
         assert isinstance(event, AcceleratorEvent | StagedEvent)
         if self._inherited:
             raise OffloadError("this transfer was under way in the parent process when it forked")
         event.synchronize()
 
-    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event]) -> Event:
-        assert isinstance(stream, AcceleratorStream)
-        slot, tensor = (dst, src) if isinstance(dst, Slot) else (src, dst)
-        assert isinstance(slot, Slot), "one end of a copy rests in a tier, the other does not"
-        assert isinstance(tensor, Tensor), "one end of a copy rests in a tier, the other does not"
+    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
+        assert isinstance(stream, torch.Stream)
+        inward = type(dst) is Tensor  # asked so: Slot is abstract, and asking it takes time
+        slot, tensor = cast(tuple[Slot, Tensor], (src, dst) if inward else (dst, src))
         assert tensor.numel() == slot.nbytes, f"{tensor.numel()} bytes for a slot of {slot.nbytes}"
         assert self._api.device_of(tensor) == stream.device, "a copy runs on a transfer stream of the tensor's device"
         in_memory = getattr(slot, "tensor", None)
         if isinstance(in_memory, Tensor):
-            target, source = (in_memory, tensor) if slot is dst else (tensor, in_memory)
+            target, source = (tensor, in_memory) if inward else (in_memory, tensor)
             return self._enqueue(target, source, stream, after)
-        if slot is dst:
-            return self._staging.offload(slot, tensor, stream, after)
-        return self._staging.reload(tensor, slot, stream, after)
+        if inward:
+            return self._staging.reload(tensor, slot, stream, after)
+        return self._staging.offload(slot, tensor, stream, after)
 
     def _enqueue(
-        self, target: Tensor, source: Tensor, stream: AcceleratorStream, after: Sequence[Event]
+        self, target: Tensor, source: Tensor, stream: torch.Stream, after: Sequence[Event]
     ) -> AcceleratorEvent:
         """Enqueues a copy between the device and host memory, behind ``after``."""
         for end in (target, source):
             assert end.dtype is torch.uint8, "copies move bytes"
             assert end.is_contiguous(), "copies move flat bytes"
         for event in after:
-            self._wait(stream, event)
-        timed = self._clocks.is_running(stream.device)
-        began = self._record_timed(stream) if timed else None
-        with torch.no_grad(), self.enter(stream):
+            assert isinstance(event, AcceleratorEvent | StagedEvent)
+            event.wait_on(stream)
+        timed = self._is_timed(stream)
+        began = self._events.record(stream, timed=True) if timed else None
+        with self.enter(stream):
             self._api.copy(target, source)
-        over = self._record_timed(stream) if timed else self._record(stream)
+        over = self._events.record(stream, timed=timed)
         over.began = began
         return over
 
-    def _allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
-        assert isinstance(stream, AcceleratorStream)
+    def _is_timed(self, stream: torch.Stream) -> bool:
+        """Whether the next copy tells how long it took: the first ones do, and then some, so that the link is known."""
+        copies = self._copies.get(stream, 0)
+        self._copies[stream] = copies + 1
+        if copies < _TIMED or copies % _TIMED == 0:
+            return True
+        return bool(self._clocks.users) and self._clocks.is_running(stream.device)
+
+    def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
+        assert isinstance(stream, torch.Stream)
         assert self._indexed(device) == stream.device
-        assert 0 <= layout.phase < ALIGNMENT
-        with torch.inference_mode(False), torch.no_grad(), self.enter(stream):
+        assert 0 <= layout.alignment_offset < ALIGNMENT
+        with torch.inference_mode(False), self.enter(stream):
             # The allocators of today hand out multiples of 256 or more, so the second attempt is for those of tomorrow.
-            block = self._api.empty(layout.nbytes + layout.phase, stream.device)
-            start = layout.phase
+            block = self._api.empty(layout.nbytes + layout.alignment_offset, stream.device)
+            start = layout.alignment_offset
             if block.data_ptr() % ALIGNMENT != 0:
                 block = self._api.empty(layout.nbytes + ALIGNMENT - 1, stream.device)
-                start = (layout.phase - block.data_ptr()) % ALIGNMENT
+                start = (layout.alignment_offset - block.data_ptr()) % ALIGNMENT
             return block if block.numel() == layout.nbytes else block[start : start + layout.nbytes]
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -260,8 +286,9 @@ class AcceleratorRuntime(Runtime):
     def after_fork(self) -> None:
         """The child has no device: what its parent started there is neither asked about nor given back."""
         self._inherited = True
-        _of_the_parent.append(self._left_behind)
-        self._left_behind = deque()
+        _of_the_parent.extend([self._kept, self._events, self._transfer_streams])
+        self._transfer_streams = {}
+        self._kept = deque()
         self._lock, self._links = threading.Lock(), {}
         self._pinned.after_fork()
 
@@ -286,7 +313,7 @@ class AcceleratorRuntime(Runtime):
                 f"torch cannot create a stream on {device}, so nothing could be moved while it computes; "
                 "run without Offload there"
             ) from error
-        return _TransferStreams(AcceleratorStream.of(outward), AcceleratorStream.of(inward))
+        return _TransferStreams(outward, inward)
 
     def _probes(self, device: torch.device) -> LinkProbe:
         device = self._indexed(device)
@@ -294,7 +321,7 @@ class AcceleratorRuntime(Runtime):
         with self._lock:
             probe = self._links.get(device)
             if probe is None:
-                probe = self._links[device] = LinkProbe(self, self._api, device, self._probe_bytes)
+                probe = self._links[device] = LinkProbe(self, self._api, self._events, device, self._probe_bytes)
             return probe
 
 

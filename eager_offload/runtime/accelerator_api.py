@@ -6,19 +6,19 @@ Every decision is in ``accelerator.py``, above this line, where a double of thes
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, suppress
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from eager_offload._torch import host_registration
+from eager_offload._torch import host_registration, is_capturing
 
-__all__ = ["AcceleratorApi", "TorchAcceleratorApi"]
+__all__ = ["AcceleratorApi"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 
 
-class AcceleratorApi(Protocol):
+class AcceleratorApi:
     """The calls into torch that need an accelerator, one each and without a decision in any of them.
 
     Streams and events have ``torch.Stream``'s and ``torch.Event``'s own methods.
@@ -26,78 +26,46 @@ class AcceleratorApi(Protocol):
 
     def current_accelerator(self) -> torch.device | None:
         """The kind of accelerator that is usable at run time, without an index; ``None`` where there is none."""
-
-    def current_device_index(self) -> int:
-        """The device that the calling thread has selected."""
-
-    def device_index(self, index: int) -> AbstractContextManager[None]:
-        """Selects a device inside a ``with`` and goes back to the previous one."""
-
-    def current_stream(self, device: torch.device) -> torch.Stream:
-        """The stream that the calling thread has selected on ``device``."""
-
-    def set_stream(self, stream: torch.Stream) -> None:
-        """Selects ``stream`` on its device, and that device, for the calling thread."""
-
-    def stream(self, device: torch.device) -> torch.Stream:
-        """A new stream."""
-
-    def event(self, device: torch.device, enable_timing: bool) -> torch.Event:
-        """A new event, not recorded yet."""
-
-    def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """A new flat ``uint8`` tensor that belongs to the current stream of ``device``."""
-
-    def empty_pinned(self, nbytes: int) -> Tensor:
-        """A new flat ``uint8`` CPU tensor in pinned memory. Raises ``RuntimeError`` where that cannot be had."""
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Pins memory where it lies. Raises ``NotImplementedError`` or ``RuntimeError`` where that cannot be done."""
-
-    def unregister(self, address: int) -> None:
-        """Unpins what was registered at ``address``."""
-
-    def pci_address(self, index: int) -> str | None:
-        """Where a device is on the PCI bus, such as ``0000:3b:00.0``; ``None`` where nobody knows."""
-
-    def copy(self, dst: Tensor, src: Tensor) -> None:
-        """Enqueues ``dst.copy_(src)`` on the current stream of the one that is on the accelerator."""
-
-    def device_of(self, tensor: Tensor) -> torch.device:
-        """Where ``tensor`` is, with its index."""
-
-
-class TorchAcceleratorApi:
-    """``AcceleratorApi`` on ``torch.accelerator``."""
-
-    def current_accelerator(self) -> torch.device | None:
         return torch.accelerator.current_accelerator(check_available=True)
 
     def current_device_index(self) -> int:
+        """The device that the calling thread has selected."""
         return torch.accelerator.current_device_index()
 
     def device_index(self, index: int) -> AbstractContextManager[None]:
+        """Selects a device inside a ``with`` and goes back to the previous one."""
         return torch.accelerator.device_index(index)
 
     def current_stream(self, device: torch.device) -> torch.Stream:
-        return torch.accelerator.current_stream(device)
+        """The stream that the calling thread has selected on ``device``."""
+        return torch.accelerator.current_stream(device.index)  # of a device torch would ask whether it is one
+
+    def is_capturing(self, index: int | None) -> bool:
+        """Whether the calling thread's current stream is being captured: of the selected device, for ``None``."""
+        return is_capturing(index)
 
     def set_stream(self, stream: torch.Stream) -> None:
+        """Selects ``stream`` on its device, and that device, for the calling thread."""
         torch.accelerator.set_stream(stream)
 
     def stream(self, device: torch.device) -> torch.Stream:
+        """A new stream."""
         return torch.Stream(device=device)
 
     def event(self, device: torch.device, enable_timing: bool) -> torch.Event:
+        """A new event, not recorded yet."""
         return torch.Event(device=device, enable_timing=enable_timing)
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """A new flat ``uint8`` tensor that belongs to the current stream of ``device``."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def empty_pinned(self, nbytes: int) -> Tensor:
+        """A new flat ``uint8`` CPU tensor in pinned memory. Raises ``RuntimeError`` where that cannot be had."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def register(self, address: int, nbytes: int) -> None:
+        """Pins memory where it lies. Raises ``NotImplementedError`` or ``RuntimeError`` where that cannot be done."""
         registration = host_registration()
         if registration is None:
             raise NotImplementedError("this torch cannot register memory")
@@ -109,12 +77,14 @@ class TorchAcceleratorApi:
             raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
 
     def unregister(self, address: int) -> None:
+        """Unpins what was registered at ``address``."""
         registration = host_registration()
         assert registration is not None
         # After an error of the device nothing can be unpinned any more, and the process has heard of it elsewhere.
         registration.unregister(address)
 
     def pci_address(self, index: int) -> str | None:
+        """Where a device is on the PCI bus, such as ``0000:3b:00.0``; ``None`` where it does not say."""
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or accelerator.type != "cuda":
             return None
@@ -123,7 +93,9 @@ class TorchAcceleratorApi:
         return None if domain is None or bus is None or device is None else f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
+        """Enqueues ``dst.copy_(src)`` on the current stream of the one that is on the accelerator."""
         dst.copy_(src, non_blocking=True)
 
     def device_of(self, tensor: Tensor) -> torch.device:
+        """Where ``tensor`` is, with its index."""
         return tensor.device

@@ -4,8 +4,8 @@ A *runtime* knows how to move bytes and how to order that against compute; it kn
 worth moving, or when. There are three: ``accelerator`` (``torch.accelerator``), ``host`` (the device is the CPU) and
 ``simulated`` (virtual streams on a virtual clock).
 
-Every call that orders or touches memory goes through this class, so that any runtime can write a log in the form that
-the happens-before checker reads (``checker.py``).
+Every call that orders or touches memory goes through this class, so that a log of it can be written from outside, in
+the form that the happens-before checker reads: see ``simulation/log.py``.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from __future__ import annotations
 import abc
 import enum
 import time
-import weakref
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from eager_offload.errors import OffloadError
-from eager_offload.tiers.base import Region, Slot
+from eager_offload.tiers.base import Slot
+from eager_offload.tiers.finalizers import FinalizerRecord, Living
 
-__all__ = ["ALIGNMENT", "Direction", "Event", "Layout", "Leg", "Log", "Naming", "Runtime", "Stream"]
+__all__ = ["ALIGNMENT", "Direction", "Event", "Hop", "Layout", "Pollable", "Runtime", "Stream"]
 
 #: Streams and events are opaque and named by identity; each runtime has its own types.
 Stream: TypeAlias = Hashable
@@ -50,10 +50,10 @@ class Layout:
 
     nbytes: int
     #: The address of the first byte, modulo ``ALIGNMENT``.
-    phase: int = 0
+    alignment_offset: int = 0
 
 
-class Leg(NamedTuple):
+class Hop(NamedTuple):
     """When a copy, or a part of its way, ran: seconds on the clock of ``Runtime.host_clock``."""
 
     #: Which part, where there are several; else empty.
@@ -62,58 +62,41 @@ class Leg(NamedTuple):
     stop: float
 
 
-#: Bytes; what ``Layout.phase`` is counted in. The widest vector register that torch's CPU kernels use.
+#: Bytes; what ``Layout.alignment_offset`` is counted in. The widest vector register that torch's CPU kernels use.
 ALIGNMENT = 64
 
 
-class Log(Protocol):
-    """Where a runtime writes what it does, in the order in which the host issues it."""
+class Pollable(Protocol):
+    """Takes up what is over."""
 
-    def access(self, stream: Stream, reads: Sequence[Region], writes: Sequence[Region], what: str) -> None:
-        """An operation enqueued on ``stream``."""
-
-    def allocate(self, stream: Stream, region: Region, what: str) -> None:
-        """``region`` was handed out for use on ``stream``."""
-
-    def free(self, stream: Stream, region: Region, what: str) -> None:
-        """The host gave ``region`` back to the allocator of ``stream``: its next owner may write it at once."""
-
-    def record(self, stream: Stream, event: Event) -> None:
-        """``event`` stands for all that was enqueued on ``stream`` so far."""
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Everything enqueued on ``stream`` from here on comes after ``event``."""
-
-    def synchronize(self, event: Event) -> None:
-        """The host knows that ``event`` is over: it waited, or a query said so."""
+    def poll_from_thread(self) -> bool:
+        """Does so on the calling thread, without waiting for a lock; ``False`` where it has to be asked again."""
 
 
-class Naming(Protocol):
-    """Gives memory its name in the log."""
+class _Register(FinalizerRecord[object]):
+    """The transfers of one owner: what has to stay until each is over."""
 
-    def region(self, tensor: Tensor) -> Region:
-        """The bytes from the first to the last element of ``tensor``."""
-
-    def allocated(self, tensor: Tensor, stream: Stream, what: str) -> None:
-        """Takes note of a new block that the runtime itself allocated."""
+    __slots__ = ("pending",)
+    #: By transfer, each of which has its ``event``.
+    pending: Mapping[Any, object]
 
 
 class Runtime(abc.ABC):
-    """One kind of device.
+    """One kind of device. All methods may be called from any thread."""
 
-    Subclasses implement the underscored methods; the public ones add the log. All methods may be called from any
-    thread.
-    """
+    #: Whether a copy that is enqueued holds both of its ends itself until it is over. Then nothing else has to, and
+    #: they go when it ends without a call of the library; elsewhere at the next call that queries its event.
+    copies_hold_their_ends: ClassVar[bool] = False
+    #: Whether a copy that was enqueued cannot be taken back, so that the caller keeps most of them to itself.
+    holds_copies_back: ClassVar[bool] = False
+    #: Whether streams of such a device may be captured into graphs, so that ``is_capturing`` has to be asked.
+    can_capture: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._log: Log | None = None
-        self._naming: Naming | None = None
-        self._left_behind: deque[tuple[Event, object]] = deque()
-        self._users: weakref.WeakSet[object] = weakref.WeakSet()
-
-    def attach(self, log: Log | None, naming: Naming | None) -> None:
-        """Starts (or, with ``None``, ends) writing a log of every call below."""
-        self._log, self._naming = log, naming
+        self._kept: deque[tuple[Event, object]] = deque()
+        self._users: Living[object] = Living()
+        self._registers: set[_Register] = set()
+        self._ownerless: deque[FinalizerRecord[object]] = deque()
 
     # -- streams and events ---------------------------------------------------------------------------------------
 
@@ -121,43 +104,44 @@ class Runtime(abc.ABC):
     def current_stream(self, device: torch.device) -> Stream:
         """The stream that compute on ``device`` is enqueued on, for the calling thread, at this moment."""
 
+    def is_capturing(self, device: torch.device | None = None) -> bool:
+        """Whether what the calling thread enqueues on ``device`` goes into a graph that is being captured, and waits.
+
+        Then nothing may be copied, and no event recorded, queried or waited for: to the driver each of these is an
+        error that invalidates the capture, or makes a part of the graph of what is none.
+
+        Args:
+            device: that which is selected, where it is left out.
+        """
+        return False
+
     @abc.abstractmethod
     def transfer_stream(self, device: torch.device, direction: Direction) -> Stream:
         """The process's one transfer stream of ``device`` in ``direction``; created at the first call."""
 
+    @abc.abstractmethod
     def record(self, stream: Stream) -> Event:
         """A new event that completes when all that is enqueued on ``stream`` so far has."""
-        event = self._record(stream)
-        if self._log is not None:
-            self._log.record(stream, event)
-        return event
 
+    @abc.abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
         """Makes ``stream`` wait for ``event``; the host goes on, except where compute *is* the host (a CPU device).
 
         Raises:
             OffloadError: on a CPU device, what made the awaited transfer fail.
         """
-        if self._log is not None:
-            self._log.wait(stream, event)
-        self._wait(stream, event)
 
+    @abc.abstractmethod
     def query(self, event: Event) -> bool:
         """Whether ``event`` has completed, by success or by failure; never blocks."""
-        done = self._query(event)
-        if done and self._log is not None:
-            self._log.synchronize(event)
-        return done
 
+    @abc.abstractmethod
     def synchronize(self, event: Event) -> None:
         """Makes the host wait for ``event``.
 
         Raises:
             OffloadError: what made the awaited transfer fail.
         """
-        self._synchronize(event)
-        if self._log is not None:
-            self._log.synchronize(event)
 
     def clock(self, stream: Stream) -> float:
         """Seconds, from any beginning: when ``stream`` comes to what is enqueued next, as far as this runtime knows.
@@ -167,8 +151,12 @@ class Runtime(abc.ABC):
         return time.perf_counter()
 
     def seconds(self, event: Event) -> float | None:
-        """How long the copy took that ``event`` stands behind and that is over; ``None`` where nobody knows."""
+        """How long the copy took that ``event`` stands behind and that is over; ``None`` where it is not known."""
         return None
+
+    def ran_inline(self, event: Event) -> bool:
+        """Whether the copy that ``event`` stands behind kept the caller waiting, since no thread could be started."""
+        return False
 
     # -- for traces -----------------------------------------------------------------------------------------------
 
@@ -193,40 +181,66 @@ class Runtime(abc.ABC):
         assert isinstance(mark, float)
         return mark
 
-    def legs(self, event: Event) -> tuple[Leg, ...]:
-        """When the copy ran that ``event`` stands behind and that is over; empty where nobody knows."""
+    def hops(self, event: Event) -> tuple[Hop, ...]:
+        """When the copy ran that ``event`` stands behind and that is over; empty where it is not known."""
         return ()
 
     # -- in between -----------------------------------------------------------------------------------------------
 
-    def leave_behind(self, event: Event, keepalive: object) -> None:
+    def keep_until(self, event: Event, keepalive: object) -> None:
         """Holds ``keepalive`` until ``event`` has completed, for a transfer whose owner is gone.
 
-        Takes no lock and waits for nothing: finalizers call it.
+        Takes no lock and waits for nothing.
         """
-        self._left_behind.append((event, keepalive))
+        self._kept.append((event, keepalive))
 
-    def tidy(self) -> None:
-        """Lets go of what was left behind and has completed. Cheap; called at every pack and unpack."""
-        while self._left_behind:
+    def outlive(self, owner: object, pending: Mapping[Any, object]) -> None:
+        """Once ``owner`` has gone, holds what ``pending`` has then, each until its transfer's ``event`` is over."""
+        register = _Register(owner, self._ownerless.append)
+        register.pending = pending
+        self._registers.add(register)
+
+    def poll(self) -> None:
+        """Lets go of what is kept until events that have completed. Cheap; called at every pack and unpack."""
+        while self._ownerless:
+            self._take_over()
+        while self._kept:
             try:
-                event, keepalive = self._left_behind.popleft()
+                event, keepalive = self._kept.popleft()
             except IndexError:  # another thread was faster: two objects share a runtime and no lock
                 return
             if not self.query(event):
-                self._left_behind.appendleft((event, keepalive))
+                self._kept.appendleft((event, keepalive))
                 return
 
-    def finish(self) -> None:
-        """Waits for what was left behind and lets go of it."""
-        for event, _ in list(self._left_behind):
-            with suppress(OffloadError):  # its owner is gone, and nobody else is to hear of it
-                self.synchronize(event)
-        self.tidy()
+    def _take_over(self) -> None:
+        try:
+            register = self._ownerless.popleft()
+        except IndexError:  # another thread was faster
+            return
+        assert isinstance(register, _Register)
+        for transfer, keepalive in register.pending.items():
+            self.keep_until(transfer.event, keepalive)
+        self._registers.discard(register)
 
-    def trim(self) -> None:
+    def synchronize_kept(self) -> None:
+        """Waits for the events that something is kept until, and lets go of it."""
+        while self._ownerless:
+            self._take_over()
+        for event, _ in list(self._kept):
+            with suppress(OffloadError):  # its owner, which would have raised it, is gone
+                self.synchronize(event)
+        self.poll()
+
+    def release_idle(self) -> None:
         """A forward begins, in which nothing comes back: gives back to the system what only reloads need."""
-        self.tidy()
+        self.poll()
+
+    def poll_when_idle(self, pollable: Pollable) -> None:  # noqa: B027  # most runtimes have no thread that could
+        """Has ``pollable`` asked, when transfers have come to a pause, to take up what is over; it is held weakly.
+
+        Only where transfers have threads of their own: elsewhere it is the next call of the library that does so.
+        """
 
     def enter(self, stream: Stream) -> AbstractContextManager[object]:
         """Makes ``stream`` the current one of the calling thread, for compute that belongs to it."""
@@ -240,45 +254,36 @@ class Runtime(abc.ABC):
         """``user`` has given its memory back. With the last one goes what was kept ready."""
         self._users.discard(user)
         if not self._users:
-            self._retire()
+            self.close()
 
-    def _retire(self) -> None:
-        self.tidy()
+    def close(self) -> None:
+        self.poll()
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
         """Enqueues a copy of bytes on ``stream``: a tensor into a slot (offload) or a slot into a tensor (reload).
 
         Args:
             dst, src: one slot and one flat ``uint8`` tensor on the device, of equal size in bytes. The caller keeps
-                both alive until the copy is over.
+                both alive until the copy is over, unless ``copies_hold_their_ends``.
             after: what ``stream`` waits for first.
 
         Returns:
             A new event, recorded behind the copy; it carries what makes the copy fail.
         """
-        log = self._log
-        if log is not None:
-            for event in after:
-                log.wait(stream, event)
-            if self._naming is not None:
-                what = "offload" if isinstance(dst, Slot) else "reload"
-                log.access(stream, [self._region(src)], [self._region(dst)], what)
-        over = self._copy(dst, src, stream, after)
-        if log is not None:
-            log.record(stream, over)
-        return over
 
+    @abc.abstractmethod
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         """A flat ``uint8`` tensor of ``layout.nbytes`` on ``device``, owned by ``stream`` as allocators mean it.
 
-        Its content is undefined. Its address is ``layout.phase`` modulo ``ALIGNMENT``.
+        Its content is undefined. Its address is ``layout.alignment_offset`` modulo ``ALIGNMENT``.
         """
-        target = self._allocate(layout, device, stream)
-        if self._naming is not None:
-            self._naming.allocated(target, stream, "reload target")
-        return target
+
+    def memory_of(self, storage: torch.UntypedStorage) -> int:
+        """Bytes of memory that ``storage`` takes now, where it is on a device on which that may be less than it has."""
+        return storage.nbytes()
 
     @abc.abstractmethod
     def host_buffer(self, nbytes: int) -> Tensor:
@@ -297,27 +302,3 @@ class Runtime(abc.ABC):
         Where the two ways do not share a link, this is what ``bandwidth`` says.
         """
         return self.bandwidth(device, direction)
-
-    def _region(self, end: Tensor | Slot) -> Region:
-        if isinstance(end, Slot):
-            return end.region
-        assert self._naming is not None
-        return self._naming.region(end)
-
-    @abc.abstractmethod
-    def _record(self, stream: Stream) -> Event: ...
-
-    @abc.abstractmethod
-    def _wait(self, stream: Stream, event: Event) -> None: ...
-
-    @abc.abstractmethod
-    def _query(self, event: Event) -> bool: ...
-
-    @abc.abstractmethod
-    def _synchronize(self, event: Event) -> None: ...
-
-    @abc.abstractmethod
-    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event]) -> Event: ...
-
-    @abc.abstractmethod
-    def _allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor: ...

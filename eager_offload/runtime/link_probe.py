@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.runtime.accelerator_api import AcceleratorApi
-from eager_offload.runtime.accelerator_streams import AcceleratorStream
+from eager_offload.runtime.accelerator_events import EventPool
 from eager_offload.runtime.base import Direction, Runtime
 
 __all__ = ["LinkProbe"]
@@ -21,11 +21,11 @@ _COPIES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Lane:
+class _Route:
     """One direction: a stream, and what it copies from where to where."""
 
     direction: Direction
-    stream: AcceleratorStream
+    stream: torch.Stream
     target: Tensor
     source: Tensor
 
@@ -39,10 +39,13 @@ class LinkProbe:
         nbytes: of one copy.
     """
 
-    def __init__(self, runtime: Runtime, api: AcceleratorApi, device: torch.device, nbytes: int) -> None:
+    def __init__(
+        self, runtime: Runtime, api: AcceleratorApi, events: EventPool, device: torch.device, nbytes: int
+    ) -> None:
         self._nbytes = nbytes
         self._runtime = runtime
         self._api = api
+        self._events = events
         self._device = device
         self._lock = threading.Lock()
         self._alone: dict[Direction, float] = {}
@@ -64,28 +67,28 @@ class LinkProbe:
 
     def _measure(self, directions: list[Direction]) -> dict[Direction, float]:
         with torch.inference_mode(False), torch.no_grad():
-            lanes = [self._lane(direction) for direction in directions]
+            routes = [self._route(direction) for direction in directions]
             try:
-                self._copy(lanes)
-                self._finish(lanes)
-                seconds = self._time(lanes)
+                self._copy(routes)
+                self._finish(routes)
+                seconds = self._time(routes)
             except BaseException:  # an interrupt: the copies go on
-                for lane in lanes:
-                    self._runtime.leave_behind(self._runtime.record(lane.stream), lane)
+                for route in routes:
+                    self._runtime.keep_until(self._runtime.record(route.stream), route)
                 raise
         # The host has waited for the last copy, so that the blocks can go back to their own stream without an event.
-        return {lane.direction: _COPIES * lane.source.numel() / taken for lane, taken in seconds}
+        return {route.direction: _COPIES * route.source.numel() / elapsed for route, elapsed in seconds}
 
-    def _lane(self, direction: Direction) -> _Lane:
+    def _route(self, direction: Direction) -> _Route:
         stream = self._runtime.transfer_stream(self._device, direction)
         compute = self._runtime.current_stream(self._device)
-        assert isinstance(stream, AcceleratorStream)
+        assert isinstance(stream, torch.Stream)
         block = self._block()
         host = self._runtime.host_buffer(block.numel())
         # The block's last owner may have kernels queued.
         self._runtime.wait(stream, self._runtime.record(compute))
         target, source = (host, block) if direction is Direction.OUT else (block, host)
-        return _Lane(direction, stream, target, source)
+        return _Route(direction, stream, target, source)
 
     def _block(self) -> Tensor:
         nbytes = self._nbytes
@@ -98,39 +101,26 @@ class LinkProbe:
                     raise
                 nbytes >>= 2
 
-    def _copy(self, lanes: Iterable[_Lane]) -> None:
-        for lane in lanes:
-            with self._runtime.enter(lane.stream):
-                self._api.copy(lane.target, lane.source)
+    def _copy(self, routes: Iterable[_Route]) -> None:
+        for route in routes:
+            with self._runtime.enter(route.stream):
+                self._api.copy(route.target, route.source)
 
-    def _finish(self, lanes: Iterable[_Lane]) -> None:
-        for lane in lanes:
-            self._runtime.synchronize(self._runtime.record(lane.stream))
+    def _finish(self, routes: Iterable[_Route]) -> None:
+        for route in routes:
+            self._runtime.synchronize(self._runtime.record(route.stream))
 
-    def _time(self, lanes: list[_Lane]) -> list[tuple[_Lane, float]]:
-        """Seconds that each lane's copies take, by the device's clock where it can tell, else by the host's."""
-        on_device = self._can_time(lanes[0].stream)
-        marks = {lane: [self._api.event(self._device, enable_timing=on_device) for _ in range(2)] for lane in lanes}
+    def _time(self, routes: list[_Route]) -> list[tuple[_Route, float]]:
+        """Seconds that the copies of each route take, by the device's clock where it can tell, else by the host's."""
         began = time.perf_counter()
-        for lane in lanes:
-            lane.stream.torch_stream.record_event(marks[lane][0])
+        starts = [self._events.record(route.stream, timed=True) for route in routes]
         for _ in range(_COPIES):
-            self._copy(lanes)
-        for lane in lanes:
-            lane.stream.torch_stream.record_event(marks[lane][1])
-        for lane in lanes:
-            marks[lane][1].synchronize()
+            self._copy(routes)
+        stops = [self._events.record(route.stream, timed=True) for route in routes]
+        for stop in stops:
+            stop.synchronize()
         by_host = time.perf_counter() - began
-        return [(lane, marks[lane][0].elapsed_time(marks[lane][1]) / 1e3 if on_device else by_host) for lane in lanes]
-
-    def _can_time(self, stream: AcceleratorStream) -> bool:
-        """Whether events of this device can tell the time between them, found out by asking two."""
-        try:
-            first, second = (self._api.event(self._device, enable_timing=True) for _ in range(2))
-            stream.torch_stream.record_event(first)
-            stream.torch_stream.record_event(second)
-            second.synchronize()
-            first.elapsed_time(second)
-        except RuntimeError:
-            return False
-        return True
+        return [
+            (route, start.seconds_until(stop) or by_host)
+            for route, start, stop in zip(routes, starts, stops, strict=True)
+        ]

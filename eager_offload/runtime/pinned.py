@@ -26,8 +26,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eager_offload.config import size_text
 from eager_offload.runtime.accelerator_api import AcceleratorApi
-from eager_offload.tiers.limits import pinning_limit, size_text
+from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.tiers.limits import pinning_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
 from eager_offload.tiers.numa import node_of_device, prefer_node
 from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
@@ -53,22 +55,22 @@ class _Registered:
 
 
 class _Owner:
-    """Goes with the last view of a registered slab.
+    """Goes with the last view of a registered slab."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _OwnerRecord(FinalizerRecord[_Owner]):
+    """The slab of an owner.
 
     [Note: unpinning]
-    Whoever drops the last view may be the garbage collector, in the midst of anything, and the pages must be unpinned
-    before they return to the system. So the finalizer only puts them down; ``PinnedMemory.drain`` takes them up from
-    calls in which the driver may be called.
+    The garbage collector may drop the last view, in the midst of anything, and the pages must be unpinned
+    before they return to the system. So ``PinnedMemory.poll`` takes them up, from calls in which the driver may be
+    called.
     """
 
-    __slots__ = ("_registered", "_returned")
-
-    def __init__(self, registered: _Registered, returned: deque[_Registered]) -> None:
-        self._registered = registered
-        self._returned = returned
-
-    def __del__(self) -> None:
-        self._returned.append(self._registered)
+    __slots__ = ("registered",)
+    registered: _Registered
 
 
 #: Memory that a parent process had pinned: its child neither uses it nor gives it back.
@@ -80,7 +82,9 @@ class PinnedMemory:
 
     def __init__(self, api: AcceleratorApi) -> None:
         self._api = api
-        self._returned: deque[_Registered] = deque()
+        #: Of the slabs that are alive, and of those that have gone; see [Note: finalizers] in `tiers/finalizers.py`.
+        self._records: set[_OwnerRecord] = set()
+        self.returned: deque[FinalizerRecord[_Owner]] = deque()
         self._lock = threading.Lock()
         self._registers: bool | None = None
         self._warned = False
@@ -98,7 +102,7 @@ class PinnedMemory:
         Raises:
             MemoryError: the system has no room.
         """
-        self.drain()
+        self.poll()
         with torch.inference_mode(False):
             try:
                 return self._registered_slab(nbytes) if self._can_register() else self._torch_slab(nbytes)
@@ -115,22 +119,23 @@ class PinnedMemory:
         with torch.inference_mode(False):
             return resident_slab(nbytes, node=self._node())
 
-    def drain(self) -> None:
+    def poll(self) -> None:
         """Unpins the slabs that have gone; what the process inherited from a parent stays as it is."""
-        while self._returned:
+        while self.returned:
             try:
-                gone = self._returned.popleft()
+                record = self.returned.popleft()
             except IndexError:  # another thread was faster
                 return
-            if gone.process != os.getpid():
-                _inherited.append(gone)
+            assert isinstance(record, _OwnerRecord)
+            self._records.discard(record)
+            if record.registered.process != os.getpid():
+                _inherited.append(record.registered)
             else:
-                self._api.unregister(gone.address)
+                self._api.unregister(record.registered.address)
 
     def after_fork(self) -> None:
         """The child's locks are free, and nothing of the parent's is touched."""
-        _inherited.extend(self._returned)
-        self._returned.clear()
+        _inherited.extend(record.registered for record in self._records)
         self._lock = threading.Lock()
 
     def _can_register(self) -> bool:
@@ -152,8 +157,11 @@ class PinnedMemory:
         node = self._node()
         if node is not None:
             prefer_node(pages.data_ptr(), nbytes, node)
+        owner = _Owner()
+        record = _OwnerRecord(owner, self.returned.append)
+        record.registered = _Registered(pages, os.getpid())
         self._api.register(pages.data_ptr(), nbytes)
-        owner = _Owner(_Registered(pages, os.getpid()), self._returned)
+        self._records.add(record)
         return torch.frombuffer(view_of(pages.data_ptr(), nbytes, owner), dtype=torch.uint8)
 
     def _node(self) -> int | None:

@@ -15,7 +15,7 @@ write that fails costs nothing but the attempt. It is the window that bounds wha
 [Note: what orders the stages]
 The writer waits, as a host does, for the copy into staging; room goes back after the write. The reader waits for the
 last copy out of the room it was given, and the stream of its own copy for whatever the caller said. A stream that is to
-wait for a reload can do so once the reader has enqueued the copy: until then the host waits. Nobody waits for the
+wait for a reload can do so once the reader has enqueued the copy: until then the host waits. Nothing waits for the
 threads' other transfers of the same slot: a thread holds the slot that it writes or reads, so that no slot is given
 anew before.
 """
@@ -27,15 +27,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from eager_offload.errors import TransferError
-from eager_offload.runtime.accelerator_streams import AcceleratorEvent, AcceleratorStream
+from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Event, Stream
-from eager_offload.runtime.host import HostEvent, TransferThread, carry
+from eager_offload.runtime.host import carry
+from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.arena import Arena, HostSlot
 from eager_offload.tiers.base import Fence, Slot
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
@@ -47,7 +48,7 @@ __all__ = ["StagedEvent", "Staging"]
 STAGING_BYTES = 256 << 20
 
 #: Puts a copy of bytes on a stream, behind events of the device.
-Enqueue: TypeAlias = Callable[[Tensor, Tensor, AcceleratorStream, Sequence[Event]], AcceleratorEvent]
+Enqueue: TypeAlias = Callable[[Tensor, Tensor, torch.Stream, Sequence[Event]], AcceleratorEvent]
 
 
 class _Device(Protocol):
@@ -63,7 +64,7 @@ class _Device(Protocol):
 
     def synchronize(self, event: Event) -> None: ...
 
-    def leave_behind(self, event: Event, keepalive: object) -> None: ...
+    def keep_until(self, event: Event, keepalive: object) -> None: ...
 
 
 class StagedEvent:
@@ -87,12 +88,12 @@ class StagedEvent:
         """The part of it that ran on the device, if it came so far."""
         return self.landed or self.copied
 
-    def hold_back(self, stream: AcceleratorStream) -> None:
+    def wait_on(self, stream: torch.Stream) -> None:
         """Makes ``stream`` wait; the host waits until the thread has enqueued what there is to wait for."""
         assert self.work is not None
         self.work.result()
         if self.landed is not None:
-            self.landed.hold_back(stream)
+            self.landed.wait_on(stream)
 
     def query(self) -> bool:
         """Whether it is over, by success or by failure; never blocks."""
@@ -174,107 +175,63 @@ class Staging:
         """Bytes of staging memory."""
         return self._out.held_bytes + self._in.held_bytes
 
-    def offload(self, slot: Slot, source: Tensor, stream: AcceleratorStream, after: Sequence[Event]) -> StagedEvent:
+    def offload(self, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event]) -> StagedEvent:
         """Enqueues the copy of ``source`` into staging and has it written to ``slot``; see ``Runtime.copy``."""
         event, room = StagedEvent(slot.tier), self._out.take(slot.nbytes)
         if room is None:
-            event.work = self._writer.submit(_Refuse(_no_room(slot)))
+            event.work = self._writer.submit(partial(_refuse, slot))
             return event
         try:
             copied = event.copied = self._enqueue(room.tensor, source, stream, _of_device(after))
-            event.work = self._writer.submit(_Write(self._device, event, slot, room, copied))
+            event.work = self._writer.submit(partial(self._write, event, slot, room, copied))
         except BaseException:
-            # An interrupt may come when the copy is enqueued and nobody knows of it yet.
-            self._device.leave_behind(self._device.record(stream), room)
+            # What has failed may come after the copy, whose event is lost then.
+            self._device.keep_until(self._device.record(stream), room)
             raise
         self._out.note_user(event.work.wait)
         return event
 
-    def reload(self, target: Tensor, slot: Slot, stream: AcceleratorStream, after: Sequence[Event]) -> StagedEvent:
+    def reload(self, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event]) -> StagedEvent:
         """Has ``slot`` read into staging and copied from there into ``target``; see ``Runtime.copy``."""
         event = StagedEvent(slot.tier)
-        event.work = self._reader.submit(_Read(self, event, target, slot, stream, _of_device(after)))
+        event.work = self._reader.submit(partial(self._read, event, target, slot, stream, _of_device(after)))
         return event
 
-    def bring(
-        self, event: StagedEvent, slot: Slot, target: Tensor, stream: AcceleratorStream, after: Sequence[Event]
+    # [Note: no closures] What a thread is given to do are methods with their arguments: the traceback of a failure
+    # keeps the variables of a closure alive, and with them the slot, for as long as the event is.
+
+    def _write(self, event: StagedEvent, slot: Slot, room: HostSlot, copied: AcceleratorEvent) -> None:
+        """The writer's part of an offload."""
+        self._device.synchronize(copied)
+        event.seconds = _carry(slot.write, room.tensor, slot)
+
+    def _read(
+        self, event: StagedEvent, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event]
     ) -> None:
         """The reader's part of a reload: ends with the copy to the device enqueued."""
         device, room = self._device, self._in.take(slot.nbytes)
         if room is None:
-            raise _no_room(slot)
+            _refuse(slot)
         for fence in room.fences:
             device.synchronize(fence.event)
         event.seconds = _carry(slot.read, room.tensor, slot)
         landed = self._enqueue(target, room.tensor, stream, after)
         room.fences = (Fence(device, landed),)
         self._in.note_user(partial(device.synchronize, landed))
-        # Whoever asked may have been interrupted, and then nobody else holds what is being written.
-        device.leave_behind(landed, target)
+        # The caller may have been interrupted, and then nothing else holds what is being written.
+        device.keep_until(landed, target)
         event.landed = landed
 
-    def retire(self) -> None:
+    def close(self) -> None:
         """Has the threads carry out what they were given and end, and gives the staging memory back."""
-        self._writer.retire()
-        self._reader.retire()
+        self._writer.close()
+        self._reader.close()
         self._out.close()
         self._in.close()
 
     def after_fork(self) -> None:
         self._writer.after_fork()
         self._reader.after_fork()
-
-
-# [Note: no closures] What a thread is given to do are objects, since the traceback of a failure would keep a closure's
-# variables alive, and with them the slot, for as long as somebody has the event.
-
-
-class _Write:
-    """The writer's part of an offload."""
-
-    __slots__ = ("_copied", "_device", "_event", "_room", "_slot")
-
-    def __init__(
-        self, device: _Device, event: StagedEvent, slot: Slot, room: HostSlot, copied: AcceleratorEvent
-    ) -> None:
-        self._device, self._event, self._slot, self._room, self._copied = device, event, slot, room, copied
-
-    def __call__(self) -> None:
-        self._device.synchronize(self._copied)
-        self._event.seconds = _carry(self._slot.write, self._room.tensor, self._slot)
-
-
-class _Read:
-    """The reader's part of a reload."""
-
-    __slots__ = ("_after", "_event", "_slot", "_staging", "_stream", "_target")
-
-    def __init__(
-        self,
-        staging: Staging,
-        event: StagedEvent,
-        target: Tensor,
-        slot: Slot,
-        stream: AcceleratorStream,
-        after: Sequence[Event],
-    ) -> None:
-        self._staging, self._event, self._target = staging, event, target
-        self._slot, self._stream, self._after = slot, stream, after
-
-    def __call__(self) -> None:
-        self._staging.bring(self._event, self._slot, self._target, self._stream, self._after)
-
-
-class _Refuse:
-    """Fails, so that an offload that cannot even begin ends as every other one that fails."""
-
-    __slots__ = ("_error",)
-
-    def __init__(self, error: TransferError) -> None:
-        self._error = error
-
-    def __call__(self) -> None:
-        raise self._error
 
 
 def _of_device(after: Sequence[Event]) -> list[Event]:
@@ -289,8 +246,8 @@ def _carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> float:
     return time.perf_counter() - began
 
 
-def _no_room(slot: Slot) -> TransferError:
-    return TransferError(
+def _refuse(slot: Slot) -> NoReturn:
+    raise TransferError(
         f"the system has no {slot.nbytes} bytes of memory left through which the {slot.tier} tier could be reached",
         errno=errno.ENOMEM,
         tier=slot.tier,

@@ -7,22 +7,23 @@ at a time.
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from eager_offload.tiers.base import Shortage
+from eager_offload.errors import reentered
+from eager_offload.tiers.base import Shortage, Slot
 from eager_offload.tiers.extents import Extent
-from eager_offload.tiers.forking import tell_after_fork
+from eager_offload.tiers.finalizers import FinalizerRecord, Living
+from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.guard import NoHeadroomError
-from eager_offload.tiers.hostslots import HostSlot, Lease, Remains, Returns, Share
-from eager_offload.tiers.memory import PAGE, anonymous_slab, round_up
-from eager_offload.tiers.slabs import ExactSizes, Idle, Slab, SlabSizes, Space
+from eager_offload.tiers.memory import PAGE, anonymous_slab
+from eager_offload.tiers.slabs import ExactSizes, HostSlot, HostSlotRecord, Quota, Slab, Slabs, SlabSizes
 
-__all__ = ["Arena", "HostSlot", "OverBudgetError", "anonymous_slab"]
+__all__ = ["Arena", "HostSlot", "OverBudgetError", "Quota", "anonymous_slab"]
 
 #: Bytes; requests below a page share slabs of their own, cut to multiples of this.
 _LINE = 64
@@ -54,15 +55,19 @@ class Arena:
 
     Slots that die are taken up at the next call of any method; ``drain()`` is the call that does nothing else.
 
-    [Note: shares]
+    [Note: rest]
+    After a graph is gone there may be no further call, so an arena of leases can be told to ``rest()``: it gives back
+    what is idle and lets go of the other slabs, each of which is then held by the leases in it alone and goes back to
+    the system with the last. The next lease begins anew, with slabs of its own, and ``wakes`` says so.
+
+    [Note: quotas]
     Several tiers may share an arena, and what is idle in it serves all of them. Each has a budget for the slots that
     it has alive. The budgets bound all that the arena holds too: those that are pooled, since each is the same part of
     the same machine, as if they were one; those in bytes that a user gave, added up.
 
-    [Note: handing out]
-    A KeyboardInterrupt may come after any call. So a range is written down as carved without a call between that and
-    its allocation, and counted as handed out in the same way once its slot is there; what is still written down
-    the next time goes back. What died is taken out of its queue last, when all else is done that may be done twice.
+    [Note: interrupted changes]
+    A KeyboardInterrupt may come between any two statements. Where one came in the midst of a change, ``_is_changing``
+    says so, and the next call makes anew what is free, and counts anew: what is alive is known by its records.
 
     Args:
         allocate_slab: takes bytes and returns a flat ``uint8`` CPU tensor of that size, page-aligned, whose memory goes
@@ -71,6 +76,7 @@ class Arena:
         idle_bytes: how much idle memory is kept for reuse.
         sizes: how large slabs are, in place of ``slab_bytes``.
         given_back: is called when slabs have gone back to the system, with the arena's lock held.
+        wakes: is called with the first lease and with the first one after a rest, with the arena's lock held.
     """
 
     def __init__(
@@ -81,68 +87,85 @@ class Arena:
         idle_bytes: int = 256 << 20,
         sizes: SlabSizes | None = None,
         given_back: Callable[[], object] = lambda: None,
+        wakes: Callable[[], object] = lambda: None,
     ) -> None:
         self._allocate_slab = allocate_slab
         self._sizes = ExactSizes(slab_bytes) if sizes is None else sizes
         self._idle_bytes = idle_bytes
         self._given_back = given_back
-        self._shares: weakref.WeakSet[Share] = weakref.WeakSet()
-        self._is_closed = False
+        self._wakes = wakes
+        self._quotas: Living[Quota] = Living()
+        #: What several tiers that want one arena know it by; ``None`` for one that is not to be shared.
+        self.kind: Hashable = None
+        #: Whether every tier has left it, so that it keeps nothing idle.
+        self.is_closed = False
+        self._lock = ForkSafeLock()
         self._reset()
         tell_after_fork(self)
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
-        self._returns = Returns()
-        self._leases: set[weakref.ref[memoryview]] = set()
-        self._pages = Space(PAGE)
-        self._lines = Space(_LINE)
-        self._idle = Idle()
-        # What was carved and has no slot yet; see [Note: handing out].
-        self._carved: Extent | None = None
-        self._carved_from: Space = self._pages
-        self._held = 0
-        self._used = self._slack = self._slabs = 0
+        #: Where slots end up, until ``drain``; see [Note: slots give themselves back] in ``tiers/base.py``.
+        self.returned: deque[FinalizerRecord[Slot]] = deque()
+        #: Of what is alive; see [Note: finalizers] in ``finalizers.py``.
+        self._records: set[FinalizerRecord[Slot]] = set()
+        self._new_slabs()
+        #: Bytes of all slabs; of what is alive, as it was asked for; by which slabs of one slot are larger than that.
+        self._held = self._used = self._slack = 0
+        self._is_changing = False
+        self._rests = True
         #: Bytes of all requests so far.
         self.served_bytes = 0
 
+    def _new_slabs(self) -> None:
+        self._slabs = {kind: Slabs(kind, _LINE if kind == "line" else PAGE) for kind in ("whole", "page", "line")}
+        #: Slabs without slots, the one that has been idle for longest first, and their bytes.
+        self._idle: dict[Slab, None] = {}
+        self._idle_now = 0
+
     def after_fork(self) -> None:
         """The child starts with an empty arena; slots from before the fork stay readable there, as copies."""
-        _inherited.extend([self._returns, self._leases, self._pages, self._lines, self._idle])
+        _inherited.extend([self.returned, self._records, self._slabs])
         self._reset()
-        for share in list(self._shares):
-            share.reset()
+        for quota in self._quotas:
+            quota.reset()
 
-    def join(self, share: Share) -> None:
-        """From now on ``share`` bounds what is held for it, and all that is held; see [Note: shares]."""
-        with self._lock:
-            self._shares.add(share)
-            self._is_closed = False
+    def join(self, quota: Quota) -> None:
+        """From now on ``quota`` bounds what is held for it, and all that is held; see [Note: quotas]."""
+        with self._lock.lock:
+            self._quotas.add(quota)
+            self.is_closed = False
 
-    def leave(self, share: Share) -> None:
+    def leave(self, quota: Quota) -> None:
         """Its slots live on. What is idle and was only held for it goes back to the system. Idempotent."""
-        with self._lock:
-            self._shares.discard(share)
-            self._is_closed = not self._shares
+        with self._lock.lock:
+            self._quotas.discard(quota)
+            self.is_closed = not self._quotas
             self._drain()
             limit = self._limit(None)
             if limit is not None and self._held > limit:
-                self._give_back(max(self._idle.nbytes - (self._held - limit), 0))
+                self._release_idle(max(self._idle_now - (self._held - limit), 0))
 
-    def allocate(self, nbytes: int, *, limit: int | None = None, share: Share | None = None) -> HostSlot | None:
-        """A slot of ``nbytes`` bytes, or ``None`` where ``limit``, ``share`` or the system has no room.
+    def allocate(self, nbytes: int, *, limit: int | None = None, quota: Quota | None = None) -> HostSlot | None:
+        """A slot of ``nbytes`` bytes, or ``None`` where ``limit``, ``quota`` or the system has no room.
 
         Args:
             limit: what the arena may hold with the new slot, in bytes.
-            share: whose it is; is told the reason where there is no room.
+            quota: whose it is; it is given the reason where there is no room.
         """
-        with self._lock:
+        lock = self._lock.lock
+        if lock._is_owned():
+            raise reentered()
+        with lock:
             try:
-                return self._carve(nbytes, limit, share)
+                slab, extent = self._cut(nbytes, limit, quota)
             except (MemoryError, RuntimeError) as error:
-                if share is not None:
-                    share.refusal = _why(error)
+                if quota is not None:
+                    quota.refusal = _why(error)
                 return None
+            slot = HostSlot(slab, extent, nbytes, self.returned)
+            record: Any = slot.record  # here and below, `Any` in place of a `cast`, which would be a call
+            self._register(record, slab, extent, quota)
+            return slot
 
     def lease(self, nbytes: int) -> Tensor:
         """A flat ``uint8`` tensor of ``nbytes`` bytes that owns them: they go back when its storage dies.
@@ -154,69 +177,67 @@ class Arena:
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        with self._lock:
-            slot = self._carve(nbytes, None, None)
-            assert not slot.fences, "memory that streams copy to and memory for leases come from different arenas"
-            view = slot.view()
+        lock = self._lock.lock
+        if lock._is_owned():
+            raise reentered()
+        with lock:
+            if self._rests:
+                self._wakes()
+                self._rests = False
+            slab, extent = self._cut(nbytes, None, None)
+            assert not extent.fences, "memory that streams copy to and memory for leases come from different arenas"
+            view: Any = slab.buffer[extent.start - slab.start :][:nbytes]
             # The storage holds this very view until it is freed, so the view's death is the storage's.
-            lease = Lease(view, self._returns.leases.append)
-            lease.slot = slot
-            self._leases.add(lease)
+            record = HostSlotRecord(view, self.returned.append)
+            record.nbytes, record.fences = nbytes, ()
+            self._register(record, slab, extent, None)
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def drain(self) -> None:
         """Takes up the slots that have died and gives back to the system what is idle beyond ``idle_bytes``."""
-        with self._lock:
+        if not self._lock.is_held():  # in the midst of a change a later call does; see [Note: reentry] in forking.py
+            with self._lock.lock:
+                self._drain()
+
+    def rest(self) -> None:
+        """Keeps nothing until the next lease; see [Note: rest]. Only for an arena that nothing but leases come from."""
+        with self._lock.lock:
             self._drain()
+            self._release_idle(0)
+            self._is_changing = True
+            for record in self._records:
+                cast(HostSlotRecord, record).slab.leave()
+            self._new_slabs()
+            self._is_changing, self._rests = False, True
 
     def trim(self, keep: int = 0) -> None:
         """Gives what is idle back to the system, but for ``keep`` bytes."""
-        with self._lock:
+        with self._lock.lock:
             self._drain()
-            self._give_back(keep)
-
-    @property
-    def has_returns(self) -> bool:
-        """Whether ``drain`` would find something; takes no lock."""
-        return bool(self._returns.slots or self._returns.leases)
+            self._release_idle(keep)
 
     @property
     def used_bytes(self) -> int:
         """Bytes in slots and leases that are alive, as they were asked for."""
-        with self._lock:
-            self._drain()
-            return self._used
+        self.drain()
+        return self._used
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all slabs."""
-        with self._lock:
-            self._drain()
-            return self._held
+        self.drain()
+        return self._held
 
     @property
     def idle_bytes(self) -> int:
         """Bytes of slabs in which nothing is alive."""
-        with self._lock:
-            self._drain()
-            return self._idle.nbytes
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether everyone has left it, so that it keeps nothing idle."""
-        return self._is_closed
+        self.drain()
+        return self._idle_now
 
     @property
     def held_now(self) -> int:
         """Bytes of all slabs, whatever has died in them meanwhile; takes no lock."""
         return self._held
-
-    @property
-    def slabs(self) -> int:
-        """How many slabs are held."""
-        with self._lock:
-            self._drain()
-            return self._slabs
 
     def close(self) -> None:
         """Gives back what is idle, and keeps nothing idle from now on. Idempotent.
@@ -224,66 +245,70 @@ class Arena:
         Slots that die later go back at the next ``drain()``, or when the arena and the last of them are gone. Let all
         transfers end before the arena goes: nothing then asks whether the fences have passed.
         """
-        with self._lock:
-            self._is_closed = True
+        with self._lock.lock:
+            self.is_closed = True
             self._drain()
 
     # -- with the lock held ---------------------------------------------------------------------------------------
 
-    def _carve(self, nbytes: int, limit: int | None, share: Share | None) -> HostSlot:
-        self._drain()
-        space = self._pages if nbytes >= PAGE else self._lines
-        size = round_up(nbytes, space.grain)
-        if share is not None and share.held_bytes + size > share.budget:
-            raise OverBudgetError(f"{nbytes} more bytes would go beyond the budget of {share.budget} bytes")
-        if self._sizes.alone(nbytes):
-            slab = self._whole_slab(nbytes, limit)
-            return self._hand_out(slab, Extent(0, slab.nbytes, slab.fences), nbytes, share)
-        extent = space.extents.allocate(size)
-        if extent is None:
-            memory = self._new_memory(size, limit)
-            held = self._held + memory.numel()
-            space.add(memory)
-            self._held, self._slabs = held, self._slabs + 1
-            extent = space.extents.allocate(size)
-            assert extent is not None
-        self._carved, self._carved_from = extent, space
-        return self._hand_out(space.slab_at(extent.start), extent, nbytes, share)
+    def _cut(self, nbytes: int, limit: int | None, quota: Quota | None) -> tuple[Slab, Extent]:
+        """Room for ``nbytes``; the change goes on until what it is for is registered.
 
-    def _hand_out(self, slab: Slab, extent: Extent, nbytes: int, share: Share | None) -> HostSlot:
-        slot, is_idle = HostSlot(slab, extent, nbytes, self._returns, share), slab in self._idle
-        slot.held = extent.nbytes
-        self._carved = None
-        slab.slots += 1
-        self._used += nbytes
+        Raises:
+            MemoryError, RuntimeError: there is none.
+        """
+        if self.returned or self._is_changing:
+            self._drain()
+        alone = self._sizes.alone(nbytes)
+        slabs = self._slabs["whole" if alone else "page" if nbytes >= PAGE else "line"]
+        size = nbytes + -nbytes % slabs.alignment
+        if quota is not None and quota.held_bytes + size > quota.budget:
+            raise OverBudgetError(f"{nbytes} more bytes would go beyond the budget of {quota.budget} bytes")
         self.served_bytes += nbytes
-        if share is not None:
-            share.used_bytes += nbytes
-            share.held_bytes += extent.nbytes
-        if slab.space is None:
-            self._slack += slab.nbytes - nbytes
-            if not is_idle:
-                self._held += slab.nbytes
-                self._slabs += 1
-        if is_idle:
-            self._idle.remove(slab)
-        return slot
+        self._is_changing = True
+        fitting = self._fitting(size, nbytes) if alone else size
+        extent = None if fitting is None else slabs.extents.allocate(fitting)
+        if extent is None:
+            self._is_changing = False
+            memory = self._new_memory(size, limit)
+            self._is_changing = True
+            slab = slabs.add(memory)
+            self._held += slab.nbytes
+            self._note_idle(slab)
+            extent = slabs.extents.allocate(size)
+            assert extent is not None
+        return slabs.slab_at(extent.start), extent
 
-    def _whole_slab(self, nbytes: int, limit: int | None) -> Slab:
-        size = round_up(nbytes, PAGE)
-        slab = self._idle.smallest_whole(size)
-        if slab is not None:
-            slack = slab.nbytes - nbytes
-            affordable = self._slack + slack <= (self._used + nbytes) // _TOTAL_SLACK
-            if slab.nbytes == size or (slack <= size // _SLACK and affordable):
-                return slab
-        return Slab(self._new_memory(size, limit), None, 0)
+    def _fitting(self, size: int, nbytes: int) -> int | None:
+        """The size of the idle slab that serves a request which gets one of its own; ``None`` for a new one."""
+        found = self._slabs["whole"].extents.smallest_free(size)
+        if found is None or found == size:
+            return found
+        slack = found - nbytes
+        affordable = self._slack + slack <= (self._used + nbytes) // _TOTAL_SLACK
+        return found if slack <= size // _SLACK and affordable else None
+
+    def _register(self, record: HostSlotRecord, slab: Slab, extent: Extent, quota: Quota | None) -> None:
+        """What ``record`` watches is alive from now on."""
+        record.slab, record.extent, record.quota = slab, extent, quota
+        self._records.add(record)
+        if slab.slots == 0:
+            del self._idle[slab]
+            self._idle_now -= slab.nbytes
+        slab.slots += 1
+        self._used += record.nbytes
+        if slab.kind == "whole":
+            self._slack += slab.nbytes - record.nbytes
+        if quota is not None:
+            quota.used_bytes += record.nbytes
+            quota.held_bytes += extent.nbytes
+        self._is_changing = False
 
     def _new_memory(self, need: int, limit: int | None) -> Tensor:
         """A slab of the size that ``need`` calls for, or of a smaller one where that is all there is room for."""
         wanted, limit = self._sizes.wanted(need, self._held), self._limit(limit)
         if limit is not None and self._held + wanted > limit:
-            self._give_back(0)
+            self._release_idle(0)
             wanted = min(wanted, self._sizes.within(need, limit - self._held))
             if wanted <= 0:
                 raise OverBudgetError(f"{need} more bytes would go beyond the limit of {limit} bytes")
@@ -293,71 +318,97 @@ class Arena:
                 return self._allocate_slab(size)
             except (MemoryError, RuntimeError):
                 continue
-        self._give_back(0)
+        self._release_idle(0)
         return self._allocate_slab(least)
 
     def _limit(self, limit: int | None) -> int | None:
-        """The least of ``limit`` and of what the shares come to; ``None`` where nothing bounds it."""
-        if not self._shares:
+        """The least of ``limit`` and of what the quotas come to; ``None`` where nothing bounds it."""
+        quotas = list(self._quotas)
+        if not quotas:
             return limit
-        pooled = added = 0
-        for share in self._shares:
-            if share.pooled:
-                pooled = max(pooled, share.budget)
-            else:
-                added += share.budget
-        return pooled + added if limit is None else min(pooled + added, limit)
+        pooled = max((quota.budget for quota in quotas if quota.pooled), default=0)
+        bound = pooled + sum(quota.budget for quota in quotas if not quota.pooled)
+        return bound if limit is None else min(bound, limit)
 
     def _drain(self) -> None:
-        returns = self._returns
-        while returns.leases:
-            # This drops the lease and with it the slot, which lands among the dead ones.
-            self._leases.discard(returns.leases[0])
-            del returns.leases[0]
-        if self._carved is not None:
-            self._carved_from.extents.release(self._carved.start, self._carved.nbytes, self._carved.fences)
-            self._carved = None
-        while returns.slots:
-            self._take_back(returns.slots[0])
-        keep = 0 if self._is_closed else self._idle_bytes
-        if self._idle.nbytes > keep:
-            self._give_back(keep)
+        if self._is_changing:
+            self._recover()
+        while self.returned:
+            record: Any = self.returned[0]
+            if record in self._records:
+                self._take_back(record)
+            self.returned.popleft()
+        keep = 0 if self.is_closed else self._idle_bytes
+        if self._idle_now > keep:
+            self._release_idle(keep)
 
-    def _take_back(self, remains: Remains) -> None:
-        slab = remains.slab
-        if slab.slots == 1:
-            self._idle.add(slab)
-        if slab.space is None:
-            slab.fences = remains.fences
-            self._slack -= slab.nbytes - remains.nbytes
-        else:
-            slab.space.extents.release(slab.start + remains.start, remains.held, remains.fences)
+    def _take_back(self, record: HostSlotRecord) -> None:
+        self._is_changing = True
+        slab, extent, quota = record.slab, record.extent, record.quota
         slab.slots -= 1
-        self._used -= remains.nbytes
-        if remains.share is not None:
-            remains.share.used_bytes -= remains.nbytes
-            remains.share.held_bytes -= remains.held
-        del self._returns.slots[0]
+        self._used -= record.nbytes
+        if slab.kind == "whole":
+            self._slack -= slab.nbytes - record.nbytes
+        if quota is not None:
+            quota.used_bytes -= record.nbytes
+            quota.held_bytes -= extent.nbytes
+        if not slab.is_left:
+            self._slabs[slab.kind].extents.release(extent.start, extent.nbytes, record.fences)
+            if slab.slots == 0:
+                self._note_idle(slab)
+        elif slab.slots == 0:
+            self._held -= slab.nbytes
+        self._records.discard(record)
+        self._is_changing = False
 
-    def _give_back(self, keep: int) -> None:
-        """Returns idle slabs to the system until ``keep`` idle bytes are left."""
+    def _note_idle(self, slab: Slab) -> None:
+        self._idle[slab] = None
+        self._idle_now += slab.nbytes
+
+    def _release_idle(self, keep: int) -> None:
+        """Returns idle slabs to the system, the oldest first, until ``keep`` idle bytes are left."""
         if self._let_go(keep):
             self._given_back()
 
-    def _let_go(self, keep: int) -> int:
-        """Drops idle slabs; how many. No reference is left when this returns."""
-        found = self._idle.oldest_at_rest(keep)
+    def _let_go(self, keep: int) -> bool:
+        """Drops idle slabs that no transfer can touch any more; whether any. No reference to them is left then."""
+        self._is_changing = True
+        excess, found = self._idle_now - keep, []
+        for slab in self._idle:
+            if excess <= 0:
+                break
+            if self._slabs[slab.kind].extents.is_at_rest(slab.start, slab.nbytes):
+                found.append(slab)
+                excess -= slab.nbytes
         for slab in found:
-            if slab.space is not None:
-                slab.space.remove(slab)
-            self._idle.remove(slab)
+            self._slabs[slab.kind].remove(slab)
+            del self._idle[slab]
+            self._idle_now -= slab.nbytes
             self._held -= slab.nbytes
-            self._slabs -= 1
-        return len(found)
+        self._is_changing = False
+        return bool(found)
+
+    def _recover(self) -> None:
+        """See [Note: interrupted changes]."""
+        records = [cast(HostSlotRecord, record) for record in self._records]
+        slabs = {record.slab for record in records}
+        for kind, all_of_kind in self._slabs.items():
+            taken = [record.extent for record in records if record.slab.kind == kind and not record.slab.is_left]
+            slabs.update(all_of_kind.free_but_for(taken))
+        for quota in {*self._quotas, *[record.quota for record in records if record.quota is not None]}:
+            quota.reset()
+        self._held, self._used, self._slack = sum(slab.nbytes for slab in slabs), 0, 0
+        self._idle, self._idle_now = {}, 0
+        for slab in slabs:
+            slab.slots = 0
+            self._note_idle(slab)
+        for record in records:
+            self._register(record, record.slab, record.extent, record.quota)
+        self._is_changing = False
 
 
 def _why(error: Exception) -> Shortage | None:
-    """What a user is told of the error that a slot was refused with; ``None`` where a budget is the reason."""
+    """What a user reads of the error that a slot was refused with; ``None`` where a budget is the reason."""
     if isinstance(error, OverBudgetError):
         return None
     if isinstance(error, NoHeadroomError):

@@ -8,11 +8,24 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["Fence", "Region", "Shortage", "Slot", "Tier"]
+from eager_offload.tiers.finalizers import FinalizerRecord, Living
+
+__all__ = [
+    "Fence",
+    "IdleSlots",
+    "Region",
+    "Shortage",
+    "Slot",
+    "SlotRecord",
+    "Tier",
+    "idle_slot_bytes",
+    "keep_ready",
+    "release_idle_slots",
+]
 
 
 class Region(NamedTuple):
-    """A range of bytes, named by identity: never by an address that someone else may get next."""
+    """A range of bytes, named by identity: never by an address that another owner may get next."""
 
     space: Hashable
     start: int
@@ -40,24 +53,44 @@ class _Judge(Protocol):
     def query(self, event: Hashable) -> bool: ...
 
 
+class SlotRecord(FinalizerRecord["Slot"]):
+    """What a slot leaves behind."""
+
+    __slots__ = ("carried", "fences", "nbytes")
+    fences: tuple[Fence, ...]
+    nbytes: int
+    #: Bytes that travel, each way; once the write is over. Less than ``nbytes`` where a part is known to be zero.
+    carried: int
+
+
 class Slot(abc.ABC):
     """Room for ``nbytes`` bytes in a tier.
 
     [Note: slots give themselves back]
     A slot is owned by references alone: the saved storage whose bytes it holds, and the transfer that is writing
-    or reading it. When the last one goes, its finalizer hands range and fences to the tier by appending to a
-    ``deque``. It takes no lock and waits for nothing, because the garbage collector may run it in the middle of any
-    locked section. The tier takes the range up the next time someone asks for room.
+    or reading it. When the last one goes, its record, which knows range and fences, lands in a ``deque`` of the tier;
+    see [Note: finalizers] in ``finalizers.py``. The tier takes the range back when the next slot is reserved.
     """
 
     tier: ClassVar[str]
-    __slots__ = ("__weakref__", "fences", "nbytes")
+    __slots__ = ("__weakref__", "nbytes", "record")
 
-    def __init__(self, nbytes: int, fences: tuple[Fence, ...]) -> None:
+    def __init__(self, nbytes: int, fences: tuple[Fence, ...], record: SlotRecord | None = None) -> None:
         self.nbytes = nbytes
-        #: Uses of these bytes that have to be over before they are written again. A new slot carries those of the
-        #: range's last owner; each transfer that touches the slot adds its own.
-        self.fences = fences
+        self.record = SlotRecord(self) if record is None else record
+        self.record.nbytes, self.record.carried, self.record.fences = nbytes, nbytes, fences
+
+    @property
+    def fences(self) -> tuple[Fence, ...]:
+        """Uses of these bytes that have to be over before they are written again.
+
+        A new slot carries those of the range's last owner; each transfer that touches the slot adds its own.
+        """
+        return self.record.fences
+
+    @fences.setter
+    def fences(self, fences: tuple[Fence, ...]) -> None:
+        self.record.fences = fences
 
     @property
     @abc.abstractmethod
@@ -122,7 +155,10 @@ class Tier(abc.ABC):
         """Why ``reserve`` last found no room."""
         return Shortage(f"all of {self.name}_budget is in use", f"raise {self.name}_budget")
 
-    def trim(self) -> None:  # noqa: B027  # most tiers keep nothing idle that anyone else could use
+    def note_reuse(self, nbytes: int) -> None:  # noqa: B027  # as for `trim`
+        """Slots of ``nbytes`` bytes that were kept ready serve again, without a call of ``reserve``."""
+
+    def trim(self) -> None:  # noqa: B027  # most tiers keep nothing idle that another program could use
         """A forward begins: gives idle memory back where the machine is short of it. Cheap where nothing is to do."""
 
     @property
@@ -138,7 +174,7 @@ class Tier(abc.ABC):
     @property
     @abc.abstractmethod
     def peak_bytes(self) -> int:
-        """Most bytes held at one time since ``restart_peak``."""
+        """Most bytes in slots at one time since ``restart_peak``."""
 
     @property
     def written_bytes(self) -> int:
@@ -147,8 +183,48 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def restart_peak(self) -> None:
-        """Starts measuring the peak anew, from what is held now."""
+        """Starts measuring the peak anew, from what is in slots now."""
 
     @abc.abstractmethod
     def close(self) -> None:
         """Gives everything back to the system. Slots that are still alive keep working until they go. Idempotent."""
+
+
+# -- slots that are kept ready ----------------------------------------------------------------------------------------
+
+
+class IdleSlots(Protocol):
+    """Slots that nothing uses now."""
+
+    @property
+    def idle_bytes(self) -> int:
+        """Their bytes."""
+
+    def release_idle(self) -> bool:
+        """Gives them back to their tier, and those that a step has no use for any more. Any thread may call it.
+
+        Returns:
+            Whether there were any.
+        """
+
+
+#: All of this process; what one of them keeps ready another one may be short of.
+_idle_slots: Living[IdleSlots] = Living()
+
+
+def keep_ready(slots: IdleSlots) -> None:
+    """From now on ``slots`` are given back when a tier has no room."""
+    _idle_slots.add(slots)
+
+
+def idle_slot_bytes() -> int:
+    """The bytes of all that is kept ready in this process."""
+    return sum(one.idle_bytes for one in _idle_slots)
+
+
+def release_idle_slots() -> bool:
+    """Gives back what is kept ready in this process; whether there was anything."""
+    found = False
+    for one in _idle_slots:
+        found = one.release_idle() or found
+    return found

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,13 +19,13 @@ __all__ = ["IN_MEMORY", "filesystem_of", "open_some", "open_spill_files", "usual
 
 #: Filesystems whose files are memory: to spill there moves nothing out of it.
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-#: Bytes that have to be free in a directory that nobody named, or the budget where that is less.
+#: Bytes that have to be free in a directory that the user did not name, or the budget where that is less.
 _ROOM = 1 << 30
 _ACCEPTED = "a writable directory, or several, on a disk (not tmpfs), or None for one that is found"
 
 
 def open_spill_files(paths: Sequence[Path] | None, budget: int | None, file_type: type[RawFile]) -> list[SpillFile]:
-    """A new, empty spill file in each of ``paths``, or in the first place that serves where nobody named one.
+    """A new, empty spill file in each of ``paths``; for ``None``, one in the first usual directory that serves.
 
     Args:
         budget: what the files may come to hold in all, in bytes, if that is known.
@@ -57,30 +56,15 @@ def open_some(paths: Sequence[Path], file_type: type[RawFile]) -> list[SpillFile
 
 
 def filesystem_of(path: Path) -> str:
-    """The type of the filesystem that ``path`` is on, such as ``"ext4"``; empty where the system does not tell."""
+    """The type of the filesystem that ``path`` is on, such as ``"ext4"``; empty where the system does not say."""
     real = Path(os.path.realpath(path))
-    best, found = -1, ""
-    for point, kind in _mounts():
-        # Of several mounts on one point the last is the one that is seen.
-        if len(point.parts) >= best and real.is_relative_to(point):
-            best, found = len(point.parts), kind
-    return found
-
-
-def _mounts() -> Iterator[tuple[Path, str]]:
-    table = Path("/proc/self/mountinfo")
-    if not table.exists():
-        yield from ((Path(part.mountpoint), part.fstype) for part in psutil.disk_partitions(all=True))
-        return
-    for line in table.read_text(errors="surrogateescape").splitlines():
-        # "36 35 98:0 /root /mount\040point options [tags] - type source options"
-        left, _, right = line.partition(" - ")
-        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), left.split(" ")[4])
-        yield Path(point), right.split(" ")[0]
+    around = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
+    # Of several mounts on one point the last is the one that is seen.
+    return max(reversed(around), key=lambda part: len(Path(part.mountpoint).parts)).fstype if around else ""
 
 
 def usual_directories() -> list[Path]:
-    """Those that are tried where nobody names one, in their order, each once."""
+    """Those that are tried where the user names none, in their order, each once."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return list(dict.fromkeys([Path(tempfile.gettempdir()), Path(cache).expanduser(), Path.cwd()]))
 

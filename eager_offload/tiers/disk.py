@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from eager_offload.config import size_text
 from eager_offload.errors import CapacityError, ConfigError, CorruptionError
-from eager_offload.tiers.base import Fence, Region, Shortage, Slot, Tier
-from eager_offload.tiers.crew import Crew
+from eager_offload.tiers.base import Region, Shortage, Slot, Tier
 from eager_offload.tiers.directories import open_some, open_spill_files
 from eager_offload.tiers.extents import Extent
+from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import tell_after_fork
-from eager_offload.tiers.limits import disk_budget, disk_headroom, size_text
-from eager_offload.tiers.memory import PAGE, anonymous_slab, round_up, view_of
+from eager_offload.tiers.limits import disk_budget, disk_headroom
+from eager_offload.tiers.memory import (
+    PAGE,
+    Span,
+    anonymous_slab,
+    clear,
+    move_if_there,
+    round_up,
+    touched_spans,
+    view_of,
+)
 from eager_offload.tiers.rawfile import RawFile
-from eager_offload.tiers.space import MOST_PIECES, Remains, Space
+from eager_offload.tiers.space import DiskSlotRecord, Space
 from eager_offload.tiers.spill import SpillFile
 
 __all__ = ["Bandwidth", "DiskSlot", "DiskTier"]
 
 #: Bytes that measuring moves each way, in pieces of a size that a large activation has.
 _MEASURED_BYTES, _MEASURED_PIECE = 64 << 20, 8 << 20
+#: Bytes; of a source that is at least so large, what was never touched stays where it is.
+_LEAST_SPARSE = 4 << 20
 
 
 class Bandwidth(NamedTuple):
@@ -42,15 +53,17 @@ class DiskSlot(Slot):
     """A range of the spill files, which it keeps open."""
 
     tier: ClassVar[str] = "disk"
-    __slots__ = ("_checksum", "_extent", "_space", "_verify")
-    #: Set when it is handed out; one without was lost to an interrupt before, and gives nothing back.
-    _extent: Extent
+    __slots__ = ("_checksum", "_extent", "_is_mapped", "_space", "_spans", "_verify")
 
-    def __init__(self, space: Space, fences: tuple[Fence, ...], nbytes: int, verify: bool) -> None:
-        super().__init__(nbytes, fences)
+    def __init__(self, space: Space, extent: Extent, nbytes: int, verify: bool) -> None:
+        super().__init__(nbytes, extent.fences, DiskSlotRecord(self, space.returned.append))
         self._space = space
+        self._extent = extent
         self._verify = verify
         self._checksum: int | None = None
+        #: The parts of it that were written; the others are zero.
+        self._spans = [Span(0, nbytes)]
+        self._is_mapped = False
 
     @property
     def region(self) -> Region:
@@ -58,13 +71,24 @@ class DiskSlot(Slot):
 
     def write(self, source: Tensor) -> None:
         assert source.numel() == self.nbytes
-        self._space.write(self._extent, source)
+        # What is mapped shows the file, and that has what its last owner wrote there.
+        if self.nbytes >= _LEAST_SPARSE and not self._is_mapped:
+            self._spans = touched_spans(source.data_ptr(), self.nbytes)
         if self._verify:
+            # Other views of a storage may be written while it leaves, as the gates of a GRU are: what is written to the
+            # disk has to be what the checksum is of.
+            source = _private_copy(source, self._spans)
             self._checksum = _checksum(source)
+        self._space.write(self._extent, source, self._spans)
+        self.record.carried = sum(span.nbytes for span in self._spans)
 
     def read(self, target: Tensor) -> None:
         assert target.numel() == self.nbytes
-        self._space.read(self._extent, target)
+        self._space.read(self._extent, target, self._spans)
+        done = 0
+        for span in (*self._spans, Span(self.nbytes, 0)):
+            clear(target.data_ptr() + done, span.at - done)
+            done = span.at + span.nbytes
         if self._checksum is not None and self._checksum != _checksum(target):
             raise CorruptionError(
                 f"{self.nbytes} bytes came back changed from the spill file in {self._space.where}: their "
@@ -72,14 +96,9 @@ class DiskSlot(Slot):
             )
 
     def memory(self) -> memoryview:
+        assert self.record.carried == self.nbytes, "mapped too late: what was left out shows what the file had there"
+        self._is_mapped = True
         return self._space.mapping(self._extent, self.nbytes, self)
-
-    def __del__(self) -> None:
-        try:
-            remains = Remains(self._extent._replace(fences=self.fences), self.nbytes)
-        except AttributeError:
-            return
-        self._space.returned.append(remains)
 
 
 class DiskTier(Tier):
@@ -93,7 +112,7 @@ class DiskTier(Tier):
         paths: directories, one file in each; large slots are spread over all of them. Where one of several fails to
             write, the others serve alone from then on. ``None``: the first of the temporary, cache and working
             directories that is on a disk and has room.
-        budget: bytes, or ``None`` for a share of what is free on the disks of its directories.
+        budget: bytes, or ``None`` for a part of what is free on the disks of its directories.
         verify: whether to checksum what is written (CRC-32) and check it when it is read.
         file_type: makes the system calls.
 
@@ -117,12 +136,12 @@ class DiskTier(Tier):
         self._bandwidth: Bandwidth | None = None
         self._closed = False
         self._lock = threading.Lock()
-        self._crew = Crew("eager_offload-piece", max(MOST_PIECES, len(paths or ())) - 1)
         #: ``None`` in a forked child that has not asked for room yet.
-        self._space: Space | None = Space(open_spill_files(paths, budget, file_type), self._crew)
+        self._space: Space | None = Space(open_spill_files(paths, budget, file_type))
         #: Spaces that only their slots keep: of a closed tier, or with a disk that fails.
-        self._left: weakref.WeakSet[Space] = weakref.WeakSet()
+        self._left: Living[Space] = Living()
         self._budget = _share_of(self._space.files) if budget is None else budget
+        self._has_given_budget = budget is not None
         self._peak = self._written = 0
         tell_after_fork(self)
 
@@ -133,18 +152,12 @@ class DiskTier(Tier):
             if space is None:
                 return None
             self._drain()
-            extent = space.extents.allocate(size)
-            if extent is None and space.grow(size, self._budget - self._length()):
-                self._peak = max(self._peak, self._length())
-                extent = space.extents.allocate(size)
+            extent = space.take(size, self._budget - self._length())
             if extent is None:
                 return None
-            # As in [Note: handing out] in `arena.py`: no call after the one or the other.
-            space.carved = extent
-            slot = DiskSlot(space, extent.fences, nbytes, self._verify)
-            slot._extent = extent
-            space.used += nbytes
-            space.carved = None
+            slot = DiskSlot(space, extent, nbytes, self._verify)
+            space.register(cast(DiskSlotRecord, slot.record), extent)
+            self._peak = max(self._peak, self._used())
             return slot
 
     @property
@@ -159,7 +172,7 @@ class DiskTier(Tier):
                 return _failure_of(space.files[0])
             roomiest = max(growing, key=SpillFile.room)
             if left <= roomiest.room():
-                return Shortage(f"all of disk_budget is in use: {size_text(self._budget)}", "raise disk_budget")
+                return self._used_up(roomiest)
         try:
             limit = disk_headroom(roomiest.directory).binding
         except OSError as error:
@@ -168,11 +181,21 @@ class DiskTier(Tier):
             )
         return Shortage(f"{limit.reason}, and some of it is always left to others", limit.remedy)
 
+    def _used_up(self, file: SpillFile) -> Shortage:
+        """All that may be taken is; who has not given ``disk_budget`` hears of the disk."""
+        if self._has_given_budget:
+            return Shortage(f"all of disk_budget is in use: {size_text(self._budget)}", "raise disk_budget")
+        return Shortage(
+            f"the {size_text(self._budget)} that this process takes of the disk of {file.directory} are in use, and it "
+            f"has {size_text(file.room())} more for others",
+            "free some room there and begin anew, or give a disk_budget",
+        )
+
     @property
     def used_bytes(self) -> int:
         with self._lock:
             self._drain()
-            return sum(space.used for space in self._all())
+            return self._used()
 
     @property
     def held_bytes(self) -> int:
@@ -186,7 +209,8 @@ class DiskTier(Tier):
 
     def restart_peak(self) -> None:
         with self._lock:
-            self._peak = self._length()
+            self._drain()
+            self._peak = self._used()
 
     @property
     def written_bytes(self) -> int:
@@ -230,15 +254,10 @@ class DiskTier(Tier):
             if self._space is not None:
                 self._left.add(self._space)
                 self._space = None
-        self._crew.retire()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_crew"):
-            self._crew.dismiss()
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._left = weakref.WeakSet()
+        self._left = Living()
         self._space = None
 
     # -- with the lock held ---------------------------------------------------------------------------------------
@@ -250,14 +269,14 @@ class DiskTier(Tier):
         space = self._space
         if space is None:
             try:
-                self._space = Space(open_spill_files(self._paths, self._budget, self._file_type), self._crew)
+                self._space = Space(open_spill_files(self._paths, self._budget, self._file_type))
             except ConfigError:  # what served the parent is gone: a child without room, not one that fails
                 return None
         elif space.failing:
             files = open_some([file.directory for file in space.files if not file.failing], self._file_type)
             if files:
                 self._left.add(space)
-                self._space = Space(files, self._crew)
+                self._space = Space(files)
         return self._space
 
     def _all(self) -> list[Space]:
@@ -267,6 +286,9 @@ class DiskTier(Tier):
     def _drain(self) -> None:
         for space in self._all():
             self._written += space.drain()
+
+    def _used(self) -> int:
+        return sum(space.used for space in self._all())
 
     def _length(self) -> int:
         return sum(space.length for space in self._all())
@@ -304,3 +326,11 @@ def _share_of(files: Sequence[SpillFile]) -> int:
 
 def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(view_of(tensor.data_ptr(), tensor.numel()))
+
+
+def _private_copy(source: Tensor, spans: Sequence[Span]) -> Tensor:
+    """The bytes of ``spans``, in memory that is zero elsewhere; their owner may give theirs back meanwhile."""
+    copy = anonymous_slab(source.numel())
+    for at, nbytes in spans:
+        move_if_there(copy.data_ptr() + at, source.data_ptr() + at, nbytes)
+    return copy

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, cast
 
-__all__ = ["ForkSafeLock", "Inheritable", "tell_after_fork"]
+from eager_offload.tiers.finalizers import Living
+
+__all__ = [
+    "ForkSafeLock",
+    "Inheritable",
+    "OwnThread",
+    "ReentrantLock",
+    "can_begin_nothing",
+    "reentrant_lock",
+    "tell_after_fork",
+]
 
 
 class Inheritable(Protocol):
@@ -17,7 +27,7 @@ class Inheritable(Protocol):
         """Runs in the child before ``os.fork`` returns there; takes no lock: its holder may not exist any more."""
 
 
-_inheritable: weakref.WeakSet[Inheritable] = weakref.WeakSet()
+_inheritable: Living[Inheritable] = Living()
 
 
 def tell_after_fork(one: Inheritable) -> None:
@@ -25,25 +35,99 @@ def tell_after_fork(one: Inheritable) -> None:
     _inheritable.add(one)
 
 
+class ReentrantLock(Protocol):
+    """What ``threading.RLock`` makes, with the method that says who owns it; conditions of ``threading`` rely on it."""
+
+    def acquire(self, blocking: bool = ...) -> bool: ...
+
+    def release(self) -> None: ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def _is_owned(self) -> bool: ...
+
+
+def reentrant_lock() -> ReentrantLock:
+    return cast(ReentrantLock, threading.RLock())
+
+
 class ForkSafeLock:
-    """Has a ``lock`` for a ``with``, which is free in a forked child whoever held it in the parent.
+    """Has a ``lock`` for a ``with``, which is free in a forked child, even if a thread held it in the parent.
 
     The ``with`` needs the lock itself: an interrupt on the way into an ``__exit__`` that is written in Python would
     leave it taken for ever.
+
+    [Note: reentry]
+    A signal handler, a ``__del__`` and a callback of the garbage collector run in the midst of whatever their thread
+    does. If that is inside of a lock and they call the library, they must not wait for the lock, which is theirs, nor
+    change what the lock guards, which is half done. So a thread may take a lock that it holds, and what would change
+    something asks first whether it does, and refuses: the public calls, pack, unpack and the operators of graphs.
+
+    Args:
+        shared: whether objects that know nothing of each other share what it guards. A thread that holds it can begin
+            nothing, with whichever object.
     """
 
     __slots__ = ("__weakref__", "lock")
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, *, shared: bool = True) -> None:
+        self.lock = reentrant_lock()
         tell_after_fork(self)
+        if shared:
+            _shared.add(self)
 
     def after_fork(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = reentrant_lock()
+
+    def is_held(self) -> bool:
+        """Whether the calling thread holds it; see [Note: reentry]."""
+        return self.lock._is_owned()
+
+
+class OwnThread(threading.Thread):
+    """A daemon thread of the library. What the garbage collector calls there would wait for the thread itself."""
+
+    def __init__(self, target: Callable[[], None], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+
+    def start(self) -> None:
+        _beginning.add(self)
+        try:
+            super().start()
+        except RuntimeError:
+            if self.ident is None:  # else it runs: a signal handler has raised this
+                _beginning.discard(self)
+            raise
+
+    def run(self) -> None:
+        _thread.is_own = True
+        _beginning.discard(self)
+        super().run()
+
+
+#: Whether a thread is one of the library's.
+_thread = threading.local()
+#: Threads of the library that do not say so yet. Python runs code of its own on them first, the collector may come in
+#: the midst of it, and the thread that started them waits for them meanwhile.
+_beginning: set[OwnThread] = set()
+
+
+_shared: Living[ForkSafeLock] = Living()
+
+
+def can_begin_nothing() -> bool:
+    """Whether the calling thread is one of the library's, or holds a lock that objects share: see [Note: reentry]."""
+    if hasattr(_thread, "is_own") or True in [one.is_held() for one in _shared]:
+        return True
+    return bool(_beginning) and threading.get_ident() in [thread.ident for thread in list(_beginning)]
 
 
 def _after_fork() -> None:
-    for one in list(_inheritable):
+    _beginning.clear()
+    vars(_thread).clear()  # the thread that forked is the child's main thread, whatever it was
+    for one in _inheritable:
         one.after_fork()
 
 

@@ -10,15 +10,17 @@ Both are forgotten when slabs have gone back to the system. When a forward begin
 refused anything or has handed out a GiB since the last one.
 
 [Note: what is left for others]
-Of every limit a 16th is never taken: the kernel kills whoever crosses a limit, not whoever took most, and between two
-looks others take memory too. Slabs have all their pages from the start, so that a look sees what was taken before.
+Of every limit a 16th is never taken: the kernel kills the process that crosses a limit, not the one that took most, and
+between two looks others take memory too. Slabs have all their pages from the start, so that a look sees what was taken
+before.
 """
 
 from __future__ import annotations
 
+from eager_offload.config import size_text
 from eager_offload.tiers.base import Shortage
 from eager_offload.tiers.forking import ForkSafeLock
-from eager_offload.tiers.limits import Headroom, Limit, host_headroom, size_text
+from eager_offload.tiers.limits import Headroom, Limit, host_headroom
 
 __all__ = ["Guard", "NoHeadroomError", "process_guard"]
 
@@ -104,5 +106,5 @@ _guard = Guard()
 
 
 def process_guard() -> Guard:
-    """The one of this process, since all that is taken comes from the same machine."""
+    """The one of this process, since all memory comes from the same machine."""
     return _guard

@@ -1,17 +1,18 @@
-"""The host tier: a share of an arena of host memory."""
+"""The host tier: a quota of an arena of host memory."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
+from eager_offload.config import size_text
 from eager_offload.tiers.arena import Arena
-from eager_offload.tiers.base import Shortage, Tier
+from eager_offload.tiers.base import Shortage, Tier, idle_slot_bytes, release_idle_slots
+from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
 from eager_offload.tiers.guard import process_guard
-from eager_offload.tiers.hostslots import HostSlot, Share
-from eager_offload.tiers.limits import HOST_FRACTION, host_headroom, size_text
+from eager_offload.tiers.limits import HOST_FRACTION, host_headroom
+from eager_offload.tiers.slabs import HostSlot, Quota
 
 __all__ = ["HostTier", "shared_arena"]
 
@@ -45,35 +46,42 @@ class HostTier(Tier):
                 f"all of host_budget is in use: {size_text(budget)}",
                 "raise host_budget",
             )
-        self._share = Share(budget, pooled=pooled)
+        self._quota = Quota(budget, pooled=pooled)
         self._peak = 0
         self._next_look = 0
-        arena.join(self._share)
+        arena.join(self._quota)
 
     @property
     def budget(self) -> int:
         """Most bytes that its slots may take."""
-        return self._share.budget
+        return self._quota.budget
 
     def reserve(self, nbytes: int) -> HostSlot | None:
-        slot = self._arena.allocate(nbytes, share=self._share)
+        slot = self._arena.allocate(nbytes, quota=self._quota)
         if slot is None:
             self._next_look = 0
-        self._note_peak()
+        self._peak = max(self._peak, self._quota.used_bytes)
         return slot
 
     @property
     def shortage(self) -> Shortage:
-        return self._share.refusal or self._over
+        return self._quota.refusal or self._over
+
+    def note_reuse(self, nbytes: int) -> None:
+        self._arena.served_bytes += nbytes
 
     def trim(self) -> None:
         arena = self._arena
         if arena.served_bytes < self._next_look:
             return
+        others = [other for other in _arenas if other is not arena]
+        if not (any(one.idle_bytes for one in (arena, *others)) or idle_slot_bytes()):
+            return
         self._next_look = arena.served_bytes + _LOOK_BYTES
-        others = [other for other in _all_arenas() if other is not arena]
+        missing = process_guard().missing_bytes()
+        if missing > 0:
+            release_idle_slots()
         with_idle = [one for one in (arena, *others) if one.idle_bytes]
-        missing = process_guard().missing_bytes() if with_idle else 0
         for one in with_idle:
             if missing <= 0:
                 break
@@ -84,7 +92,7 @@ class HostTier(Tier):
     @property
     def used_bytes(self) -> int:
         self._arena.drain()
-        return self._share.used_bytes
+        return self._quota.used_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -93,44 +101,33 @@ class HostTier(Tier):
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes that the arena held when this tier asked it for room."""
         return self._peak
 
     def restart_peak(self) -> None:
-        self._peak = self._arena.held_bytes
-
-    def _note_peak(self) -> None:
-        held = self._arena.held_now
-        if held > self._peak:
-            self._peak = held
+        self._peak = self.used_bytes
 
     def drain(self) -> None:
         """Takes up the slots that have died and gives back to the system what is idle beyond the arena's allowance."""
         self._arena.drain()
 
     def close(self) -> None:
-        self._arena.leave(self._share)
+        self._arena.leave(self._quota)
 
 
 # -- the arenas of this process -------------------------------------------------------------------------------------
 
-_Arenas: TypeAlias = "weakref.WeakValueDictionary[Hashable, Arena]"
-
-#: By runtime and kind of memory. Tiers keep their arena, so it goes with the last of them.
-_arenas: weakref.WeakKeyDictionary[Hashable, _Arenas] = weakref.WeakKeyDictionary()
+#: Tiers keep their arena, so it goes with the last of them.
+_arenas: Living[Arena] = Living()
 _arenas_lock = ForkSafeLock()
 
 
-def _all_arenas() -> list[Arena]:
-    with _arenas_lock.lock:
-        return [arena for arenas in _arenas.values() for arena in arenas.values()]
-
-
 def shared_arena(runtime: Hashable, kind: Hashable, make: Callable[[], Arena]) -> Arena:
-    """The process's one arena for ``runtime`` and ``kind`` of memory; of ``make`` where nobody has one now."""
+    """The process's one arena for ``runtime`` and ``kind`` of memory; made by ``make`` where no tier has one."""
     with _arenas_lock.lock:
-        arenas = _arenas.setdefault(runtime, weakref.WeakValueDictionary())
-        arena = arenas.get(kind)
-        if arena is None or arena.is_closed:  # a closed one only waits for its last slots
-            arena = arenas[kind] = make()
+        for arena in _arenas:
+            if arena.kind == (runtime, kind) and not arena.is_closed:  # a closed one only waits for its last slots
+                return arena
+        arena = make()
+        arena.kind = runtime, kind
+        _arenas.add(arena)
         return arena

@@ -1,6 +1,6 @@
 """How much of this machine's memory and disks one process may take, and what stands in the way of more.
 
-    machine     available memory; what the kernel commits to, where it is told to keep its word
+    machine     available memory; what the kernel commits to, where it is set to keep its word
     groups      limits of the control groups that the process is in (``cgroups.py``)
     process     its own limits: address space, data, file size
     node        how many processes of the run share all this (``ranks.py``)
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from eager_offload.config import size_text
 from eager_offload.tiers.cgroups import group_limits, read
 from eager_offload.tiers.ranks import local_ranks
 
@@ -32,7 +33,6 @@ __all__ = [
     "host_headroom",
     "local_ranks",
     "pinning_limit",
-    "size_text",
 ]
 
 #: The part of the memory that is available now that saved tensors may take. The other half is for what the process
@@ -75,7 +75,7 @@ class Limit:
     capacity: int
     """What it is set to, in bytes."""
     room: int
-    """What is left of it, in bytes, for everyone whom it binds."""
+    """What is left of it, in bytes, for all processes that it binds."""
     sharers: int
     """How many processes of the run it binds together: each may take this part of the room."""
     reason: str
@@ -94,7 +94,7 @@ class Headroom:
     """How much more this process can take."""
 
     nbytes: int
-    """Bytes that it can take: all of them, with nothing left for anybody else."""
+    """Bytes that it can take: all of them, with nothing left for other processes."""
     binding: Limit
     """What stands in the way of more: the limit with the least bytes."""
     limits: tuple[Limit, ...]
@@ -178,16 +178,6 @@ def pinning_limit(system: System | None = None) -> int | None:
     it is the first thing to look at.
     """
     return (System() if system is None else system).process_limit("RLIMIT_MEMLOCK")
-
-
-def size_text(nbytes: int) -> str:
-    """A number of bytes for a reader, such as ``1.5 GiB``."""
-    value = float(nbytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.1f} {unit}" if unit != "bytes" else f"{nbytes} bytes"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 # -- what bounds memory ---------------------------------------------------------------------------------------------

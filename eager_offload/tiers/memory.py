@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,12 +21,17 @@ from eager_offload.tiers.numa import prefer_node
 __all__ = [
     "PAGE",
     "FilePart",
+    "Span",
     "anonymous_slab",
+    "clear",
     "is_in_page_cache",
     "mapped_file",
     "move",
+    "move_if_there",
+    "resident_bytes",
     "resident_slab",
     "round_up",
+    "touched_spans",
     "view_of",
 ]
 
@@ -38,18 +45,18 @@ _OFFSET = ctypes.c_int64 if ctypes.sizeof(ctypes.c_void_p) == 8 else ctypes.c_lo
 _MAP_FIXED = 0x10
 
 
-def round_up(nbytes: int, grain: int) -> int:
-    """``nbytes`` rounded up to a whole number of ``grain``s, at least one."""
-    return max(-(-nbytes // grain), 1) * grain
+def round_up(nbytes: int, unit: int) -> int:
+    """``nbytes`` rounded up to a whole number of ``unit``s, at least one."""
+    return max(-(-nbytes // unit), 1) * unit
 
 
 def view_of(address: int, nbytes: int, owner: object = None) -> memoryview:
     """A writable view of ``nbytes`` bytes at ``address``; it and all its slices keep ``owner`` alive."""
     # ctypes makes a type for every array length, and a type is garbage that only the cyclic collector finds. With
-    # powers of two there are never more than a few; the slice keeps everyone within the bytes that are really there.
+    # powers of two there are never more than a few; the slice ends where the bytes do.
     extent = 1 << (nbytes - 1).bit_length() if nbytes else 1
     array = (ctypes.c_ubyte * extent).from_address(address)
-    array.owner = owner  # type: ignore[attr-defined]
+    array.owner = owner  # type: ignore[attr-defined]  # arrays of ctypes take any attribute
     return memoryview(array).cast("B")[:nbytes]
 
 
@@ -58,16 +65,47 @@ def move(target: int, source: int, nbytes: int) -> None:
     ctypes.memmove(target, source, nbytes)
 
 
-class _Mapping:
-    """Pages of a file among the process's addresses, until it dies; what lies on them keeps ``owner``."""
+class _Part(ctypes.Structure):
+    """What ``process_vm_readv`` calls an ``iovec``."""
 
-    __slots__ = ("_address", "_nbytes", "_owner")
+    _fields_: ClassVar = [("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
 
-    def __init__(self, address: int, nbytes: int, owner: object) -> None:
-        self._address, self._nbytes, self._owner = address, nbytes, owner
 
-    def __del__(self) -> None:
-        _system_calls().munmap(self._address, self._nbytes)
+def move_if_there(target: int, source: int, nbytes: int) -> None:
+    """``move`` from memory that its owner may give back to the system meanwhile.
+
+    The kernel copies, at half the rate of ``move``, and reports an address that is gone; reading it here would end the
+    process. Where there is no such call, this is ``move``.
+
+    Raises:
+        OSError: the memory at ``source`` is gone; part of it may have been copied.
+    """
+    read, done = _reader(), 0
+    if read is None:
+        move(target, source, nbytes)
+        return
+    while done < nbytes:
+        here, there = _Part(target + done, nbytes - done), _Part(source + done, nbytes - done)
+        moved = read(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if moved <= 0:
+            number = ctypes.get_errno() or errno.EFAULT
+            raise OSError(number, os.strerror(number))
+        done += moved
+
+
+@cache
+def _reader() -> Callable[..., int] | None:
+    """The system call that reads the memory of a process, for this one; ``None`` where it is missing or forbidden."""
+    read: Any = getattr(_system_calls(), "process_vm_readv", None)
+    if read is None:
+        return None
+    read.restype = ctypes.c_ssize_t
+    part, ulong = ctypes.POINTER(_Part), ctypes.c_ulong
+    read.argtypes = [ctypes.c_int, part, ulong, part, ulong, ulong]
+    source, target = ctypes.c_ubyte(1), ctypes.c_ubyte(0)
+    here, there = _Part(ctypes.addressof(target), 1), _Part(ctypes.addressof(source), 1)
+    moved = read(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+    return read if moved == target.value == 1 else None
 
 
 class FilePart(NamedTuple):
@@ -81,10 +119,10 @@ class FilePart(NamedTuple):
 
 
 def mapped_file(parts: Sequence[FilePart], owner: object) -> memoryview:
-    """Ranges of files as memory, one behind the other; shared with whoever else writes them, page by page.
+    """Ranges of files as memory, one behind the other; shared with all other uses of the file, page by page.
 
-    Not ``mmap.mmap``: that keeps a descriptor open for each mapping, and a step has more tensors than a process may
-    have descriptors.
+    ``mmap.mmap`` of a file would keep a descriptor open for each mapping, and a step has more tensors than a process
+    may have descriptors. So it takes addresses without a file, and gives them back; files are mapped in their places.
 
     Args:
         parts: of open files; the mapping outlives their descriptors.
@@ -94,19 +132,16 @@ def mapped_file(parts: Sequence[FilePart], owner: object) -> memoryview:
         MemoryError: the system refused.
     """
     nbytes = sum(part.nbytes for part in parts)
-    if len(parts) == 1:
-        address = _map(None, parts[0], mmap.MAP_SHARED)
-        return view_of(address, nbytes, _Mapping(address, nbytes, owner))
-    address = _map(None, FilePart(-1, 0, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # all addresses, for a start
-    mapping, at = _Mapping(address, nbytes, owner), 0
+    addresses = _anonymous(nbytes)
+    start = at = ctypes.addressof(ctypes.c_ubyte.from_buffer(addresses))
     for part in parts:
-        _map(address + at, part, mmap.MAP_SHARED | _MAP_FIXED)
+        _map(at, part, mmap.MAP_SHARED | _MAP_FIXED)
         at += part.nbytes
-    return view_of(address, nbytes, mapping)
+    return view_of(start, nbytes, (owner, addresses))
 
 
 def is_in_page_cache(descriptor: int, offset: int) -> bool:
-    """Whether the page cache has the page at ``offset`` of an open file; ``False`` where the system does not tell.
+    """Whether the page cache has the page at ``offset`` of an open file; ``False`` where the system does not say.
 
     Not asked by a read that is not to wait (``RWF_NOWAIT``): that starts to read ahead, and a fast disk has the page
     there before the answer is given.
@@ -115,11 +150,110 @@ def is_in_page_cache(descriptor: int, offset: int) -> bool:
         address = _map(None, FilePart(descriptor, offset, PAGE), mmap.MAP_SHARED)
     except MemoryError:  # some filesystems map no files
         return False
-    mapping = _Mapping(address, PAGE, None)
-    state = ctypes.c_ubyte(0)
-    told = _system_calls().mincore(address, PAGE, ctypes.byref(state)) == 0
-    del mapping
-    return told and bool(state.value & 1)
+    try:
+        state = ctypes.c_ubyte(0)
+        answered = _system_calls().mincore(address, PAGE, ctypes.byref(state)) == 0
+    finally:
+        _system_calls().munmap(address, PAGE)
+    return answered and bool(state.value & 1)
+
+
+class Span(NamedTuple):
+    """A part of a range of bytes."""
+
+    #: Counted from the beginning of the range.
+    at: int
+    nbytes: int
+
+
+#: Bytes; what was never touched is left out where it is at least so long. More pieces would cost more than they save.
+_LEAST_HOLE = 1 << 20
+#: Bytes that are looked at in one go.
+_LOOK = 2 << 20
+
+
+def touched_spans(address: int, nbytes: int) -> list[Span]:
+    """The parts of a range of memory that hold anything: the others were never touched, and read as zeros.
+
+    A kernel may ask for a workspace of which it then uses less than half (oneDNN's recurrent layers do): the rest takes
+    no memory until it is touched. The system says which pages are there. One that is not may also be swapped out,
+    or of a file, so what is left out is what is not there *and* reads as zeros; to read it takes no memory.
+
+    Returns:
+        In order; the whole range where the system does not say.
+    """
+    first, pages = _pages_there(address, nbytes)
+    found, done = [], 0
+    for hole in re.finditer(_NOT_THERE, pages):
+        # Multiples of a page from the beginning of the range, which need not begin at a page.
+        start = round_up(first + hole.start() * PAGE - address, PAGE)
+        end = (first + hole.end() * PAGE - address) // PAGE * PAGE
+        if end - start >= _LEAST_HOLE and _is_zero_if_there(address + start, end - start):
+            if start > done:
+                found.append(Span(done, start - done))
+            done = end
+    if done < nbytes:
+        found.append(Span(done, nbytes - done))
+    return found
+
+
+def resident_bytes(address: int, nbytes: int) -> int:
+    """The bytes of a range of memory whose pages are there; all of them where the system does not say."""
+    return nbytes - _pages_there(address, nbytes)[1].count(0) * PAGE
+
+
+def _pages_there(address: int, nbytes: int) -> tuple[int, bytes]:
+    """The address of the first page that lies in a range, and for each of them 0 if it is not there.
+
+    Nothing is said where the system does not say.
+    """
+    first = -(-address // PAGE) * PAGE
+    size = (address + nbytes) // PAGE * PAGE - first
+    if size <= 0 or mmap.PAGESIZE != PAGE:
+        return first, b""
+    pages = ctypes.create_string_buffer(size // PAGE)
+    try:
+        answered = _system_calls().mincore(first, size, pages) == 0
+    except AttributeError:  # a system without it
+        answered = False
+    return first, pages.raw if answered else b""
+
+
+#: In what ``mincore`` says, a byte for each page: as many pages that are not there as the shortest hole has.
+_NOT_THERE = re.compile(rb"\x00{%d,}" % (_LEAST_HOLE // PAGE))
+
+
+def clear(address: int, nbytes: int) -> None:
+    """Fills a range of memory with zeros; pages that were never touched stay so."""
+    for at in range(0, nbytes, _LOOK):
+        size = min(_LOOK, nbytes - at)
+        if not _is_zero(address + at, size):
+            ctypes.memset(address + at, 0, size)
+
+
+def _is_zero_if_there(address: int, nbytes: int) -> bool:
+    """``_is_zero`` of memory that its owner may give back to the system meanwhile."""
+    buffer = ctypes.create_string_buffer(_LEAST_HOLE)
+    place = ctypes.addressof(buffer)
+    try:
+        for at in range(0, nbytes, _LEAST_HOLE):
+            size = min(_LEAST_HOLE, nbytes - at)
+            move_if_there(place, address + at, size)
+            if not _is_zero(place, size):
+                return False
+    except OSError:
+        return False  # the copy itself raises the error
+    return True
+
+
+def _is_zero(address: int, nbytes: int) -> bool:
+    if ctypes.c_ubyte.from_address(address).value:
+        return False
+    compare = _system_calls().memcmp
+    # Each byte with the next one; not all of the range in one call, since an exit or a fork would wait for it.
+    return all(
+        compare(address + at, address + at + 1, min(_LOOK, nbytes - 1 - at)) == 0 for at in range(0, nbytes - 1, _LOOK)
+    )
 
 
 def _map(address: int | None, part: FilePart, flags: int) -> int:
@@ -138,27 +272,35 @@ def _system_calls() -> ctypes.CDLL:
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, _OFFSET]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    library.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library
 
 
-def anonymous_slab(nbytes: int) -> Tensor:
+def _anonymous(nbytes: int) -> mmap.mmap:
+    """Pages of the process's own, which go back to the system with the object."""
+    try:
+        if hasattr(mmap, "MAP_ANONYMOUS"):
+            return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return mmap.mmap(-1, nbytes)
+    except OSError as error:
+        raise MemoryError(f"the system refused {nbytes} bytes of memory: {error}") from error
+
+
+def anonymous_slab(nbytes: int, *, huge: bool = True) -> Tensor:
     """A flat ``uint8`` tensor over pages of its own; they return to the system when the tensor's storage goes.
 
-    Private: a forked child sees a copy, never later writes. Page-aligned; huge pages where the system offers them. The
-    content is zero. glibc would keep freed blocks of this size class for itself, and the process would not shrink.
+    Private: a forked child sees a copy, never later writes. Page-aligned. The content is zero. glibc would keep freed
+    blocks of this size class for itself, and the process would not shrink.
+
+    Args:
+        huge: whether to ask for huge pages, which cost less where all of it is used and take more where it is not.
 
     Raises:
         MemoryError: the system has no room.
     """
-    try:
-        if hasattr(mmap, "MAP_ANONYMOUS"):
-            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        else:
-            pages = mmap.mmap(-1, nbytes)
-    except OSError as error:
-        raise MemoryError(f"the system refused {nbytes} bytes of memory: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    pages = _anonymous(nbytes)
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # EINVAL from a kernel without them; small pages do as well
             pages.madvise(mmap.MADV_HUGEPAGE)
     # The storage holds the mmap object, and nothing else does.

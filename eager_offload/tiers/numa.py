@@ -1,7 +1,7 @@
 """Which node of memory a device is nearest to, and memory that comes from there.
 
 A machine with several sockets has several nodes of memory. A copy between a device and a node of another socket goes
-over the link between the two, which is slower and shared with everyone. What a process allocates comes from the node
+over the link between the two, which is slower and shared by all processes. What a process allocates comes from the node
 that its thread happens to run on, so pages for a device are bound to that device's node before they are first touched.
 It is a preference: where the node is full, or the system refuses (containers often do), pages come from where they
 would have come from anyway.
@@ -36,7 +36,7 @@ def node_of_device(pci_address: str | None, root: Path = Path("/")) -> int | Non
         node = int((root / "sys/bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    # "0" is one node; several are written "0-1" or "0,2". A virtual machine may say -1 for a device: nobody knows.
+    # "0" is one node; several are written "0-1" or "0,2". A virtual machine may say -1 for a device: unknown.
     return node if node >= 0 and not online.isdecimal() else None
 
 
@@ -53,7 +53,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     words = node // _WORD_BITS + 1
     mask = (ctypes.c_ulong * words)()
     mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than this says.
     arguments = (number, address, nbytes, _MPOL_PREFERRED, ctypes.addressof(mask), words * _WORD_BITS + 1, 0)
     return bool(syscall(*(ctypes.c_long(argument) for argument in arguments)) == 0)
 

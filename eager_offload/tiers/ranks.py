@@ -1,4 +1,4 @@
-"""How many processes of a run share this node, by the words of whoever launched them."""
+"""How many processes of a run share this node, as their launcher says."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch.distributed as dist
 __all__ = ["local_ranks", "tell_local_ranks"]
 
 #: What launchers call the number of processes that they started on this node: torchrun (and what starts processes as it
-#: does), Open MPI, MVAPICH2 and 3, Hydra (MPICH, Intel MPI), Cray's PALS, IBM's JSM. The one that started this very
-#: process comes first: a torchrun that Slurm has started knows better than Slurm.
+#: does), Open MPI, MVAPICH2 and 3, Hydra (MPICH, Intel MPI), Cray's PALS, IBM's JSM, Horovod, and those that call it as
+#: Horovod's guides do. The one that started this very process comes first: a torchrun that Slurm has started knows
+#: better than Slurm.
 _NUMBERS = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -21,9 +22,15 @@ _NUMBERS = (
     "MPI_LOCALNRANKS",
     "PALS_LOCAL_SIZE",
     "JSM_NAMESPACE_LOCAL_SIZE",
+    "HOROVOD_LOCAL_SIZE",
+    "LOCAL_SIZE",
 )
-#: Slurm's: of the step that this process belongs to, what was asked for, of the whole job.
-_SLURM = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+#: Slurm's, of the step that this process belongs to.
+_SLURM_STEP = ("SLURM_STEP_TASKS_PER_NODE",)
+#: What was asked for, and of the whole job. The one process that runs the script of ``sbatch`` has these too: they say
+#: how many there are only to what ``srun`` has started, which has the number of a step.
+_SLURM_JOB = ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_SLURM_STEP_NUMBERS = ("SLURM_STEP_ID", "SLURM_STEPID")
 #: Where all ranks meet, if they are all on this node.
 _HERE = ("localhost", "127.0.0.1", "::1")
 #: What a framework has said that starts processes by itself.
@@ -33,9 +40,9 @@ _RUN = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 
 
 def local_ranks(environ: Mapping[str, str] | None = None) -> int:
-    """How many processes share this node's memory and disks, by the launcher's word; 1 where nobody knows of more.
+    """How many processes share this node's memory and disks, as the launcher says; 1 where nothing says more.
 
-    Where there is no such word, ranks that meet on this very machine are all on it.
+    Without a launcher, ranks that meet on this very machine are all on it.
 
     A value that makes no sense is passed over.
 
@@ -46,7 +53,8 @@ def local_ranks(environ: Mapping[str, str] | None = None) -> int:
     for name in _NUMBERS:
         if ranks := _positive(environ.get(name, "")):
             return ranks
-    for name in _SLURM:
+    in_step = any(environ.get(name) for name in _SLURM_STEP_NUMBERS)
+    for name in (*_SLURM_STEP, *(_SLURM_JOB if in_step else ())):
         if ranks := _on_this_node(environ.get(name, ""), environ.get("SLURM_NODEID", "")):
             return ranks
     if environ.get("MASTER_ADDR", "").strip().lower() in _HERE:
@@ -74,7 +82,7 @@ def _positive(text: str) -> int:
 
 
 def _on_this_node(text: str, node: str) -> int:
-    """The entry of ``node`` in a list such as ``4(x2),3``; the largest where nobody says which node this is.
+    """The entry of ``node`` in a list such as ``4(x2),3``; the largest where it is not known which node this is.
 
     Returns:
         0 for a text of another form.

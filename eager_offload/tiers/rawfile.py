@@ -1,4 +1,4 @@
-"""One unnamed file and the system calls on it: the seam between the disk tier and the operating system."""
+"""One unnamed file and the system calls on it: all that the disk tier asks of the operating system."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Callable
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import NamedTuple
 
+from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.memory import is_in_page_cache
 
 __all__ = ["RawFile", "Usage"]
@@ -34,7 +38,11 @@ class RawFile:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._descriptor = _open_unnamed(directory)
+        self._descriptor = descriptor = _open_unnamed(directory)
+        self._record = _Open(self, methodcaller("close"))
+        self._record.close = partial(os.close, descriptor)
+        _open_files.difference_update([record for record in list(_open_files) if record() is None])
+        _open_files.add(self._record)
         if hasattr(os, "posix_fadvise"):
             # What is read next is not what lies next, and what is read ahead into the page cache stays there.
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -86,7 +94,7 @@ class RawFile:
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
 
     def is_cached(self, offset: int) -> bool:
-        """Whether the page at ``offset`` is in the page cache; ``False`` where the system does not tell."""
+        """Whether the page at ``offset`` is in the page cache; ``False`` where the system does not say."""
         return is_in_page_cache(self._descriptor, offset)
 
     def flush(self) -> None:
@@ -102,11 +110,20 @@ class RawFile:
         """Closes the file, which gives its room on the disk back. Idempotent."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
+            _open_files.discard(self._record)
+            del self._record  # no call before the next one: until here, and no longer, it closes what an interrupt left
             os.close(descriptor)
 
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            self.close()
+
+class _Open(FinalizerRecord[RawFile]):
+    """Closes a file that goes without having been closed, in C alone; see [Note: finalizers] in ``finalizers.py``."""
+
+    __slots__ = ("close",)
+    close: Callable[[], None]
+
+
+#: Also those of files that have gone since one was last opened.
+_open_files: set[_Open] = set()
 
 
 def _open_unnamed(directory: Path) -> int:

@@ -1,18 +1,21 @@
-"""Slabs: what an arena takes from the system, and where it keeps those that are shared and those that are idle."""
+"""Slabs of host memory: how large they are, which bytes of them are free, and the slots in them."""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterable
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from eager_offload.tiers.base import Fence
-from eager_offload.tiers.extents import Extents
-from eager_offload.tiers.memory import PAGE, round_up, view_of
+from eager_offload.tiers.base import Region, Shortage, Slot, SlotRecord
+from eager_offload.tiers.extents import Extent, Extents
+from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.tiers.memory import PAGE, move, move_if_there, round_up, view_of
 
-__all__ = ["ExactSizes", "Idle", "PowersOfTwo", "Slab", "SlabSizes", "Space"]
+__all__ = ["ExactSizes", "HostSlot", "HostSlotRecord", "PowersOfTwo", "Quota", "Slab", "SlabSizes", "Slabs"]
 
 _serial = itertools.count()
 
@@ -112,100 +115,140 @@ def _power_of_two(nbytes: int) -> int:
 
 
 class Slab:
-    """Memory from the system: whole for one slot, or, where it has a ``space``, a part of that, cut up for many."""
+    """Memory from the system, for one slot or cut up for many."""
 
-    __slots__ = ("address", "buffer", "fences", "nbytes", "serial", "slots", "space", "start", "tensor")
+    __slots__ = ("address", "buffer", "is_left", "kind", "nbytes", "serial", "slots", "start", "tensor")
 
-    def __init__(self, tensor: Tensor, space: Space | None, start: int) -> None:
+    def __init__(self, tensor: Tensor, kind: str, start: int) -> None:
         self.tensor = tensor
         self.address = tensor.data_ptr()
         self.nbytes = tensor.numel()
         #: The bytes as a buffer; slices of it keep the memory.
         self.buffer = view_of(self.address, self.nbytes, tensor)
-        self.space = space
-        #: Where the slab begins in its space.
+        #: Of which ``Slabs`` it is one, and where it begins among them.
+        self.kind = kind
         self.start = start
         #: How many slots are alive in it.
         self.slots = 0
-        #: Earlier uses of a whole slab; those of a shared one are known to its space.
-        self.fences: tuple[Fence, ...] = ()
         self.serial = next(_serial)
+        #: Whether only the tensors that own bytes in it have its memory any more.
+        self.is_left = False
 
-    def at_rest(self) -> bool:
-        """Whether no transfer can touch the slab any more; only asked while it is idle."""
-        fences = self.fences if self.space is None else self.space.extents.fences(self.start)
-        return all(fence.passed() for fence in fences)
+    def leave(self) -> None:
+        """Lets go of the memory, which serves nothing else from now on."""
+        if not self.is_left:
+            self.is_left = True
+            del self.tensor, self.buffer
 
 
-class Space:
-    """All slabs that are cut to multiples of ``grain``, laid out with gaps so that best fit looks at all at once."""
+class Slabs:
+    """All slabs that are cut in one way, laid out with gaps so that best fit looks at all at once.
 
-    def __init__(self, grain: int) -> None:
-        self.grain = grain
+    Args:
+        kind: what its slabs say that they are; they do not refer to it, so that none is in a cycle of garbage.
+        alignment: bytes; what sizes are rounded up to.
+    """
+
+    def __init__(self, kind: str, alignment: int) -> None:
+        self.kind = kind
+        self.alignment = alignment
         self.extents = Extents()
-        self._starts: list[int] = []
         self._slabs: list[Slab] = []
+        self._starts: list[int] = []
 
-    def add(self, tensor: Tensor) -> None:
-        slab = Slab(tensor, self, self.extents.length + PAGE)
-        start = self.extents.grow(slab.nbytes, gap=PAGE)
-        # No call in between: a range without its slab would be taken for one of the slab before.
-        self._starts += [start]
-        self._slabs += [slab]
+    def add(self, tensor: Tensor) -> Slab:
+        """Takes up what the system has given."""
+        slab = Slab(tensor, self.kind, self.extents.grow(tensor.numel(), gap=PAGE))
+        self._slabs.append(slab)
+        self._starts.append(slab.start)
+        return slab
 
     def remove(self, slab: Slab) -> None:
-        """Takes a slab out that is free from end to end; again, if that was interrupted."""
+        """Takes out a slab that is at rest."""
+        self.extents.withdraw(slab.start, slab.nbytes)
         at = bisect_left(self._starts, slab.start)
-        if at < len(self._starts) and self._slabs[at] is slab:
-            self.extents.withdraw(slab.start, slab.nbytes)
-            del self._starts[at], self._slabs[at]
+        del self._slabs[at], self._starts[at]
 
     def slab_at(self, position: int) -> Slab:
+        """The slab that ``position`` lies in."""
         return self._slabs[bisect_right(self._starts, position) - 1]
 
+    def free_but_for(self, taken: Iterable[Extent]) -> list[Slab]:
+        """Makes anew what is free, after a change that was interrupted; returns the slabs."""
+        ranges = [Extent(slab.start, slab.nbytes) for slab in self._slabs]
+        self.extents = self.extents.free_but_for(taken, ranges)
+        self._starts = [slab.start for slab in self._slabs]
+        return self._slabs
 
-class Idle:
-    """The slabs without slots, the one that has been idle for longest first. All changes may be made twice."""
 
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._slabs: dict[Slab, None] = {}
-        #: Those that serve one slot at a time, by size; the serial number makes the order total.
-        self._whole: list[tuple[int, int, Slab]] = []
+# -- slots ----------------------------------------------------------------------------------------------------------
 
-    def add(self, slab: Slab) -> None:
-        if slab.space is None:
-            at = bisect_left(self._whole, (slab.nbytes, slab.serial))
-            if at == len(self._whole) or self._whole[at][2] is not slab:
-                self._whole.insert(at, (slab.nbytes, slab.serial, slab))
-        if slab not in self._slabs:
-            self._slabs[slab] = None
-            self.nbytes += slab.nbytes
 
-    def remove(self, slab: Slab) -> None:
-        if slab.space is None:
-            at = bisect_left(self._whole, (slab.nbytes, slab.serial))
-            if at < len(self._whole) and self._whole[at][2] is slab:
-                del self._whole[at]
-        if slab in self._slabs:
-            del self._slabs[slab]
-            self.nbytes -= slab.nbytes
+class Quota:
+    """What one tier holds of an arena, and the most that it may hold; the arena's lock guards it. All in bytes.
 
-    def smallest_whole(self, nbytes: int) -> Slab | None:
-        """The smallest that holds ``nbytes`` and is not shared."""
-        at = bisect_left(self._whole, (nbytes,))
-        return self._whole[at][2] if at < len(self._whole) else None
+    Args:
+        budget: the most.
+        pooled: quotas that are pooled may come to the largest of their budgets together. Those that are not add up.
+    """
 
-    def oldest_at_rest(self, keep: int) -> list[Slab]:
-        """Those that have to go so that ``keep`` bytes are left, as far as none is in use by a transfer."""
-        excess, found = self.nbytes - keep, []
-        for slab in self._slabs:
-            if excess <= 0:
-                break
-            if slab.slots == 0 and slab.at_rest():  # an interrupt may have come while one was handed out
-                found.append(slab)
-                excess -= slab.nbytes
-        return found
+    __slots__ = ("__weakref__", "budget", "held_bytes", "pooled", "refusal", "used_bytes")
 
-    def __contains__(self, slab: Slab) -> bool:
-        return slab in self._slabs
+    def __init__(self, budget: int, *, pooled: bool) -> None:
+        self.budget = budget
+        self.pooled = pooled
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the slots that there are."""
+        #: In slots that are alive, as they were asked for; and with rounding.
+        self.used_bytes = self.held_bytes = 0
+        #: Why it was last given nothing, if it was not for its budget.
+        self.refusal: Shortage | None = None
+
+
+class HostSlotRecord(SlotRecord):
+    """What a slot leaves behind, or a tensor that owned its bytes."""
+
+    __slots__ = ("extent", "quota", "slab")
+    slab: Slab
+    extent: Extent
+    quota: Quota | None
+
+
+class HostSlot(Slot):
+    """``nbytes`` bytes of host memory, at a multiple of 4096 (of 64 where there are fewer than 4096 of them)."""
+
+    tier: ClassVar[str] = "host"
+    __slots__ = ("_slab", "_start")
+
+    def __init__(self, slab: Slab, extent: Extent, nbytes: int, returned: deque[FinalizerRecord[Slot]]) -> None:
+        super().__init__(nbytes, extent.fences, HostSlotRecord(self, returned.append))
+        self._slab = slab
+        #: Within the slab; bytes.
+        self._start = extent.start - slab.start
+
+    @property
+    def address(self) -> int:
+        """Where the bytes are; a slot does not move."""
+        return self._slab.address + self._start
+
+    @property
+    def tensor(self) -> Tensor:
+        """The bytes as a flat ``uint8`` CPU tensor, for copies by a stream; it does not keep the slot alive."""
+        return self._slab.tensor[self._start : self._start + self.nbytes]
+
+    @property
+    def region(self) -> Region:
+        return Region(("host slab", self._slab.serial), self._start, self._start + self.nbytes)
+
+    def write(self, source: Tensor) -> None:
+        assert source.numel() == self.nbytes
+        move_if_there(self.address, source.data_ptr(), self.nbytes)
+
+    def read(self, target: Tensor) -> None:
+        assert target.numel() == self.nbytes
+        move(target.data_ptr(), self.address, self.nbytes)
+
+    def memory(self) -> memoryview:
+        return view_of(self.address, self.nbytes, self)

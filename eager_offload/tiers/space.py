@@ -9,41 +9,41 @@ Slots are ranges of the whole and do not know of files. A disk that has no more 
 from __future__ import annotations
 
 import itertools
-import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
 from eager_offload.errors import OffloadError
-from eager_offload.tiers.crew import Crew
-from eager_offload.tiers.depth import DepthSearch
+from eager_offload.tiers.base import Slot, SlotRecord
 from eager_offload.tiers.extents import Extent, Extents
-from eager_offload.tiers.memory import PAGE, FilePart, mapped_file, round_up
+from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.tiers.forking import OwnThread
+from eager_offload.tiers.memory import PAGE, FilePart, Span, mapped_file, round_up
 from eager_offload.tiers.spill import SpillFile
 
-__all__ = ["MOST_PIECES", "Remains", "Space"]
+__all__ = ["DiskSlotRecord", "Space"]
 
 #: Bytes; a file grows by this much, or by the request where that is more.
 _GROWTH = 64 << 20
 #: Bytes of one stripe.
 _STRIPE = 4 << 20
-#: A transfer of so many bytes has several pieces in flight, none of which is smaller than this in one file.
-_LARGE, _LEAST_PIECE = 4 << 20, 1 << 20
-#: The most pieces that are in flight at a time, or one for each disk where there are more.
-MOST_PIECES = 8
+#: Bytes; a smaller transfer is carried out by one thread, file by file.
+_LARGE = 4 << 20
 
 _serial = itertools.count()
 
 
-class Remains(NamedTuple):
-    """What a slot leaves behind: its range, with what still has to be over, and how much of it was used."""
+class DiskSlotRecord(SlotRecord):
+    """What a slot leaves behind."""
 
+    __slots__ = ("extent",)
     extent: Extent
-    nbytes: int
 
 
 class _Share(NamedTuple):
@@ -60,6 +60,10 @@ class _Segment(NamedTuple):
     nbytes: int
     shares: tuple[_Share, ...]
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.nbytes
+
 
 class _Piece(NamedTuple):
     """A part of a transfer that lies in one file, in one go."""
@@ -71,34 +75,34 @@ class _Piece(NamedTuple):
     nbytes: int
 
 
+class _Part(NamedTuple):
+    """What one file has of a transfer, for whichever thread comes first."""
+
+    pieces: Sequence[_Piece]
+    over: Future[None]
+
+
 class Space:
-    """Room in ``files``, which close with it. Reading and writing need no lock, the rest does.
+    """Room in ``files``, which are new and empty and close with it. Reading and writing need no lock, the rest does."""
 
-    Args:
-        files: new and empty.
-        crew: whose threads help with large transfers.
-    """
-
-    def __init__(self, files: Sequence[SpillFile], crew: Crew) -> None:
+    def __init__(self, files: Sequence[SpillFile]) -> None:
         self.files = tuple(files)
         self.extents = Extents()
         #: Where slots end up; see [Note: slots give themselves back] in ``tiers/base.py``.
-        self.returned: deque[Remains] = deque()
-        #: What was carved and has no slot yet.
-        self.carved: Extent | None = None
+        self.returned: deque[FinalizerRecord[Slot]] = deque()
+        #: Of the slots that are alive; see [Note: finalizers] in ``finalizers.py``.
+        self._records: set[FinalizerRecord[Slot]] = set()
         self.name = ("spill space", next(_serial))
-        #: Bytes in slots that are alive or not taken up yet; the tier counts.
+        #: Bytes in slots that are alive.
         self.used = 0
         self._segments: list[_Segment] = []
-        #: How far each file is used.
-        self._ends = dict.fromkeys(self.files, 0)
-        self._crew = crew
-        self._depths = {what: self._new_search() for what in ("write", "read")}
+        #: See [Note: interrupted changes] in ``arena.py``.
+        self._is_changing = False
 
     @property
     def length(self) -> int:
         """Bytes of all files."""
-        return sum(self._ends.values())
+        return self._segments[-1].stop if self._segments else 0
 
     @property
     def where(self) -> str:
@@ -110,35 +114,77 @@ class Space:
         """Whether a disk of several has failed to write: the others serve better without it."""
         return len(self.files) > 1 and any(file.failing for file in self.files)
 
-    def depth(self, what: str) -> int:
-        """How many pieces of one transfer are in flight at a time; ``what`` is ``"write"`` or ``"read"``."""
-        return self._depths[what].depth
-
     # -- room -----------------------------------------------------------------------------------------------------
 
-    def grow(self, nbytes: int, limit: int) -> bool:
-        """Makes room for a range of ``nbytes`` at the end.
+    def take(self, nbytes: int, limit: int) -> Extent | None:
+        """A range of ``nbytes``, which is lost unless it is registered next; ``None`` where there is no room.
 
         Args:
             limit: by how much the files may grow in all, in bytes.
+        """
+        self._is_changing = True
+        extent = self.extents.allocate(nbytes)
+        if extent is None and self._grow(nbytes, limit):
+            extent = self.extents.allocate(nbytes)
+        self._is_changing = extent is not None
+        return extent
+
+    def register(self, record: DiskSlotRecord, extent: Extent) -> None:
+        """The slot of ``record`` has ``extent`` for as long as it lives."""
+        record.extent = extent
+        self._records.add(record)
+        self.used += record.nbytes
+        self._is_changing = False
+
+    def drain(self) -> int:
+        """Takes up the slots that have died; when all have, gives the buffers of transfers back to the system.
 
         Returns:
-            Whether there was room on the disks.
+            How many bytes were written since the last time.
         """
-        self._catch_up()
+        if self._is_changing:
+            self._recover()
+        while self.returned:
+            record = self.returned[0]
+            if record in self._records:
+                self._take_back(cast(DiskSlotRecord, record))
+            self.returned.popleft()
+        written = 0
+        for file in self.files:
+            while file.written:
+                written += file.written.popleft()
+            if self.used == 0:
+                file.trim()
+        return written
+
+    def _take_back(self, record: DiskSlotRecord) -> None:
+        self._is_changing = True
+        self.used -= record.nbytes
+        self.extents.release(record.extent.start, record.extent.nbytes, record.fences)
+        self._records.discard(record)
+        self._is_changing = False
+
+    def _recover(self) -> None:
+        records = [cast(DiskSlotRecord, record) for record in self._records]
+        self.extents.length = self.length
+        taken = [record.extent for record in records]
+        self.extents = self.extents.free_but_for(taken, [Extent(0, self.length)] if self.length else [])
+        self.used = sum(record.nbytes for record in records)
+        self._is_changing = False
+
+    def _grow(self, nbytes: int, limit: int) -> bool:
+        """Makes room for a range of ``nbytes`` at the end; whether there was room on the disks."""
         need = nbytes - self.extents.free_at_end
-        if need <= 0:  # what an interrupt kept from being known
-            return True
         if need > limit:
             return False
-        # Asking for what is not there would fill the disk to the brim for a moment, at the cost of everyone else on it.
+        # Asking for what is not there would fill the disk to the brim for a moment, at the cost of all else on it.
         files = list(self.files)
         while files:
             rooms = _rooms(files)
             files.sort(key=rooms.__getitem__, reverse=True)
             several, least = len(files), rooms[files[-1]] * len(files)
-            grain = several * _STRIPE if several > 1 else PAGE
-            wishes = round_up(max(several * _GROWTH, need), grain), limit // grain * grain, round_up(need, grain)
+            unit = several * _STRIPE if several > 1 else PAGE
+            wishes = round_up(max(several * _GROWTH, need), unit), limit // unit * unit, round_up(need, unit)
             refusing = files[-1]
             for step in dict.fromkeys(wishes):
                 if need <= step <= min(least, limit):
@@ -149,45 +195,42 @@ class Space:
             files.remove(refusing)
         return False
 
-    def drain(self) -> int:
-        """Takes up the slots that have died; when all have, gives the buffers of transfers back to the system.
+    def _extend(self, files: Sequence[SpillFile], nbytes: int) -> SpillFile | None:
+        """Adds a segment of ``nbytes`` in equal parts of ``files``; returns the one that refused, if one did."""
+        each, ends = nbytes // len(files), {file: self._end_of(file) for file in files}
+        for refusing in files:
+            if not refusing.extend(ends[refusing], each):
+                for file in files:
+                    file.cut_off(ends[file])
+                return refusing
+        shares = tuple([_Share(file, ends[file]) for file in files])
+        self._segments = [*self._segments, _Segment(self.length, nbytes, shares)]
+        self.extents.grow(nbytes)
+        return None
 
-        Returns:
-            How many bytes were written since the last time.
-        """
-        if self.carved is not None:
-            self.extents.release(self.carved.start, self.carved.nbytes, self.carved.fences)
-            self.carved = None
-        while self.returned:
-            remains = self.returned[0]
-            self.extents.release(remains.extent.start, remains.extent.nbytes, remains.extent.fences)
-            self.used -= remains.nbytes
-            del self.returned[0]
-        written = 0
-        for file in self.files:
-            while file.written:
-                written += file.written.popleft()
-            if self.used == 0:
-                file.trim()
-        return written
+    def _end_of(self, file: SpillFile) -> int:
+        """How far ``file`` is used."""
+        parts = [(segment.nbytes // len(segment.shares), segment.shares) for segment in self._segments]
+        ends = [share.offset + each for each, shares in parts for share in shares if share.file is file]
+        return max(ends, default=0)
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
-    def write(self, extent: Extent, source: Tensor) -> None:
-        """Writes all of ``source`` to the start of ``extent``.
+    def write(self, extent: Extent, source: Tensor, spans: Sequence[Span]) -> None:
+        """Writes the parts ``spans`` of ``source``, which begin at multiples of ``PAGE``, to the same of ``extent``.
 
         Raises:
             TransferError: the operating system refused.
         """
-        self._transfer("write", extent, source)
+        self._transfer("write", extent, source, spans)
 
-    def read(self, extent: Extent, target: Tensor) -> None:
-        """Reads the start of ``extent`` into all of ``target``.
+    def read(self, extent: Extent, target: Tensor, spans: Sequence[Span]) -> None:
+        """Reads the parts ``spans`` of ``extent``, which begin at multiples of ``PAGE``, into the same of ``target``.
 
         Raises:
             TransferError: the operating system refused.
         """
-        self._transfer("read", extent, target)
+        self._transfer("read", extent, target, spans)
 
     def mapping(self, extent: Extent, nbytes: int, owner: object) -> memoryview:
         """The first ``nbytes`` of ``extent`` as memory, which keeps ``owner``; what direct I/O writes shows there.
@@ -198,61 +241,48 @@ class Space:
         pieces = self._pieces(extent.start, nbytes)
         return mapped_file([FilePart(piece.file.descriptor, piece.offset, piece.nbytes) for piece in pieces], owner)
 
-    def _new_search(self) -> DepthSearch:
-        least = len(self.files)
-        return DepthSearch(least, max(least, MOST_PIECES))
-
-    def _extend(self, files: Sequence[SpillFile], nbytes: int) -> SpillFile | None:
-        """Adds a segment of ``nbytes`` in equal parts of ``files``; returns the one that refused, if one did."""
-        each = nbytes // len(files)
-        for refusing in files:
-            if not refusing.extend(self._ends[refusing], each):
-                for file in files:
-                    file.cut_off(self._ends[file])
-                return refusing
-        ends = dict(self._ends)
-        for file in files:
-            ends[file] += each
-        shares = tuple([_Share(file, self._ends[file]) for file in files])
-        last = self._segments[-1] if self._segments else None
-        if (
-            last is not None
-            and len(files) == 1
-            and last.shares == (_Share(files[0], self._ends[files[0]] - last.nbytes),)
-        ):
-            segments = [*self._segments[:-1], last._replace(nbytes=last.nbytes + nbytes)]
-        else:
-            start = 0 if last is None else last.start + last.nbytes
-            segments = [*self._segments, _Segment(start, nbytes, shares)]
-        # No call in between: see [Note: interrupts] in eager/ground.py.
-        self._segments, self._ends = segments, ends
-        self._catch_up()
-        return None
-
-    def _catch_up(self) -> None:
-        """Has the range allocator know of every segment; an interrupt may have kept one from it."""
-        missing = self.length - self.extents.length
-        if missing:
-            self.extents.grow(missing)
-
-    def _transfer(self, what: str, extent: Extent, tensor: Tensor) -> None:
-        nbytes = tensor.numel()
-        assert nbytes <= extent.nbytes
+    def _transfer(self, what: str, extent: Extent, tensor: Tensor, spans: Sequence[Span]) -> None:
+        assert tensor.numel() <= extent.nbytes
+        nbytes = sum(span.nbytes for span in spans)
         if self.files[0].inherited:
             raise OffloadError(
                 f"cannot {what} {nbytes} bytes on disk: they belong to the process that this one was forked from. "
                 "What was saved before a fork can only be used by the parent; run forward and backward in one process."
             )
-        carry, pieces = partial(_carry, what, tensor), self._pieces(extent.start, nbytes)
-        if nbytes < _LARGE:
-            for piece in pieces:
-                carry(piece)
-            return
-        search, began = self._depths[what], time.perf_counter()
-        if len(pieces) == 1:
-            pieces = _cut(pieces[0], search.depth)
-        self._crew.carry_out(carry, pieces, min(search.depth, len(pieces)))
-        search.note(nbytes, time.perf_counter() - began)
+        pieces = [
+            piece._replace(at=span.at + piece.at)
+            for span in spans
+            for piece in self._pieces(extent.start + span.at, span.nbytes)
+        ]
+        by_file: dict[SpillFile, list[_Piece]] = {}
+        for piece in pieces:
+            by_file.setdefault(piece.file, []).append(piece)
+        if nbytes < _LARGE or len(by_file) == 1:
+            _carry(what, tensor, pieces)
+        else:
+            self._carry_by_file(what, tensor, [_Part(pieces, Future()) for pieces in by_file.values()])
+
+    def _carry_by_file(self, what: str, tensor: Tensor, parts: Sequence[_Part]) -> None:
+        """Each part on a thread; returns or raises when nothing is under way any more."""
+        left, failures = deque(parts), list[BaseException]()
+        work = partial(_carry_parts, what, tensor, left, failures)
+        threads = [OwnThread(work, "eager_offload-disk") for _ in parts[1:]]
+        with suppress(RuntimeError):  # no thread is to be had, or the interpreter shuts down
+            for thread in threads:
+                thread.start()
+        work()
+        for part in parts:
+            part.over.result()
+        for thread in threads:
+            if thread.is_alive():
+                thread.join()
+        if failures:
+            error = failures[0]
+            failures.clear()  # a thread may have it for another moment, and the error leads to what the caller holds
+            try:
+                raise error
+            finally:
+                del error
 
     def _pieces(self, start: int, nbytes: int) -> list[_Piece]:
         """Where ``nbytes`` bytes from ``start`` on lie."""
@@ -284,29 +314,28 @@ def _rooms(files: Sequence[SpillFile]) -> dict[SpillFile, int]:
     return {file: file.room() // sharers[file.device] for file in files}
 
 
-def _goes_on(last: _Segment, shares: Sequence[_Share]) -> bool:
-    """Whether what is added at ``shares`` lies right behind the last segment, in one file."""
-    return len(shares) == 1 and last.shares == (_Share(shares[0].file, shares[0].offset - last.nbytes),)
+def _carry_parts(what: str, tensor: Tensor, left: deque[_Part], failures: list[BaseException]) -> None:
+    """Takes parts until there are none; a thread that comes too late does nothing."""
+    while True:
+        try:
+            pieces, over = left.popleft()
+        except IndexError:
+            return
+        try:
+            _carry(what, tensor, pieces)
+        except BaseException as error:
+            failures.append(error.with_traceback(None))  # its frames hold what is being moved
+        over.set_result(None)
 
 
-def _cut(piece: _Piece, depth: int) -> list[_Piece]:
-    """``piece`` in ``depth`` parts, or in fewer where they would be small."""
-    size = max(round_up(-(-piece.nbytes // depth), PAGE), _LEAST_PIECE)
-    return [
-        _Piece(piece.file, piece.at + at, piece.offset + at, min(size, piece.nbytes - at))
-        for at in range(0, piece.nbytes, size)
-    ]
-
-
-def _carry(what: str, tensor: Tensor, piece: _Piece) -> None:
-    """Moves one piece of the transfer of ``tensor``.
+def _carry(what: str, tensor: Tensor, pieces: Sequence[_Piece]) -> None:
+    """Moves ``pieces`` of the transfer of ``tensor``, one after the other.
 
     Raises:
         TransferError: the operating system refused.
     """
-    file = piece.file
-    move = file.write if what == "write" else file.read
-    try:
-        move(tensor.data_ptr() + piece.at, piece.nbytes, piece.offset)
-    except (OSError, MemoryError) as error:
-        raise file.failed(what, tensor.numel(), error) from error
+    for file, at, offset, nbytes in pieces:
+        try:
+            (file.write if what == "write" else file.read)(tensor.data_ptr() + at, nbytes, offset)
+        except (OSError, MemoryError) as error:
+            raise file.failed(what, tensor.numel(), error) from error.with_traceback(None)  # frames hold the tensor

@@ -6,18 +6,22 @@ import errno
 import os
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeAlias
 
 from torch import Tensor
 
+from eager_offload.config import size_text
 from eager_offload.errors import TransferError
 from eager_offload.tiers.forking import tell_after_fork
-from eager_offload.tiers.memory import PAGE, anonymous_slab, move, round_up, view_of
+from eager_offload.tiers.memory import PAGE, anonymous_slab, move, move_if_there, round_up, view_of
 from eager_offload.tiers.rawfile import RawFile
 
 __all__ = ["FLOOR_BYTES", "FLOOR_SHARE", "SpillFile"]
 
-#: What stays free on every disk for whoever else writes to it: this share of the disk, and at most so many bytes.
+#: What stays free on every disk for other programs: this share of the disk, and at most so many bytes.
 FLOOR_SHARE, FLOOR_BYTES = 1 / 20, 4 << 30
 
 #: Bytes a bounce buffer, and how many there may be: that many transfers run at once, the others wait for one.
@@ -27,6 +31,9 @@ _BOUNCE_BUFFERS = 4
 _CACHED_BYTES = 16 << 20
 #: How often a call may lead nowhere on end, by moving nothing or by asking to be repeated, before it counts as failed.
 _PATIENCE = 8
+
+#: A call that moves some of a buffer, to or from an offset of the file, and says how many bytes.
+_Move: TypeAlias = Callable[[memoryview, int], int]
 
 #: What a filesystem says to a call that it does not offer.
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -41,23 +48,19 @@ class _Bounce:
         self._permits = threading.BoundedSemaphore(_BOUNCE_BUFFERS)
         self._idle: deque[Tensor] = deque()
 
-    def take(self) -> Tensor:
-        self._permits.acquire()
-        try:
-            return self._idle.pop()
-        except IndexError:
-            pass
-        try:
-            return anonymous_slab(_BOUNCE_BYTES)
-        except MemoryError:
-            self._permits.release()
-            raise
-
-    def give(self, buffer: Tensor) -> None:
-        # One stays for the next transfer; the others were needed for a moment.
-        if not self._idle:
-            self._idle.append(buffer)
-        self._permits.release()
+    @contextmanager
+    def buffer(self) -> Iterator[int]:
+        """The address of a buffer, for as long as the ``with`` lasts; waits for one where all are in use."""
+        with self._permits:
+            try:
+                buffer = self._idle.pop()
+            except IndexError:
+                # Most transfers need a page of it, for their odd end.
+                buffer = anonymous_slab(_BOUNCE_BYTES, huge=False)
+            yield buffer.data_ptr()
+            # One stays for the next transfer; the others were needed for a moment.
+            if not self._idle:
+                self._idle.append(buffer)
 
     def trim(self) -> None:
         """Gives idle buffers back to the system."""
@@ -82,7 +85,7 @@ class SpillFile:
 
     def __init__(self, directory: Path, file_type: type[RawFile]) -> None:
         self.directory = directory
-        #: Bytes that went to the disk and that nobody has counted yet; whoever counts takes them out.
+        #: Bytes that went to the disk and are not counted yet; the space takes them out.
         self.written: deque[int] = deque()
         #: Whether writing or growing failed for another reason than that something was full.
         self.failing = False
@@ -104,7 +107,7 @@ class SpillFile:
         return self._raw.descriptor
 
     def room(self) -> int:
-        """Bytes by which the file may grow: those free on its disk above the floor; 0 where the disk does not tell."""
+        """Bytes by which the file may grow: those free on its disk above the floor; 0 where the disk does not say."""
         try:
             usage = self._raw.usage()
         except OSError:
@@ -128,7 +131,8 @@ class SpillFile:
 
     def cut_off(self, length: int) -> None:
         """Gives back what lies behind ``length``, if the system lets it."""
-        self._try_truncate(length)
+        with suppress(OSError):
+            self._raw.truncate(length)
 
     def write(self, address: int, nbytes: int, offset: int) -> None:
         """Writes ``nbytes`` bytes of memory to ``offset``, a multiple of ``PAGE``, and up to the next one.
@@ -137,7 +141,10 @@ class SpillFile:
             OSError, MemoryError: the operating system refused.
         """
         try:
-            self._write(address, nbytes, offset)
+            if self.memory_alignment is None:
+                self._through_the_cache(self._write_some, address, nbytes, offset, flush=True)
+            else:
+                self._write_directly(address, nbytes, offset, self.memory_alignment)
         except OSError as error:
             self._judge(error)
             raise
@@ -148,18 +155,27 @@ class SpillFile:
         Raises:
             OSError, MemoryError: the operating system refused.
         """
-        self._read(address, nbytes, offset)
+        if self.memory_alignment is None:
+            self._through_the_cache(self._raw.read_into, address, nbytes, offset, flush=False)
+            return
+        in_place = nbytes // PAGE * PAGE if address % PAGE == 0 else 0
+        self._fully(self._raw.read_into, view_of(address, in_place), offset)
+        if in_place < nbytes:
+            self._read_through_bounce(address + in_place, nbytes - in_place, offset + in_place)
 
     def failed(self, what: str, nbytes: int, error: OSError | MemoryError) -> TransferError:
-        """What a user is told when a transfer of ``nbytes`` bytes met with ``error`` here."""
+        """What a user reads when a transfer of ``nbytes`` bytes met with ``error`` here."""
         number = error.errno if isinstance(error, OSError) else errno.ENOMEM
         if number in _FULL:
-            remedy = "free some room there, lower disk_budget, or set disk_path to a directory on another disk"
+            remedy = "free some room there, or set disk_path to a directory on another disk"
         elif number == errno.ENOMEM:
             remedy = "leave the system more memory for transfers: lower max_inflight_bytes and prefetch_bytes"
         else:
             remedy = "check the disk (the kernel's log says more), or set disk_path to a directory on another one"
         reason = os.strerror(number) if number is not None else str(error)
+        if number in _FULL:
+            with suppress(OSError):
+                reason += f", with {size_text(self._raw.usage().free)} free"
         return TransferError(
             f"could not {what} {nbytes} bytes {'to' if what == 'write' else 'from'} the spill file in "
             f"{str(self.directory)!r}: {reason}. What to do: {remedy}.",
@@ -180,7 +196,8 @@ class SpillFile:
     # -- growing and probing --------------------------------------------------------------------------------------
 
     def _judge(self, error: OSError) -> None:
-        self.failing |= error.errno not in (*_FULL, errno.ENOMEM)
+        # EFAULT: the memory that was to be written is gone, which says nothing of the disk.
+        self.failing |= error.errno not in (*_FULL, errno.ENOMEM, errno.EFAULT)
 
     def _lengthen(self, length: int, nbytes: int) -> None:
         try:
@@ -190,13 +207,6 @@ class SpillFile:
                 raise
             # The filesystem cannot promise room; a write that finds none fails and is counted then.
             self._raw.truncate(length + nbytes)
-
-    def _try_truncate(self, length: int) -> bool:
-        try:
-            self._raw.truncate(length)
-        except OSError:
-            return False
-        return True
 
     def _probe(self) -> int | None:
         """The least alignment of memory that direct I/O takes here and does right; ``None`` where it takes none."""
@@ -230,19 +240,20 @@ class SpillFile:
 
     # -- moving ---------------------------------------------------------------------------------------------------
 
-    def _write(self, address: int, nbytes: int, offset: int) -> None:
-        if self.memory_alignment is None:
-            for at in range(0, nbytes, _CACHED_BYTES):
-                piece = min(_CACHED_BYTES, nbytes - at)
-                self._write_fully(view_of(address + at, piece), offset + at)
+    def _through_the_cache(self, move_some: _Move, address: int, nbytes: int, offset: int, *, flush: bool) -> None:
+        for at in range(0, nbytes, _CACHED_BYTES):
+            piece = min(_CACHED_BYTES, nbytes - at)
+            self._fully(move_some, view_of(address + at, piece), offset + at)
+            if flush:
                 self._raw.flush()
-                self._raw.forget(offset + at, round_up(piece, PAGE))
-            return
+            self._raw.forget(offset + at, round_up(piece, PAGE))
+
+    def _write_directly(self, address: int, nbytes: int, offset: int, alignment: int) -> None:
         done = 0
-        if address % self.memory_alignment == 0 and nbytes >= PAGE:
+        if address % alignment == 0 and nbytes >= PAGE:
             done = nbytes // PAGE * PAGE
             try:
-                self._write_fully(view_of(address, done), offset)
+                self._fully(self._write_some, view_of(address, done), offset)
             except OSError as error:
                 if error.errno != errno.EINVAL or address % PAGE == 0:
                     raise
@@ -252,69 +263,41 @@ class SpillFile:
             self._write_through_bounce(address + done, nbytes - done, offset + done)
 
     def _write_through_bounce(self, address: int, nbytes: int, offset: int) -> None:
-        buffer = self._bounce.take()
-        try:
-            base = buffer.data_ptr()
+        with self._bounce.buffer() as base:
             for at in range(0, nbytes, _BOUNCE_BYTES):
                 piece = min(_BOUNCE_BYTES, nbytes - at)
-                whole = round_up(piece, PAGE)
-                view = view_of(base, whole)
-                move(base, address + at, piece)
-                view[piece:] = bytes(whole - piece)
-                self._write_fully(view, offset + at)
-        finally:
-            self._bounce.give(buffer)
+                whole = view_of(base, round_up(piece, PAGE))
+                move_if_there(base, address + at, piece)
+                whole[piece:] = bytes(len(whole) - piece)
+                self._fully(self._write_some, whole, offset + at)
 
-    def _read(self, address: int, nbytes: int, offset: int) -> None:
-        if self.memory_alignment is None:
-            for at in range(0, nbytes, _CACHED_BYTES):
-                piece = min(_CACHED_BYTES, nbytes - at)
-                self._read_fully(view_of(address + at, piece), offset + at)
-                self._raw.forget(offset + at, round_up(piece, PAGE))
-            return
-        done = 0
-        if address % PAGE == 0 and nbytes >= PAGE:
-            done = nbytes // PAGE * PAGE
-            self._read_fully(view_of(address, done), offset)
-        if done == nbytes:
-            return
-        buffer = self._bounce.take()
-        try:
-            base = buffer.data_ptr()
-            for at in range(done, nbytes, _BOUNCE_BYTES):
+    def _read_through_bounce(self, address: int, nbytes: int, offset: int) -> None:
+        with self._bounce.buffer() as base:
+            for at in range(0, nbytes, _BOUNCE_BYTES):
                 piece = min(_BOUNCE_BYTES, nbytes - at)
-                self._read_fully(view_of(base, round_up(piece, PAGE)), offset + at)
+                self._fully(self._raw.read_into, view_of(base, round_up(piece, PAGE)), offset + at)
                 move(address + at, base, piece)
-        finally:
-            self._bounce.give(buffer)
 
-    def _write_fully(self, source: memoryview, offset: int) -> None:
-        done = patience = 0
-        while done < len(source):
+    def _write_some(self, source: memoryview, offset: int) -> int:
+        moved = self._raw.write_from(source, offset)
+        self.written.append(moved)
+        return moved
+
+    def _fully(self, move_some: _Move, memory: memoryview, offset: int) -> None:
+        """Repeats a call until all of ``memory`` is moved."""
+        done = in_vain = 0
+        while done < len(memory):
             try:
-                moved = self._raw.write_from(source[done:], offset + done)
+                moved = move_some(memory[done:], offset + done)
             except (InterruptedError, BlockingIOError):  # EINTR, EAGAIN: it did nothing, and asks to be repeated
                 moved = 0
-            self.written.append(moved)
-            done, patience = self._after(done, moved, patience)
-
-    def _read_fully(self, target: memoryview, offset: int) -> None:
-        done = patience = 0
-        while done < len(target):
-            try:
-                moved = self._raw.read_into(target[done:], offset + done)
-            except (InterruptedError, BlockingIOError):
-                moved = 0
-            done, patience = self._after(done, moved, patience)
-
-    def _after(self, done: int, moved: int, patience: int) -> tuple[int, int]:
-        """Where a transfer goes on after a call that moved ``moved`` bytes, and how many calls have led nowhere."""
-        reached = done + moved
-        if self.memory_alignment is not None:
-            # Direct I/O can only go on at a whole block; the rest of the last one is moved once more.
-            reached = reached // PAGE * PAGE
-        if reached > done:
-            return reached, 0
-        if patience == _PATIENCE:
-            raise OSError(errno.EIO, "the call moves no bytes, however often it is repeated")
-        return done, patience + 1
+            before, done = done, done + moved
+            if self.memory_alignment is not None:
+                # Direct I/O can only go on at a whole block; the rest of the last one is moved once more.
+                done = done // PAGE * PAGE
+            if done > before:
+                in_vain = 0
+            elif in_vain == _PATIENCE:
+                raise OSError(errno.EIO, "the call moves no bytes, however often it is repeated")
+            else:
+                in_vain += 1

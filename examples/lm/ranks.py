@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -44,6 +45,11 @@ class Rank:
         drawn = batches(read_text(), count=options.steps, batch=options.batch, sequence=options.sequence, seed=seed)
         return [Batch(batch.inputs.to(self.device), batch.targets.to(self.device)) for batch in drawn]
 
+    def print_step(self, losses: Sequence[float], writer: int = 0) -> None:
+        """The rank ``writer`` prints a line for the step whose loss came last."""
+        if self.number == writer:
+            print(f"step {len(losses)}: loss {losses[-1]:.6f}", flush=True)
+
     def tell(self, losses: Sequence[float]) -> None:
         """The first rank prints what each has used, and the losses of those that know them."""
         if self.device.type == "cpu":
@@ -83,6 +89,10 @@ def started(description: str | None, more: argparse.ArgumentParser | None = None
     offload = eo.Offload(min_bytes=options.min_bytes, **windows) if options.offload else None
     try:
         yield Rank(dist.get_rank(), dist.get_world_size(), device, options, offload)
+        # A thread of gloo may hold tensors of the last exchange yet; should it let go of them while the interpreter
+        # ends, it would abort the process. A group joins its threads once no mesh in a cycle refers to it.
+        dist.barrier()
+        gc.collect()
     finally:
         dist.destroy_process_group()
 

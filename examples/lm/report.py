@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,33 +22,35 @@ MIB = 1 << 20
 
 
 def table(results: Sequence[Result]) -> Table:
-    """One row a run; ratios are to the first. Fits a terminal of 80 columns."""
-    first = results[0]
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    """One row a mode: medians of its runs, with half of their spread; ratios are to the first. Fits 80 columns."""
+    runs: dict[str, list[Result]] = {}
+    for run in results:
+        runs.setdefault(run.mode, []).append(run)
+    first = next(iter(runs.values()))
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, header_style="bold")
     shown.add_column("", no_wrap=True)
     for header in (
         "peak\nMiB",
-        "ratio\n",
         "activ.\nMiB",
         "ratio\n",
         "step\ns",
         "ratio\n",
-        "offloaded\nMiB/step",
+        "moved\nMiB/step",
         "stall\ns/step",
     ):
         shown.add_column(header, justify="right", no_wrap=True)
-    for run in results:
+    for mode, own in runs.items():
+        activations, seconds = ([of(run) for run in own] for of in (_activations, _step_time))
         shown.add_row(
-            run.mode,
-            f"{run.peak_bytes / MIB:,.0f}",
-            _ratio(run.peak_bytes, first.peak_bytes),
-            f"{run.activation_bytes / MIB:,.0f}",
-            _ratio(run.activation_bytes, first.activation_bytes),
-            f"{run.step_time:.2f}",
-            _ratio(run.step_time, first.step_time),
-            f"{run.offloaded_bytes / run.steps / MIB:,.0f}",
-            f"{run.stall_seconds / run.steps:.2f}",
-            style="bold" if run.mode == "offload" else None,
+            mode,
+            _spread([run.peak_bytes / MIB for run in own], 0),
+            f"{median(activations):,.0f}",
+            _ratio(median(activations), median(map(_activations, first))),
+            _spread(seconds, 2),
+            _ratio(median(seconds), median(map(_step_time, first))),
+            f"{median(run.offloaded_bytes / run.steps for run in own) / MIB:,.0f}",
+            f"{median(run.stall_seconds / run.steps for run in own):.2f}",
+            style="bold" if mode == "offload" else None,
         )
     return shown
 
@@ -81,6 +84,20 @@ def save(path: Path, results: Sequence[Result], options: dict[str, Any]) -> None
         "runs": [run.as_dict() for run in results],
     }
     path.write_text(json.dumps(content, default=str) + "\n")
+
+
+def _activations(run: Result) -> float:
+    return run.activation_bytes / MIB
+
+
+def _step_time(run: Result) -> float:
+    return run.step_time
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    """The median, and half of what lies between the least and the most, if there are several."""
+    around = f" ±{(max(values) - min(values)) / 2:,.{digits}f}" if len(values) > 1 else ""
+    return f"{median(values):,.{digits}f}{around}"
 
 
 def _ratio(value: float, reference: float) -> str:

@@ -17,15 +17,15 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from eager_offload import ops
 from eager_offload.compile import (
     boundary_of,
     choose_joint,
     insert_asynchronous,
     insert_synchronous_joint,
+    ops,
     sink_waits,
 )
-from eager_offload.compile.insert import HOST
+from eager_offload.compile.insert import EXACT
 from tests.compile.split import PARTITIONERS, Split, config_of, split
 from tests.compile.test_insert import Attention
 
@@ -61,7 +61,7 @@ def devices_of(*graphs: Graph) -> dict[str, list[str]]:
         for node in graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, Tensor):
-                kind = "offload" if node.meta.get(HOST) else "reload" if node.target is ops.reload else "others"
+                kind = "offload" if EXACT in node.meta else "reload" if node.target is ops.reload else "others"
                 found[kind].add(value.device.type)
     return {kind: sorted(types) for kind, types in found.items()}
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from eager_offload import Offload, OffloadStats, ops
+from eager_offload import Offload, OffloadStats
+from eager_offload.compile import ops
 from eager_offload.compile.graphs import nbytes_of
+from eager_offload.compile.host_tensors import bytes_of
 from eager_offload.compile.insert import insert_asynchronous
-from eager_offload.parcels import parcel_of
-from eager_offload.runtime.checker import Violation
-from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.simulation.checker import Violation
+from eager_offload.simulation.simulated import SimulatedRuntime
 
 __all__ = [
     "CONFIG",
@@ -95,7 +96,7 @@ def _pinned(dependencies: object, operator: Callable[..., Any], *inputs: Tensor)
 
 def _has_bytes(value: object) -> bool:
     """Not the host tensors: whoever saves them only keeps them."""
-    return isinstance(value, Tensor) and parcel_of(value) is None
+    return isinstance(value, Tensor) and bytes_of(value) is None
 
 
 def asynchronous(program: Callable[..., object], *inputs: Tensor) -> Graph:

@@ -25,6 +25,8 @@ from eager_offload import _torch
 from eager_offload.compile.backend import eager_offload as backend
 from eager_offload.compile.inductor import OrderTransfers, Partitioner, with_passes
 
+pytestmark = pytest.mark.xdist_group("backend")
+
 ROOT = Path(eo.__file__).parent.parent
 SMALL: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0, "tier": "disk"}
 
@@ -42,7 +44,7 @@ def offload(tmp_path: Path) -> Iterator[eo.Offload]:
     yield one
     gc.collect()
     assert one.stats(synchronize=True).offloaded_bytes > 0, "something moved"
-    lane = one._lanes.of(torch.device("cpu"))
+    lane = one._offloaders.of(torch.device("cpu"))
     assert lane is not None
     assert not any(lane.census())
     one.close()
@@ -224,14 +226,12 @@ def in_thread(call: Callable[[], object]) -> None:
     thread.join()
 
 
-def test_a_compiler_that_asks_no_hooks_is_offloaded_around_its_graphs(
+def test_a_compiler_that_inlines_no_hooks_is_offloaded_around_its_graphs(
     offload: eo.Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = model()
     expected = step(one, list(one.parameters()))
-    from torch._functorch._aot_autograd import graph_compile
-
-    monkeypatch.delattr(graph_compile, "_get_saved_tensor_hook_context")
+    monkeypatch.setattr(_torch, "_HOOK_INLINING", "no_such_name")
     compiled = torch.compile(one, backend="aot_eager")
     with pytest.warns(RuntimeWarning, match="does not let saved-tensor hooks into compiled graphs"), offload:
         results = step(compiled, list(one.parameters()))

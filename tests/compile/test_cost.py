@@ -15,11 +15,10 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import eager_offload as eo
-from eager_offload import ops
-from eager_offload.compile import cost
+from eager_offload.compile import cost, ops
 from eager_offload.compile.cost import Rates, bandwidth_of, flops_of, rates_of, roofline, traffic_of
 from eager_offload.runtime.base import Direction
-from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.simulation.simulated import SimulatedRuntime
 
 CPU = torch.device("cpu")
 

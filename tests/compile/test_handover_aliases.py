@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import eager_offload as eo
-from eager_offload import ops
+from eager_offload.compile import ops
 from tests.compile.compiled import BOTH, Compile, compare, fresh_compiler, step_of
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 import eager_offload.compile as passes
-from eager_offload import ops
-from eager_offload.compile import insert_asynchronous, insert_synchronous
+from eager_offload.compile import insert_asynchronous, insert_synchronous, ops
 from eager_offload.stats import KeepReason
 from tests.compile.compiled import BOTH, compare, step_of
 from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly, config_of, split
+from tests.releases import wrong_before
 
 
 class Attention(nn.Module):
@@ -199,18 +199,22 @@ def test_what_is_counted_comes_back_in_all_of_its_storage_where_shapes_change() 
     assert [group.base.name for group in choice.groups if group.counted] == ["mm"]
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor", marks=[pytest.mark.long, wrong_before((2, 12), "Inductor alone gives other gradients")]
+        ),
+    ],
+)
 @pytest.mark.parametrize("program", COUNTED)
 def test_compiled_code_may_count_from_the_beginning_of_a_storage(
     program: Callable[[Tensor], Tensor], backend: str
 ) -> None:
     stats = compare(step_of(program, square(64), fullgraph=True), backend)
-    stays = stats.kept_bytes.get(KeepReason.LAYOUT, 0)
-    if backend == "aot_eager":
-        assert stays > 0, "hooks hand over one value at a time, and so no storage that several are views of"
-    else:
-        assert stays == 0
-        assert stats.bytes_out >= 2 * 64 * 64 * 4
+    assert stats.kept_bytes.get(KeepReason.LAYOUT, 0) == 0
+    assert stats.bytes_out >= 2 * 64 * 64 * 4
 
 
 @BOTH

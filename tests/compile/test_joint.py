@@ -15,8 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
-from eager_offload import ops
-from eager_offload.compile import boundary_of, choose_joint, insert_asynchronous, insert_synchronous_joint
+from eager_offload.compile import boundary_of, choose_joint, insert_asynchronous, insert_synchronous_joint, ops
 from tests.compile.split import config_of, moving, reasons, stats_of
 from tests.compile.test_insert import Attention, square, tokens
 from tests.proof.bits import same_bits

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.library import opcheck
 
 import eager_offload as eo
-from eager_offload import active, ops
-from eager_offload.eager.lane import Census
+from eager_offload import active
+from eager_offload.compile import ops
+from eager_offload.engine.offloader import Census
 from eager_offload.tiers.base import Slot, Tier
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import DiskBackend, assert_balanced
@@ -33,10 +34,10 @@ def offload(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[eo.Offlo
     fields = {"disk_path": tmp_path} if request.param == "disk" else {}
     with pytest.warns(RuntimeWarning) if request.param == "host" and first_on_host() else nullcontext():
         one = eo.Offload(min_bytes=0, tier=request.param, **fields)
-        one.transfers_of(CPU)
-    active.entered(one)
+        one.offloader_of(CPU)
+    one.__enter__()
     yield one
-    active.left(one)
+    one.__exit__(None, None, None)
     gc.collect()
     assert census(one) == NOTHING
     one.close()
@@ -44,14 +45,14 @@ def offload(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[eo.Offlo
 
 def first_on_host() -> bool:
     """Whether nobody in this process has been told yet that the host tier saves nothing on a CPU."""
-    from eager_offload.eager import lanes
+    from eager_offload.engine import offloaders
 
-    return not lanes._told_about_host_tier.is_set()
+    return not offloaders._warned_of_host_tier.is_set()
 
 
 def census(one: eo.Offload) -> Census:
     one.stats(synchronize=True)
-    lane = one._lanes.of(CPU)
+    lane = one._offloaders.of(CPU)
     assert lane is not None
     return lane.census()
 
@@ -203,10 +204,10 @@ def test_memory_that_the_system_does_not_map_is_copied(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(DiskSlot, "memory", refuse)
     one = eo.Offload(tier="disk", disk_path=tmp_path)
-    active.entered(one)
+    one.__enter__()
     source = torch.randn(64, 64)
     host = ops.offload(source, config=one.config_text)
-    active.left(one)
+    one.__exit__(None, None, None)
     assert torch.equal(ops.reload(host, CPU), source)
     assert one.stats(synchronize=True).kept_bytes == {"budget": source.nbytes}
     del host
@@ -218,11 +219,11 @@ def test_memory_that_the_system_does_not_map_is_copied(tmp_path: Path, monkeypat
 
 def test_a_conjugate_whose_write_fails_is_what_it_was(tmp_path: Path) -> None:
     one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "write"))
-    active.entered(one)
+    one.__enter__()
     source = torch.randn(8, 8, dtype=torch.complex64).conj()
     with pytest.warns(RuntimeWarning, match="failed"):
         host = moved(source, one.config_text, wait=False)
-    active.left(one)
+    one.__exit__(None, None, None)
     assert torch.equal(ops.reload(host, CPU), source)
     del host
     one.close()
@@ -235,16 +236,38 @@ def test_an_interrupt_while_a_reload_is_waited_for_lets_the_copy_go_on(
     host = ops.offload(source, config=offload.config_text)
     back = ops.reload(host, CPU, wait=False)
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    (lane,) = offload._lanes.all()
+    (lane,) = offload._offloaders.all()
     with monkeypatch.context() as patch:
         patch.setattr(lane.runtime, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ops.wait_tensor(back, host)
     ops.wait_tensor(back, host)
     assert torch.equal(back, source)
+
+
+def test_outside_of_every_context_what_an_interrupt_has_crashed_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = eo.Offload(tier="disk", disk_path=tmp_path, min_bytes=0)
+    source = torch.randn(64, 64)
+    monkeypatch.setattr(active.maker, "new", lambda config: one)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.offloader_of(CPU), "reserve", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ops.offload(source, config=one.config_text)
+    assert torch.equal(ops.reload(ops.offload(source, config=one.config_text), CPU), source)
+    stats = one.stats(synchronize=True)
+    assert stats.bytes_out == stats.bytes_in == source.nbytes
+    assert stats.is_approximate
+    active._standing.pop(one.config_text)
+    one.close()
 
 
 def test_another_thread_has_its_own_innermost_context(offload: eo.Offload) -> None:
@@ -304,14 +327,14 @@ class RefusingSlot(Slot):
 def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
     with DiskBackend() as disk:
         offload = disk.offload()
-        active.entered(offload)
+        offload.__enter__()
         source = torch.randn(64, 64)
         with disk.gate() as gate:
             gate_keeper = threading.Thread(target=open_when_somebody_waits, args=(gate, offload))
             gate_keeper.start()
             host = ops.offload(source, config=offload.config_text, region="")
             gate_keeper.join()
-        active.left(offload)
+        offload.__exit__(None, None, None)
         stats = offload.stats(synchronize=True)
         assert stats.bytes_out == source.nbytes
         assert stats.seconds > stats.window_stall_seconds == stats.stall_seconds > 0
@@ -323,7 +346,7 @@ def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
 def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: bool, tmp_path: Path) -> None:
     one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "room"))
-    active.entered(one)
+    one.__enter__()
     source = torch.full((1 << 26,), 3.0)  # 256 MiB
     with pytest.warns(RuntimeWarning, match="no room"), at_most(1 << 26), pytest.raises(eo.CapacityError) as caught:
         moved(source, one.config_text, wait)
@@ -335,7 +358,7 @@ def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: 
     assert torch.equal(back, source[:64])
     del host
     gc.collect()
-    active.left(one)
+    one.__exit__(None, None, None)
     assert census(one) == NOTHING
     one.close()
 
@@ -356,12 +379,12 @@ def at_most(nbytes: int) -> Iterator[None]:
 @pytest.mark.parametrize(("what", "reason"), [("room", "budget"), ("write", "failed")])
 def test_bytes_that_cannot_leave_are_copied(what: str, reason: str, wait: bool, tmp_path: Path) -> None:
     one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, what))
-    active.entered(one)
+    one.__enter__()
     source = torch.randn(64, 64)
     expected = source.clone()
     with pytest.warns(RuntimeWarning, match="no room|failed"):
         host = moved(source, one.config_text, wait)
-    active.left(one)
+    one.__exit__(None, None, None)
     source.zero_()
     back = ops.reload(host, CPU, wait=wait)
     if not wait:
@@ -380,9 +403,9 @@ def test_bytes_that_cannot_leave_are_copied(what: str, reason: str, wait: bool, 
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
 def test_bytes_that_do_not_come_back_raise(wait: bool, tmp_path: Path) -> None:
     one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "read"))
-    active.entered(one)
+    one.__enter__()
     host = ops.offload(torch.randn(64, 64), config=one.config_text)
-    active.left(one)
+    one.__exit__(None, None, None)
     with pytest.raises(eo.TransferError, match="on purpose"):
         ops.wait_tensor(ops.reload(host, CPU, wait=wait), host)
     del host

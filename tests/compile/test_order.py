@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from eager_offload import OffloadError, ops
+from eager_offload import OffloadError
+from eager_offload.compile import ops
 from eager_offload.compile.graphs import copied
 from eager_offload.compile.insert import insert_asynchronous
 from eager_offload.compile.order import pin, prefetch, sink_waits
@@ -243,7 +244,7 @@ def test_a_value_that_is_used_before_its_wait_is_reported(number: int) -> None:
     assert run(graph, X, WEIGHT).violations
 
 
-def test_a_source_that_is_written_over_before_its_wait_is_reported() -> None:
+def test_a_source_that_is_written_over_before_its_wait_is_reported(violations: list[str]) -> None:
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.sin()
         host = ops.offload(y, config=CONFIG)
@@ -255,3 +256,5 @@ def test_a_source_that_is_written_over_before_its_wait_is_reported() -> None:
     of_kind(graph, ops.offload)[0].append(change)
     graph.lint()
     assert run(graph, X).violations
+    assert violations, "the sanitizer sees it too"
+    violations.clear()

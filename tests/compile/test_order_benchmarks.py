@@ -12,6 +12,8 @@ pytest.importorskip("rich", reason="the demo's extra is not installed")
 
 from benchmarks import compiled_passes, compiled_simulate
 
+pytestmark = pytest.mark.long
+
 
 def written(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(path.read_text())

@@ -12,8 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph
 
 import eager_offload as eo
-from eager_offload import ops
-from eager_offload.compile import inductor
+from eager_offload.compile import inductor, ops
 from eager_offload.compile.cost import counts_flops
 from eager_offload.compile.graphs import copied
 from eager_offload.compile.order import pin_in_place

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from eager_offload import ops
+from eager_offload.compile import ops
 from eager_offload.compile.graphs import nbytes_of, storage_of
 from eager_offload.compile.insert import insert_asynchronous
 from eager_offload.compile.order import pin, prefetch, sink_waits

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import assume, note
 from hypothesis import strategies as st
 from torch import Tensor
 
 import eager_offload as eo
 from tests.compile.compiled import Compile, compare, compiler, fresh_compiler, plain, results_of, same_results
 from tests.proof.programs import BINARY, CHANGES, UNARY, VIEWS, Leaf
+from tests.sampling import search
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -110,17 +111,9 @@ def functions(backend: str) -> st.SearchStrategy[Function]:
     return st.builds(Function, leaves, calls, st.integers(1, 3))
 
 
-def explore(backend: str, examples: int) -> None:
+def explore(backend: str, fixed: int, seconds: float = 0.0) -> None:
     seen = Counter[str]()
 
-    @settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(functions(backend), st.sampled_from([0, 0, 200]), st.sampled_from([0, 0, 700]))
     def every_function(drawn: Function, min_bytes: int, keep_last_bytes: int) -> None:
         function = drawn.that_run()
         assume(runs(function) and compiles(function, backend))
@@ -132,9 +125,10 @@ def explore(backend: str, examples: int) -> None:
 
     # With vectors of 512 bits that a row does not fill, Inductor alone gives one of two results for some functions.
     with inductor_config.patch({"cpp.simdlen": 256}):
-        every_function()
+        min_bytes, keep_last_bytes = st.sampled_from([0, 0, 200]), st.sampled_from([0, 0, 700])
+        search(every_function, functions(backend), min_bytes, keep_last_bytes, fixed=fixed, seconds=seconds)
     print(seen)
-    assert seen["moved"] > examples // 2, seen
+    assert seen["moved"] > fixed // 2, seen
     assert seen["bytes_in"] > 0
 
 
@@ -176,10 +170,10 @@ def test_random_functions_are_exact_on_aot_eager() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)  # compiles each function two or three times
 def test_many_random_functions_are_exact_on_aot_eager() -> None:
-    explore("aot_eager", 100)
+    explore("aot_eager", 30, seconds=20)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)  # the C++ compiler takes most of it
 def test_some_random_functions_are_exact_on_inductor() -> None:
-    explore("inductor", 12)
+    explore("inductor", 4, seconds=30)

@@ -50,7 +50,10 @@ def fresh() -> Iterator[None]:
 def test_entering_again_compiles_nothing() -> None:
     run, offload = Counted(), eo.Offload(**FIELDS)
     assert [run.step(offload) for _ in range(4)] == [1, 1, 1, 1]
-    assert offload.stats().compiled_regions == 4
+    stats = offload.stats()
+    assert (stats.compiled_graphs, stats.compiled_regions, stats.steps) == (1, 4, 4)
+    assert "compiled   1 graph, 4 runs" in str(stats)
+    assert stats.without_offload_bytes_peak == (stats.bytes_out + stats.kept_bytes["alive"]) / 4, "of one step"
     offload.close()
 
 

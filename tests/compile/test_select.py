@@ -280,3 +280,25 @@ def test_a_storage_that_a_graph_writes_to_stays() -> None:
     assert written
     assert choice.groups
     assert not written & moving(choice)
+
+
+_library = torch.library.Library("eager_offload_test_select", "DEF")  # type: ignore[no-untyped-call]
+_library.define("same(Tensor x) -> Tensor")
+_library.impl("same", lambda x: x, "CompositeExplicitAutograd")
+torch.library.register_autograd("eager_offload_test_select::same", lambda context, one: one.clone(), lib=_library)
+
+
+def test_h35_what_an_operator_hands_back_undeclared_stays() -> None:
+    """Compilers take it for memory of its own, and compute into it; as they would have done with nothing offloaded."""
+
+    def program(x: Tensor) -> Tensor:
+        given = x.sin()
+        taken = given.exp() * given
+        back = torch.ops.eager_offload_test_select.same(given)
+        return (back.cos() * taken).sum()
+
+    # torch itself tells of such an operator: by a warning, and where CI is set by an error.
+    with torch._functorch.config.patch(error_on_custom_op_aliasing=False):
+        _, choice = chosen(program, leaf(8, 8))
+    assert reasons(choice)["sin"] == "alive"
+    assert moving(choice)

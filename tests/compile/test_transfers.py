@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
 import eager_offload as eo
-from eager_offload import active, ops
-from eager_offload.runtime.base import Direction
-from eager_offload.runtime.recording import Recorded, Recording, Waited
-from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.compile import ops
+from eager_offload.runtime.base import Direction, Layout, Stream
+from eager_offload.simulation.recording import Recorded, Recording, Waited
+from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.doubles.recorded_backend import RecordedBackend
-from tests.hazards.backends import Backend, CheckedBackend, SimulatedBackend, lane_of
+from tests.hazards.backends import Backend, CheckedBackend, SimulatedBackend, offloader_of
 
 CPU = torch.device("cpu")
 
@@ -24,9 +25,9 @@ CPU = torch.device("cpu")
 def offload(backend: Backend) -> Iterator[eo.Offload]:
     """One that is active while the test runs."""
     one = backend.offload()
-    active.entered(one)
+    one.__enter__()
     yield one
-    active.left(one)
+    one.__exit__(None, None, None)
     gc.collect()
 
 
@@ -71,6 +72,30 @@ def test_memory_is_used_again_as_soon_as_the_waits_allow(late: bool, offload: eo
     assert (stats.bytes_out, stats.bytes_in) == (x.nbytes, 2 * x.nbytes)
 
 
+@pytest.mark.parametrize("refusals", [1, 2])
+def test_a_reload_without_room_is_tried_again_when_nothing_is_on_its_way(
+    refusals: int, backend: Backend, offload: eo.Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Program(offload)
+    x, other = program.make(1), program.make(2)
+    host, leaving = program.leave(x, late=False), program.leave(other, late=True)
+    allocate, refused = backend.runtime.allocate, list[int]()
+
+    def full(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
+        refused.append(offloader_of(offload).inflight_bytes)
+        if len(refused) <= refusals:
+            raise torch.OutOfMemoryError("no room, on purpose")
+        return allocate(layout, device, stream)
+
+    monkeypatch.setattr(backend.runtime, "allocate", full)
+    with pytest.raises(torch.OutOfMemoryError) if refusals == 2 else nullcontext():
+        assert torch.equal(program.come_back(host, late=False), program.make(1))
+    assert refused[1] == 0, "what was on its way out has left"
+    ops.wait_tensor(leaving, other)
+    assert torch.equal(program.come_back(host, late=False), program.make(1)), "the next one finds room"
+    assert not offload.stats(synchronize=True).is_approximate
+
+
 def test_many_are_on_their_way_at_once(backend: Backend, offload: eo.Offload) -> None:
     program, count = Program(offload), 6
     sources = [program.make(seed) for seed in range(count)]
@@ -80,12 +105,12 @@ def test_many_are_on_their_way_at_once(backend: Backend, offload: eo.Offload) ->
     for host, x in zip(hosts, sources, strict=True):
         ops.wait_tensor(host, x)
         x.zero_()
-    assert lane_of(offload).census().pending == 0
+    assert offloader_of(offload).census().in_flight == 0
     targets = [program.come_back(host, late=True) for host in reversed(hosts)]
     for seed, host, target in zip(reversed(range(count)), reversed(hosts), targets, strict=True):
         ops.wait_tensor(target, host)
         assert torch.equal(target * 1, program.make(seed))
-    assert lane_of(offload).resident_bytes == 0
+    assert offloader_of(offload).resident_bytes == 0
 
 
 def test_a_slot_is_written_again_after_its_last_read() -> None:
@@ -94,7 +119,7 @@ def test_a_slot_is_written_again_after_its_last_read() -> None:
     with simulated.checked(recording) as checker:
         offload = eo.Offload(runtime=simulated, tier="host")
         program = Program(offload)
-        active.entered(offload)
+        offload.__enter__()
         for seed in range(4):
             x = program.make(seed)
             host = program.leave(x, late=True)
@@ -103,7 +128,7 @@ def test_a_slot_is_written_again_after_its_last_read() -> None:
             del host
             ops.wait_tensor(back)  # by a stream: the host does not know when that will be
             assert torch.equal(back * 1, program.make(seed))
-        active.left(offload)
+        offload.__exit__(None, None, None)
         offload.close()
     checker.assert_clean()
     out, into = (simulated.transfer_stream(CPU, direction) for direction in (Direction.OUT, Direction.IN))
@@ -139,12 +164,14 @@ def test_ends_of_a_transfer_that_nobody_waits_for_outlive_it(lost: str, backend:
     del x, host
     gc.collect()
     if isinstance(backend, SimulatedBackend):  # where nothing is carried out before somebody waits for it
-        assert lane_of(offload).census().used_bytes == nbytes, "what is written or read is not free to be used again"
+        assert offloader_of(offload).census().used_bytes == nbytes, (
+            "what is written or read is not free to be used again"
+        )
     program.make(2).zero_()  # what is freed too early is written here
     offload.stats(synchronize=True)
-    assert lane_of(offload).census().pending == 0
+    assert offloader_of(offload).census().in_flight == 0
     gc.collect()
-    assert not any(lane_of(offload).census())
+    assert not any(offloader_of(offload).census())
 
 
 @pytest.fixture(params=[SimulatedBackend, RecordedBackend], ids=lambda kind: kind.name)
@@ -155,19 +182,21 @@ def checked(request: pytest.FixtureRequest) -> CheckedBackend:
 
 
 @pytest.mark.parametrize("wrong", ["the source is written over", "the target is read"])
-def test_a_wait_that_comes_too_late_is_reported(wrong: str, checked: CheckedBackend) -> None:
+def test_a_wait_that_comes_too_late_is_reported(wrong: str, checked: CheckedBackend, violations: list[str]) -> None:
     with pytest.raises(AssertionError), checked:
         with_a_late_wait(checked.offload(), source=wrong == "the source is written over")
     assert checked.checker is not None
     assert checked.checker.violations
+    assert len(violations) == (wrong == "the source is written over")
+    violations.clear()
 
 
 def with_a_late_wait(offload: eo.Offload, *, source: bool) -> None:
     program = Program(offload)
-    active.entered(offload)
+    offload.__enter__()
     x = program.make(1)
     host = program.leave(x, late=source)
-    active.left(offload)
+    offload.__exit__(None, None, None)
     if source:
         x.zero_()
         ops.wait_tensor(host, x)

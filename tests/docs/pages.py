@@ -16,8 +16,9 @@ import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
 
-__all__ = ["PAGES", "ROOT", "Block", "blocks", "name"]
+__all__ = ["PAGES", "ROOT", "Block", "blocks", "links", "name"]
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -33,12 +34,16 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a page: ``language`` is what its fence says, ``line`` where its code begins in the file."""
+    """A block of a page: ``language`` is what its fence says, ``line`` where its code begins in the file.
+
+    No reader sees one that is ``hidden``.
+    """
 
     page: Path
     line: int
     language: str
     code: str
+    hidden: bool
 
     def __str__(self) -> str:
         return f"{name(self.page)}:{self.line}"
@@ -56,5 +61,13 @@ def blocks(page: Path, *languages: str) -> list[Block]:
         part, language = ("code", match["language"]) if match["setup"] is None else ("setup", "python")
         if not languages or language in languages:
             line = text.count("\n", 0, match.start(part)) + 1
-            found.append(Block(page, line, language, textwrap.dedent(match[part])))
+            found.append(Block(page, line, language, textwrap.dedent(match[part]), part == "setup"))
     return found
+
+
+def links(page: Path) -> list[SplitResult]:
+    """Where the text of ``page`` links to in this repository, its pictures among them."""
+    # What a block of code shows is no link; images have attributes that only the site reads.
+    text = re.sub(r"^([ \t]*)```.*?^\1```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = map(urlsplit, re.findall(r"\]\(([^)\s]+)\)", text))
+    return [link for link in found if not link.scheme]

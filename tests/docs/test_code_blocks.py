@@ -29,14 +29,10 @@ import yaml
 import eager_offload as eo
 from tests.docs.pages import PAGES, ROOT, Block, blocks, name
 
+pytestmark = pytest.mark.long
+
 _LANGUAGES = {"python", "bash", "yaml", "toml", "json", "text"}
-#: Pages that compile, import a framework or train longer than `make test` should wait.
-_LONG = re.compile(r"README\.md|docs/compiled\.md|docs/integrations/.*")
-_WITH_CODE = [
-    pytest.param(page, id=name(page), marks=pytest.mark.long if _LONG.fullmatch(name(page)) else ())
-    for page in PAGES
-    if blocks(page, "python")
-]
+_WITH_CODE = [pytest.param(page, id=name(page)) for page in PAGES if blocks(page, "python")]
 #: Started by others than us, and taken as they are.
 _LAUNCHERS = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
 #: What a page calls the program of whoever reads it.
@@ -49,6 +45,13 @@ import json, sys
 for file, line, code in json.load(open(sys.argv[1])):
     exec(compile("\\n" * (line - 1) + code, file, "exec"), globals())
 """
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES])
+def test_code_fits_a_narrow_page(page: Path) -> None:
+    """Without a bar to scroll beside the text. Output is as wide as it is, and what is hidden has no width."""
+    shown = [block for block in blocks(page, *_LANGUAGES - {"text"}) if not block.hidden]
+    assert [line for block in shown for line in block.code.splitlines() if len(line) > 72] == []
 
 
 @pytest.mark.parametrize("page", _WITH_CODE)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from eager_offload.observe.doctor.findings import Device, SelfTest, Speed
-from eager_offload.observe.doctor.verdict import hidden_from_width, verdict
+from eager_offload.observe.doctor.diagnosis import Device, SelfTest, Speed, hidden_from_width, verdict
 from tests.docs.pages import ROOT
 from tests.observe.browser import CHROMIUM, Browser
+
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("roofline")]
 
 SCRIPT = ROOT / "docs" / "javascripts" / "roofline.js"
 RESULTS = ROOT / "benchmarks" / "results"

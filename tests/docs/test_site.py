@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -21,8 +22,12 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import yaml
 
-from tests.docs.pages import PAGES, ROOT, name
+import eager_offload as eo
+from eager_offload.config import VERSION
+from tests.docs.pages import PAGES, ROOT, links, name
 from tests.observe.browser import CHROMIUM, Browser
+
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("site")]
 
 WIDTHS = {"phone": 390, "desktop": 1280}
 
@@ -40,7 +45,11 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.loads: list[str] = []
         self.anchors: set[str] = {""}
+        self.text = ""
         self.feed(path.read_text())
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         given = {key: value or "" for key, value in attributes}
@@ -80,6 +89,24 @@ def test_every_page_is_built_and_what_the_navigation_names_is_there(site: Path) 
     listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert listed == pages
     assert all((site / page).with_suffix(".html").is_file() for page in pages)
+
+
+@needs_mkdocs
+def test_the_site_has_the_version_and_what_is_new(site: Path) -> None:
+    assert f"eager_offload {VERSION} " in (site / "index.html").read_text()
+    assert VERSION in Page(site / "changelog.html").text
+
+
+@needs_mkdocs
+def test_the_page_of_the_api_has_what_the_contract_has_and_no_internals(site: Path) -> None:
+    anchors = Page(site / "api.html").anchors
+    shown = {anchor.removeprefix("eager_offload.") for anchor in anchors if anchor.startswith("eager_offload.")}
+    methods = {name.removeprefix("Offload.") for name in shown if name.startswith("Offload.")}
+    assert methods == {"stats", "reset_stats", "compile", "trace", "close"}
+    assert {f"OffloadStats.{name}" for name in ("device_bytes_peak", "to_dict", "advice")} <= shown
+    settings = {name.removeprefix("OffloadConfig.") for name in shown if name.startswith("OffloadConfig.")}
+    assert settings >= {field.name for field in dataclasses.fields(eo.OffloadConfig)} | {"from_env", "from_dict"}
+    assert not settings & {"to_text", "size", "delay_bytes"}
 
 
 @needs_mkdocs
@@ -125,17 +152,14 @@ def slug(heading: str) -> str:
 @pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES])
 def test_every_link_of_a_source_leads_somewhere(page: Path) -> None:
     """Where the sources are read as they are, beside the code."""
-    text = re.sub(r"^([ \t]*)```.*?^\1```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    # Images have attributes that only the site reads.
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        to = urlsplit(link)
-        if to.scheme:
-            continue
+    for file in re.findall(r"`((?:benchmarks|examples|tests)/[\w/]+\.\w+)`", page.read_text()):
+        assert (ROOT / file).is_file(), f"{name(page)}: {file}"
+    for to in links(page):
         target = (page.parent / to.path).resolve() if to.path else page
-        assert target.exists(), f"{name(page)}: {link}"
+        assert target.exists(), f"{name(page)}: {to.geturl()}"
         if to.fragment and target.suffix == ".md" and target.name != "api.md":  # its anchors come from docstrings
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
-            assert to.fragment in {slug(heading) for heading in headings}, f"{name(page)}: {link}"
+            assert to.fragment in {slug(heading) for heading in headings}, f"{name(page)}: {to.geturl()}"
 
 
 @contextmanager
@@ -157,7 +181,6 @@ def served(site: Path) -> Iterator[str]:
 
 
 @needs_mkdocs
-@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_pages_fit_a_phone_and_a_desktop_in_both_schemes(site: Path, tmp_path: Path) -> None:
     colours: dict[bool, set[str]] = {False: set(), True: set()}

@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import re
+from pathlib import Path
 
-from eager_offload.observe.advice import RULES
+import pytest
+
+from eager_offload.observe import advice
 from tests.docs.pages import ROOT
 
+#: These say how long compute waited or what came too soon, which on a busy machine is another thing each time.
+_TIMED = {advice.slow_link, advice.full_window, advice.late_reloads, advice.windows_hold_all, advice.asked_too_soon}
 
-def test_every_rule_is_in_the_table_in_its_own_words() -> None:
+
+def test_every_piece_of_advice_is_there_in_its_own_words() -> None:
     page = (ROOT / "docs" / "tuning.md").read_text()
     told = re.findall(r'^\| "([^"]+)"', page, re.MULTILINE)
-    assert len(told) == len(RULES)
-    for words, rule in zip(told, RULES, strict=True):
+    assert len(told) == len(advice.RULES)
+    otherwise = re.findall(r'"([^"]+)"', page.partition("If nothing of this holds")[2])
+    assert len(otherwise) == 2
+    for words, rule in zip(told + otherwise, [*advice.RULES, *[advice._is_fine] * 2], strict=True):
         source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", inspect.getsource(rule))
         assert words in source, (words, rule.__name__)
+
+
+def test_what_the_page_shows_is_what_its_code_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to what timing decides, such as which bytes were still resident."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(advice, "RULES", [rule for rule in advice.RULES if rule not in _TIMED])
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    names: dict[str, object] = {"__name__": "page"}
+    compared = 0
+    for language, body in re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(body, "tuning.md", "exec"), names)
+        elif language == "text":
+            assert _lasting(printed.getvalue()) == _lasting(body)
+            compared += 1
+    assert compared == 4
+
+
+def _lasting(printed: str) -> list[str]:
+    """Of most lines, what they are about; of the first, all but the peak with offload and how long compute waited."""
+    whole = ("device peak", "nothing moved", " ", "saved", "advice")
+    rows = re.compile(r" +(saves|\d[\d,-]*)  ")  # of a step plan: timing decides which are alike
+    lines = [line for line in printed.splitlines() if not rows.match(line)]
+    lines = [line if line.startswith(whole) else line.split()[0] for line in lines]
+    timed = r"(?<=tensors )[\d.]+ \w+|(?<=\()[+-]?\d+ %(?=\))|(?<=waited )[\d.]+ %|(?<=stalled )[\d.]+ %"
+    return [re.sub(timed, "_", line) for line in lines]

@@ -26,8 +26,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from eager_offload.runtime.accelerator import AcceleratorStream
-from eager_offload.runtime.base import Log, Stream
+from eager_offload.runtime.accelerator_api import AcceleratorApi
+from eager_offload.runtime.base import Stream
+from eager_offload.simulation.log import Log
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.memory import PAGE
 from tests.doubles.recording_streams import Key, Mark, RecordingEvent, RecordingStream, Step
@@ -47,7 +48,7 @@ class _Block:
     announced: bool = False
 
 
-class RecordingAccelerator:
+class RecordingAccelerator(AcceleratorApi):
     """The machine: an ``AcceleratorApi`` for the runtime and a ``Naming`` for its log.
 
     Args:
@@ -83,6 +84,8 @@ class RecordingAccelerator:
         #: Bytes that are registered, by address; and those that torch would have pinned, each block a power of two.
         self.registered: dict[int, int] = {}
         self.pinned_by_torch = 0
+        #: Streams that are being captured.
+        self.captured: set[Key] = set()
         #: Runs inside every ``copy``, on the thread that makes it.
         self.during_copy: Callable[[], object] = lambda: None
         #: Every call, in order, with the stream or device that it was about.
@@ -121,6 +124,9 @@ class RecordingAccelerator:
     def current_stream(self, device: torch.device) -> torch.Stream:
         assert 0 <= device.index < self.devices
         return RecordingStream(self, self.selected(device.index))
+
+    def is_capturing(self, index: int | None) -> bool:
+        return self.selected(self.current_device_index() if index is None else index) in self.captured
 
     def set_stream(self, stream: torch.Stream) -> None:
         assert isinstance(stream, RecordingStream)
@@ -207,7 +213,7 @@ class RecordingAccelerator:
 
     # -- what a test does with it -----------------------------------------------------------------------------------
 
-    def launch(self, stream: AcceleratorStream, kernel: Callable[..., object], *args: Tensor, what: str) -> None:
+    def launch(self, stream: torch.Stream, kernel: Callable[..., object], *args: Tensor, what: str) -> None:
         """Enqueues a kernel of the user's, which writes its first argument and reads the others."""
         if self.log is not None:
             regions = [self.region(tensor) for tensor in args]
@@ -219,7 +225,7 @@ class RecordingAccelerator:
         """Lets a call (by its first word in ``calls``) raise, once, after so many that succeed."""
         self._faults[call].extend([None] * after + [error])
 
-    def run_all(self, first: Sequence[AcceleratorStream] = ()) -> None:
+    def run_all(self, first: Sequence[torch.Stream] = ()) -> None:
         """Runs everything: of what may run next, the streams of ``first`` go as far ahead as events let them."""
         preferred = [Key(stream.device.index, stream.stream_id) for stream in first]
         while any(self._queues.values()):
@@ -235,7 +241,7 @@ class RecordingAccelerator:
                     assert awaited is not None
                     self.run_until(awaited)
 
-    def pending(self, stream: AcceleratorStream) -> int:
+    def pending(self, stream: torch.Stream) -> int:
         """How many steps of ``stream`` have not run."""
         return len(self._queues[Key(stream.device.index, stream.stream_id)])
 
@@ -318,7 +324,7 @@ class RecordingAccelerator:
         if block.announced and self.log is not None:
             stream = RecordingStream(self, block.key)
             whole = Region(block.name, 0, block.memory.numel())
-            self.log.free(AcceleratorStream.of(stream), whole, "given back")
+            self.log.free(stream, whole, "given back")
         block.announced = False
         self._idle[block.key].append(block)
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import TorchDispatchMode, weak_storage, without_dispatch_modes
-from eager_offload.runtime.accelerator import AcceleratorRuntime, AcceleratorStream
-from eager_offload.runtime.base import Log
-from eager_offload.runtime.checker import Checker
-from eager_offload.runtime.deferred import POISON
-from eager_offload.runtime.observer import Observer
-from eager_offload.runtime.recording import Recording
+from eager_offload.runtime.accelerator import AcceleratorRuntime
+from eager_offload.simulation.checker import Checker
+from eager_offload.simulation.deferred import POISON
+from eager_offload.simulation.log import Log
+from eager_offload.simulation.observer import Observer
+from eager_offload.simulation.recording import Recording
 from eager_offload.tiers.base import Region
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.doubles.recording_streams import Key, Mark, RecordingEvent, RecordingStream, Step
@@ -51,6 +51,8 @@ class TrainingAccelerator(RecordingAccelerator):
         super().__init__(devices, can_register=can_register)
         #: The runtime under test; hand it to ``Offload``.
         self.runtime = AcceleratorRuntime(self, probe_bytes=1 << 16)
+        # Here a copy is over when somebody waits for it: held back, most would be cancelled, and their order not seen.
+        setattr(self.runtime, "holds_copies_back", False)  # noqa: B010  # of its class otherwise
         self.haste = haste
         self._random = random.Random(seed)
         self._side_streams: set[Key] = set()
@@ -73,7 +75,7 @@ class TrainingAccelerator(RecordingAccelerator):
         if recording is not None:
             recording.then = checker
             log = recording
-        home = AcceleratorStream.of(RecordingStream(self, Key(0, 0)))
+        home = RecordingStream(self, Key(0, 0))
         self._observer = observer = Observer(self.runtime, log, _CPU, home=home)
         self.log = observer.log
         try:
@@ -94,14 +96,14 @@ class TrainingAccelerator(RecordingAccelerator):
         assert self._observer is not None, "nothing is being checked"
         return self._observer.region(tensor)
 
-    def side_stream(self, device_index: int = 0) -> AcceleratorStream:
+    def side_stream(self, device_index: int = 0) -> torch.Stream:
         """One more stream to compute on."""
         stream = super().stream(torch.device(self.kind, device_index))
         self._side_streams.add(Key(device_index, stream.stream_id))
-        return AcceleratorStream.of(stream)
+        return stream
 
     @contextmanager
-    def computing_on(self, stream: AcceleratorStream) -> Iterator[None]:
+    def computing_on(self, stream: torch.Stream) -> Iterator[None]:
         """Selects ``stream`` and its device for what the calling thread computes inside."""
         with self.runtime.enter(stream):
             yield
@@ -146,7 +148,7 @@ class TrainingAccelerator(RecordingAccelerator):
         if self._observer is None:
             return torch.device(self.kind, self.current_device_index())
         owner = self._observer.owner(tensor)
-        assert isinstance(owner, AcceleratorStream)
+        assert isinstance(owner, torch.Stream)
         return owner.device
 
     # -- the log ----------------------------------------------------------------------------------------------------
@@ -190,8 +192,8 @@ class TrainingAccelerator(RecordingAccelerator):
                         assert queue[0].awaits is not None
                         self.run_until(queue[0].awaits)
 
-    def _stream(self, key: Key) -> AcceleratorStream:
-        return AcceleratorStream.of(RecordingStream(self, key))
+    def _stream(self, key: Key) -> torch.Stream:
+        return RecordingStream(self, key)
 
 
 class _End:

@@ -23,6 +23,7 @@ from tests.faults.disks import (
     step,
     step_is_exact,
 )
+from tests.hazards.backends import hooks_are_gone
 from tests.proof.bits import same_bits
 
 #: What happens first, and what else has been seen, which is left to the long tests.
@@ -87,6 +88,22 @@ def test_h27_a_step_of_which_any_call_fails_is_exact_or_says_why(
     assert injected >= first - 1 > 0
     assert (errors > 0) == (kind == "read" and (number not in _AGAIN or for_good))
     record_property("faults", injected)
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_h27_a_file_that_cannot_be_made_anew_is_an_error_that_says_why(kind: str, tmp_path: Path) -> None:
+    with on_faulty_disk():
+        offload = make_offload(tmp_path)
+        step_is_exact(offload, 1)
+        offload.close()
+        Faulty.faults = Faults(kind, 1, fail_with(errno.EROFS))
+        with pytest.raises(eo.ConfigError, match=f"{tmp_path.name}' cannot serve: .*Read-only file system"):
+            step(offload, 1)
+        Faulty.faults = None
+        assert hooks_are_gone()
+        nothing_is_held(offload, after_error=True)
+        step_is_exact(offload, 2)
+        offload.close()
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 import sys
@@ -12,7 +13,10 @@ import pytest
 
 pytest.importorskip("rich", reason="the demo's extra is not installed")
 
+from tests.faults.disks import on_faulty_disk
+from tools.soak.__main__ import Soak
 from tools.soak.census import compare
+from tools.soak.faults import Fault, FaultyFile
 
 
 def test_h25_a_short_soak_is_exact_and_flat(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
@@ -35,12 +39,29 @@ def test_h25_a_short_soak_is_exact_and_flat(tmp_path: Path, record_property: Cal
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_fault_that_strikes_a_file_that_is_being_opened_explains_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_faulty_disk(FaultyFile):
+        run = Soak(tmp_path, seed=0)
+        for kind, number in (("write", errno.EROFS), ("read", errno.EIO)):
+            run.offloads["disk"].close()
+            fault = Fault(kind, 1, number, for_good=False)
+            monkeypatch.setattr(Fault, "any", lambda *_, fault=fault: fault)
+            run.step("train", "disk", faulty=True)
+            run.step("train", "disk", faulty=False)
+        assert run.counts == {"steps": 4, "faults injected": 2, "errors that said so": 2}
+        assert run.trouble == []
+        run.close()
+        assert run.moved["disk"] > 0
+
+
 def test_what_grows_is_seen() -> None:
-    before = {"resident memory": 1 << 30, "descriptors": 7, "objects: eager_offload.stats.Tally": 3}
-    after = {"resident memory": (1 << 30) + (1 << 20), "descriptors": 8, "objects: eager_offload.stats.Tally": 300}
+    before = {"resident memory": 1 << 30, "descriptors": 7, "objects: eager_offload.stats.Counters": 3}
+    after = {"resident memory": (1 << 30) + (1 << 20), "descriptors": 8, "objects: eager_offload.stats.Counters": 300}
     assert {row.what: row.flat for row in compare(before, after)} == {
         "resident memory": True,
         "descriptors": False,
-        "objects: eager_offload.stats.Tally": False,
+        "objects: eager_offload.stats.Counters": False,
     }
     assert all(row.flat for row in compare(after, before))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 import traceback
@@ -13,11 +14,21 @@ from tests.gpu.scenarios import SCENARIOS, Skipped
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("--virtual", action="store_true", help="on the virtual device; see tests/virtual_device")
+    parser.add_argument("names", nargs="*", help="parts of the names of scenarios; all of them, if none is given")
+    arguments = parser.parse_args()
+    if arguments.virtual:
+        from tests.virtual_device import install
+
+        install()
     if not torch.accelerator.is_available():
         print("python -m tests.gpu: torch finds no accelerator on this machine", file=sys.stderr)
         return 2
     failed = 0
-    for scenario in SCENARIOS:
+    names = arguments.names or [""]
+    chosen = [scenario for scenario in SCENARIOS if any(name in scenario.__name__ for name in names)]
+    for scenario in chosen:
         machine, began = DeviceMachine(), time.perf_counter()
         try:
             scenario(machine)
@@ -31,7 +42,7 @@ def main() -> int:
             machine.finish()
             machine.close()
         print(f"{scenario.__name__:80} {time.perf_counter() - began:6.2f} s  {verdict}", flush=True)
-    print(f"{len(SCENARIOS)} scenarios, {failed} failed")
+    print(f"{len(chosen)} scenarios, {failed} failed")
     return int(failed > 0)
 
 

@@ -9,16 +9,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eager_offload import Offload
-from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRuntime, AcceleratorStream
+from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRuntime
 from eager_offload.runtime.base import Event
 
-__all__ = ["DeviceMachine", "Machine"]
+__all__ = ["DeviceMachine", "Machine", "keep_busy"]
 
 # Or cuBLAS may sum in another order on another stream; it looks when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -27,11 +27,22 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 SLEEP_CYCLES = 8_000_000
 
 
+def keep_busy(device: torch.device, cycles: int) -> None:
+    """Has the current stream of ``device`` do nothing for so many cycles, or compute for a while where it cannot."""
+    sleep = getattr(torch.get_device_module(device), "_sleep", None)
+    if sleep is not None:
+        sleep(cycles)
+        return
+    block = torch.ones(2048, 2048, device=device)
+    for _ in range(max(cycles // 1_000_000, 1)):
+        block = block @ block
+
+
 class Machine(abc.ABC):
     """A device, its runtime, and the offloads that a scenario made on it."""
 
     #: The rows and columns of what is saved.
-    width: ClassVar[int]
+    width: int
 
     def __init__(self, runtime: AcceleratorRuntime, device: torch.device) -> None:
         self.runtime = runtime
@@ -59,7 +70,7 @@ class Machine(abc.ABC):
         """Every copy comes late: whatever does not wait for it overtakes it."""
         enqueue = self.runtime._enqueue
 
-        def late(target: Tensor, source: Tensor, stream: AcceleratorStream, after: list[Event]) -> AcceleratorEvent:
+        def late(target: Tensor, source: Tensor, stream: torch.Stream, after: list[Event]) -> AcceleratorEvent:
             with self.runtime.enter(stream):
                 self.doze()
             return enqueue(target, source, stream, after)
@@ -103,17 +114,17 @@ class Machine(abc.ABC):
         if caught:
             raise caught[0]
 
-    def meet(self, *streams: AcceleratorStream) -> None:
+    def meet(self, *streams: torch.Stream) -> None:
         """Each of ``streams`` waits for all of them, as a program does that changes streams."""
         done = [self.runtime.record(stream) for stream in streams]
         for stream, event in itertools.product(streams, done):
             self.runtime.wait(stream, event)
 
     @property
-    def current(self) -> AcceleratorStream:
+    def current(self) -> torch.Stream:
         return self.runtime.current_stream(self.device)
 
-    def computing_on(self, stream: AcceleratorStream) -> AbstractContextManager[None]:
+    def computing_on(self, stream: torch.Stream) -> AbstractContextManager[None]:
         """The program computes on ``stream`` inside."""
         return self.runtime.enter(stream)
 
@@ -126,11 +137,11 @@ class Machine(abc.ABC):
             offload.close()
 
     @abc.abstractmethod
-    def side_stream(self) -> AcceleratorStream:
+    def side_stream(self) -> torch.Stream:
         """A stream of the program's own."""
 
     @abc.abstractmethod
-    def backward_of(self, stream: AcceleratorStream) -> AbstractContextManager[None]:
+    def backward_of(self, stream: torch.Stream) -> AbstractContextManager[None]:
         """What the backward of a graph has to be called in whose forward ran on ``stream``."""
 
     @abc.abstractmethod
@@ -152,12 +163,12 @@ class Machine(abc.ABC):
 class DeviceMachine(Machine):
     """The accelerator that torch names."""
 
-    width = 1024
-
     def __init__(self) -> None:
         from eager_offload.runtime.accelerator import accelerator_runtime
 
         runtime = accelerator_runtime()
+        # The virtual device computes on the CPU: less, and so it need not be late by as much.
+        self.width, self._cycles = (128, 3_000_000) if runtime.device_type == "virtual" else (1024, SLEEP_CYCLES)
         super().__init__(runtime, torch.device(runtime.device_type, torch.accelerator.current_device_index()))
         # What is enqueued for the first time may load a kernel or get memory from the driver, and both make the host
         # wait for the device: then nothing is late.
@@ -166,26 +177,21 @@ class DeviceMachine(Machine):
         self.doze()
         self.finish()
 
-    def side_stream(self) -> AcceleratorStream:
-        return AcceleratorStream.of(torch.Stream(device=self.device))
+    def side_stream(self) -> torch.Stream:
+        return torch.Stream(device=self.device)
 
-    def backward_of(self, stream: AcceleratorStream) -> AbstractContextManager[None]:
+    def backward_of(self, stream: torch.Stream) -> AbstractContextManager[None]:
         return nullcontext()  # autograd sees to it
 
     def doze(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-        else:
-            block = torch.ones(2048, 2048, device=self.device)
-            for _ in range(8):
-                block = block @ block
+        keep_busy(self.device, self._cycles)
 
     def finish(self) -> None:
         for index in range(torch.accelerator.device_count()):
             torch.accelerator.synchronize(index)
 
     def allocated_bytes(self) -> int | None:
-        return int(torch.cuda.memory_allocated(self.device)) if self.device.type == "cuda" else None
+        return torch.accelerator.memory_allocated(self.device)
 
     def _make(self, fields: dict[str, Any]) -> Offload:
         return Offload(**fields)

@@ -21,8 +21,8 @@ from eager_offload import SavedTensorModifiedError
 from eager_offload.observe.trace import Kind, read_trace
 from eager_offload.runtime.base import Layout
 from tests.gpu.machine import Machine
-from tests.hazards.backends import assert_settled, hooks_are_gone
-from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved
+from tests.hazards.backends import assert_settled, hooks_are_gone, wait_until_nothing_is_held
+from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, copies_given_at_once
 
 __all__ = ["SCENARIOS", "Scenario", "Skipped"]
 
@@ -78,27 +78,32 @@ class Step:
         return self.x.grad.clone(), self.w.grad.clone()
 
 
-def same(machine: Machine, program: Program, *, regimes: Sequence[Regime] = REGIMES, **fields: Any) -> None:
+def same(
+    machine: Machine, program: Program, *, regimes: Sequence[Regime] = REGIMES, least: float = 0.9, **fields: Any
+) -> None:
     """Asserts that ``program`` gives the same bits with offload in every regime, and that its bytes did move.
 
-    Once with copies that come late, and once with compute that does.
+    Once with copies that come late, and once with compute that does. ``least`` is the part of the bytes that has to.
     """
     expected = program(nullcontext())
     machine.finish()
     for slow in (machine.slow_links, machine.slow_compute):
         for regime in regimes:
             with slow():
-                _same_in(regime, expected, machine, program, fields)
+                _same_in(regime, expected, machine, program, least, fields)
 
 
-def _same_in(regime: Regime, expected: object, machine: Machine, program: Program, fields: dict[str, Any]) -> None:
+def _same_in(
+    regime: Regime, expected: object, machine: Machine, program: Program, least: float, fields: dict[str, Any]
+) -> None:
     offload = machine.offload(**{**regime.fields, **fields})
     actual = program(regime.around(offload))
     machine.finish()
     assert_identical(expected, actual, str(regime))
     del actual
+    wait_until_nothing_is_held(offload)  # of programs whose backward fails
     stats = assert_settled(offload)
-    assert_moved(stats, held=True)
+    assert_moved(stats, held=True, least=least)
     assert stats.bytes_in > 0 or not regime.settled, f"{regime}: nothing was brought back\n{stats}"
     offload.close()
 
@@ -122,6 +127,7 @@ def h01_a_change_after_the_save_is_an_error_even_while_the_copy_runs(machine: Ma
             assert "modified by an inplace operation" in said, "a changed tensor was served"
             del y
         machine.finish()
+        wait_until_nothing_is_held(offload)
         stats = assert_settled(offload)
         assert stats.offloaded_bytes + stats.kept_bytes.get("newest", 0) > 0
 
@@ -168,13 +174,17 @@ def h07_one_tensor_for_three_consumers_is_copied_once(machine: Machine) -> None:
     expected = gradients(nullcontext())
     for regime in REGIMES:
         offload = machine.offload(**regime.fields)
-        with machine.slow_links():
-            assert_identical(expected, gradients(regime.around(offload)))
-        machine.finish()
+        with machine.slow_links(), copies_given_at_once(machine):  # or backward comes first to `h`, and it stays
+            for _ in range(2):  # the first step shows which save of `h` is its last
+                offload.reset_stats()
+                assert_identical(expected, gradients(regime.around(offload)))
+                machine.finish()
         stats = assert_settled(offload)
         assert_moved(stats, held=True)
-        assert stats.bytes_out <= 4 * x.nbytes, "h once, and what each sine saves"
-        assert stats.shared_bytes >= 3 * x.nbytes
+        # A window that is smaller than `h` lets it wait for no later save: then it is copied for each.
+        saves = 1 if offload.config.size("max_inflight_bytes") >= x.nbytes else 3
+        assert stats.bytes_out <= (saves + 3) * x.nbytes, f"{regime}: h, and what each sine saves\n{stats}"
+        assert stats.shared_bytes >= (4 - saves) * x.nbytes
 
 
 def h08_saved_tensors_are_asked_for_again(machine: Machine) -> None:
@@ -188,7 +198,8 @@ def h08_saved_tensors_are_asked_for_again(machine: Machine) -> None:
         fourth = torch.autograd.grad(third.square().sum(), step.x)
         return first, second, third.detach(), fourth
 
-    same(machine, program)
+    # Autograd has a thread for each device, and of what is saved there, in `create_graph`, the newest stays.
+    same(machine, program, least=0.7)
 
 
 def h10_after_an_exception_the_next_step_is_exact(machine: Machine) -> None:
@@ -438,12 +449,12 @@ def out_of_memory_in_forward_is_followed_by_a_smaller_batch(machine: Machine) ->
             results.append(Step(machine, seed).forward(around).backward().result)
         return results
 
-    same(machine, program)
+    same(machine, program, least=0.7)  # what was saved last before an error stays: the context does not end well
 
 
 def out_of_memory_for_a_reload_is_absorbed_once(machine: Machine) -> None:
     expected, offload = Step(machine, 1).forward(nullcontext()).backward().result, machine.offload()
-    allocate, calls = machine.runtime._allocate, 0
+    allocate, calls = machine.runtime.allocate, 0
 
     def refusing(layout: Layout, device: torch.device, stream: Any) -> Tensor:
         nonlocal calls
@@ -453,12 +464,12 @@ def out_of_memory_for_a_reload_is_absorbed_once(machine: Machine) -> None:
         return allocate(layout, device, stream)
 
     step = Step(machine, 1).forward(Settled(offload))
-    machine.runtime._allocate = refusing  # type: ignore[method-assign]
+    machine.runtime.allocate = refusing  # type: ignore[method-assign]
     try:
         with machine.slow_links():
             assert_identical(expected, step.backward().result)
     finally:
-        del machine.runtime._allocate
+        del machine.runtime.allocate
     assert calls > 1
     del step
     machine.finish()

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from eager_offload import Offload
-from eager_offload.runtime.accelerator import AcceleratorStream
-from eager_offload.runtime.checker import Checker
+from eager_offload.simulation.checker import Checker
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.gpu.machine import DeviceMachine, Machine
 from tests.gpu.scenarios import SCENARIOS, Scenario, Skipped
@@ -26,13 +25,13 @@ class DoubleMachine(Machine):
         super().__init__(double.runtime, torch.device("cpu"))
         self.double = double
 
-    def side_stream(self) -> AcceleratorStream:
+    def side_stream(self) -> torch.Stream:
         return self.double.side_stream()
 
     def watching(self) -> AbstractContextManager[object]:
         return self.double.watching()
 
-    def backward_of(self, stream: AcceleratorStream) -> AbstractContextManager[None]:
+    def backward_of(self, stream: torch.Stream) -> AbstractContextManager[None]:
         return self.computing_on(stream)  # on a CPU autograd stays on the stream that backward is called on
 
     def doze(self) -> None:

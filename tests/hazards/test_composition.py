@@ -160,10 +160,10 @@ def test_h23_checkpointing_inside_the_context(kind: str, inside: bool, backend: 
         return x.grad, gradients(model)
 
     # A reentrant recomputation inside the context is seen, and stays: it is asked for at once.
-    least = 0.0 if inside and kind == "reentrant" else 0.9
+    least = (0.0 if kind == "reentrant" else 0.7) if inside else 0.9
     for stats in same_gradients(program, backend, reloads=not inside, moved=least):
-        # The four inputs, and what the loss itself saves.
-        inputs = 5 * BOUNDARY
+        # The four inputs, and what the loss itself saves, unless it is asked for before anything else is saved.
+        inputs = (4 if inside else 5) * BOUNDARY
         most = inputs + (4 * 3 * BOUNDARY if kind == "selective" else 0)
         assert 0.9 * inputs <= stats.bytes_out <= most, stats
         assert stats.foreign_hooks == 0, "checkpointing is no stranger"
@@ -215,8 +215,10 @@ def test_h23_a_reentrant_recomputation_is_not_offloaded_a_second_time(backend: B
             loss = h.square().mean()
             del h
             if inside:
+                offload.stats(synchronize=True)  # else backward may cancel what has not begun to leave
                 loss.backward()
         if not inside:
+            offload.stats(synchronize=True)
             loss.backward()
         del loss
         return assert_settled(offload).bytes_out
@@ -224,7 +226,7 @@ def test_h23_a_reentrant_recomputation_is_not_offloaded_a_second_time(backend: B
     everything = moved(backend.offload(), None, inside=False)
     for kind in KINDS[:2]:
         outside, inside = (moved(backend.offload(), kind, inside) for inside in (False, True))
-        assert outside == inside, f"{kind}: backward inside the context moved {inside} bytes instead of {outside}"
+        assert outside - BOUNDARY == inside, f"{kind}: all but what the loss saves, not {inside} of {outside} bytes"
         assert outside < everything / 2
 
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload
-from eager_offload.eager.handles import State
+from eager_offload.engine.transfer import State
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import HostEvent
-from eager_offload.runtime.recording import Recorded, Recording, Waited
-from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.simulation.recording import Recorded, Recording, Waited
+from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.disk import DiskSlot
-from tests.hazards.backends import Backend, DiskBackend, assert_settled, lane_of
+from tests.hazards.backends import Backend, DiskBackend, assert_settled, saves_of
 from tests.hazards.blocks import Step
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
@@ -105,11 +105,9 @@ def test_h17_a_reload_waits_for_its_own_copy_out(backend: Backend) -> None:
     step = Step(1)
     with Transfers(backend.runtime) as transfers:
         step.forward(offload)
-        for ref in lane_of(offload)._ground.storages.values():
-            saved = ref()
-            assert saved is not None
-            assert (saved.state is State.AWAY) == (saved.aliases == [])
-            if saved.state is State.AWAY:
+        for saved in saves_of(offload).storages():
+            assert (saved.record.state is State.AWAY) == (saved.aliases == [])
+            if saved.record.state is State.AWAY:
                 assert saved.slot is not None
                 assert all(fence.passed() for fence in saved.slot.fences)
         del saved

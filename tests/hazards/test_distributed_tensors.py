@@ -30,6 +30,8 @@ from tests.hazards.probes import Transfers
 from tests.hazards.programs import REGIMES, leaf, same_gradients
 from tests.hazards.wrappers import watching
 
+pytestmark = pytest.mark.xdist_group("mesh")
+
 Around: TypeAlias = AbstractContextManager[Any]
 
 WIDTH, ROWS = 32, 16

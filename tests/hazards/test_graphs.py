@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.hazards.backends import Backend, assert_settled, lane_of, tracked_storages
+from tests.hazards.backends import Backend, assert_settled, offloader_of, tracked_storages
 from tests.hazards.functions import Returned, saving
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import REGIMES, Regime, assert_identical, assert_moved, leaf, same_gradients
@@ -197,9 +197,9 @@ def test_h08_a_retained_graph_accumulates_nothing(backend: Backend) -> None:
         for _ in range(20):
             loss.backward(retain_graph=True)
             offload.stats(synchronize=True)
-            lane = lane_of(offload)
+            lane = offloader_of(offload)
             held.append(
-                (lane.resident_bytes, lane.tiers[0].used_bytes, tracked_storages(offload), lane.census().pending)
+                (lane.resident_bytes, lane.tiers[0].used_bytes, tracked_storages(offload), lane.census().in_flight)
             )
         assert len(set(held[1:])) == 1, held
 
@@ -230,7 +230,7 @@ def test_h08_double_backward_inside_the_context(backend: Backend) -> None:
         again = torch.autograd.grad(penalty + y, [x, w])
         return y.detach(), first.detach(), second, again
 
-    same_gradients(program, backend)
+    same_gradients(program, backend, moved=0.7)  # what is saved last before a backward in the context stays
 
 
 def test_h08_a_gradient_penalty_step_after_step(backend: Backend) -> None:
@@ -249,7 +249,7 @@ def test_h08_a_gradient_penalty_step_after_step(backend: Backend) -> None:
             optimizer.zero_grad()
         return losses, list(model.parameters())
 
-    same_gradients(program, backend)
+    same_gradients(program, backend, moved=0.7)  # as above
 
 
 # -- H20 --------------------------------------------------------------------------------------------------------------
@@ -319,8 +319,30 @@ def test_h20_a_wrong_hint_leaves_nothing_resident(regime: Regime, backend: Backe
 
     def resident_is_bounded() -> None:
         offload.stats(synchronize=True)
-        assert lane_of(offload).resident_bytes <= limit + (1 << 12)
+        assert offloader_of(offload).resident_bytes <= limit + (1 << 12)
 
     expected = program(nullcontext(), lambda: None)
     assert_identical(expected, program(regime.around(offload), resident_is_bounded))
     assert_moved(assert_settled(offload))
+
+
+@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
+def test_h50_an_order_that_nobody_knows_reads_hardly_more_than_is_asked_for(
+    share: float, retained: bool, backend: Backend
+) -> None:
+    saves, size = 96, 16 * 16 * 4
+
+    def program(around: Around) -> object:
+        leaves = [leaf(16, 16, seed=seed) for seed in range(saves)]
+        with around:
+            losses = [x.exp().sum() for x in leaves]
+        order = torch.randperm(saves, generator=torch.Generator().manual_seed(1)).tolist()
+        for index in order:
+            losses[index].backward(retain_graph=retained)
+        return [x.grad for x in leaves]
+
+    window = int(share * saves * size)
+    for stats in same_gradients(program, backend, regimes=REGIMES[:1], prefetch_bytes=window):
+        assert stats.reloaded_bytes == saves * size
+        assert stats.bytes_in <= 1.15 * stats.reloaded_bytes

@@ -10,30 +10,31 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload
-from eager_offload.eager.ground import Ground
-from eager_offload.eager.lane import Census
 from eager_offload.eager.offloading import Offloading
+from eager_offload.engine.offloader import Census, DeviceOffloader
+from eager_offload.engine.transfer import Transfer
 from eager_offload.runtime.base import Layout, Stream
-from eager_offload.runtime.simulated import SimulatedRuntime
-from eager_offload.schedule import DelayLine, PrefetchOrder
+from eager_offload.schedule import PrefetchOrder, ResidentQueue
+from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.stats import Accounts
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Slot, Tier
 from eager_offload.tiers.host import HostTier
-from tests.hazards.backends import Backend, lane_of
+from tests.hazards.backends import Backend, offloader_of, saves_of
 
 CPU = torch.device("cpu")
 
 
 def test_h09_a_storage_that_dies_as_its_turn_to_leave_comes_is_not_counted_on() -> None:
     runtime = SimulatedRuntime()
-    ground = Ground(CPU, runtime, Accounts())
-    offloading = Offloading(ground, [HostTier(Arena(runtime.host_buffer), 1 << 20)], 1 << 20)
-    line = DelayLine(0)
-    line.push(1, 4096, None)  # another thread drops the last handle before the copy starts
-    ground.resident_bytes += 4096
-    offloading.start_due(line, None)
-    assert (ground.resident_bytes, line.nbytes, len(offloading)) == (0, 0, 0)
+    tiers = [HostTier(Arena(runtime.host_buffer), 1 << 20)]
+    offloader = DeviceOffloader(CPU, runtime, tiers, Accounts(), max_inflight_bytes=1 << 20)
+    queue = ResidentQueue(0)
+    queue.push(1, 4096, 0)  # another thread drops the last handle before the copy starts
+    offloader.hold(4096)
+    Offloading(offloader).start_due(queue, None)
+    assert queue.nbytes == 0
+    assert offloader.census() == Census(0, 0, 0, 0)
 
 
 # -- an Offload that goes while bytes travel ------------------------------------------------------------------------
@@ -76,11 +77,11 @@ def test_h18_a_slot_is_there_until_its_copy_is_over_though_everyone_has_gone() -
     assert runtime.pending_copies == slots.alive > 0
     del y, offload
     gc.collect()
-    runtime.tidy()
+    runtime.poll()
     assert slots.alive == runtime.pending_copies > 0, "a copy engine knows addresses, and nothing of who owns them"
-    runtime.drain()
+    runtime.synchronize_all()
     assert runtime.faults == [], "nor was the end on the device gone"
-    runtime.tidy()
+    runtime.poll()
     gc.collect()
     assert slots.alive == 0
 
@@ -93,16 +94,16 @@ def test_h18_a_slot_is_there_until_it_has_been_read_though_everyone_has_gone() -
         y = (x + 1.0).sin()
         z = y.cos().exp()
     offload.stats(synchronize=True)
-    runtime.drain()
+    runtime.synchronize_all()
     torch.autograd.grad(z.sum(), y)  # what sin saved is brought back early, and not asked for
     assert runtime.pending_copies > 0
     del y, z, offload
     gc.collect()
-    runtime.tidy()
+    runtime.poll()
     assert slots.alive >= runtime.pending_copies > 0
-    runtime.drain()
+    runtime.synchronize_all()
     assert runtime.faults == [], "nor was the end on the device gone"
-    runtime.tidy()
+    runtime.poll()
     gc.collect()
     assert slots.alive == 0
 
@@ -146,21 +147,21 @@ def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
     with offload:
         y = (x + 1.0).sin()
     offload.stats(synchronize=True)
-    lane = lane_of(offload)
+    reloading = saves_of(offload)._reloading
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     if where == "looking ahead":
-        monkeypatch.setattr(lane._reloading.order, "unpacked", interrupted)
+        monkeypatch.setattr(reloading.order, "unpacked", interrupted)
     else:
-        monkeypatch.setattr(lane._reloading, "_issue", interrupted)
+        monkeypatch.setattr(reloading, "_issue", interrupted)
     with runtime.stream(runtime.new_stream()), pytest.raises(KeyboardInterrupt):
         y.sum().backward()
     monkeypatch.undo()
     del y
     offload.stats(synchronize=True)
-    assert lane.census() == Census(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert offloader_of(offload).census() == Census(0, 0, 0, 0)
     assert runtime.faults == []
 
 
@@ -175,14 +176,14 @@ def test_h14_a_reload_that_another_stream_cannot_use_is_let_go_once_that_stream_
         y = (x + 1.0).sin()
         z = y.cos()
     offload.stats(synchronize=True)
-    lane = lane_of(offload)
+    offloader = offloader_of(offload)
     torch.autograd.grad(z.sum(), y, retain_graph=True)
-    assert lane.census().resident_bytes == 32 * 32 * 4, "what sin saved is expected next, on the same stream"
+    assert offloader.census().resident_bytes == 32 * 32 * 4, "what sin saved is expected next, on the same stream"
     with runtime.stream(runtime.new_stream()):
         (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     assert torch.equal(gradient, (x.detach() + 1.0).cos())
     offload.stats(synchronize=True)
-    assert lane.census().resident_bytes == 0
+    assert offloader.census().resident_bytes == 0
 
 
 def test_h17_what_stayed_because_it_was_expected_is_let_go_once_it_has_been_asked_for() -> None:
@@ -194,13 +195,13 @@ def test_h17_what_stayed_because_it_was_expected_is_let_go_once_it_has_been_aske
         z = y.cos()
     torch.autograd.grad(z.sum(), y, retain_graph=True)  # what sin saved is still on its way out, and expected next
     offload.stats(synchronize=True)
-    lane = lane_of(offload)
-    assert lane.census().resident_bytes == 32 * 32 * 4
+    offloader = offloader_of(offload)
+    assert offloader.census().resident_bytes == 32 * 32 * 4
     (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     assert torch.equal(gradient, (x.detach() + 1.0).cos())
     stats = offload.stats(synchronize=True)
     assert (stats.bytes_out, stats.bytes_in) == (2 * 32 * 32 * 4, 0)
-    assert lane.census().resident_bytes == 0
+    assert offloader.census().resident_bytes == 0
 
 
 def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,12 +215,12 @@ def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(mon
         out = y.exp()
     offload.stats(synchronize=True)
     torch.autograd.grad(out.sum(), y)
-    lane, allocate = lane_of(offload), runtime.allocate
-    assert lane.census().resident_bytes == 3 * nbytes, "all that is asked for before it"
+    offloader, allocate = offloader_of(offload), runtime.allocate
+    assert offloader.census().resident_bytes == 3 * nbytes, "all that is asked for before it"
     resident = []
 
     def full_at_first(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
-        resident.append(lane.resident_bytes)
+        resident.append(offloader.resident_bytes)
         if len(resident) == 1:
             raise torch.OutOfMemoryError("no room, on purpose")
         return allocate(layout, device, stream)
@@ -244,14 +245,14 @@ def test_h19_what_nobody_takes_up_makes_room_for_what_is_needed(backend: Backend
             z = z.sin()
     offload.stats(synchronize=True)
     torch.autograd.grad(left.sum(), y)
-    lane = lane_of(offload)
-    assert lane.census().resident_bytes == 2 * nbytes, "two were brought back, and are not asked for"
+    offloader = offloader_of(offload)
+    assert offloader.census().resident_bytes == 2 * nbytes, "two were brought back, and are not asked for"
     z.sum().backward()
     del z
     offload.stats(synchronize=True)
-    census = lane.census()
-    assert (census.resident_bytes, census.promised_bytes) == (0, 0)
-    assert census.storages == 2, "of the first graph, which lives on"
+    tracked = saves_of(offload).tracked()
+    assert (offloader.census().resident_bytes, tracked.promised_bytes) == (0, 0)
+    assert tracked.storages == 2, "of the first graph, which lives on"
 
 
 # -- two threads that need the same bytes ---------------------------------------------------------------------------
@@ -268,15 +269,15 @@ def test_h29_who_comes_second_waits_for_the_reload_that_another_thread_has_taken
     expected = y.detach().clone()
     del y
     offload.stats(synchronize=True)
-    registry = lane_of(offload)._ground.registry
-    wait, found = registry.wait, []
+    offloader = offloader_of(offload)
+    wait, found = offloader.wait, []
 
-    def after_another_thread(ticket: int, stream: Stream) -> None:
+    def after_another_thread(transfer: Transfer, stream: Stream, what: str) -> None:
         monkeypatch.undo()
         backend.in_thread(lambda: found.extend(torch.autograd.grad(second.sum(), v)))
-        wait(ticket, stream)
+        wait(transfer, stream, what)
 
-    monkeypatch.setattr(registry, "wait", after_another_thread)
+    monkeypatch.setattr(offloader, "wait", after_another_thread)
     found.extend(torch.autograd.grad(first.sum(), w))
     assert len(found) == 2
     assert torch.equal(found[0], expected)

@@ -1,6 +1,6 @@
-"""A KeyboardInterrupt between a copy and whoever was to take note of it: nothing that it still touches is given away.
+"""A KeyboardInterrupt between a copy and its entry among the transfers: nothing that it still touches is given away.
 
-Of the part of a lane that both directions stand on; whole training steps are interrupted in ``test_interrupts.py``.
+Of a device's offloader alone; whole training steps are interrupted in ``test_interrupts.py``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from eager_offload.eager.ground import Ground
-from eager_offload.eager.handles import Reload
-from eager_offload.runtime.base import Direction, Event, Stream
-from eager_offload.runtime.simulated import SimulatedRuntime
-from eager_offload.stats import Accounts
+from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.transfer import BytesRecord, Transfer
+from eager_offload.runtime.base import Direction, Event, Layout, Stream
+from eager_offload.simulation.simulated import SimulatedRuntime
+from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot
 from eager_offload.tiers.host import HostTier
@@ -32,20 +32,19 @@ class InterruptedRuntime(SimulatedRuntime):
         super().__init__(launch_seconds=0.0)
         self.enqueues = enqueues
 
-    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event]) -> Event:
+    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
         if self.enqueues:
-            super()._copy(dst, src, stream, after)
+            super().copy(dst, src, stream, after)
         raise KeyboardInterrupt
 
 
 class Scene:
-    """A ground over such a runtime, with a tier that has room for one slot."""
+    """An offloader over such a runtime."""
 
     def __init__(self, *, enqueues: bool) -> None:
         self.runtime = InterruptedRuntime(enqueues=enqueues)
-        self.ground = Ground(CPU, self.runtime, Accounts())
         self.tier = HostTier(Arena(self.runtime.host_buffer), 1 << 20)
-        self.out = self.runtime.transfer_stream(CPU, Direction.OUT)
+        self.offloader = DeviceOffloader(CPU, self.runtime, [self.tier], Accounts(), max_inflight_bytes=1 << 20)
         self.inward = self.runtime.transfer_stream(CPU, Direction.IN)
 
     def slot(self) -> Slot:
@@ -54,10 +53,12 @@ class Scene:
         return slot
 
     def interrupted_offload(self, slot: Slot, source: Tensor) -> None:
-        offload = Reload(source, None, None)
+        counters, record = self.offloader.accounts.counters, BytesRecord(slot)
+        record.save(counters, source.nbytes, KeepReason.NEWEST)
+        transfer, stream = Transfer(slot, source.nbytes, counters, record), self.runtime.current_stream(CPU)
         with pytest.raises(KeyboardInterrupt):
-            self.ground.copy(slot, source, slot, self.out, (), keepalive=(source, slot), transfer=offload)
-        assert offload.ticket is None
+            self.offloader.offload(source, slot, stream, transfer)
+        assert self.offloader.census().in_flight == 0
 
     def pending_fence(self) -> Fence:
         """A use of some bytes on the other stream that is not over."""
@@ -78,7 +79,7 @@ def test_h18_earlier_uses_of_a_slot_are_in_force_when_its_copy_never_began() -> 
     scene.interrupted_offload(slot, source())
     region = slot.region
     del slot
-    scene.runtime.tidy()
+    scene.runtime.poll()
     again = scene.slot()
     assert again.region == region
     assert read in again.fences
@@ -91,7 +92,7 @@ def test_h18_a_slot_knows_of_a_copy_that_nobody_took_note_of() -> None:
         bytes_ = source()
         scene.interrupted_offload(slot, bytes_)
         assert any(not fence.passed() for fence in slot.fences), "its next owner has to wait"
-        scene.runtime.drain()
+        scene.runtime.synchronize_all()
         assert all(fence.passed() for fence in slot.fences)
     assert scene.runtime.faults == []
 
@@ -104,34 +105,36 @@ def test_h10_both_ends_of_an_interrupted_offload_outlive_its_copy() -> None:
         scene.interrupted_offload(slot, bytes_)
         written = slot.tensor  # type: ignore[attr-defined]
         del slot, bytes_
-        scene.runtime.tidy()
+        scene.runtime.poll()
         assert slot_alive() is not None, "the copy is still to write there"
         assert storage() is not None, "the copy is still to read there"
-        scene.runtime.drain()
+        scene.runtime.synchronize_all()
         assert torch.equal(written, source())
-        scene.runtime.tidy()
+        scene.runtime.poll()
         assert slot_alive() is None
         assert storage() is None
     assert scene.runtime.faults == []
     assert scene.tier.used_bytes == 0
 
 
-def test_h10_the_target_of_an_interrupted_reload_outlives_its_copy() -> None:
+def test_h10_the_target_of_an_interrupted_reload_outlives_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(enqueues=True)
-    slot = scene.slot()
+    slot, targets, allocate = scene.slot(), [], scene.runtime.allocate
     slot.write(source())
-    target = torch.zeros(NBYTES, dtype=torch.uint8)
-    alive = weakref.ref(target)
-    reload = Reload(target, None, None)
+
+    def noted(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
+        target = allocate(layout, device, stream)
+        targets.append(weakref.ref(target))
+        return target
+
+    monkeypatch.setattr(scene.runtime, "allocate", noted)
     with pytest.raises(KeyboardInterrupt):
-        scene.ground.copy(target, slot, slot, scene.inward, (), keepalive=(target, slot), transfer=reload)
-    assert reload.ticket is None
-    del reload
-    assert any(not fence.passed() for fence in slot.fences), "nobody may write there yet"
-    del target
-    scene.runtime.tidy()
+        scene.offloader.reload(slot, Layout(NBYTES), scene.runtime.current_stream(CPU), "reload")
+    assert any(not fence.passed() for fence in slot.fences), "nothing may be written there yet"
+    scene.runtime.poll()
+    (alive,) = targets
     assert alive() is not None
-    scene.runtime.drain()
-    scene.runtime.tidy()
+    scene.runtime.synchronize_all()
+    scene.runtime.poll()
     assert alive() is None
     assert scene.runtime.faults == []

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.host import HostEvent
 from eager_offload.tiers.disk import DiskSlot, DiskTier
 from eager_offload.tiers.host import HostTier
@@ -165,7 +164,7 @@ CALLS = ["copy", "record", "wait", "query", "synchronize", "allocate", "current_
 def owner_of(name: str, backend: Backend) -> type:
     if name == "reserve":
         return DiskTier if backend.name == "disk" else HostTier
-    return type(backend.runtime) if name in vars(type(backend.runtime)) else Runtime
+    return next(kind for kind in type(backend.runtime).__mro__ if name in vars(kind))
 
 
 @pytest.mark.parametrize("regime", [REGIMES[0], REGIMES[2], REGIMES[3]], ids=str)
@@ -192,7 +191,7 @@ def test_h10_an_interrupt_in_the_middle_of_pack_or_unpack(
         assert_identical(expected, (losses, trainer.state))
         assert_settled(offload)
     assert tripped > 0 or not regime.settled, f"{name} was never called"
-    assert_moved(assert_settled(offload))
+    assert_moved(assert_settled(offload), 0.7)  # what waits when a step is cut short does not leave any more
 
 
 # -- a real signal, while the host waits ------------------------------------------------------------------------------
@@ -251,5 +250,5 @@ def test_h10_control_c_while_a_step_waits_for_the_disk(name: str) -> None:
             opened.set()
             losses.append(trainer.step(offload, 1))
         assert_identical(undisturbed(2), (losses, trainer.state))
-        assert_moved(assert_settled(offload))
+        assert_moved(assert_settled(offload), 0.7)  # as above
         backend.assert_nothing_is_held()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload import Offload
-from tests.hazards.backends import Backend, assert_settled, lane_of, tracked_storages
+from tests.hazards.backends import Backend, assert_settled, offloader_of, tracked_storages
 from tests.hazards.functions import Returned, saving
 from tests.hazards.programs import REGIMES, Settled, assert_identical, assert_moved, leaf, same_gradients
 
@@ -115,7 +115,8 @@ def test_h09_dropped_graphs_give_everything_back_at_once(
             step(offload if seed % 2 else Settled(offload), storages, seed)
         offload.stats(synchronize=True)
         assert storages.alive == 0, f"{storages.alive} of {len(storages)} storages live on"
-        assert_moved(assert_settled(offload), held=step is an_expert_that_got_no_tokens)
+        # What was saved last need not leave: a graph that is dropped in the context is gone before anything follows.
+        assert_moved(assert_settled(offload), least=0.7, held=step is an_expert_that_got_no_tokens)
 
 
 def test_h09_a_thousand_dropped_graphs(backend: Backend) -> None:
@@ -126,7 +127,7 @@ def test_h09_a_thousand_dropped_graphs(backend: Backend) -> None:
             if seed % 100 == 0:
                 offload.stats(synchronize=True)
                 assert tracked_storages(offload) == 0
-                assert lane_of(offload).tiers[0].used_bytes == 0
+                assert offloader_of(offload).tiers[0].used_bytes == 0
         offload.stats(synchronize=True)
         assert storages.alive == 0
         stats = assert_settled(offload)
@@ -140,10 +141,10 @@ def test_h09_graphs_that_are_held_hold_and_those_that_are_dropped_do_not(backend
     with without_gc():
         losses = [forward(offload, storages, seed) for seed in range(20)]
         offload.stats(synchronize=True)
-        whole = lane_of(offload).tiers[0].used_bytes
+        whole = offloader_of(offload).tiers[0].used_bytes
         del losses[5:15]
         offload.stats(synchronize=True)
-        assert lane_of(offload).tiers[0].used_bytes == whole / 2
+        assert offloader_of(offload).tiers[0].used_bytes == whole / 2
         for loss in losses:
             loss.backward()
         del loss, losses
@@ -269,10 +270,10 @@ def test_h19_what_was_prefetched_and_never_asked_for_is_freed_and_counted(backen
         losses[-1].backward()
         before = offload.stats(synchronize=True)
         assert before.bytes_in > before.reloaded_bytes, "nothing was brought back that was not asked for"
-        assert 0 < lane_of(offload).resident_bytes <= limit
+        assert 0 < offloader_of(offload).resident_bytes <= limit
         del losses
         after = offload.stats(synchronize=True)
-        assert lane_of(offload).resident_bytes == 0
+        assert offloader_of(offload).resident_bytes == 0
         assert after.released_bytes == after.offloaded_bytes - after.reloaded_bytes - after.forwarded_bytes > 0
 
     program()
@@ -301,7 +302,7 @@ def test_h19_a_second_graph_takes_the_room_of_what_the_first_one_never_asked_for
 
         def resident_is_bounded(offload: Offload = offload) -> None:
             offload.stats(synchronize=True)
-            assert lane_of(offload).resident_bytes <= limit + (1 << 10)
+            assert offloader_of(offload).resident_bytes <= limit + (1 << 10)
 
         assert_identical(expected, program(regime.around(offload), resident_is_bounded))
         assert_moved(assert_settled(offload))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from tests.hazards.backends import Backend, assert_settled, hooks_are_gone, lane_of
+from tests.hazards.backends import Backend, assert_settled, hooks_are_gone, offloader_of
 from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, Block, blocks, gradients
 from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf, same_gradients
 
@@ -229,7 +229,7 @@ def test_h29_one_thread_waits_for_the_disk_and_the_other_goes_on(backend: Backen
 
         backend.in_thread(other)
         assert y.grad is not None
-        assert lane_of(fast).resident_bytes <= 2 * BOUNDARY
+        assert offloader_of(fast).resident_bytes <= 2 * BOUNDARY
         gate.open()
     loss.backward()
     del loss

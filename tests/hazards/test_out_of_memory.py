@@ -61,11 +61,13 @@ class Trainer:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
-class FullAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FullAt(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types
     """The operator of this number finds no memory; the ones before and after it do."""
 
+    sees_offloading = True
+
     def __init__(self, number: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types
         self.left = number
 
     def __torch_dispatch__(
@@ -114,6 +116,68 @@ def out_of_memory(backend: Backend, regime: Regime, every: int) -> None:
     assert_moved(assert_settled(offload), held=True)
 
 
+# -- gathering -------------------------------------------------------------------------------------------------------
+
+
+class NoRoomToGather(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types
+    """The elements of a view find no memory to be gathered in."""
+
+    sees_offloading = True
+
+    def __init__(self, refuse: Callable[[], object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types
+        self.refuse = refuse
+        self.refused = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.clone.default:
+            self.refused += 1
+            self.refuse()
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_as_accelerators_do() -> None:
+    raise torch.OutOfMemoryError("no room, on purpose")
+
+
+def refuse_as_the_cpu_does() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def gathered_program(around: Around) -> tuple[Tensor, Tensor | None]:
+    """Saves a narrow view of a wide tensor, and what is computed from it."""
+    x = leaf(32, 64)
+    with around:
+        narrow = (x * 2)[:, ::8]
+        loss = (narrow.square().exp() * 2).sum()
+        del narrow
+    loss.backward()
+    return loss.detach(), x.grad
+
+
+@pytest.mark.parametrize("refuse", [refuse_as_accelerators_do, refuse_as_the_cpu_does])
+@pytest.mark.parametrize("anywhere", ["disk", "simulated", "recorded"], indirect=True)
+def test_h10_what_finds_no_room_to_be_gathered_stays(anywhere: Backend, refuse: Callable[[], object]) -> None:
+    expected = gathered_program(nullcontext())
+    offload = anywhere.offload()
+    assert_identical(expected, gathered_program(Settled(offload)))
+    gathered = offload.stats()
+    offload.reset_stats()
+    full = NoRoomToGather(refuse)
+    with full, pytest.warns(RuntimeWarning, match="no memory left to gather") as told:
+        actual = gathered_program(Settled(offload))
+    assert_identical(expected, actual)
+    assert full.refused > 0
+    assert len(told) == 1
+    stats = assert_settled(offload)
+    assert stats.demotions == {"device_full": full.refused}
+    assert stats.kept_bytes["failed"] == 32 * 8 * 4 * full.refused
+    assert gathered.offloaded_bytes - stats.offloaded_bytes == stats.kept_bytes["failed"]
+    assert stats.bytes_out > 0, "the rest has left"
+
+
 # -- reload targets ---------------------------------------------------------------------------------------------------
 
 
@@ -123,8 +187,8 @@ class Refusing:
     def __init__(self, runtime: Runtime, numbers: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
         self._numbers = frozenset(numbers)
-        self._allocate: Callable[..., Tensor] = runtime._allocate
-        monkeypatch.setattr(runtime, "_allocate", self)
+        self._allocate: Callable[..., Tensor] = runtime.allocate
+        monkeypatch.setattr(runtime, "allocate", self)
 
     def __call__(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         self.calls += 1
@@ -180,7 +244,7 @@ def anywhere(request: pytest.FixtureRequest) -> Any:
 
 def full_while(alive: Callable[[], bool], runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Refuses reload targets while ``alive`` says so; returns a list that grows with each refusal."""
-    allocate, refused = runtime._allocate, []
+    allocate, refused = runtime.allocate, []
 
     def bounded(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         if alive():
@@ -188,7 +252,7 @@ def full_while(alive: Callable[[], bool], runtime: Runtime, monkeypatch: pytest.
             raise torch.OutOfMemoryError("no room for a reload, on purpose")
         return allocate(layout, device, stream)
 
-    monkeypatch.setattr(runtime, "_allocate", bounded)
+    monkeypatch.setattr(runtime, "allocate", bounded)
     return refused
 
 
@@ -211,14 +275,14 @@ def test_what_was_brought_back_early_makes_room_for_what_is_needed(
     offload = backend.offload(prefetch_bytes=2 * 32 * 32 * 4)
     handles, values = saved(backend, Settled(offload), offload, 6)
     targets: list[weakref.ref[torch.UntypedStorage]] = []
-    allocate = backend.runtime._allocate
+    allocate = backend.runtime.allocate
 
     def noted(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         target = allocate(layout, device, stream)
         targets.append(weakref.ref(target.untyped_storage()))
         return target
 
-    monkeypatch.setattr(backend.runtime, "_allocate", noted)
+    monkeypatch.setattr(backend.runtime, "allocate", noted)
     last = handles[5].unpack()
     assert torch.equal(last, values[5])
     assert len(targets) == 3

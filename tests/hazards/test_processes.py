@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.hazards.backends import Backend, lane_of
+from tests.hazards.backends import Backend, offloader_of
 from tests.hazards.programs import Settled, assert_moved, leaf
 
 #: What every child process begins with. It trains with the disk tier, on the host runtime or on the simulated one.
@@ -23,7 +23,7 @@ PRELUDE = """
 import contextlib, os, signal, sys, threading, traceback
 import torch
 import eager_offload as eo
-from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.disk import DiskSlot
 
 directory, backend = sys.argv[1:]
@@ -343,7 +343,7 @@ def test_h32_the_spill_file_has_no_name_and_is_for_its_owner_only(backend: Backe
 
     step()
     assert_moved(offload.stats())
-    assert lane_of(offload).tiers[0].used_bytes == 0
+    assert offloader_of(offload).tiers[0].used_bytes == 0
     offload.close()
     assert deleted_files(tmp_path) == [], "the file is still open"
     assert list(tmp_path.iterdir()) == []

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from eager_offload.compile.host_tensors import _homes
 from eager_offload.tiers import guard, host
 from eager_offload.tiers.guard import Guard
 from eager_offload.tiers.limits import Headroom, host_headroom
-from eager_offload.transfers import _homes
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
@@ -39,8 +39,7 @@ class SmallMachine(FakeMachine):
     available = 48 * MIB
 
     def look(self) -> Headroom:
-        arenas = [arena for arenas in host._arenas.values() for arena in arenas.values()]
-        held = sum(arena.held_now for arena in arenas if not arena.is_closed)
+        held = sum(arena.held_now for arena in host._arenas if not arena.is_closed)
         self.set_memory(total=64 * MIB, available=max(self.available - held, 0))
         return host_headroom(self.system)
 
@@ -152,7 +151,7 @@ def test_h26_idle_slabs_go_back_when_a_forward_begins_and_memory_is_short(
     expected = step()
     assert_identical(expected, step(Settled(offload)))
     assert_identical(expected, step(Settled(offload)))
-    (tier,) = offload._lanes.tiers()
+    (tier,) = offload._offloaders.tiers()
     held = tier.held_bytes
     assert held >= NBYTES
     assert_settled(offload)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.runtime.base import Direction
-from eager_offload.runtime.recording import Operation, Recorded, Recording, Waited
-from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.simulation.recording import Operation, Recorded, Recording, Waited
+from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.blocks import Step
 from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
@@ -153,7 +153,7 @@ def test_h15_the_stream_is_noted_before_any_other_is_entered(backend: Backend, m
     """Whoever asks for the current stream while a transfer stream is current is told the wrong one."""
     runtime, entered, asked = backend.runtime, threading.local(), []
     enter, current = runtime.enter, runtime.current_stream
-    transfers = {runtime.transfer_stream(torch.device("cpu"), direction) for direction in Direction}
+    transfers = {runtime.transfer_stream(leaf(1).device, direction) for direction in Direction}
 
     @contextmanager
     def watched_enter(stream: Any) -> Iterator[None]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.hazards.backends import Backend, assert_settled, lane_of
+from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
 from tests.hazards.functions import Returned, saving
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import REGIMES, assert_moved, leaf, same_gradients
@@ -277,9 +277,8 @@ def test_h07_sharing_keeps_nothing_on_the_device(backend: Backend) -> None:
         with offload:
             y = attention(x * 2, weights).sum()
         offload.stats(synchronize=True)
-        lane = lane_of(offload)
-        assert lane.resident_bytes == 0
-        assert all(saved.origin() is None for ref in lane._ground.storages.values() if (saved := ref()) is not None)
+        assert offloader_of(offload).resident_bytes == 0
+        assert all(saved.origin() is None for saved in saves_of(offload).storages())
         y.backward()
 
     program()

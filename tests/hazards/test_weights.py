@@ -102,7 +102,7 @@ def test_h06_tied_weights(backend: Backend) -> None:
 def test_h06_the_cast_of_a_weight_that_autocast_caches(dtype: torch.dtype, backend: Backend) -> None:
     def program(offload: Around) -> Iterable[Tensor]:
         model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), leaf(16, 32)
-        with offload, torch.autocast("cpu", dtype):
+        with offload, torch.autocast(x.device.type, dtype):
             y = model(x * 2)
         y.float().sum().backward()
         return model.parameters()

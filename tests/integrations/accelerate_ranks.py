@@ -99,7 +99,7 @@ def trains(accelerator: Callable[[], Accelerator], form: str = "prepare") -> Cal
         expected = states(without, folder / "without")
         torch._dynamo.reset()
         plugin = new_plugin(folder)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as reported:
             warnings.simplefilter("always")
             trained = train(accelerator(), plugin, form=form)
         facts = {
@@ -110,7 +110,7 @@ def trains(accelerator: Callable[[], Accelerator], form: str = "prepare") -> Cal
             "offloaded": trained.stats.offloaded_bytes,
             "kept": trained.stats.kept_bytes,
             "compiled regions": trained.stats.compiled_regions,
-            "told": sum("offload_wrapper stands around" in str(one.message) for one in told),
+            "reported": sum("offload_wrapper stands around" in str(one.message) for one in reported),
             "metrics": plugin.metrics(),
         }
         plugin.close()

@@ -124,7 +124,8 @@ def train(
     model.train()
     for inputs, targets in loader:
         with accelerator.accumulate(model), offload:
-            loss = functional.mse_loss(model(inputs), targets)
+            # Of many ranks a mixed model's output is bf16, and in torch 2.11 a loss of two dtypes has no backward.
+            loss = functional.mse_loss(model(inputs).float(), targets)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Tests of a framework that is not installed are skipped, each file with the reason."""
+"""Tests of a framework run in one process; where it is not installed they are skipped, each file with the reason."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ class _Skipped(pytest.Module):
 
     def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
         pytest.skip(f"not installed: {', '.join(self.missing)}", allow_module_level=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What a framework imports when it is first used takes seconds: one worker of xdist uses it."""
+    for item in items:
+        for prefix in _NEEDS:
+            if item.path.parent == Path(__file__).parent and item.path.name.startswith(prefix):
+                item.add_marker(pytest.mark.xdist_group(prefix.removeprefix("test_").removesuffix("_")))
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:

@@ -1,17 +1,20 @@
-"""What tests of frameworks leave behind goes before others count threads and bytes."""
+"""What this process has open, and that what tests of frameworks leave behind goes before others count it."""
 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from eager_offload import Offload
+from eager_offload.runtime.host import host_runtime
 from tests.hazards.backends import transfer_threads
 
-__all__ = ["nothing_outlives_a_file"]
+__all__ = ["nothing_outlives_a_file", "spill_files"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,7 +26,19 @@ def nothing_outlives_a_file() -> Iterator[None]:
     gc.collect()
     for offload in [one for one in gc.get_objects() if issubclass(type(one), Offload)]:
         offload.close()
+    host_runtime().close()  # who let go of an Offload and closed none left its threads idle
     for thread in threading.enumerate():
         if thread.name in transfer_threads():
-            thread.join(timeout=60)  # by itself, once it has been idle for a while
+            thread.join(timeout=60)  # a tier's own, which its finalizer has asked to end
     assert transfer_threads() == []
+
+
+def spill_files(directory: Path) -> list[str]:
+    """Files in ``directory`` that this process has open; a spill file has no name any more."""
+    opened = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            opened.append(os.readlink(descriptor))
+        except FileNotFoundError:
+            continue  # the listing's own
+    return [path for path in opened if path.startswith(str(directory))]

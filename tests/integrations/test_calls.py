@@ -134,7 +134,7 @@ def test_a_module_goes_with_its_last_reference(offload: eo.Offload) -> None:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_whoever_keeps_the_calls_does_not_keep_the_module(offload: eo.Offload, is_compiled: bool) -> None:
+def test_keeping_the_calls_does_not_keep_the_module(offload: eo.Offload, is_compiled: bool) -> None:
     model = Model()
     if is_compiled:
         model.compile(backend="aot_eager")  # a cycle of torch's own

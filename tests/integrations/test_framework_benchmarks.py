@@ -36,6 +36,7 @@ def left_behind(name: str, output: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_an_integration_is_timed_beside_the_same_loop_by_hand(framework: str, tmp_path: Path) -> None:
     pytest.importorskip(FRAMEWORKS[framework])

@@ -1,14 +1,19 @@
-"""What a user installs: the wheel and the editable install hold every package, and import it without any framework."""
+"""What a user installs: the wheel and the editable installs hold every package, and import it without any framework."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 from pathlib import Path
 
 import pytest
+
+from tests.docs.pages import links
+
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("install")]
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -22,6 +27,15 @@ assert not loaded, loaded
 print(eager_offload.__file__)
 print(eager_offload.integrations.__file__)
 """
+# The last call of each two is wrong.
+TYPED = """
+from eager_offload import Offload
+Offload(min_bytes=4)
+Offload(min_byte=4)
+from eager_offload.integrations.accelerate import OffloadPlugin
+OffloadPlugin(log_metrics="all")
+OffloadPlugin(log_metrics="some")
+"""
 
 
 def test_every_folder_with_code_is_a_listed_package() -> None:
@@ -34,7 +48,7 @@ def test_every_folder_with_code_is_a_listed_package() -> None:
     assert sorted(found) == sorted(listed)
 
 
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
+@pytest.mark.parametrize("kind", ["wheel", "editable", "editable, strict"])
 def test_an_install_brings_the_integrations(kind: str, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     copied = ["pyproject.toml", "README.md", "LICENSE", "eager_offload", "integrations"]
@@ -44,9 +58,12 @@ def test_an_install_brings_the_integrations(kind: str, tmp_path: Path) -> None:
     venv.create(environment, symlinks=True)
     site = next(environment.glob("lib/python*/site-packages"))
     # What this one has, torch above all; not this project's own editable install, which is found by a .pth of its own.
-    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    others = site / "others.pth"
+    others.write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     pip = [sys.executable, "-m", "pip", "--python", str(environment), "--disable-pip-version-check"]
     how = [str(checkout)] if kind == "wheel" else ["-e", str(checkout)]
+    if "strict" in kind:
+        how += ["--config-settings", "editable_mode=strict"]
     done = subprocess.run(
         [*pip, "install", "-q", "--no-deps", "--no-build-isolation", "--force-reinstall", *how],
         capture_output=True,
@@ -60,9 +77,37 @@ def test_an_install_brings_the_integrations(kind: str, tmp_path: Path) -> None:
     if kind == "wheel":
         assert Path(core).is_relative_to(site)
         assert Path(integrations) == site / "eager_offload" / "integrations" / "__init__.py"
-        # A type checker is told, and pages of the report are data that a wheel could lack.
-        assert (site / "eager_offload" / "py.typed").is_file()
+        # Data that a wheel could lack.
         assert (site / "eager_offload" / "observe" / "report" / "page.html").is_file()
-    else:
+    elif kind == "editable":
         assert Path(core) == checkout / "eager_offload" / "__init__.py"
         assert Path(integrations) == checkout / "integrations" / "__init__.py"
+    if kind != "editable":  # where an import hook finds the packages, which no type checker runs
+        others.unlink()  # torch's types have no part in it, and take seconds
+        (tmp_path / "typed.py").write_text(TYPED)
+        (tmp_path / "mypy.ini").write_text("[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n")
+        check = [sys.executable, "-m", "mypy", "--python-executable", str(python), "typed.py"]
+        found = subprocess.run(check, capture_output=True, text=True, cwd=tmp_path).stdout
+        assert [line.split(":")[1] for line in found.splitlines() if ": error:" in line] == ["4", "7"], found
+
+
+def test_the_source_distribution_has_all_that_git_has(tmp_path: Path) -> None:
+    """With it alone the tests can be run and the documentation built, and README's links lead to files in it."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no checkout of git")
+    for name in (names := listed.stdout.splitlines()):
+        copy = tmp_path / "checkout" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((ROOT / name).read_bytes())
+    program = "import sys, setuptools.build_meta as build; print(build.build_sdist(sys.argv[1]))"
+    built = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=tmp_path / "checkout", capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr[-2000:]
+    with tarfile.open(tmp_path / built.stdout.split()[-1]) as archive:
+        held = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    assert not set(names) - held
+    readme = ROOT / PROJECT["project"]["readme"]
+    assert {link.path for link in links(readme) if link.path} <= held
+    assert {name for name in held - set(names) if ".egg-info/" not in name} == {"PKG-INFO", "setup.cfg"}

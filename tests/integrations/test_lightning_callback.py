@@ -21,14 +21,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 
 import eager_offload as eo
 from eager_offload._torch import top_pack_hook
 from eager_offload.integrations.lightning import OffloadCallback
 from eager_offload.integrations.lightning_factory import callbacks
 from eager_offload.tiers.limits import local_ranks
-from tests.integrations.files import spill_files
+from tests.integrations.leftovers import spill_files
 from tests.integrations.lightning_training import (
     PACKAGES,
     Steps,
@@ -44,7 +44,7 @@ MAIN = PACKAGES[0]
 
 
 class Failing(Steps):
-    """Fails in the middle of its second forward, if it is told to."""
+    """Fails in the middle of its second forward, if it has an error to raise."""
 
     fails: BaseException | None = None
 
@@ -88,13 +88,6 @@ def moved(offload: eo.Offload) -> int:
     return offload.stats(synchronize=True).bytes_out
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_one_class_is_a_callback_of_both_packages(package: str, tmp_path: Path) -> None:
-    callback = OffloadCallback()
-    assert isinstance(callback, importlib.import_module(package).Callback)
-    assert callback in trainer_of(package, tmp_path, callback).callbacks
-
-
 @pytest.mark.parametrize("error", [RuntimeError("in forward"), KeyboardInterrupt()])
 def test_a_fit_that_fails_leaves_nothing_and_the_next_one_is_exact(
     error: BaseException, tmp_path: Path, plain: Any
@@ -134,6 +127,20 @@ def test_refits_with_one_trainer_and_with_two_save_the_same_bytes(tmp_path: Path
     assert spill_files(tmp_path) == []
 
 
+def test_modules_are_skipped_by_name_and_a_typo_is_an_error(tmp_path: Path) -> None:
+    callback = OffloadCallback(skip=["net.second"], **fields(tmp_path))
+    trainer_of(MAIN, tmp_path, callback, max_steps=1).fit(module_of(MAIN, Steps), loader())
+    assert callback.offload.stats().kept_bytes["region"] > 0
+    callback = OffloadCallback(skip=["net.secnod"], **fields(tmp_path))
+    with pytest.raises(eo.ConfigError, match=r"Near names: net\.second"):
+        trainer_of(MAIN, tmp_path, callback).fit(module_of(MAIN, Steps), loader())
+
+
+def test_a_fit_of_which_nothing_moved_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="eager_offload: nothing moved, because .* min_bytes"):
+        trainer_of(MAIN, tmp_path, OffloadCallback(), max_steps=2).fit(module_of(MAIN, Steps), loader())
+
+
 class Wrapping(importlib.import_module(MAIN).Callback):  # type: ignore[misc]  # a base by name
     """Another callback that stands around the strategy's step, and fails where it should let go."""
 
@@ -159,7 +166,7 @@ def test_what_is_left_over_is_put_back_by_the_next_fit(tmp_path: Path, plain: An
     failing = module_of(MAIN, Failing)
     failing.fails = ValueError("in forward")
     with pytest.raises(RuntimeError, match="in on_exception"):
-        trainer.fit(failing, loader())  # so that ours is not told
+        trainer.fit(failing, loader())  # so that ours is not called
     assert trainer.strategy.training_step.__name__ == "training_step"
     module = module_of(MAIN, Steps)
     callback.offload.reset_stats()
@@ -168,7 +175,7 @@ def test_what_is_left_over_is_put_back_by_the_next_fit(tmp_path: Path, plain: An
     assert moved(callback.offload) > 0
     callback.offload.reset_stats()
     with pytest.raises(ValueError, match="in forward"):
-        trainer.strategy.training_step(next(iter(loader())), 1)  # the first trainer's is nobody's
+        trainer.strategy.training_step(next(iter(loader())), 1)  # no callback is around that of the first trainer
     assert callback.offload.stats().saved_tensors == 0
 
 
@@ -208,7 +215,7 @@ def logger(tmp_path: Path) -> Any:
 
 
 def test_figures_are_logged_every_so_many_steps(tmp_path: Path) -> None:
-    callback = OffloadCallback(**fields(tmp_path))
+    callback = OffloadCallback(log_metrics="all", **fields(tmp_path))
     fit(MAIN, Steps, tmp_path, callback, batches=5, logger=logger(tmp_path), log_every_n_steps=2)
     logged = rows(tmp_path)
     assert [int(row["step"]) for row in logged] == [1, 3]
@@ -220,7 +227,7 @@ def test_figures_are_logged_every_so_many_steps(tmp_path: Path) -> None:
 
 
 def test_accumulated_batches_are_logged_together(tmp_path: Path) -> None:
-    callback = OffloadCallback(**fields(tmp_path))
+    callback = OffloadCallback(log_metrics="all", **fields(tmp_path))
     settings = {"logger": logger(tmp_path), "log_every_n_steps": 1, "accumulate_grad_batches": 2}
     fit(MAIN, Steps, tmp_path, callback, batches=5, **settings)
     logged = rows(tmp_path)
@@ -229,22 +236,45 @@ def test_accumulated_batches_are_logged_together(tmp_path: Path) -> None:
     assert [float(row["offload/saved_bytes"]) for row in logged] == [saved / 5] * 3
 
 
-def test_without_a_logger_the_figures_are_the_trainer_s_own(tmp_path: Path) -> None:
-    callback = OffloadCallback(**fields(tmp_path))
-    trainer = trainer_of(MAIN, tmp_path, callback, log_every_n_steps=1)
-    trainer.fit(module_of(MAIN, Steps), loader())
-    assert trainer.callback_metrics["offload/saved_bytes"] > 0
-    assert trainer.progress_bar_metrics == {}
+def test_three_figures_reach_the_file_a_step_is_traced_and_a_line_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callback = OffloadCallback(trace_step=2, trace_path=str(tmp_path / "step.json"), **fields(tmp_path))
+    fit(MAIN, Steps, tmp_path, callback, batches=3, logger=logger(tmp_path), log_every_n_steps=1)
+    logged = rows(tmp_path)
+    assert {name for name in logged[0] if name.startswith("offload")} == {
+        "offload/device_peak_mib",
+        "offload/moved_mib",
+        "offload/stall_seconds",
+    }
+    assert float(logged[-1]["offload/device_peak_mib"]) > 0
+    assert (tmp_path / "step.json").stat().st_size > 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eager_offload: ")]
+    assert len(said) == 1
+    assert "device peak of saved tensors" in said[0]
+
+
+def test_three_figures_reach_tensorboard(tmp_path: Path) -> None:
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+    )
+    board = importlib.import_module("lightning.pytorch.loggers").TensorBoardLogger(tmp_path, name="", version="")
+    fit(MAIN, Steps, tmp_path, OffloadCallback(**fields(tmp_path)), batches=3, logger=board, log_every_n_steps=1)
+    board.finalize("success")
+    found = events.EventAccumulator(str(tmp_path)).Reload()
+    for name in ("offload/device_peak_mib", "offload/moved_mib", "offload/stall_seconds"):
+        assert [one.step for one in found.Scalars(name)] == [0, 1, 2]
+    assert all(one.value > 0 for one in found.Scalars("offload/device_peak_mib"))
 
 
 @pytest.mark.parametrize(
     ("given", "settings"),
     [({"log_metrics": False}, {}), ({}, {"log_every_n_steps": 0}), ({}, {"barebones": True})],
-    ids=["told not to", "no step is logged", "barebones"],
+    ids=["switched off", "no step is logged", "barebones"],
 )
-def test_nothing_is_logged_that_nobody_wants(given: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
+def test_nothing_is_logged_that_is_not_wanted(given: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
     callback = OffloadCallback(**given, **fields(tmp_path))
-    if settings.get("barebones"):  # it refuses to be told the rest
+    if settings.get("barebones"):  # it refuses the others
         quiet = {"num_sanity_val_steps": None, "enable_progress_bar": None, "enable_model_summary": None}
         settings |= quiet | {"logger": None, "enable_checkpointing": None}
     trainer = trainer_of(MAIN, tmp_path, callback, **settings)
@@ -293,12 +323,6 @@ def test_checkpoints_have_nothing_of_it_and_resume(tmp_path: Path) -> None:
     assert moved(callback.offload) > 0
     assert len(resumed.seen) == 3
     assert len(expected.seen) > 3
-
-
-@pytest.mark.parametrize("given", [{"config": {"tier": "disc"}}, {"min_bites": 1}, {"config": "disk"}])
-def test_what_a_configuration_does_not_accept_is_told_at_once(given: dict[str, Any]) -> None:
-    with pytest.raises(eo.ConfigError, match=r"is not accepted|unknown|no field"):
-        OffloadCallback(**given)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
@@ -375,13 +399,6 @@ def test_the_entry_point_imports_no_lightning_unless_it_is_asked_to() -> None:
 # -- what hides what is saved -----------------------------------------------------------------------------------------
 
 
-class Checkpointed(Steps):
-    """Its second layer is checkpointed in the manner of FSDP."""
-
-    def configure_model(self) -> None:
-        self.net.second = checkpoint_wrapper(self.net.second)
-
-
 class Wrapped(Steps):
     """What its second layer saves goes to host memory in the manner of FSDP."""
 
@@ -389,28 +406,7 @@ class Wrapped(Steps):
         self.net.second = offload_wrapper(self.net.second)
 
 
-class OnTheCpu(Steps):
-    """Has hooks of others inside."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
-        with torch.autograd.graph.save_on_cpu():
-            return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize(
-    ("steps", "told"), [(Wrapped, "'net.second' the first of them"), (OnTheCpu, "other saved-tensor hooks")]
-)
-def test_h24_what_hides_saved_tensors_is_told_once(steps: type, told: str, tmp_path: Path) -> None:
-    with pytest.warns(RuntimeWarning, match=told) as warned:
-        fit(MAIN, steps, tmp_path, OffloadCallback(**fields(tmp_path)))
-    assert len([one for one in warned if told in str(one.message)]) == 1
-
-
-def test_h24_a_checkpoint_hides_nothing_and_nobody_is_told(
-    tmp_path: Path, plain: Any, recwarn: pytest.WarningsRecorder
-) -> None:
-    callback = OffloadCallback(**fields(tmp_path))
-    module = fit(MAIN, Checkpointed, tmp_path, callback)
-    assert not [one for one in recwarn if "eager_offload" in str(one.message)]
-    assert moved(callback.offload) > 0
-    assert_same_parameters(module, plain)
+def test_h24_what_hides_saved_tensors_is_warned_of_once(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="'net.second' the first of them") as warned:
+        fit(MAIN, Wrapped, tmp_path, OffloadCallback(**fields(tmp_path)))
+    assert len([one for one in warned if "offload_wrapper" in str(one.message)]) == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,10 @@ import yaml
 
 import eager_offload as eo
 from eager_offload.integrations.lightning import OffloadCallback
-from eager_offload.integrations.settings import OffloadFields
 from tests.integrations.lightning_training import PACKAGES, QUIET, Steps, module_of
 
 # Before a module of either package's is needed: it is the class that jsonargparse looks at.
 CALLBACK = "eager_offload.integrations.lightning.OffloadCallback"
-
-
-def test_the_keywords_are_the_fields_of_a_configuration() -> None:
-    fields = {field.name for field in dataclasses.fields(eo.OffloadConfig)}
-    assert set(typing.get_type_hints(OffloadFields)) == fields
 
 
 def run(package: str, arguments: list[str]) -> Any:

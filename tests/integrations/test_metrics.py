@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 import eager_offload as eo
-from eager_offload.integrations.metrics import OffloadMetrics
+from eager_offload.integrations.metrics import OffloadMetrics, StepTrace, summarize
 
 
 def step(offload: eo.Offload) -> None:
@@ -21,8 +22,8 @@ def step(offload: eo.Offload) -> None:
 
 def test_amounts_are_those_of_one_step_and_peaks_those_of_the_run(tmp_path: Path) -> None:
     offload = eo.Offload(min_bytes=1024, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
-    step(offload)  # before anybody reads: not counted
-    metrics = OffloadMetrics(offload)
+    step(offload)  # before the first reading: not counted
+    metrics = OffloadMetrics(offload, "all")
     once = offload.stats()
     step(offload)
     assert metrics.read()["offload/bytes_out"] == once.bytes_out > 0
@@ -37,21 +38,11 @@ def test_amounts_are_those_of_one_step_and_peaks_those_of_the_run(tmp_path: Path
     offload.close()
 
 
-def test_parts_add_up(tmp_path: Path) -> None:
-    offload = eo.Offload(min_bytes=1024, tier="disk", disk_path=tmp_path)
-    metrics = OffloadMetrics(offload)
-    step(offload)
-    figures = metrics.read()
-    parts = ("offloaded_bytes", "shared_bytes", "kept_bytes")
-    assert figures["offload/saved_bytes"] == sum(figures[f"offload/{part}"] for part in parts) > 0
-    offload.close()
-
-
 def test_stats_that_were_reset_in_between_never_give_negative_figures(tmp_path: Path) -> None:
     offload = eo.Offload(min_bytes=1024, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
     step(offload)
     step(offload)
-    metrics = OffloadMetrics(offload)
+    metrics = OffloadMetrics(offload, "all")
     offload.reset_stats()
     step(offload)
     assert metrics.read()["offload/saved_bytes"] == offload.stats().saved_bytes > 0
@@ -59,7 +50,7 @@ def test_stats_that_were_reset_in_between_never_give_negative_figures(tmp_path: 
 
 
 def test_figures_of_no_step_at_all_are_zero() -> None:
-    figures = OffloadMetrics(eo.Offload()).read(steps=0)
+    figures = OffloadMetrics(eo.Offload(), "all").read(steps=0)
     assert set(figures.values()) == {0.0}
 
 
@@ -83,7 +74,7 @@ def test_each_figure_is_the_difference_of_two_stats_for_one_step_and_each_peak_t
     offload = eo.Offload(min_bytes=1024, tier="disk", disk_path=tmp_path, **sizes)
     with pytest.warns(RuntimeWarning, match="no room for"):
         before = everything(offload)
-    metrics = OffloadMetrics(offload)
+    metrics = OffloadMetrics(offload, "all")
     for steps in 1, 2:
         for _ in range(steps):
             now = everything(offload)
@@ -106,6 +97,64 @@ def test_each_figure_is_the_difference_of_two_stats_for_one_step_and_each_peak_t
         assert all(amount > 0 for amount in grown.values()), "or a constant would do"
         assert [name for name, peak in peaks.items() if not peak] == ["host_bytes_peak"], "none is taken for a CPU"
         expected = {name: amount / steps for name, amount in grown.items()} | peaks
-        assert metrics.read(steps) == {f"offload/{name}": figure for name, figure in expected.items()}
+        three = {"device_peak_mib": now.device_bytes_peak / 2**20, "moved_mib": expected["bytes_out"] / 2**20}
+        assert metrics.read(steps) == {f"offload/{name}": figure for name, figure in (expected | three).items()}
         before = now
+    offload.close()
+
+
+def test_three_figures_by_default_and_none_if_none_are_wanted(tmp_path: Path) -> None:
+    offload = eo.Offload(min_bytes=1024, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
+    three, none = OffloadMetrics(offload), OffloadMetrics(offload, False)
+    step(offload)
+    stats = offload.stats()
+    expected = {"device_peak_mib": stats.device_bytes_peak / 2**20, "moved_mib": stats.bytes_out / 2**20}
+    expected["stall_seconds"] = stats.stall_seconds
+    assert three.read() == {f"offload/{name}": figure for name, figure in expected.items()}
+    assert min(expected["device_peak_mib"], expected["moved_mib"]) > 0
+    assert none.read() == {}
+    with pytest.raises(eo.ConfigError, match='takes True, False or "all"'):
+        OffloadMetrics(offload, "some")  # type: ignore[arg-type]  # what is tested
+    offload.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_step_is_traced_into_a_file_for_each_rank(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    offload = eo.Offload(min_bytes=1024, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
+    trace = StepTrace(offload, 2, tmp_path / "step.json")
+    for number in 1, 2, 3:
+        trace.begin(number)
+        assert trace.is_on is (number == 2)
+        step(offload)
+    trace.end()
+    (path,) = tmp_path.glob("*.json")
+    assert path.name == ("step.rank1.json" if rank else "step.json")
+    assert json.loads(path.read_text())["traceEvents"]
+    offload.close()
+
+
+@pytest.mark.parametrize("number", [0, -1, "5", True, 1.0])
+def test_a_step_that_is_none_is_refused(number: object, tmp_path: Path) -> None:
+    with pytest.raises(eo.ConfigError, match="trace_step takes a step"):
+        StepTrace(eo.Offload(), number, tmp_path / "step.json")  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(eo.ConfigError, match="a directory that exists"):
+        StepTrace(eo.Offload(), 1, tmp_path / "nowhere" / "step.json")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_line_at_the_end_is_the_first_of_the_stats_and_of_the_first_rank(
+    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    offload = eo.Offload(min_bytes=1024, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
+    summarize(offload)
+    assert capsys.readouterr().err == "", "a warning speaks of a run that moves nothing"
+    step(offload)
+    summarize(offload)
+    said = capsys.readouterr().err
+    assert bool(said) is (rank == "0")
+    assert said.startswith("eager_offload: device peak of saved tensors") or not said
     offload.close()

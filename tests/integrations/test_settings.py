@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import eager_offload as eo
-from eager_offload.integrations.settings import offload_from, switch
+from eager_offload.config import switched_on
+from eager_offload.integrations.settings import offload_from
 
 
 @pytest.fixture(autouse=True)
@@ -30,22 +31,24 @@ def test_a_whole_configuration_or_object_is_taken_as_it_is() -> None:
 
 @pytest.mark.parametrize("given", [17, "disk", ["disk"]])
 def test_anything_else_is_refused(given: object) -> None:
-    with pytest.raises(eo.ConfigError, match="it takes an Offload, an OffloadConfig, a mapping"):
+    with pytest.raises(eo.ConfigError, match="config takes an OffloadConfig, a mapping"):
         offload_from(given)  # type: ignore[arg-type]  # what is tested
 
 
 def test_fields_beside_an_object_are_refused() -> None:
     with pytest.raises(eo.ConfigError, match="tier beside an Offload"):
-        offload_from(eo.Offload(), {"tier": "disk"})
+        offload_from(offload := eo.Offload(), {"tier": "disk", "enabled": True})
+    assert offload_from(offload, {"enabled": True}) is offload
+    assert not offload_from(offload, {"enabled": False}).config.enabled
 
 
 @pytest.mark.parametrize(("text", "on"), [("1", True), ("Yes", True), ("0", False), ("off", False), (" ", None)])
 def test_the_switch(monkeypatch: pytest.MonkeyPatch, text: str, on: bool | None) -> None:
     monkeypatch.setenv("EAGER_OFFLOAD", text)
-    assert [switch(default) for default in (True, False)] == ([True, False] if on is None else [on, on])
+    assert [switched_on(default) for default in (True, False)] == ([True, False] if on is None else [on, on])
 
 
 def test_a_switch_that_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGER_OFFLOAD", "maybe")
     with pytest.raises(eo.ConfigError, match="EAGER_OFFLOAD='maybe'"):
-        switch(True)
+        switched_on(True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import TorchDynamoPlugin
 from transformers import Trainer
 
 import eager_offload as eo
@@ -20,12 +19,11 @@ from tests.integrations.tiny_transformers import (
     fields,
     llama,
     moved,
-    quick_training,
     same,
     trained,
 )
 
-__all__ = ["quick_training"]  # a fixture that is used by being here
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class MixedTrainer(OffloadTrainerMixin, Trainer):
@@ -93,11 +91,6 @@ def test_the_callback_refuses_what_is_compiled_around_it(
         trainer.train()
 
 
-def test_torch_compile_backend_does_not_know_ours() -> None:
-    with pytest.raises(ValueError, match="EAGER_OFFLOAD"):
-        TorchDynamoPlugin(backend="eager_offload")
-
-
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_inductor_by_the_arguments_and_our_backend_in_place(tmp_path: Path) -> None:
@@ -117,7 +110,7 @@ def test_inductor_by_the_arguments_and_our_backend_in_place(tmp_path: Path) -> N
     model = llama(**small)
     model.compile(backend="eager_offload", options=fields(tmp_path))
     serving = eo.Offload.serving(**fields(tmp_path))
-    callbacks = [OffloadTrainerCallback(serving)]
+    callbacks = [OffloadTrainerCallback(serving, log_metrics="all")]
     trainer = Trainer(model, arguments(tmp_path), train_dataset=Tokens(), callbacks=callbacks)
     assert same(trained(trainer), expected)
     assert moved(serving) > 0

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from torch import nn
 from transformers import Trainer, TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import eager_offload as eo
 from eager_offload._torch import module_call, top_pack_hook
 from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
-from tests.integrations.files import spill_files
+from tests.integrations.leftovers import spill_files
 from tests.integrations.tiny_transformers import (
     Tokens,
     arguments,
@@ -25,12 +26,11 @@ from tests.integrations.tiny_transformers import (
     llama,
     moved,
     parameters,
-    quick_training,
     same,
     trained,
 )
 
-__all__ = ["quick_training"]  # a fixture that is used by being here
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class MixedTrainer(OffloadTrainerMixin, Trainer):
@@ -39,6 +39,7 @@ class MixedTrainer(OffloadTrainerMixin, Trainer):
 
 WAYS = ("callback", "mixin")
 FIGURES = {"offload/saved_bytes", "offload/bytes_out", "offload/bytes_in", "offload/stall_seconds"}
+THREE = {"offload/device_peak_mib", "offload/moved_mib", "offload/stall_seconds"}
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +57,11 @@ def offloading(
     """A trainer that offloads one way or the other, and what it does it with, which is not closed when it is done."""
     offload = eo.Offload(**fields(path))
     given: dict[str, Any] = {"args": arguments(path, **changes), "train_dataset": Tokens(), "eval_dataset": Tokens(4)}
+    options = {"log_metrics": "all"}
     if way == "mixin":
-        return MixedTrainer(model or llama(), **given, callbacks=callbacks, offload=offload), offload
-    callback = OffloadTrainerCallback(offload)
+        trainer = MixedTrainer(model or llama(), **given, callbacks=callbacks, offload=offload, offload_options=options)
+        return trainer, offload
+    callback = OffloadTrainerCallback(offload, **options)
     return Trainer(model or llama(), **given, callbacks=[callback, *(callbacks or [])]), offload
 
 
@@ -146,17 +149,58 @@ def test_figures_are_in_the_history_and_with_callbacks_behind(way: str, tmp_path
     assert "train_loss" in trainer.state.log_history[-1]
 
 
-def test_the_callback_comes_before_trackers_that_the_arguments_name(tmp_path: Path) -> None:
-    seen: list[dict[str, float]] = []
+class Tracker(TrainerCallback):
+    """Logs what it is given, as those of ``report_to`` do."""
 
-    class Tracker(TrainerCallback):
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            seen.append(dict(logs))
+    logged: list[dict[str, float]]
 
-    trainer = Trainer(llama(), arguments(tmp_path, max_steps=1), train_dataset=Tokens(), callbacks=[Tracker()])
-    OffloadTrainerCallback(fields(tmp_path)).add_to(trainer)
+    def __init__(self) -> None:
+        type(self).logged = []
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        self.logged.append(dict(logs))
+
+
+def test_three_figures_reach_tensorboard(tmp_path: Path) -> None:
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+    )
+    given = arguments(tmp_path, max_steps=3)
+    given.report_to = ["tensorboard"]
+    callback = OffloadTrainerCallback(fields(tmp_path))
+    Trainer(llama(), args=given, train_dataset=Tokens(), callbacks=[callback]).train()
+    (written,) = tmp_path.rglob("events.out.tfevents.*")
+    found = events.EventAccumulator(str(written)).Reload()
+    shown = {name: found.Scalars(name) for name in found.Tags()["scalars"] if "offload/" in name}
+    assert {name[name.index("offload/") :] for name in shown} == THREE
+    assert all([one.step for one in points] == [1, 2, 3] for points in shown.values())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_trackers_of_the_arguments_get_three_figures_a_step_is_traced_and_a_line_ends_it(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "tensorboard", Tracker)  # stands before all that a user gives
+    options = {"trace_step": 2, "trace_path": tmp_path / "step.json"}
+    given: dict[str, Any] = {"args": arguments(tmp_path, max_steps=3), "train_dataset": Tokens()}
+    given["args"].report_to = ["tensorboard"]
+    if way == "mixin":
+        trainer: Trainer = MixedTrainer(llama(), **given, offload=fields(tmp_path), offload_options=options)
+    else:
+        last = OffloadTrainerCallback(fields(tmp_path), **options)
+        trainer = Trainer(llama(), **given, callbacks=[Fails(llama(), ValueError(), 0), last])
+    before = list(trainer.callback_handler.callbacks)
     trainer.train()
-    assert seen[0]["offload/saved_bytes"] > 0
+    assert sorted(map(id, trainer.callback_handler.callbacks)) == sorted(map(id, before))
+    steps = [logs for logs in Tracker.logged if "loss" in logs]
+    assert len(steps) == 3
+    for logs in steps:
+        assert {name for name in logs if name.startswith("offload/")} == THREE
+    assert steps[-1]["offload/device_peak_mib"] > 0
+    assert (tmp_path / "step.json").stat().st_size > 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eager_offload: ")]
+    assert len(said) == 1
+    assert "device peak of saved tensors" in said[0]
 
 
 def forgets(error: BaseException) -> None:
@@ -179,14 +223,7 @@ class Fails(TrainerCallback):
         model.get_submodule("model.layers.1").register_forward_pre_hook(hook)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "error",
-    [
-        pytest.param(ValueError("in forward"), id="error", marks=pytest.mark.long),
-        pytest.param(KeyboardInterrupt(), id="interrupt"),
-    ],
-)
+@pytest.mark.parametrize(("way", "error"), [("mixin", ValueError("in forward")), ("callback", KeyboardInterrupt())])
 def test_training_that_ends_in_an_exception_leaves_no_hook_and_the_next_is_exact(
     way: str, error: BaseException, tmp_path: Path
 ) -> None:
@@ -208,12 +245,11 @@ def test_training_that_ends_in_an_exception_leaves_no_hook_and_the_next_is_exact
     assert module_call(model) is None
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_batch_size_that_is_too_large_is_tried_and_left(way: str, tmp_path: Path) -> None:
+def test_a_batch_size_that_is_too_large_is_tried_and_left(tmp_path: Path) -> None:
     changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
     error = RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
     outcomes = []
-    for chosen in (None, way):
+    for chosen in (None, "callback"):
         model = llama()
         Fails(model, error, number=1)
         if chosen is None:
@@ -230,12 +266,11 @@ def test_a_batch_size_that_is_too_large_is_tried_and_left(way: str, tmp_path: Pa
     assert first == third > 0, "what was saved before there was too little memory is in no step"
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_training_goes_on_from_a_checkpoint(way: str, tmp_path: Path) -> None:
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     expected = trained(plain(tmp_path, max_steps=4))
-    trainer, _ = offloading(way, tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    trainer, _ = offloading("mixin", tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
     trainer.train()
-    trainer, offload = offloading(way, tmp_path, max_steps=4)
+    trainer, offload = offloading("mixin", tmp_path, max_steps=4)
     trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     assert same(parameters(trainer.model), expected)
     assert moved(offload) > 0
@@ -245,9 +280,8 @@ def test_training_goes_on_from_a_checkpoint(way: str, tmp_path: Path) -> None:
     assert sum(figures) == offload.stats().saved_bytes
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_data_parallel_is_refused(way: str, tmp_path: Path) -> None:
-    trainer, _ = offloading(way, tmp_path)
+def test_data_parallel_is_refused(tmp_path: Path) -> None:
+    trainer, _ = offloading("callback", tmp_path)
     trainer.args._n_gpu = 2
     with pytest.raises(eo.ConfigError, match="torchrun"):
         trainer.train()
@@ -283,9 +317,8 @@ def test_fields_of_a_dict_are_enough_and_the_files_go_with_the_training(way: str
     assert opened == [1, 1]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_offload_of_the_users_own_stays_open(way: str, tmp_path: Path) -> None:
-    trainer, offload = offloading(way, tmp_path, max_steps=1)
+def test_an_offload_of_the_users_own_stays_open(tmp_path: Path) -> None:
+    trainer, offload = offloading("callback", tmp_path, max_steps=1)
     trainer.train()
     assert moved(offload) > 0
     assert spill_files(tmp_path) != []
@@ -314,20 +347,36 @@ def test_a_field_that_does_not_exist_is_refused_when_the_trainer_is_made(tmp_pat
         MixedTrainer(llama(), arguments(tmp_path), offload={"minimum_bytes": 1})
 
 
+def test_a_mixin_behind_the_trainer_is_refused_when_the_class_is_made() -> None:
+    with pytest.raises(eo.ConfigError, match=r"Write class Wrong\(OffloadTrainerMixin, Trainer\)"):
+        type("Wrong", (Trainer, OffloadTrainerMixin), {})
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_training_for_nothing_is_warned_of(way: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"args": arguments(tmp_path, max_steps=2), "train_dataset": Tokens()}
-    if way == "mixin":
-        trainer = MixedTrainer(llama(), **given)
-    else:
-        trainer = Trainer(llama(), **given, callbacks=[OffloadTrainerCallback()])
-    with pytest.warns(RuntimeWarning, match=r"2 steps of training moved nothing\. .*min_bytes"):
+def test_modules_are_skipped_by_name_and_a_typo_is_an_error(way: str, tmp_path: Path) -> None:
+    def begin(skip: str) -> eo.Offload:
+        offload = eo.Offload(**fields(tmp_path), skip=skip)
+        given: dict[str, Any] = {"args": arguments(tmp_path, max_steps=1), "train_dataset": Tokens()}
+        if way == "mixin":
+            MixedTrainer(llama(), **given, offload=offload).train()
+        else:
+            Trainer(llama(), **given, callbacks=[OffloadTrainerCallback(offload)]).train()
+        return offload
+
+    assert begin("*.mlp").stats().kept_bytes["region"] > 0
+    with pytest.raises(eo.ConfigError, match="matches no module of this model"):
+        begin("*.mpl")
+
+
+def test_training_for_nothing_is_warned_of(tmp_path: Path) -> None:
+    trainer = plain(tmp_path, max_steps=2)
+    trainer.add_callback(OffloadTrainerCallback())
+    with pytest.warns(RuntimeWarning, match=r"eager_offload: nothing moved, because .* min_bytes"):
         trainer.train()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_checkpointing_that_offloads_is_warned_of(way: str, tmp_path: Path) -> None:
-    trainer, _ = offloading(way, tmp_path, max_steps=1)
+def test_checkpointing_that_offloads_is_warned_of(tmp_path: Path) -> None:
+    trainer, _ = offloading("callback", tmp_path, max_steps=1)
     # Only the flag: what it does pins memory, which takes an accelerator.
     for name, value in checkpointing(offload=True).items():
         setattr(trainer.args, name, value)
@@ -374,21 +423,6 @@ def test_after_a_failed_training_files_go_with_whatever_ends_it(end: str, tmp_pa
         offload.close()
     assert spill_files(tmp_path) == []
     assert module_call(model) is None
-
-
-def test_after_a_failed_training_an_offload_of_the_users_own_stays_open(tmp_path: Path) -> None:
-    offload, model = eo.Offload(**fields(tmp_path)), llama()
-    callback = OffloadTrainerCallback(offload)
-    trainer = plain(tmp_path, model)
-    trainer.add_callback(callback)
-    Fails(model, error := ValueError("in forward"))
-    with pytest.raises(ValueError, match="in forward"):
-        trainer.train()
-    forgets(error)
-    callback.remove()
-    assert spill_files(tmp_path) != []
-    offload.close()
-    assert spill_files(tmp_path) == []
 
 
 class Bare(Trainer):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -24,7 +21,6 @@ __all__ = [
     "llama",
     "moved",
     "parameters",
-    "quick_training",
     "same",
     "settings",
     "trained",
@@ -52,18 +48,6 @@ def llama(**changes: Any) -> PreTrainedModel:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **(sizes | changes))
     return LlamaForCausalLM(config)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_training() -> Iterator[None]:
-    """A trainer collects garbage before it trains: with all that is loaded that takes longer than these trainings."""
-    gc.collect()
-    gc.freeze()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more only wait for each other with so little to do
-    yield
-    torch.set_num_threads(threads)
-    gc.unfreeze()
 
 
 def checkpointing(**options: Any) -> dict[str, Any]:

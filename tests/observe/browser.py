@@ -64,7 +64,7 @@ class Browser:
         os.close(from_child)
         try:
             self._attach()
-        except BaseException:  # nobody will call `__exit__`
+        except BaseException:  # `__exit__` will not be called
             self._end()
             raise
 
@@ -101,7 +101,7 @@ class Browser:
             os.close(self._out)
 
     def open(self, page: Path | str, width: int, *, dark: bool) -> list[dict[str, Any]]:
-        """Loads a file or an address until it is drawn; returns what was told meanwhile: requests, errors, messages."""
+        """Loads a file or an address until it is drawn; returns what happened meanwhile: requests, errors, messages."""
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )

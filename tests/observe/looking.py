@@ -26,7 +26,7 @@ def traced(offload: eo.Offload, path: Path, work: Callable[[], object]) -> Trace
 def nothing_is_left(offload: eo.Offload) -> bool:
     return (
         not hooked._has_any_global_hook()
-        and offload._accounts.recorder is None
+        and offload._accounts.observer is None
         and offload.pack == offload._hooks.pack
         and not any("global hooks" in str(entry[1]) for entry in warnings.filters)
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import stat
+import threading
 import weakref
 from pathlib import Path
 
@@ -34,6 +37,51 @@ def test_a_path_that_cannot_be_written_is_refused_before_training(tmp_path: Path
     with pytest.raises(eo.ConfigError, match=f"path=.*{why}.*trace takes the path of a file"):
         offload.trace(tmp_path / name)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["file"]
+
+
+def trace_a_step(path: Path) -> None:
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        with offload.trace(path):
+            step(Net(), offload)
+
+
+def test_a_special_file_is_written_to_and_stays_what_it_is(tmp_path: Path) -> None:
+    trace_a_step(Path(os.devnull))
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+    pipe, read = tmp_path / "pipe", list[str]()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    trace_a_step(pipe)
+    reader.join()
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert json.loads(read[0])["traceEvents"]
+
+
+def test_of_a_link_the_target_is_written_and_a_file_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    trace_a_step(link)  # which leads nowhere yet
+    assert read_trace(target).saved
+    target.write_text("")
+    target.chmod(0o640)
+    trace_a_step(link)
+    assert link.is_symlink()
+    assert read_trace(target).saved
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert sorted(one.name for one in tmp_path.rglob("*.json")) == ["link.json", "target.json"]
+
+
+def test_a_trace_of_nothing_warns_and_leaves_no_file(path: Path) -> None:
+    path.write_text("before")
+    with (
+        pytest.warns(RuntimeWarning, match="nothing ran inside `with offload.trace.*so no trace is written"),
+        eo.Offload().trace(path),
+    ):
+        torch.ones(3).sum()
+    assert path.read_text() == "before"
 
 
 def test_something_that_is_no_path_is_refused() -> None:
@@ -126,7 +174,7 @@ def test_a_backward_that_raises_ends_where_it_was_seen_last(path: Path) -> None:
     assert [one.name for one in trace.slices if one.track == "compute backward"] == ["SinBackward0", "backward"]
 
 
-def test_a_file_that_cannot_be_written_in_the_end_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_in_the_end_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 

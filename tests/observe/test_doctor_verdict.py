@@ -6,8 +6,16 @@ import dataclasses
 
 import pytest
 
-from eager_offload.observe.doctor.findings import Device, Disk, Memory, SelfTest, Speed
-from eager_offload.observe.doctor.verdict import hidden_from_width, recommended, verdict
+from eager_offload.observe.doctor.diagnosis import (
+    Device,
+    Disk,
+    Memory,
+    SelfTest,
+    Speed,
+    hidden_from_width,
+    recommended,
+    verdict,
+)
 
 GIB = 1 << 30
 CPU = Device("cpu", "a processor", 32 * GIB, flops=1e11, dtype="float32", link=Speed(1e10, 1e10))
@@ -56,8 +64,8 @@ def test_an_accelerator_with_more_memory_than_the_host_spills_to_disk() -> None:
     small = Memory(64 * GIB, 60 * GIB, 30 * GIB, 1, "the control group has 64 GiB", "give it more")
     settings = recommended([CPU, GPU], small, [SLOW, FAST])
     assert settings == {"disk_path": "/fast"}
-    told = verdict([CPU, GPU], [SLOW, FAST], passed(CPU, GPU), settings).summary
-    assert told == "Offloading works here: cuda:0 to host memory, then to /fast."
+    reported = verdict([CPU, GPU], [SLOW, FAST], passed(CPU, GPU), settings).summary
+    assert reported == "Offloading works here: cuda:0 to host memory, then to /fast."
 
 
 def test_where_pinning_fails_it_is_not_tried_again() -> None:
@@ -88,9 +96,9 @@ def test_the_width_from_which_a_block_is_hidden() -> None:
 
 
 def test_advice_tells_wide_machines_from_narrow_links() -> None:
-    (told, malloc) = verdict([CPU], [FAST], passed(CPU), {}).advice
-    assert "hidden from a width of 133 on: offloading costs next to no time" in told
+    (reported, malloc) = verdict([CPU], [FAST], passed(CPU), {}).advice
+    assert "hidden from a width of 133 on: offloading costs next to no time" in reported
     assert "release_freed_memory" in malloc
-    told = verdict([CPU, GPU], [FAST], passed(CPU, GPU), {}).advice[-1]
-    assert "from a width of 15,385 on" in told
-    assert "what a checkpointed block saves is hidden from a width of 962 on" in told
+    reported = verdict([CPU, GPU], [FAST], passed(CPU, GPU), {}).advice[-1]
+    assert "from a width of 15,385 on" in reported
+    assert "what a checkpointed block saves is hidden from a width of 962 on" in reported

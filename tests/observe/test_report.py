@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,10 +12,11 @@ import pytest
 import torch
 
 import eager_offload as eo
-from eager_offload.observe.report import command, figures, render
+from eager_offload.observe.report import figures
 from eager_offload.observe.report.figures import Outcome, Saver
-from eager_offload.observe.report.markup import Markup, figure, seconds_text, size_text, tag
-from eager_offload.observe.trace import FORMAT, Kind, SavedGroup, Slice, Trace, read_trace, write_trace
+from eager_offload.observe.report.page import REASONS, main, render
+from eager_offload.observe.trace import FORMAT, Kind, MemorySample, SavedGroup, Slice, Trace, read_trace, write_trace
+from eager_offload.stats import KeepReason
 from tests.observe.traces import AWKWARD, LAYERS, example
 
 MIB = 1 << 20
@@ -74,19 +74,19 @@ def test_what_lies_inside_is_drawn_below() -> None:
         # Rounded: it begins a moment before its neighbour is over.
         Slice(Kind.COMPUTE, "next", "cpu", "compute forward", 3.9999, 1.0),
     ]
-    (lane,) = figures.lanes(Trace(5.0, {}, {}, slices=tuple(slices)))
-    assert [(one.slice.name, one.depth) for one in lane.placed] == [
+    (track,) = figures.tracks(Trace(5.0, {}, {}, slices=tuple(slices)))
+    assert [(one.slice.name, one.depth) for one in track.placed] == [
         ("outer", 0),
         ("inner", 1),
         ("beside", 1),
         ("innermost", 2),
         ("next", 0),
     ]
-    assert lane.depth == 3
+    assert track.depth == 3
 
 
 def test_tracks_stand_in_the_order_of_their_kinds() -> None:
-    assert [(lane.device, lane.name) for lane in figures.lanes(example())] == [
+    assert [(one.device, one.name) for one in figures.tracks(example())] == [
         ("cpu", "compute forward"),
         ("cpu", "compute backward"),
         *(("cpu", kind) for kind in ("offload", "reload", "prefetch", "stall", "demotion")),
@@ -142,41 +142,26 @@ def test_what_ended_the_trace_and_what_it_lacks_is_said() -> None:
 
 
 def test_every_reason_that_the_stats_have_is_explained() -> None:
-    from eager_offload.observe.report.sections import _REASONS
-    from eager_offload.stats import KeepReason
-
-    assert set(_REASONS) == set(KeepReason)
+    assert set(REASONS) == set(KeepReason)
 
 
-def test_text_is_escaped_and_markup_is_not() -> None:
-    assert tag("p", "<b>", Markup("<i>"), class_='"', data_x=None) == '<p class="&quot;">&lt;b&gt;<i></p>'
-    assert figure("a.b", 12, "12 <") == '<data value="12" data-figure="a.b">12 &lt;</data>'
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (size_text(0), "0 B"),
-        (size_text(1023), "1,023 B"),
-        (size_text(1536), "1.5 KiB"),
-        (size_text(5 << 40), "5.0 TiB"),
-        (seconds_text(0), "0 s"),
-        (seconds_text(2e-6), "2 µs"),
-        (seconds_text(0.0125), "12.5 ms"),
-        (seconds_text(61.5), "61.50 s"),
-    ],
-)
-def test_numbers_are_short(text: str, expected: str) -> None:
-    assert text == expected
-
-
-def test_its_parts_are_installed_with_the_package() -> None:
-    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
-    installed = set(project["tool"]["setuptools"]["package-data"]["eager_offload"])
-    parts = {
-        path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.*") if path.suffix not in (".py", ".pyc")
-    }
-    assert parts <= installed
+def test_numbers_are_short_and_exact_beside_it() -> None:
+    slices = (Slice(Kind.OFFLOAD, "offload", "cpu", "offload", 0.0, 0.0125, 3 << 20),)
+    page = render(Trace(61.5, {"min_bytes": 1536, "verify": False, "disk_path": ["/a", "/b"]}, {}, slices=slices))
+    for text in (
+        *(
+            '<data value="61.5" data-figure="seconds">61.50 s</data>',
+            '<data value="0.0" data-figure="stall_seconds">0 s<',
+        ),
+        *('data-figure="work.cpu.offload.seconds">12.5 ms</data>', "<td>251.7 MB/s</td>"),
+        *(
+            'data-figure="work.cpu.offload.bytes">3.0 MiB</data>',
+            "<td>1.5 KiB</td>",
+            "<td>False</td>",
+            "<td>/a, /b</td>",
+        ),
+    ):
+        assert text in page, text
 
 
 def test_the_page_of_a_real_run_has_the_numbers_of_its_stats(tmp_path: Path) -> None:
@@ -199,18 +184,30 @@ def test_the_page_of_a_real_run_has_the_numbers_of_its_stats(tmp_path: Path) -> 
         assert f'<data value="{nbytes}" data-figure="kept.{reason}">' in page
     assert sum(one.nbytes for one in figures.savers(trace.saved, alike=True)) == stats.saved_bytes
     assert "Sequential.*.*" in page
-    assert {lane.kind for lane in figures.lanes(trace)} >= {Kind.COMPUTE, Kind.OFFLOAD}
+    assert {one.kind for one in figures.tracks(trace)} >= {Kind.COMPUTE, Kind.OFFLOAD}
     assert figures.peaks(trace).without_offload > figures.peaks(trace).device
+
+
+def test_the_page_speaks_of_fallbacks_of_shares_with_a_sign_and_shows_code_as_code() -> None:
+    memory = (MemorySample(0.0, 0, 0, 0, 0), MemorySample(0.5, 2 * MIB, 0, 8 * MIB, 10 * MIB))
+    advice = ("Put `with offload:` around <x>.",)
+    page = render(dataclasses.replace(example(), advice=advice, memory=memory))
+    assert "<li>Put <code>with offload:</code> around &lt;x&gt;.</li>" in page
+    assert "without offload (-80 %)" in page
+    text = re.sub(r"<(style|script)[^>]*>.*?</\1>|<[^>]*>", "", page, flags=re.DOTALL)
+    assert "emotion" not in text
+    assert "Fallbacks" in text
+    assert "Fallback, cpu" in text
 
 
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_the_page_goes_beside_the_trace_or_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_goes_beside_the_trace_or_to_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "step.json"
     write_trace(example(), source)
-    assert command.main([str(source)]) == 0
-    assert command.main([str(source), "-o", str(tmp_path / "other.html")]) == 0
+    assert main([str(source)]) == 0
+    assert main([str(source), "-o", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "step.html").read_text() == (tmp_path / "other.html").read_text()
     assert str(tmp_path / "other.html") in capsys.readouterr().out
 
@@ -219,7 +216,7 @@ NEWER = json.dumps({"traceEvents": [], "eager_offload": {"format": FORMAT + 1}})
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reported"),
     [
         (None, "No such file or directory"),
         ("", "no trace of eager_offload"),
@@ -232,16 +229,16 @@ NEWER = json.dumps({"traceEvents": [], "eager_offload": {"format": FORMAT + 1}})
     ],
 )
 def test_what_is_no_trace_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes | None, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes | None, reported: str
 ) -> None:
     source = tmp_path / "step.json"
     if content is not None:
         source.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert command.main([str(source), "-o", str(tmp_path / "page.html")]) == 2
+    assert main([str(source), "-o", str(tmp_path / "page.html")]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
-    assert told in captured.err
+    assert reported in captured.err
     assert "step.json" in captured.err
     assert not (tmp_path / "page.html").exists()
 
@@ -249,7 +246,7 @@ def test_what_is_no_trace_is_refused_in_one_line(
 def test_a_page_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "step.json"
     write_trace(example(), source)
-    assert command.main([str(source), "-o", str(tmp_path / "missing" / "page.html")]) == 2
+    assert main([str(source), "-o", str(tmp_path / "missing" / "page.html")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
 
 
@@ -257,6 +254,6 @@ def test_the_trace_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFix
     source = tmp_path / "step.html"
     write_trace(example(), source)
     before = source.read_bytes()
-    assert command.main([str(source)]) == 2
+    assert main([str(source)]) == 2
     assert "is the trace itself" in capsys.readouterr().err
     assert source.read_bytes() == before

@@ -24,7 +24,7 @@ from tests.observe.steps import DEPTH, NBYTES, Net, inputs, nested, step
 
 @pytest.fixture(autouse=True)
 def compiler() -> Iterator[None]:
-    """One that knows nothing, and is known to nobody afterwards."""
+    """One that knows nothing, and of which nothing is known afterwards."""
     with fresh_compiler():
         yield
     counters.clear()
@@ -95,11 +95,11 @@ def test_torch_says_nothing_about_the_hooks_of_a_trace(tmp_path: Path) -> None:
     with DiskBackend() as disk:
         offload = disk.offload(min_bytes=NBYTES)
         model = compiled(offload, Net())
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as reported:
             warnings.simplefilter("always")
             with offload.trace(tmp_path / "step.json"):
                 step(model, offload)
-    assert not [one for one in told if "global hooks" in str(one.message)]
+    assert not [one for one in reported if "global hooks" in str(one.message)]
 
 
 def test_a_graph_whose_tier_is_full_tells_what_stays(tmp_path: Path) -> None:

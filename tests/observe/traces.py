@@ -8,7 +8,7 @@ __all__ = ["AWKWARD", "LAYERS", "example"]
 
 MIB = 1 << 20
 LAYERS = 6
-#: Nobody calls a module that, and nothing may come of it.
+#: No module is called that, and nothing may come of it.
 AWKWARD = '</script><img src=x onerror="document.title=1">&amp;'
 _LONG = "Transformer.encoder_with_a_rather_long_name.blocks_of_the_second_stage.0.attention.output_projection"
 
@@ -78,10 +78,10 @@ def _slices() -> list[Slice]:
             slices += [Slice(Kind.COMPUTE, operation, "cpu", "compute backward", back, 0.04, operation=operation)]
             if layer == LAYERS - 1:
                 continue
-            told = {"module": module, "operation": operation, "tier": "disk"}
-            slices += [Slice(Kind.OFFLOAD, module, "cpu", "offload", at + 0.025, 0.02, mib * MIB, **told)]
+            where = {"module": module, "operation": operation, "tier": "disk"}
+            slices += [Slice(Kind.OFFLOAD, module, "cpu", "offload", at + 0.025, 0.02, mib * MIB, **where)]
             kind = Kind.RELOAD if layer == 0 and half else Kind.PREFETCH
-            slices += [Slice(kind, module, "cpu", kind.value, back - 0.05, 0.03, mib * MIB, **told)]
+            slices += [Slice(kind, module, "cpu", kind.value, back - 0.05, 0.03, mib * MIB, **where)]
     slices += [
         Slice(Kind.STALL, "reload", "cpu", "stall", 0.74, 0.01),
         Slice(Kind.STALL, AWKWARD, "cpu", "stall", 0.8, 0.005),

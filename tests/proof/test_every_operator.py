@@ -9,7 +9,7 @@ same error is expected. No operator is left out.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,11 +23,15 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_leaves, tree_map
 
 import eager_offload as eo
+from eager_offload.tiers.base import release_idle_slots
 from tests.proof.bits import same_bits
+from tests.sampling import spread
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 Operator = Callable[..., Any]
+#: Which of an operator's samples are tried.
+Choose = Callable[[Iterable[SampleInput]], Sequence[SampleInput]]
 
 OPERATORS = {op.full_name: op for op in op_db if op.supports_autograd}
 DTYPES = (torch.float32, torch.complex64)
@@ -237,21 +241,26 @@ def told(error: Exception, *, under_offload: bool) -> str:
 # -- what is expected -------------------------------------------------------------------------------------------------
 
 
-def check_exact(op: OpInfo, offload: eo.Offload, samples: int | None, step: Step = Step.BACKWARD) -> None:
-    """The operator and its in-place variant give the same with and without ``offload``, for the first ``samples``."""
+def check_exact(op: OpInfo, offload: eo.Offload, choose: Choose, step: Step = Step.BACKWARD) -> None:
+    """The operator and its in-place variant give the same with and without ``offload``, for the samples chosen."""
     with unwritten_memory_filled(op):
         for variant in variants(op):
             for dtype in DTYPES:
-                for sample in samples_of(op, dtype, samples):
+                for sample in samples_of(op, dtype, choose):
                     plain = run(variant, sample, step=step)
                     before = offload.stats(synchronize=True)
                     wrong = run(variant, sample, offload, step=step).differences(plain)
                     assert not wrong, f"{dtype} {sample}: {wrong}\n{verdict(variant, sample, step, plain)}"
                     if step is Step.BACKWARD and plain.error is None:
-                        check_moved(before, offload.stats(synchronize=True))
+                        check_moved(before, offload.stats(synchronize=True), LEAST.get(op.name, 0.9))
 
 
-def check_moved(before: eo.OffloadStats, after: eo.OffloadStats) -> None:
+#: The part that moves of what could, where it is not all of it: the sample, or the operator, drops a graph of its own
+#: before anything else is saved, so that what this graph saved never has to leave.
+LEAST = {"cov": 0.8, "max_pool2d_with_indices_backward": 0.15}
+
+
+def check_moved(before: eo.OffloadStats, after: eo.OffloadStats, least: float = 0.9) -> None:
     """Everything that could move did, and came back when it was asked for."""
     kept = {reason: nbytes - before.kept_bytes.get(reason, 0) for reason, nbytes in after.kept_bytes.items()}
     saved = after.saved_bytes - before.saved_bytes
@@ -259,7 +268,7 @@ def check_moved(before: eo.OffloadStats, after: eo.OffloadStats) -> None:
     shared = after.shared_bytes - before.shared_bytes
     eligible = saved - sum(kept.get(reason, 0) for reason in EXPECTED_TO_STAY)
     assert saved == offloaded + shared + sum(kept.values())
-    assert offloaded + shared >= 0.9 * eligible, kept
+    assert offloaded + shared >= least * eligible, kept
     # All sources were gone and all copies over when backward began: what it used can only have come from the disk.
     reloaded = after.reloaded_bytes - before.reloaded_bytes
     assert after.forwarded_bytes == before.forwarded_bytes
@@ -268,7 +277,7 @@ def check_moved(before: eo.OffloadStats, after: eo.OffloadStats) -> None:
 
 
 def check_modification_noticed(
-    op: OpInfo, offload: eo.Offload, samples: int, dtypes: Sequence[torch.dtype] = DTYPES
+    op: OpInfo, offload: eo.Offload, choose: Choose, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> int:
     """Each tensor in reach is changed in place in turn: an error comes where autograd has one, and nowhere else.
 
@@ -278,7 +287,7 @@ def check_modification_noticed(
     noticed = 0
     with unwritten_memory_filled(op):
         for dtype in dtypes:
-            for sample in samples_of(op, dtype, samples):
+            for sample in samples_of(op, dtype, choose):
                 for bump in bumps(op, sample):
                     plain = run(op, sample, bump=bump)
                     wrong = run(op, sample, offload, bump=bump).differences(plain)
@@ -304,11 +313,21 @@ def variants(op: OpInfo) -> list[Operator]:
     return [op] if op.inplace_variant is None else [op, op.inplace_variant]
 
 
-def samples_of(op: OpInfo, dtype: torch.dtype, count: int | None) -> list[SampleInput]:
+def first(count: int) -> Choose:
+    """The first so many samples, which are the same in every run."""
+    return lambda samples: list(islice(samples, count))
+
+
+def across(count: int) -> Choose:
+    """So many among all samples, others in each run; see ``tests/sampling.py``."""
+    return lambda samples: spread(count, list(samples))
+
+
+def samples_of(op: OpInfo, dtype: torch.dtype, choose: Choose) -> Sequence[SampleInput]:
     if dtype not in op.supported_dtypes("cpu"):
         return []
     torch.default_generator.manual_seed(SEED)
-    return list(islice(op.sample_inputs("cpu", dtype, requires_grad=True), count))
+    return choose(op.sample_inputs("cpu", dtype, requires_grad=True))
 
 
 def verdict(operator: Operator, sample: SampleInput, step: Step, plain: Run) -> str:
@@ -329,15 +348,6 @@ def unwritten_memory_filled(op: OpInfo) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The samples are small: more threads only get in each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def offload() -> Iterator[eo.Offload]:
     """One object for all operators. When they are through, nothing is left in it."""
@@ -345,7 +355,8 @@ def offload() -> Iterator[eo.Offload]:
     yield offload
     stats = offload.stats(synchronize=True)
     assert stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes
-    for lane in offload._lanes.all():
+    release_idle_slots()
+    for lane in offload._offloaders.all():
         assert lane.resident_bytes == 0
         assert lane.inflight_bytes == 0
         assert [tier.used_bytes for tier in lane.tiers] == [0]
@@ -361,36 +372,38 @@ def test_all_but_a_few_of_the_operators_run_on_a_cpu() -> None:
     assert without == NOT_ON_A_CPU
 
 
+@pytest.mark.sampled(2)  # each operator in one of the two; the long ones take all of them
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_first_samples_are_exact(name: str, offload: eo.Offload) -> None:
-    check_exact(OPERATORS[name], offload, 2)
+    check_exact(OPERATORS[name], offload, first(2))
 
 
+@pytest.mark.sampled(2, shift=1)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_h01_a_modified_tensor_of_the_first_sample_is_noticed_where_autograd_notices_it(
     name: str, offload: eo.Offload
 ) -> None:
-    check_modification_noticed(OPERATORS[name], offload, 1, [torch.float32])
+    check_modification_noticed(OPERATORS[name], offload, first(1), [torch.float32])
 
 
 @pytest.mark.parametrize("name", ["exp", "mul", "softmax", "nn.functional.conv2d", "nn.functional.layer_norm"])
 def test_h01_autograd_does_notice_some(name: str, offload: eo.Offload) -> None:
-    assert check_modification_noticed(OPERATORS[name], offload, 1) > 0
+    assert check_modification_noticed(OPERATORS[name], offload, first(1)) > 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OPERATORS)
-def test_every_sample_is_exact(name: str, offload: eo.Offload) -> None:
-    check_exact(OPERATORS[name], offload, None)
+def test_samples_of_all_kinds_are_exact(name: str, offload: eo.Offload) -> None:
+    check_exact(OPERATORS[name], offload, across(4))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OPERATORS)
 def test_h08_double_backward_is_exact(name: str, offload: eo.Offload) -> None:
-    check_exact(OPERATORS[name], offload, 6, Step.DOUBLE_BACKWARD)
+    check_exact(OPERATORS[name], offload, across(2), Step.DOUBLE_BACKWARD)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OPERATORS)
 def test_h01_a_modified_tensor_is_noticed_where_autograd_notices_it(name: str, offload: eo.Offload) -> None:
-    check_modification_noticed(OPERATORS[name], offload, 6)
+    check_modification_noticed(OPERATORS[name], offload, across(2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +16,8 @@ from tests.hazards.backends import Backend
 from tests.hazards.programs import REGIMES, Program, Regime, same_gradients
 from tests.proof.models import FAMILIES, Checkpointing, Discriminator, Generator
 from tests.proof.models.gan import LATENT, SIZE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Around: TypeAlias = AbstractContextManager[Any]
 
@@ -59,15 +60,6 @@ EVERY = [
         FAMILIES, Checkpointing, (False, True), (1, 2)
     )
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny: a second thread in a kernel would only spin."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def trained(case: Case) -> Program:
@@ -123,6 +115,7 @@ IN_EVERY_WAY = [("disk", case) for case in EVERY] + [
 
 
 @pytest.mark.long
+@pytest.mark.sampled(5)  # 5 and the 12 ways of a family have no common factor: families meet different ways
 @pytest.mark.parametrize(("backend", "case"), IN_EVERY_WAY, ids=str, indirect=["backend"])
 def test_a_model_trains_to_the_same_bits_in_every_way(case: Case, backend: Backend) -> None:
     assert_exact(case, backend, REGIMES)
@@ -181,7 +174,8 @@ def test_a_gan_with_two_optimizers_and_two_graphs_trains_to_the_same_bits(one_co
     backend.sources_change = True  # BatchNorm's statistics, and the vectors of spectral normalization
     # What was made is held by the program while the discriminator learns, and once that is learnt it stays.
     for stats in same_gradients(adversaries(one_context=one_context), backend, regimes=TWO_REGIMES, moved=0.8):
-        assert set(stats.kept_bytes) <= {"parameter", "alive"}
+        # The penalty runs a backward inside of the context: what was saved last before it stays.
+        assert set(stats.kept_bytes) <= {"parameter", "alive", "newest"}
 
 
 def test_a_mixture_of_experts_has_other_shapes_in_every_step() -> None:

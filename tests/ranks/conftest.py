@@ -19,6 +19,7 @@ def launched(
     """Launches so many ranks that run those of these scenarios that are to be tested; what they left is in the result.
 
     Processes that share the tests among them share the launch as well: the first starts it, the others wait for it.
+    Groups of xdist have one process ask for each launch, so that none waits.
     """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -10,7 +10,7 @@ import eager_offload as eo
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom, local_ranks
-from tests.hazards.backends import lane_of
+from tests.hazards.backends import offloader_of
 from tests.ranks.launch import Ranks
 from tests.ranks.training import batch, blocks
 
@@ -36,7 +36,7 @@ def budgets_are_divided(ranks: Ranks) -> None:
     settings = {"min_bytes": 0, "keep_last_bytes": 0}
     on_disk = trained(ranks, eo.Offload(tier="disk", disk_path=ranks.directory, **settings))
     in_memory = trained(ranks, eo.Offload(tier="host", **settings))
-    (disk,), (host,) = lane_of(on_disk).tiers, lane_of(in_memory).tiers
+    (disk,), (host,) = offloader_of(on_disk).tiers, offloader_of(in_memory).tiers
     assert isinstance(disk, DiskTier)
     assert isinstance(host, HostTier)
     # Others take memory and room meanwhile, but not half of it: without a division the sum would be `size` times this.

@@ -12,6 +12,7 @@ SMALL = ["--layers=2", "--width=64", "--heads=2", "--sequence=64", "--steps=2", 
 
 
 @pytest.mark.long
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "pipeline"])
 def test_an_example_learns_the_same_with_offload_and_without(name: str) -> None:
     program = f"examples/{name}.py"
@@ -23,6 +24,7 @@ def test_an_example_learns_the_same_with_offload_and_without(name: str) -> None:
         assert process.returncode == 0, output
         ranks = re.findall(r"^rank \d on \w+(?::\d)?: peak [\d,]+ MiB.*$", output, re.MULTILINE)
         assert len(ranks) == 2, output
+        assert re.findall(r"^step (\d): loss \d", output, re.MULTILINE) == ["1", "2"], output
         moved = [float(number) for number in re.findall(r"([\d.]+) MiB moved out", output)]
         assert len(moved) == (2 if choice == "--offload" else 0)
         assert all(moved)

@@ -26,6 +26,7 @@ def test_an_error_in_backward_ends_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.sampled(3)  # among four in a row each strategy meets each place, and all three ways are there
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("way", ["error", "interrupt", "kill"])

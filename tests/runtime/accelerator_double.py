@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from eager_offload.runtime.accelerator import AcceleratorRuntime, AcceleratorStream
-from eager_offload.runtime.checker import Checker
+from eager_offload.runtime.accelerator import AcceleratorRuntime
+from eager_offload.simulation.checker import Checker
+from eager_offload.simulation.log import LoggedRuntime
 from eager_offload.tiers.arena import Arena, HostSlot
 from eager_offload.tiers.host import HostTier
 from tests.doubles.recording_accelerator import RecordingAccelerator
@@ -22,6 +23,10 @@ DEVICE = torch.device("cuda", 0)
 SECOND = torch.device("cuda", 1)
 #: Small enough for torch to use one thread.
 NBYTES = 1 << 14
+
+
+class LoggedAccelerator(LoggedRuntime, AcceleratorRuntime):
+    """The runtime, with a log of what it is asked to do."""
 
 
 class DoubleMachine(Machine):
@@ -36,37 +41,37 @@ class DoubleMachine(Machine):
     def __init__(self, order: int = 0) -> None:
         self.double = RecordingAccelerator()
         self.checker = Checker()
-        runtime = AcceleratorRuntime(self.double)
+        runtime = LoggedAccelerator(self.double)
         runtime.attach(self.checker, self.double)
         self.double.log = self.checker
         super().__init__(runtime, DEVICE)
         self._order = order
         self._streams = [self.compute, self.out, self.back]
 
-    def side_stream(self) -> AcceleratorStream:
-        stream = AcceleratorStream.of(self.double.stream(DEVICE))
+    def side_stream(self) -> torch.Stream:
+        stream = self.double.stream(DEVICE)
         self._streams.append(stream)
         return stream
 
     @contextmanager
-    def selected(self, stream: AcceleratorStream) -> Iterator[None]:
+    def selected(self, stream: torch.Stream) -> Iterator[None]:
         before = self.double.current_stream(stream.device)
-        self.double.set_stream(stream.torch_stream)
+        self.double.set_stream(stream)
         try:
             yield
         finally:
             self.double.set_stream(before)
 
-    def empty(self, nbytes: int, stream: AcceleratorStream) -> Tensor:
+    def empty(self, nbytes: int, stream: torch.Stream) -> Tensor:
         with self.selected(stream):
             tensor = self.double.empty(nbytes, DEVICE)
         self.double.allocated(tensor, stream, "the user's tensor")
         return tensor
 
-    def launch(self, stream: AcceleratorStream, kernel: Callable[..., object], *args: Tensor, what: str) -> None:
+    def launch(self, stream: torch.Stream, kernel: Callable[..., object], *args: Tensor, what: str) -> None:
         self.double.launch(stream, kernel, *args, what=what)
 
-    def delay(self, stream: AcceleratorStream) -> None:
+    def delay(self, stream: torch.Stream) -> None:
         """Nothing: whichever stream ``order`` puts last is late."""
 
     def finish(self) -> None:
@@ -82,5 +87,5 @@ def host_slot(runtime: AcceleratorRuntime, nbytes: int) -> HostSlot:
 
 def selection(double: RecordingAccelerator) -> list[object]:
     """What the calling thread has selected."""
-    streams = [AcceleratorStream.of(double.current_stream(device)) for device in (DEVICE, SECOND)]
+    streams = [double.current_stream(device) for device in (DEVICE, SECOND)]
     return [double.current_device_index(), *streams]

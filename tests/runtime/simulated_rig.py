@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eager_offload.errors import TransferError
 from eager_offload.runtime.base import Direction, Layout
-from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import Region, Slot
 from eager_offload.tiers.memory import view_of
 

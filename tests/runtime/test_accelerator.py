@@ -12,7 +12,7 @@ import threading
 import pytest
 import torch
 
-from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRuntime, AcceleratorStream
+from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import Direction, Layout
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.runtime.accelerator_double import DEVICE, NBYTES, SECOND, DoubleMachine, host_slot, selection
@@ -124,11 +124,10 @@ def test_h15_copy_enters_its_stream_around_the_copy_alone_and_never_makes_the_ho
     assert double.calls == [
         "record_event 0/0",
         f"wait_event 0/{out.stream_id}",
-        "device 0",
+        f"record_event 0/{out.stream_id}",  # the first copies tell how long they took
         f"set_stream 0/{out.stream_id}",
         f"copy {NBYTES} on 0/{out.stream_id}",
         "set_stream 0/0",
-        "device 0",
         f"record_event 0/{out.stream_id}",
         "wait_event 0/0",
     ]
@@ -214,7 +213,7 @@ def test_h29_threads_inside_one_transfer_stream_at_once_get_their_own_streams_ba
 
 def test_streams_are_named_by_identity_not_by_object(double: RecordingAccelerator, runtime: AcceleratorRuntime) -> None:
     one, two = runtime.current_stream(DEVICE), runtime.current_stream(torch.device("cuda"))
-    assert one.torch_stream is not two.torch_stream
+    assert one is not two
     assert one == two
     assert hash(one) == hash(two)
     assert one != runtime.current_stream(SECOND)
@@ -226,7 +225,7 @@ def test_transfer_streams_are_created_once_whoever_asks_first(
     double: RecordingAccelerator, runtime: AcceleratorRuntime
 ) -> None:
     start = threading.Barrier(8)
-    found: list[AcceleratorStream] = []
+    found: list[torch.Stream] = []
 
     def ask() -> None:
         start.wait(timeout=30)
@@ -244,39 +243,46 @@ def test_transfer_streams_are_created_once_whoever_asks_first(
     assert double.calls.count("stream 1") == 2
 
 
-def test_waiting_for_an_event_that_was_never_recorded_is_caught(
+def test_torchs_events_are_recorded_again_once_their_points_are_of_no_use_to_anyone(
     double: RecordingAccelerator, runtime: AcceleratorRuntime
 ) -> None:
-    event = AcceleratorEvent(double.event(DEVICE, enable_timing=False))
-    stream = runtime.current_stream(DEVICE)
-    for use in (lambda: runtime.wait(stream, event), lambda: runtime.query(event), lambda: runtime.synchronize(event)):
-        with pytest.raises(AssertionError, match="never recorded"):
-            use()
-    raw = double.event(DEVICE, enable_timing=False)
-    stream.torch_stream.wait_event(raw)
-    assert raw.query(), "without the assertion it would pass for complete"
-    assert double.pending(stream) == 0, "and the wait for nothing"
+    made, compute, out = [], runtime.current_stream(DEVICE), runtime.transfer_stream(DEVICE, Direction.OUT)
+    event = double.event
+    double.event = lambda *args, **kwargs: made.append(event(*args, **kwargs)) or made[-1]  # type: ignore[method-assign]
+    first, other = runtime.record(compute), runtime.record(out)
+    assert first != other
+    assert first.recorded_on == compute
+    runtime.wait(out, first)  # before the event's next record, which the wait has nothing to do with
+    del first
+    again = runtime.record(runtime.current_stream(DEVICE))
+    assert len(made) == 2, "no event without need"
+    assert not runtime.query(again)
+    double.run_all(first=[out])
+    assert runtime.query(again)
+    runtime.record(runtime.current_stream(SECOND))
+    assert len(made) == 3, "an event belongs to its device"
 
 
-def test_event_is_recorded_once_and_equals_itself_only(runtime: AcceleratorRuntime) -> None:
-    stream = runtime.current_stream(DEVICE)
-    one, two = runtime.record(stream), runtime.record(stream)
-    assert isinstance(one, AcceleratorEvent)
-    assert one != two
-    assert len({one, two}) == 2
-    assert one.recorded_on == stream
-    with pytest.raises(AssertionError, match="one point of one stream"):
-        one.record(stream)
-
-
-def test_failed_record_leaves_no_event_that_counts_as_recorded() -> None:
-    double = RecordingAccelerator()
-    event = AcceleratorEvent(double.event(DEVICE, enable_timing=False))
-    stream = AcceleratorStream.of(double.current_stream(DEVICE))
+def test_failed_record_leaves_no_event(double: RecordingAccelerator, runtime: AcceleratorRuntime) -> None:
     double.fail("record_event", RuntimeError("device lost"))
     with pytest.raises(RuntimeError, match="device lost"):
-        event.record(stream)
-    assert event.recorded_on is None
+        runtime.record(runtime.current_stream(DEVICE))
+    assert not runtime.query(runtime.record(runtime.current_stream(DEVICE)))
+
+
+def test_copies_inside_an_entered_stream_switch_once(double: RecordingAccelerator, runtime: AcceleratorRuntime) -> None:
+    out, slots = runtime.transfer_stream(DEVICE, Direction.OUT), [host_slot(runtime, NBYTES) for _ in range(3)]
+    source = double.empty(NBYTES, DEVICE)
+    double.calls.clear()
+    with runtime.enter(out):
+        for slot in slots:
+            runtime.copy(slot, source, out)
+    assert [call for call in double.calls if "set_stream" in call] == [
+        f"set_stream 0/{out.stream_id}",
+        "set_stream 0/0",
+    ]
+    assert double.calls.count(f"copy {NBYTES} on 0/{out.stream_id}") == 3
+    assert not any(call.startswith("device") for call in double.calls), "it was selected already"
 
 
 def test_wait_costs_no_call_where_order_is_given_already(
@@ -309,4 +315,4 @@ def test_synchronize_waits_for_what_the_event_stands_for_and_no_more(
     runtime.copy(slot, source, out)
     runtime.synchronize(copied)
     assert torch.equal(slot.tensor, pattern(NBYTES, 1))
-    assert double.pending(out) == 2, "the second copy and its event"
+    assert double.pending(out) == 3, "the second copy and its events"

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from eager_offload.runtime.accelerator import AcceleratorStream, accelerator_runtime
+from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.host import HostTier
+from tests.gpu.machine import keep_busy
 from tests.runtime.accelerator_scenarios import SCENARIOS, Machine, Outcome, Scenario, assert_exact, pattern
 
 pytestmark = [
@@ -40,17 +41,17 @@ SLEEP_CYCLES = 150_000_000
 class DeviceMachine(Machine):
     """The accelerator as a machine for scenarios."""
 
-    nbytes = 4 << 20
-
     def __init__(self) -> None:
         runtime = accelerator_runtime()
+        # The virtual device copies with the CPU, which is late by itself.
+        self.nbytes = 256 << 10 if runtime.device_type == "virtual" else 4 << 20
         super().__init__(runtime, torch.device(runtime.device_type, torch.accelerator.current_device_index()))
-        self._side_streams: list[AcceleratorStream] = []
+        self._side_streams: list[torch.Stream] = []
         self._taken = 0
 
-    def side_stream(self) -> AcceleratorStream:
+    def side_stream(self) -> torch.Stream:
         if self._taken == len(self._side_streams):
-            self._side_streams.append(AcceleratorStream.of(torch.Stream(device=self.device)))
+            self._side_streams.append(torch.Stream(device=self.device))
         self._taken += 1
         return self._side_streams[self._taken - 1]
 
@@ -59,30 +60,25 @@ class DeviceMachine(Machine):
         self._taken = 0
 
     @contextmanager
-    def selected(self, stream: AcceleratorStream) -> Iterator[None]:
+    def selected(self, stream: torch.Stream) -> Iterator[None]:
         before = torch.accelerator.current_stream(stream.device)
-        torch.accelerator.set_stream(stream.torch_stream)
+        torch.accelerator.set_stream(stream)
         try:
             yield
         finally:
             torch.accelerator.set_stream(before)
 
-    def empty(self, nbytes: int, stream: AcceleratorStream) -> Tensor:
+    def empty(self, nbytes: int, stream: torch.Stream) -> Tensor:
         with self.selected(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def launch(self, stream: AcceleratorStream, kernel: Callable[..., object], *args: Tensor, what: str) -> None:
+    def launch(self, stream: torch.Stream, kernel: Callable[..., object], *args: Tensor, what: str) -> None:
         with self.selected(stream):
             kernel(*args)
 
-    def delay(self, stream: AcceleratorStream) -> None:
+    def delay(self, stream: torch.Stream) -> None:
         with self.selected(stream):
-            if self.device.type == "cuda":
-                torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-            else:
-                block = torch.ones(4096, 4096, device=self.device)
-                for _ in range(32):
-                    block = block @ block
+            keep_busy(self.device, SLEEP_CYCLES)
 
     def finish(self) -> None:
         torch.accelerator.synchronize(self.device)
@@ -154,7 +150,7 @@ def test_h29_threads_share_transfer_streams_and_keep_their_own(machine: DeviceMa
     def work(seed: int) -> None:
         torch.accelerator.set_device_index(machine.device)
         mine = machine.side_stream()
-        torch.accelerator.set_stream(mine.torch_stream)
+        torch.accelerator.set_stream(mine)
         start.wait(timeout=60)
         for _ in range(50):
             source, slot = machine.painted(seed, mine), machine.slot()

@@ -13,7 +13,7 @@ import torch
 
 import eager_offload.runtime.accelerator as accelerator
 from eager_offload.errors import OffloadError
-from eager_offload.runtime.accelerator import AcceleratorRuntime, AcceleratorStream, accelerator_runtime
+from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
 from eager_offload.tiers.memory import PAGE
 from tests.doubles.recording_accelerator import RecordingAccelerator
@@ -39,7 +39,7 @@ def runtime(double: RecordingAccelerator) -> AcceleratorRuntime:
 def test_target_belongs_to_the_stream_it_is_allocated_for(
     double: RecordingAccelerator, runtime: AcceleratorRuntime
 ) -> None:
-    noted = AcceleratorStream.of(double.stream(DEVICE))
+    noted = double.stream(DEVICE)
     before = selection(double)
     target = runtime.allocate(Layout(NBYTES), DEVICE, noted)
     assert f"empty {NBYTES} on 0/{noted.stream_id}" in double.calls
@@ -50,15 +50,17 @@ def test_target_belongs_to_the_stream_it_is_allocated_for(
 
 
 @pytest.mark.parametrize("skew", [0, 16, 7])
-@pytest.mark.parametrize("phase", [0, 1, 4, 16, 32, 63])
+@pytest.mark.parametrize("alignment_offset", [0, 1, 4, 16, 32, 63])
 @pytest.mark.parametrize("nbytes", [0, 1, 4096])
-def test_target_has_size_and_phase_whatever_the_allocator_aligns_to(skew: int, phase: int, nbytes: int) -> None:
+def test_target_has_size_and_offset_whatever_the_allocator_aligns_to(
+    skew: int, alignment_offset: int, nbytes: int
+) -> None:
     runtime = AcceleratorRuntime(RecordingAccelerator(skew=skew))
-    target = runtime.allocate(Layout(nbytes, phase), DEVICE, runtime.current_stream(DEVICE))
+    target = runtime.allocate(Layout(nbytes, alignment_offset), DEVICE, runtime.current_stream(DEVICE))
     assert target.shape == (nbytes,)
     assert target.dtype is torch.uint8
     if nbytes:
-        assert target.data_ptr() % ALIGNMENT == phase
+        assert target.data_ptr() % ALIGNMENT == alignment_offset
 
 
 def test_aligned_target_takes_no_byte_more_than_its_size(
@@ -135,7 +137,7 @@ def test_failed_pin_falls_back_to_pageable_memory_and_says_so_once(
 def test_bandwidth_is_measured_once_by_the_devices_clock() -> None:
     double = RecordingAccelerator(rate=5e10)
     runtime = AcceleratorRuntime(double)
-    before = AcceleratorStream.of(double.current_stream(DEVICE))
+    before = double.current_stream(DEVICE)
     found = runtime.bandwidth(DEVICE, Direction.OUT)
     assert math.isclose(found, 5e10, rel_tol=1e-9)
     assert runtime.current_stream(DEVICE) == before
@@ -149,11 +151,13 @@ def test_bandwidth_is_measured_once_by_the_devices_clock() -> None:
 def test_bandwidth_probe_waits_for_the_last_owner_of_its_memory() -> None:
     double = RecordingAccelerator()
     runtime = AcceleratorRuntime(double)
-    runtime.bandwidth(DEVICE, Direction.IN)
-    inward = runtime.transfer_stream(DEVICE, Direction.IN).stream_id
-    first_copy = next(n for n, call in enumerate(double.calls) if call.startswith("copy"))
-    assert "record_event 0/0" in double.calls[:first_copy]
-    assert f"wait_event 0/{inward}" in double.calls[:first_copy]
+    for direction in Direction:
+        before = len(double.calls)
+        runtime.bandwidth(DEVICE, direction)
+        stream, calls = runtime.transfer_stream(DEVICE, direction).stream_id, double.calls[before:]
+        first_copy = next(n for n, call in enumerate(calls) if call.startswith("copy"))
+        assert "record_event 0/0" in calls[:first_copy]
+        assert f"wait_event 0/{stream}" in calls[:first_copy]
 
 
 def test_bandwidth_is_timed_by_the_host_where_events_cannot_tell() -> None:
@@ -215,10 +219,10 @@ def test_device_without_streams_is_an_error_with_the_way_out() -> None:
 
 def test_process_has_one_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "_runtime", None)
-    monkeypatch.setattr(accelerator, "TorchAcceleratorApi", lambda: RecordingAccelerator(devices=0))
+    monkeypatch.setattr(accelerator, "AcceleratorApi", lambda: RecordingAccelerator(devices=0))
     with pytest.raises(OffloadError, match="no usable accelerator"):
         accelerator_runtime()
-    monkeypatch.setattr(accelerator, "TorchAcceleratorApi", RecordingAccelerator)
+    monkeypatch.setattr(accelerator, "AcceleratorApi", RecordingAccelerator)
     assert accelerator_runtime() is accelerator_runtime()
 
 
@@ -237,12 +241,12 @@ assert runtime.device_type == "sim"
 compute, out = runtime.current_stream(torch.device("sim")), runtime.transfer_stream(device, Direction.OUT)
 assert compute.device == out.device == device
 with runtime.enter(out):
-    assert torch.accelerator.current_stream(device) == out.torch_stream
+    assert torch.accelerator.current_stream(device) == out
 assert torch.accelerator.current_device_index() == 0
 event = runtime.record(compute)
 assert isinstance(event, AcceleratorEvent) and event.recorded_on == compute
-event.recorded_on = None
-event.record(out)
+del event
+event = runtime.record(out)  # by the event of torch's that has been used
 runtime.wait(compute, event)
 assert runtime.query(event)
 runtime.synchronize(event)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload import Offload
-from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorStream
+from eager_offload.runtime.accelerator import AcceleratorEvent
 from eager_offload.runtime.base import Direction
-from eager_offload.runtime.checker import Checker
-from eager_offload.runtime.recording import Allocated, Freed, Operation, Recorded, Recording, Synchronized, Waited
+from eager_offload.simulation.checker import Checker
+from eager_offload.simulation.recording import Allocated, Freed, Operation, Recorded, Recording, Synchronized, Waited
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled
 from tests.hazards.blocks import ROWS, WIDTH, blocks
@@ -41,7 +41,7 @@ class Streams:
     Without a double there are none.
     """
 
-    def __init__(self, double: TrainingAccelerator | None, given: Sequence[AcceleratorStream] = ()) -> None:
+    def __init__(self, double: TrainingAccelerator | None, given: Sequence[torch.Stream] = ()) -> None:
         self._double = double
         self._all = list(given)
         if double is not None and not given:
@@ -51,7 +51,7 @@ class Streams:
     def select(self, number: int) -> None:
         """The program computes on another stream from here on."""
         if self._double is not None:
-            self._double.set_stream(self._all[number].torch_stream)
+            self._double.set_stream(self._all[number])
 
     def meet(self) -> None:
         """What a program does before it uses, or lets go of, what another stream has used: each waits for all."""
@@ -342,18 +342,18 @@ def test_a_step_without_a_single_edge_is_reported(edge: Edge) -> None:
 @pytest.mark.parametrize("edge", [edge for edge in EDGES if edge.waits != "host"], ids=str)
 def test_a_runtime_that_forgets_one_kind_of_wait_is_reported(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the log but the call is left out: what the runtime says that it did is not what counts."""
-    hold_back, forgotten, reported = AcceleratorEvent.hold_back, 0, 0
+    wait_on, forgotten, reported = AcceleratorEvent.wait_on, 0, 0
     roles: dict[object, str] = {}
 
-    def forgetful(event: AcceleratorEvent, stream: AcceleratorStream) -> None:
+    def forgetful(event: AcceleratorEvent, stream: torch.Stream) -> None:
         nonlocal forgotten
         assert event.recorded_on is not None
         if Edge(roles.get(stream, "compute"), roles.get(event.recorded_on, "compute")) == edge:
             forgotten += 1
         else:
-            hold_back(event, stream)
+            wait_on(event, stream)
 
-    monkeypatch.setattr(AcceleratorEvent, "hold_back", forgetful)
+    monkeypatch.setattr(AcceleratorEvent, "wait_on", forgetful)
     for program, regime in WRITTEN_DOWN:
         double = TrainingAccelerator()
         roles = roles_of(double)

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from eager_offload.runtime import accelerator
 from eager_offload.runtime.base import Direction, Event
 from tests.runtime.accelerator_double import DEVICE, NBYTES, DoubleMachine, host_slot
 from tests.runtime.simulated_rig import DistantSlot
@@ -25,19 +26,33 @@ def offload(machine: DoubleMachine) -> Event:
     return event
 
 
+def use_up_timed_copies(machine: DoubleMachine) -> None:
+    """The first copies of a stream, and then one in as many, tell how long they took in any case."""
+    for _ in range(accelerator._TIMED + 1):
+        offload(machine)
+
+
+def test_the_first_copies_and_some_later_ones_tell_how_long_they_took(machine: DoubleMachine) -> None:
+    copies = [machine.runtime.seconds(offload(machine)) for _ in range(2 * accelerator._TIMED + 2)]
+    timed = [number for number, seconds in enumerate(copies) if seconds is not None]
+    assert timed == [*range(accelerator._TIMED + 1), 2 * accelerator._TIMED]
+    assert [copies[number] for number in timed] == pytest.approx([NBYTES / machine.double.rate] * len(timed))
+
+
 def test_a_copy_tells_when_it_ran_once_somebody_wants_to_know(machine: DoubleMachine) -> None:
     runtime = machine.runtime
-    assert runtime.legs(offload(machine)) == ()
+    use_up_timed_copies(machine)
+    assert runtime.hops(offload(machine)) == ()
     began = time.perf_counter()
     runtime.start_timing(DEVICE)
     before, first, second = time.perf_counter(), offload(machine), offload(machine)
-    (one,), (other,) = runtime.legs(first), runtime.legs(second)
+    (one,), (other,) = runtime.hops(first), runtime.hops(second)
     assert one.stop - one.start == pytest.approx(NBYTES / machine.double.rate)
     assert began <= one.start <= before, "the origin of the device's clock is a moment of the host's"
     assert other.start == pytest.approx(one.stop)
     runtime.stop_timing(DEVICE)
-    assert runtime.legs(offload(machine)) == ()
-    assert runtime.legs(first) == (one,), "what was measured stays known"
+    assert runtime.hops(offload(machine)) == ()
+    assert runtime.hops(first) == (one,), "what was measured stays known"
 
 
 def test_a_mark_is_a_moment_of_its_stream(machine: DoubleMachine) -> None:
@@ -47,19 +62,23 @@ def test_a_mark_is_a_moment_of_its_stream(machine: DoubleMachine) -> None:
     first = runtime.mark(out)
     event = offload(machine)
     second = runtime.mark(out)
-    (leg,) = runtime.legs(event)
-    assert runtime.time_of(first) == pytest.approx(leg.start)
-    assert runtime.time_of(second) == pytest.approx(leg.stop)
+    (hop,) = runtime.hops(event)
+    assert runtime.time_of(first) == pytest.approx(hop.start)
+    assert runtime.time_of(second) == pytest.approx(hop.stop)
+    runtime.copy(host_slot(runtime, NBYTES), machine.empty(NBYTES, machine.compute), out, ())
+    third = runtime.mark(out)
+    assert runtime.time_of(third) == pytest.approx(hop.stop + NBYTES / machine.double.rate), "it has come by then"
 
 
 def test_two_may_want_to_know_and_the_last_ends_it(machine: DoubleMachine) -> None:
     runtime = machine.runtime
+    use_up_timed_copies(machine)
     runtime.start_timing(DEVICE)
     runtime.start_timing(DEVICE)
     runtime.stop_timing(DEVICE)
-    assert len(runtime.legs(offload(machine))) == 1
+    assert len(runtime.hops(offload(machine))) == 1
     runtime.stop_timing(DEVICE)
-    assert runtime.legs(offload(machine)) == ()
+    assert runtime.hops(offload(machine)) == ()
 
 
 def test_where_events_do_not_tell_the_time_marks_are_the_hosts(machine: DoubleMachine) -> None:
@@ -69,7 +88,7 @@ def test_where_events_do_not_tell_the_time_marks_are_the_hosts(machine: DoubleMa
     before = time.perf_counter()
     mark = runtime.mark(machine.compute)
     assert before <= runtime.time_of(mark) <= time.perf_counter()
-    assert runtime.legs(offload(machine)) == ()
+    assert runtime.hops(offload(machine)) == ()
     runtime.stop_timing(DEVICE)
 
 
@@ -86,7 +105,7 @@ def test_an_event_that_became_part_of_a_captured_graph_is_no_moment(
         raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
 
     monkeypatch.setattr("tests.doubles.recording_streams.RecordingEvent.elapsed_time", refuse)
-    assert runtime.legs(event) == ()
+    assert runtime.hops(event) == ()
     assert before <= runtime.time_of(mark) <= after
     runtime.stop_timing(DEVICE)
 
@@ -98,7 +117,7 @@ def test_the_way_to_a_disk_has_two_legs(machine: DoubleMachine) -> None:
     slot = DistantSlot(NBYTES)
     event = runtime.copy(slot, source, runtime.transfer_stream(DEVICE, Direction.OUT), ())
     runtime.synchronize(event)  # the writer's thread alone runs the double meanwhile
-    tier, device = runtime.legs(event)
+    tier, device = runtime.hops(event)
     assert (tier.name, device.name) == ("disk", "")
     assert device.stop - device.start == pytest.approx(NBYTES / machine.double.rate)
     target = torch.empty(0)
@@ -106,6 +125,6 @@ def test_the_way_to_a_disk_has_two_legs(machine: DoubleMachine) -> None:
         target = machine.double.empty(NBYTES, DEVICE)
     back = runtime.copy(target, slot, runtime.transfer_stream(DEVICE, Direction.IN), ())
     runtime.synchronize(back)
-    assert [leg.name for leg in runtime.legs(back)] == ["disk", ""]
+    assert [hop.name for hop in runtime.hops(back)] == ["disk", ""]
     runtime.stop_timing(DEVICE)
-    runtime._staging.retire()
+    runtime._staging.close()

@@ -54,13 +54,13 @@ def test_a_slab_is_unregistered_before_its_pages_go_and_not_in_its_finalizer(
     part = slab[PAGE:]
     address = slab.data_ptr()
     del slab
-    runtime.tidy()
+    runtime.poll()
     assert address in double.registered, "a view keeps the slab"
     with runtime._pinned._lock:  # a finalizer that took it would stand still here
         del part
         gc.collect()
     assert address in double.registered, "the driver is not called by a finalizer"
-    runtime.tidy()
+    runtime.poll()
     assert double.registered == {}
 
 
@@ -143,7 +143,7 @@ def test_h28_a_forked_child_gives_back_nothing_of_its_parents(
     tier = HostTier(Arena(runtime.host_buffer, sizes=runtime.slab_sizes()), GIB)
     slot, slab, gone = tier.reserve(40 * MIB), runtime.host_buffer(MIB), runtime.host_buffer(MIB)
     event = runtime.record(runtime.current_stream(torch.device("cuda", 0)))
-    runtime.leave_behind(event, slab)
+    runtime.keep_until(event, slab)
     del gone  # to be given back, and not yet
     before = list(double.calls)
     child = os.fork()
@@ -153,13 +153,13 @@ def test_h28_a_forked_child_gives_back_nothing_of_its_parents(
             del slot, slab, event
             tier.close()
             gc.collect()
-            runtime.tidy()
-            runtime._pinned.drain()
+            runtime.poll()
+            runtime._pinned.poll()
             status = 0 if double.calls == before else 2
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    runtime.tidy()
+    runtime.poll()
     assert len(double.registered) == 2, "the parent goes on"
 
 

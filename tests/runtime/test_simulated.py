@@ -11,9 +11,9 @@ from torch import Tensor
 
 from eager_offload.errors import TransferError
 from eager_offload.runtime.base import Direction, Event, Layout
-from eager_offload.runtime.checker import Checker, OrderingError
-from eager_offload.runtime.recording import Recording
-from eager_offload.runtime.simulated import SimulatedRuntime, SimulatedStream
+from eager_offload.simulation.checker import Checker, OrderingError
+from eager_offload.simulation.recording import Recording
+from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.runtime.simulated_rig import CPU, DistantSlot, Rig, flat
 
 
@@ -243,10 +243,10 @@ def test_another_thread_is_watched_through_a_context_of_its_own(rig: Rig) -> Non
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", [0, 4, 60])
-def test_targets_have_the_phase_that_was_asked_for(rig: Rig, phase: int) -> None:
-    target = rig.runtime.allocate(Layout(100, phase), CPU, rig.main)
-    assert (target.data_ptr() % 64, target.numel(), target.dtype) == (phase, 100, torch.uint8)
+@pytest.mark.parametrize("alignment_offset", [0, 4, 60])
+def test_targets_have_the_alignment_offset_that_was_asked_for(rig: Rig, alignment_offset: int) -> None:
+    target = rig.runtime.allocate(Layout(100, alignment_offset), CPU, rig.main)
+    assert (target.data_ptr() % 64, target.numel(), target.dtype) == (alignment_offset, 100, torch.uint8)
 
 
 def test_host_buffers_are_page_aligned_and_nobodys_device_memory(rig: Rig) -> None:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eager_offload.runtime.base import Direction
-from eager_offload.runtime.simulated import SimulatedRuntime
-from eager_offload.runtime.timeline import Span, Timeline
+from eager_offload.simulation.simulated import SimulatedRuntime
+from eager_offload.simulation.timeline import Span, Timeline
 from tests.runtime.simulated_rig import CPU, Rig, flat
 
 

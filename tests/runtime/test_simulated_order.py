@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from eager_offload.runtime.checker import Kind
-from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.simulation.checker import Kind
+from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.runtime.simulated_rig import Rig, flat
 
 
@@ -38,36 +38,6 @@ def test_h16_dropping_a_source_too_early_is_in_the_report(rig: Rig) -> None:
     kinds = [(violation.earlier is not None, violation.later.kind) for violation in checker.violations]
     assert kinds == [(True, Kind.FREE), (False, Kind.READ)]
     assert checker.violations[1].later.region == checker.violations[0].later.region
-
-
-def test_a_source_that_is_overwritten_before_the_copy_was_waited_for_arrives_changed(rig: Rig) -> None:
-    source = torch.zeros(64)
-    slot = rig.slot(256)
-    rig.runtime.copy(slot, flat(source), rig.out)
-    offloaded = rig.runtime.record(rig.out)
-    source.fill_(1.0)
-    rig.runtime.synchronize(offloaded)
-    assert torch.equal(slot.tensor.view(torch.float32), torch.ones(64))
-
-
-def test_a_source_that_is_overwritten_after_the_wait_arrives_whole(rig: Rig) -> None:
-    source = torch.zeros(64)
-    slot = rig.slot(256)
-    rig.runtime.copy(slot, flat(source), rig.out)
-    rig.runtime.wait(rig.main, rig.runtime.record(rig.out))
-    source.fill_(1.0)
-    assert torch.equal(slot.tensor.view(torch.float32), torch.zeros(64))
-
-
-def test_a_reload_that_nobody_waits_for_has_not_arrived(rig: Rig) -> None:
-    slot = rig.slot(256)
-    slot.tensor.fill_(3)
-    target = rig.target(256)
-    rig.runtime.copy(target, slot, rig.inward)
-    reloaded = rig.runtime.record(rig.inward)
-    assert target.eq(0xFF).all()
-    rig.runtime.wait(rig.main, reloaded)
-    assert target.eq(3).all()
 
 
 def test_h17_a_reload_that_does_not_wait_for_the_offload_brings_the_slots_old_bytes(rig: Rig) -> None:
@@ -115,7 +85,7 @@ def test_h19_a_target_that_is_dropped_before_its_copy_ran_is_a_fault(rig: Rig) -
     target = rig.target(256)
     rig.runtime.copy(target, rig.slot(256), rig.inward)
     del target
-    rig.runtime.drain()
+    rig.runtime.synchronize_all()
     (fault,) = rig.runtime.faults
     assert "the target was freed before the copy ran" in str(fault)
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload import Offload
-from eager_offload.eager.lane import Lane
-from eager_offload.runtime.accelerator import AcceleratorStream
+from eager_offload.eager.saving import SavedTensors
+from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.runtime.base import Direction
-from eager_offload.runtime.checker import Checker
+from eager_offload.simulation.checker import Checker
+from eager_offload.stats import KeepReason
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled
 from tests.hazards.blocks import ROWS, WIDTH, Block
@@ -33,10 +34,10 @@ class Machine(NamedTuple):
     streams: Streams
     checker: Checker
 
-    def lane(self, device: torch.device) -> Lane:
-        lane = self.offload._lanes.of(device)
-        assert lane is not None
-        return lane
+    def offloader(self, device: torch.device) -> DeviceOffloader:
+        offloader = self.offload._offloaders.of(device)
+        assert isinstance(offloader, DeviceOffloader)
+        return offloader
 
 
 @contextmanager
@@ -49,12 +50,12 @@ def two_devices(haste: float = 0.0, **fields: Any) -> Iterator[Machine]:
             runtime=double.runtime,
             **{"tier": "host", "min_bytes": 0, "keep_last_bytes": 0, "prefetch_bytes": 0, **fields},
         )
-        lanes = offload._lanes
+        saved_tensors = offload._hooks.saved_tensors
 
-        def lane_of(device: torch.device) -> Lane | None:
-            return lanes.of(torch.device("cpu", double.current_device_index()))
+        def of_the_selected(device: torch.device) -> SavedTensors | KeepReason:
+            return saved_tensors(torch.device("cpu", double.current_device_index()))
 
-        offload._hooks._lane_of = lane_of
+        offload._hooks.saved_tensors = of_the_selected  # type: ignore[method-assign]
         yield Machine(double, offload, Streams(double, [*defaults, double.side_stream(1)]), checker)
         offload.close()
 
@@ -107,7 +108,7 @@ def expected() -> object:
 def test_h30_a_model_on_two_devices_is_exact_and_ordered(regime: Regime, haste: float) -> None:
     with two_devices(haste, **{"prefetch_bytes": 1 << 28, **regime.fields}) as machine:
         assert_identical(expected(), pipeline(regime.around(machine.offload), machine.streams))
-        devices = {lane.device for lane in machine.offload._lanes.all()}
+        devices = {one.device for one in machine.offload._offloaders.all()}
         stats = assert_settled(machine.offload)
     machine.checker.assert_clean()
     assert devices == {FIRST, SECOND}
@@ -156,7 +157,7 @@ def test_h30_a_reload_lands_on_the_tensors_own_device_whichever_is_selected(owne
     machine.checker.assert_clean()
 
 
-def current(double: TrainingAccelerator, index: int) -> AcceleratorStream:
+def current(double: TrainingAccelerator, index: int) -> torch.Stream:
     return double.runtime.current_stream(torch.device("cpu", index))
 
 
@@ -167,15 +168,15 @@ def test_h30_a_full_window_of_one_device_does_not_hold_up_the_other() -> None:
             machine.streams.select(device)
             for _ in range(3):
                 kept.append(leave(machine.offload, torch.randn(1 << 10).mul_(2)))
-        lanes = [machine.lane(device) for device in (FIRST, SECOND)]
-        assert [lane.inflight_bytes for lane in lanes] == [3 << 12, 3 << 12]
+        offloaders = [machine.offloader(device) for device in (FIRST, SECOND)]
+        assert [offloader.inflight_bytes for offloader in offloaders] == [3 << 12, 3 << 12]
         assert "synchronize" not in machine.double.calls, "each has room for its own"
         machine.streams.select(0)
         for _ in range(2):
             kept.append(leave(machine.offload, torch.randn(1 << 10).mul_(2)))
         assert "synchronize" in machine.double.calls
-        assert lanes[0].inflight_bytes == 1 << 14
-        assert lanes[1].inflight_bytes == 3 << 12
+        assert offloaders[0].inflight_bytes == 1 << 14
+        assert offloaders[1].inflight_bytes == 3 << 12
         kept.clear()
         machine.streams.select(0)
     machine.checker.assert_clean()

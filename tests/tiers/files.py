@@ -6,7 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -93,6 +93,18 @@ class Picky(Watched):
             self.refused += 1
             raise failure(errno.EINVAL)
         return super().write_from(source, offset)
+
+
+class Computing(Watched):
+    """While it writes, compute goes on."""
+
+    goes_on: Callable[[], object] | None = None
+
+    def write_from(self, source: memoryview, offset: int) -> int:
+        moved = super().write_from(source, offset)
+        if self.goes_on is not None:
+            self.goes_on()
+        return moved
 
 
 class Halting(Watched):

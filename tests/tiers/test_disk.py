@@ -4,81 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-import random
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from eager_offload.errors import CapacityError
 from eager_offload.tiers.arena import anonymous_slab
-from eager_offload.tiers.disk import DiskSlot, DiskTier
+from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.memory import PAGE
 from tests.tiers.files import Cached, Halting, Picky, Watched
 from tests.tiers.rig import MIB, content, noise, open_tier, reserve, stored
-from tests.tiers.verdicts import Verdicts
-
-SIZES = [1, 4095, 4096, 4097, 70_001, 10 * MIB + 3]
-
-
-@pytest.mark.parametrize("file_type", [Watched, Cached])
-@pytest.mark.parametrize("nbytes", SIZES)
-def test_bytes_come_back_exact_from_and_to_any_address(directory: Path, nbytes: int, file_type: type[Watched]) -> None:
-    tier, file = open_tier(directory, file_type)
-    slot = reserve(tier, nbytes)
-    for phase in (0, 1, 7, 32, 63) if nbytes > MIB else range(64):
-        pages = anonymous_slab(nbytes + 64).copy_(noise(nbytes + 64, phase))
-        source = pages[phase : phase + nbytes]
-        before = file.written, file.read
-        slot.write(source)
-        target = anonymous_slab(nbytes + 64)
-        slot.read(target[phase : phase + nbytes])
-        assert torch.equal(target[phase : phase + nbytes], source)
-        assert not target[:phase].any()
-        assert not target[phase + nbytes :].any(), "a transfer stays within its target"
-        assert file.written - before[0] >= nbytes
-        assert file.read - before[1] >= nbytes
-    assert tier.used_bytes == nbytes
-
-
-def test_slots_that_live_together_share_no_byte(directory: Path) -> None:
-    (tier, file), chance = open_tier(directory), random.Random(0)
-    slots: list[tuple[DiskSlot, Tensor]] = []
-    for seed in range(150):
-        if slots and chance.random() < 0.4:
-            slot, source = slots.pop(chance.randrange(len(slots)))
-            assert torch.equal(content(slot), source)
-            del slot
-        source = noise(chance.choice([1, 4096, 5000, 70_000, 600_000]), seed)
-        slots.append((stored(tier, source), source))
-    assert all(torch.equal(content(slot), source) for slot, source in slots)
-    assert tier.used_bytes == sum(source.numel() for _, source in slots) > MIB
-    assert len({slot.region for slot, _ in slots}) == len(slots)
-    assert file.written > tier.used_bytes
-    slots.clear()
-    assert tier.used_bytes == 0
-    assert tier.held_bytes == file.stat.st_size == 64 * MIB
-
-
-def test_threads_that_transfer_at_once_keep_their_bytes(directory: Path) -> None:
-    (tier, file), failures = open_tier(directory), []
-
-    def work(seed: int) -> None:
-        for step in range(10):
-            source = noise(3 * MIB + 1 + 64 * seed, 1000 * seed + step)
-            if not torch.equal(content(stored(tier, source)), source):
-                failures.append((seed, step))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(7)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert file.read >= 70 * 3 * MIB
-    assert tier.used_bytes == 0
 
 
 @pytest.mark.parametrize("file_type", [Watched, Cached])
@@ -152,37 +88,6 @@ def test_h25_a_thousand_steps_leave_the_file_as_it_was(directory: Path) -> None:
         seen.add((tier.used_bytes, tier.held_bytes, file.stat.st_blocks, len(os.listdir("/proc/self/fd"))))
     assert seen == {(0, 64 * MIB, next(iter(seen))[2], descriptors)}
     assert file.written >= 1000 * PAGE
-
-
-def test_a_slot_carries_the_fences_of_its_range(directory: Path) -> None:
-    verdicts = Verdicts()
-    tier, _ = open_tier(directory)
-    slot = reserve(tier, 10_000)
-    slot.fences += (verdicts.fence("read"),)
-    cycle: list[object] = [slot]
-    cycle.append(cycle)
-    del slot, cycle
-    gc.collect()
-    heir = reserve(tier, 12_000)
-    assert heir.fences == (verdicts.fence("read"),)
-    del heir
-    assert reserve(tier, 64 * MIB).fences == (verdicts.fence("read"),), "an heir that was never used hands it on"
-    verdicts.over.add("read")
-    assert reserve(tier, 12_000).fences == ()
-
-
-def test_a_finalizer_that_runs_in_a_locked_section_does_not_deadlock(directory: Path) -> None:
-    doomed: list[object] = []
-
-    class Dropping(Watched):
-        def allocate(self, offset: int, nbytes: int) -> None:  # called with the tier's lock held
-            doomed.clear()
-            super().allocate(offset, nbytes)
-
-    tier, _ = open_tier(directory, Dropping)
-    doomed += [reserve(tier, 5000), reserve(tier, 5000)]
-    slot = reserve(tier, 65 * MIB)
-    assert tier.used_bytes == slot.nbytes
 
 
 def test_measuring_moves_little_is_remembered_and_leaves_no_trace(directory: Path) -> None:

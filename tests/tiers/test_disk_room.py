@@ -148,27 +148,6 @@ def test_h27_a_call_that_asks_to_be_repeated_is_repeated_but_not_for_ever(direct
     assert torch.equal(content(slot), noise(10_000))
 
 
-ERRNOS = [
-    errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EROFS, errno.EBADF, errno.EINVAL,
-    errno.ENXIO, errno.ENODEV, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT, errno.EFAULT, errno.EOVERFLOW,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("number", ERRNOS, ids=lambda number: errno.errorcode[number])
-def test_h27_every_errno_is_an_error_with_its_number_and_a_remedy(directory: Path, number: int) -> None:
-    tier, file = open_tier(directory)
-    slot = reserve(tier, 100_000)
-    file.on_write = file.on_read = failure(number)
-    for transfer in (slot.write, slot.read):
-        with pytest.raises(TransferError, match="What to do: ") as raised:
-            transfer(noise(100_000))
-        assert raised.value.errno == number
-    file.on_write = file.on_read = None
-    slot.write(noise(100_000))
-    assert torch.equal(content(slot), noise(100_000))
-    assert file.written >= 100_000
-
-
 def test_the_reason_for_no_room_is_the_budget_or_the_disk(directory: Path) -> None:
     tier, file = sized_tier(directory)
     file.free = 0

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import errno
-import random
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from eager_offload.errors import TransferError
-from eager_offload.tiers import space as spaces
-from eager_offload.tiers.disk import DiskSlot, DiskTier
+from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.forking import OwnThread
 from tests.tiers.files import Cached, Watched, failure
 from tests.tiers.rig import MIB, content, noise, reserve, stored
 
@@ -30,7 +26,7 @@ def tier_over(directory: Path, several: int, file_type: type[Watched] = Watched)
 
 
 def piece_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("eager_offload-piece")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("eager_offload-disk")]
 
 
 @pytest.mark.parametrize("file_type", [Watched, Cached])
@@ -48,22 +44,6 @@ def test_a_large_slot_is_spread_over_all_disks_and_comes_back_exact(
     assert [file.read for file in files] == pytest.approx(shares, abs=STRIPE)
     tier.close()
     assert piece_threads() == []
-
-
-def test_slots_over_stripe_borders_share_no_byte(directory: Path) -> None:
-    (tier, files), chance = tier_over(directory, 3), random.Random(0)
-    slots: list[tuple[DiskSlot, Tensor]] = []
-    for seed in range(60):
-        if slots and chance.random() < 0.3:
-            slots.pop(chance.randrange(len(slots)))
-        source = noise(chance.choice([1, 5000, 3 * MIB, STRIPE, STRIPE + 1, 11 * MIB + 7]), seed)
-        slots.append((stored(tier, source), source))
-    assert all(torch.equal(content(slot), source) for slot, source in slots)
-    assert all(file.written > 0 for file in files)
-    assert tier.held_bytes == sum(file.stat.st_size for file in files)
-    slots.clear()
-    assert tier.used_bytes == 0
-    tier.close()
 
 
 def test_the_memory_of_a_striped_slot_is_one_piece(directory: Path) -> None:
@@ -126,100 +106,54 @@ def test_h27_a_disk_that_fails_to_read_is_named_and_nothing_is_under_way_then(di
     tier.close()
 
 
-def test_one_disk_gets_pieces_as_deep_as_the_search_says(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    most, under, lock = 0, 0, threading.Lock()
+def test_one_disk_needs_no_thread_and_several_as_many_as_there_are_others(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, start = list[OwnThread](), OwnThread.start
 
-    class Counting(Watched):
-        def write_from(self, source: memoryview, offset: int) -> int:
-            nonlocal most, under
-            with lock:
-                under += 1
-                most = max(most, under)
-            try:
-                return super().write_from(source, offset)
-            finally:
-                with lock:
-                    under -= 1
+    def starting(thread: OwnThread) -> None:
+        started.append(thread)
+        start(thread)
 
-    tier, (file,) = tier_over(directory, 1, Counting)
-    source = noise(8 * MIB + 4097)
-    slot = reserve(tier, source.numel())
-    space = tier._space
-    assert isinstance(space, spaces.Space)
-    for depth in (1, 2, 4, 8):
-        space._depths["write"].depth = depth
-        monkeypatch.setattr(space._depths["write"], "note", lambda *_: None)
-        most = 0
-        slot.write(source)
-        assert most <= depth
+    monkeypatch.setattr(OwnThread, "start", starting)
+    source = noise(4 * STRIPE)
+    for several in (1, 3):
+        tier, files = tier_over(directory, several)
+        slot = stored(tier, source)
+        assert len(started) == several - 1
         assert torch.equal(content(slot), source)
-    assert file.written >= 4 * source.numel()
-    assert len(piece_threads()) <= 7
+        assert len(started) == 2 * (several - 1)
+        assert piece_threads() == []
+        assert sum(file.written for file in files) >= source.numel()
+        del slot
+        tier.close()
+        assert piece_threads() == []
+
+
+def test_all_disks_are_written_at_the_same_time(directory: Path) -> None:
+    together = threading.Barrier(3)
+
+    class Meeting(Watched):
+        def write_from(self, source: memoryview, offset: int) -> int:
+            if len(source) == STRIPE:
+                together.wait(60)  # comes to an end only if all three are at it at once
+            return super().write_from(source, offset)
+
+    tier, _ = tier_over(directory, 3, Meeting)
+    source = noise(3 * STRIPE)
+    assert torch.equal(content(stored(tier, source)), source)
+    assert not together.broken
     tier.close()
-    assert piece_threads() == []
 
 
-def test_a_run_of_transfers_finds_a_depth(directory: Path) -> None:
-    tier, (file,) = tier_over(directory, 1)
-    source = noise(8 * MIB)
-    slot, space = reserve(tier, source.numel()), tier._space
-    assert space is not None
-    for _ in range(40):
-        slot.write(source)
-    assert space._depths["write"].settled
-    assert space.depth("write") in (1, 2, 4, 8)
-    assert torch.equal(content(slot), source)
-    assert file.written >= 40 * source.numel()
+def test_where_no_thread_can_be_started_one_does_it_all(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    tier, files = tier_over(directory, 2)
+    source = noise(4 * STRIPE)
+    for _ in range(3):
+        assert torch.equal(content(stored(tier, source)), source)
+    assert all(file.written >= 3 * source.numel() // 2 for file in files)
     tier.close()
-    assert piece_threads() == []
-
-
-def test_a_tier_that_is_dropped_ends_its_threads(directory: Path) -> None:
-    tier, _ = tier_over(directory, 2)
-    stored(tier, noise(4 * STRIPE))
-    helpers = [thread for thread in threading.enumerate() if thread.name.startswith("eager_offload-piece")]
-    assert helpers
-    del tier
-    for thread in helpers:
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-FORKED = """
-import os, signal, sys, threading, torch
-from pathlib import Path
-from eager_offload.tiers.disk import DiskTier
-
-torch.set_num_threads(1)
-paths = [Path(sys.argv[1])] * 2
-tier = DiskTier(paths, 1 << 30)
-ones, twos = (torch.full((16 << 20,), value, dtype=torch.uint8) for value in (1, 2))
-
-def there_and_back(source):
-    slot, target = tier.reserve(source.numel()), torch.zeros_like(source)
-    slot.write(source)
-    slot.read(target)
-    return torch.equal(target, source)
-
-assert there_and_back(ones)
-assert any(thread.name.startswith("eager_offload-piece") for thread in threading.enumerate())
-child = os.fork()
-if child == 0:
-    signal.alarm(60)
-    assert not any(thread.name.startswith("eager_offload-piece") for thread in threading.enumerate())
-    assert there_and_back(twos)
-    assert any(thread.name.startswith("eager_offload-piece") for thread in threading.enumerate())
-    tier.close()
-    os._exit(0)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert there_and_back(ones)
-tier.close()
-assert threading.active_count() == 1
-print("exact")
-"""
-
-
-def test_h28_a_child_that_was_forked_beside_helping_threads_has_its_own(directory: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FORKED, str(directory)], capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.returncode) == ("exact\n", 0), done.stderr
-    assert list(directory.iterdir()) == []

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from eager_offload.tiers.base import Fence
 from eager_offload.tiers.extents import Extent, Extents
-from tests.tiers.verdicts import Verdicts
+from tests.tiers.rig import Verdicts
 
 
 def test_a_request_takes_the_smallest_hole_that_holds_it() -> None:
@@ -20,8 +20,9 @@ def test_a_request_takes_the_smallest_hole_that_holds_it() -> None:
     extents.release(18, 20)
     assert extents.allocate(5) == Extent(11, 5, ())
     assert extents.allocate(7) == Extent(0, 7, ())
-    assert extents.largest_free == 20
     assert extents.free_bytes == 1 + 3 + 20
+    assert extents.allocate(21) is None
+    assert extents.allocate(20) == Extent(18, 20)
 
 
 def test_neighbours_melt_together_in_any_order() -> None:
@@ -30,34 +31,80 @@ def test_neighbours_melt_together_in_any_order() -> None:
         assert [extents.allocate(10) for _ in range(3)] == [Extent(start, 10, ()) for start in (0, 10, 20)]
         for at in order:
             extents.release(10 * at, 10)
-        assert extents.largest_free == extents.free_bytes == extents.length == 30
+        assert extents.free_bytes == 30
+        assert extents.allocate(30) == Extent(0, 30)
 
 
 def test_growth_joins_the_free_end_unless_there_is_a_gap() -> None:
     extents = Extents(8)
     assert extents.grow(8) == 8
-    assert extents.largest_free == extents.free_at_end == 16
+    assert extents.free_at_end == 16
     assert extents.grow(8, gap=4) == 20
-    assert extents.largest_free == 16
     assert extents.free_at_end == 8
     assert extents.length == 28
+    assert extents.is_at_rest(20, 8)
     extents.withdraw(20, 8)
+    assert not extents.is_at_rest(20, 8)
     assert extents.free_bytes == 16
     assert extents.allocate(17) is None
 
 
-def test_a_request_gets_the_fences_of_its_own_bytes_and_no_others() -> None:
+def three_released() -> tuple[Verdicts, Extents]:
     verdicts, extents = Verdicts(), Extents(30)
-    one, two, three = (verdicts.fence(name) for name in ("one", "two", "three"))
     for _ in range(3):
         extents.allocate(10)
-    extents.release(0, 10, [one])
-    extents.release(10, 10, [two])
-    extents.release(20, 10, [three, one])
-    assert extents.allocate(5) == Extent(0, 5, (one,))
-    assert extents.allocate(10) == Extent(5, 10, (one, two))
+    for at, name in enumerate(("one", "two", "three")):
+        extents.release(10 * at, 10, [verdicts.fence(name)])
+    return verdicts, extents
+
+
+def test_a_request_gets_the_fences_of_its_own_bytes_and_no_others() -> None:
+    verdicts, extents = three_released()
+    assert extents.allocate(10) == Extent(20, 10, (verdicts.fence("three"),)), "the same size, the newest first"
+    assert extents.allocate(4) == Extent(10, 4, (verdicts.fence("two"),)), "a part of a larger one"
+    assert extents.allocate(6) == Extent(14, 6, (verdicts.fence("two"),)), "and the rest of that"
+    verdicts.over.add("one")
+    assert extents.allocate(7) == Extent(0, 7)
+
+
+def test_what_is_not_in_use_any_more_serves_before_what_is() -> None:
+    verdicts, extents = three_released()
+    verdicts.over.update({"one", "two"})
+    assert extents.allocate(12) == Extent(0, 12)
+    assert extents.allocate(8) == Extent(12, 8)
+    assert extents.allocate(8) == Extent(20, 8, (verdicts.fence("three"),))
+
+
+def test_a_request_that_fits_nowhere_else_waits_for_all_users_of_its_range() -> None:
+    verdicts, extents = three_released()
+    verdicts.over.add("two")
+    found = extents.allocate(25)
+    assert found is not None
+    assert (found.start, set(found.fences)) == (0, {verdicts.fence("one"), verdicts.fence("three")})
+    assert extents.allocate(5) is not None, "what is left of it waits for no less"
+    assert set(extents.fences) == {verdicts.fence("one"), verdicts.fence("three")}
+
+
+def test_a_range_is_at_rest_when_its_last_use_is_over() -> None:
+    verdicts, extents = three_released()
+    verdicts.over.update({"one", "two"})
+    assert not extents.is_at_rest(0, 30)
+    assert extents.allocate(31) is None
+    assert not extents.is_at_rest(0, 30), "nor when it is coalesced with what is still in use"
     verdicts.over.add("three")
-    assert extents.allocate(15) == Extent(15, 15, (two, one))
+    assert extents.is_at_rest(0, 30)
+
+
+def test_extents_that_are_made_anew_know_what_is_taken_and_every_fence() -> None:
+    verdicts, extents = three_released()
+    verdicts.over.add("one")
+    taken = [Extent(5, 3), Extent(12, 8), Extent(25, 5)]
+    anew = extents.free_but_for(taken, [Extent(0, 20), Extent(20, 10)])
+    assert anew.length == 30
+    found = {(extent.start, extent.nbytes): set(extent.fences) for n in (5, 5, 4) if (extent := anew.allocate(n))}
+    both = {verdicts.fence("two"), verdicts.fence("three")}
+    assert found == {(20, 5): both, (0, 5): both, (8, 4): both}
+    assert anew.free_bytes == 0
 
 
 def test_fences_that_have_passed_are_not_hoarded() -> None:
@@ -65,10 +112,8 @@ def test_fences_that_have_passed_are_not_hoarded() -> None:
     for event in range(1000):
         extents.release(extents.allocate(64).start, 64, [verdicts.fence(event)])  # type: ignore[union-attr]
         verdicts.over.add(event)
-    # The last ones may wait for the next look.
-    assert extents.largest_free == 1 << 20
-    [free] = extents._by_start.values()
-    assert len(free.uses) <= 16
+    assert extents.allocate(1 << 20) == Extent(0, 1 << 20)
+    assert extents.fences == ()
 
 
 def test_giving_back_twice_is_noticed() -> None:
@@ -77,7 +122,7 @@ def test_giving_back_twice_is_noticed() -> None:
     extents.release(0, 10)
     extents.release(0, 10)
     with pytest.raises(AssertionError, match="twice"):
-        _ = extents.largest_free  # noticed when what was released lately is put in its place
+        extents.allocate(20)  # noticed when what was released is put in its place
 
 
 class _Model:
@@ -107,9 +152,9 @@ class _Model:
 def test_any_sequence_never_overlaps_melts_fully_and_loses_no_fence(data: st.DataObject) -> None:
     verdicts, extents, model = Verdicts(), Extents(), _Model()
     live: list[Extent] = []
-    events, looked = 0, True
+    events = 0
     for _ in range(data.draw(st.integers(1, 60), "steps")):
-        what = data.draw(st.sampled_from(["allocate", "allocate", "release", "grow", "pass", "look"]), "what")
+        what = data.draw(st.sampled_from(["allocate", "allocate", "release", "grow", "pass", "anew"]), "what")
         if what == "grow":
             nbytes = data.draw(st.integers(1, 20), "more")
             assert extents.grow(nbytes) == len(model.free)
@@ -122,13 +167,12 @@ def test_any_sequence_never_overlaps_melts_fully_and_loses_no_fence(data: st.Dat
             if extent is None:
                 continue
             assert extent.nbytes == nbytes
-            if looked:
-                assert extent.start == min(fitting)[1], "not the best fit"
             mine = range(extent.start, extent.start + nbytes)
             assert all(model.free[at] for at in mine), "handed out twice"
             expected = {fence for at in mine for fence in model.fences[at] if not fence.passed()}
-            assert set(extent.fences) == expected
-            assert len(extent.fences) == len(expected)
+            assert set(extent.fences) >= expected, "a use of these bytes goes on"
+            assert len(set(extent.fences)) == len(extent.fences)
+            assert not any(fence.passed() for fence in extent.fences)
             for at in mine:
                 model.free[at] = False
             live.append(extent)
@@ -143,15 +187,13 @@ def test_any_sequence_never_overlaps_melts_fully_and_loses_no_fence(data: st.Dat
             for at in range(extent.start, extent.start + extent.nbytes):
                 model.free[at] = True
                 model.fences[at] = set(fences)
-            looked = False
         elif what == "pass" and events:
             verdicts.over.add(data.draw(st.integers(0, events - 1), "event"))
-        elif what == "look":
-            # Whoever asks about the free ranges gets them whole.
-            assert extents.largest_free == max((nbytes for nbytes, _ in model.holes()), default=0)
-            looked = True
+        elif what == "anew":
+            extents = extents.free_but_for(live, [Extent(0, extents.length)])
         assert extents.free_bytes == sum(model.free)
         assert extents.length == len(model.free)
     for extent in live:
         extents.release(*extent)
-    assert extents.largest_free == extents.free_bytes == extents.length
+    assert extents.free_bytes == extents.length
+    assert not model.free or extents.allocate(extents.length) is not None, "not coalesced"

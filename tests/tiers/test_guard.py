@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from eager_offload.runtime.accelerator import AcceleratorRuntime
-from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers import guard, host
 from eager_offload.tiers.arena import Arena, HostSlot
 from eager_offload.tiers.guard import Guard, NoHeadroomError
@@ -18,7 +18,7 @@ from eager_offload.tiers.limits import Headroom, host_headroom
 from eager_offload.tiers.slabs import PowersOfTwo
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.tiers.machines import GIB, MIB, FakeMachine
-from tests.tiers.system import System
+from tests.tiers.rig import System
 
 
 class Readings:
@@ -75,14 +75,6 @@ def test_h26_slabs_are_taken_until_only_the_reserve_is_left(readings: Readings) 
         "16.0 GiB of memory are available"
     )
     assert "take a machine with more of it" in tier.shortage.remedy
-
-
-def test_h26_every_rank_leaves_the_others_their_part(readings: Readings) -> None:
-    readings.machine.environ["LOCAL_WORLD_SIZE"] = "2"
-    tier, _, _ = guarded(readings)
-    # What is left when it stops is shared by two, and so is the reserve.
-    readings.held = lambda: 2 * tier._arena.held_now  # the other one does the same
-    assert len(fill(tier, 64 * MIB)) == 16
 
 
 def test_h26_what_is_idle_goes_back_before_memory_is_refused(readings: Readings) -> None:
@@ -214,7 +206,7 @@ def test_h26_pinned_memory_is_unpinned_before_the_next_look(readings: Readings) 
         return runtime.host_buffer(nbytes)
 
     def given_back() -> None:
-        runtime.tidy()
+        runtime.poll()
         watch.forget()
 
     readings.held = lambda: sum(double.registered.values())

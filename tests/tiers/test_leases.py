@@ -10,8 +10,7 @@ import torch
 
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.memory import PAGE
-from tests.tiers.rig import MIB, noise
-from tests.tiers.system import System
+from tests.tiers.rig import MIB, System, noise
 
 
 def test_a_lease_goes_back_when_its_last_view_dies() -> None:
@@ -67,9 +66,56 @@ def test_leases_and_slots_outlive_the_arena() -> None:
     assert len(system.alive) == 0
 
 
+def test_h40_after_a_rest_every_slab_goes_with_its_last_lease_and_without_a_call() -> None:
+    system, woken = System(), list[int]()
+    arena = Arena(system, slab_bytes=MIB, wakes=lambda: woken.append(len(system.sizes)))
+    small = [arena.lease(PAGE).copy_(noise(PAGE, seed)) for seed in range(3)]
+    large, idle = arena.lease(2 * MIB).copy_(noise(2 * MIB)), arena.lease(3 * MIB)
+    assert woken == [0], "it is told once until it rests"
+    del idle
+    arena.drain()
+    assert len(system.alive) == 3, "what is idle is kept as long as leases go on"
+    arena.rest()
+    assert len(system.alive) == 2, "what is idle is not kept any more"
+    assert arena.used_bytes == 3 * PAGE + 2 * MIB
+    kept = large[MIB:]
+    del large, small[:2]
+    assert len(system.alive) == 2
+    assert torch.equal(kept, noise(2 * MIB)[MIB:])
+    assert torch.equal(small[0], noise(PAGE, 2))
+    del kept
+    assert len(system.alive) == 1
+    del small[0]
+    assert len(system.alive) == 0
+    assert arena.used_bytes == arena.held_bytes == 0
+
+
+def test_h40_what_is_leased_after_a_rest_has_slabs_of_its_own() -> None:
+    system = System()
+    arena = Arena(system, slab_bytes=MIB)
+    before = arena.lease(PAGE).copy_(noise(PAGE, 1))
+    arena.rest()
+    after = arena.lease(PAGE).copy_(noise(PAGE, 2))
+    assert len(system.alive) == 2
+    assert torch.equal(before, noise(PAGE, 1))
+    del before
+    assert len(system.alive) == 1
+    assert torch.equal(after, noise(PAGE, 2))
+    del after
+    assert arena.used_bytes == 0
+    assert arena.held_bytes == arena.idle_bytes > 0, "the one that leases come from is kept for the next"
+    again = arena.lease(PAGE)
+    assert len(system.sizes) == 2
+    arena.rest()
+    arena.rest()
+    del again
+    assert len(system.alive) == arena.held_bytes == 0
+
+
 FORKED = """
 import os, signal, threading, torch
 from eager_offload.tiers.arena import Arena, anonymous_slab
+from eager_offload.tiers.host import HostTier
 
 inside, leave, main = threading.Event(), threading.Event(), threading.current_thread()
 
@@ -81,7 +127,8 @@ def allocate(nbytes):
 
 torch.set_num_threads(1)                # a pool of threads of torch's own would not survive the fork
 arena = Arena(allocate, slab_bytes=1 << 20, idle_bytes=0)
-slot, lease, dead = arena.allocate(1 << 20), arena.lease(1 << 20), arena.allocate(1 << 20)
+tier = HostTier(arena, 8 << 20)
+slot, lease, dead = tier.reserve(1 << 20), arena.lease(1 << 20), arena.allocate(1 << 20)
 slot.tensor.fill_(1)
 lease.fill_(2)
 thread = threading.Thread(target=lambda: arena.allocate(2 << 20))
@@ -94,10 +141,10 @@ if child == 0:
     lease.fill_(9)                      # the child's own copy
     del lease, dead
     assert arena.used_bytes == arena.held_bytes == 0, "the child's arena is its own"
-    own = arena.allocate(1 << 20)
+    own = tier.reserve(8 << 20)         # all of its budget
     own.tensor.fill_(7)
     assert slot.tensor.eq(1).all()
-    assert arena.used_bytes == arena.held_bytes == 1 << 20
+    assert arena.used_bytes == arena.held_bytes == tier.used_bytes == 8 << 20
     del own, slot
     assert arena.used_bytes == arena.held_bytes == 0
     os._exit(0)

@@ -12,7 +12,7 @@ import torch
 
 from eager_offload.runtime import pinned
 from eager_offload.runtime.accelerator import AcceleratorRuntime
-from eager_offload.runtime.accelerator_api import TorchAcceleratorApi
+from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.tiers import numa
 from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab
 from eager_offload.tiers.numa import node_of_device, prefer_node
@@ -122,4 +122,4 @@ def test_the_address_of_a_device_is_what_torch_says(
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device(kind))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
-    assert TorchAcceleratorApi().pci_address(0) == address
+    assert AcceleratorApi().pci_address(0) == address

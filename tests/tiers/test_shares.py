@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 
 import pytest
@@ -10,20 +9,13 @@ import torch
 
 from eager_offload import Offload
 from eager_offload.runtime.host import host_runtime
-from eager_offload.runtime.simulated import SimulatedRuntime
+from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers import host
-from eager_offload.tiers.arena import Arena, HostSlot
+from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier, shared_arena
 from eager_offload.tiers.limits import host_headroom
 from tests.tiers.machines import GIB, FakeMachine
-from tests.tiers.rig import MIB, noise
-from tests.tiers.system import System
-
-
-def reserve(tier: HostTier, nbytes: int) -> HostSlot:
-    slot = tier.reserve(nbytes)
-    assert slot is not None
-    return slot
+from tests.tiers.rig import MIB, System, noise, reserve
 
 
 @pytest.fixture
@@ -111,6 +103,21 @@ def test_what_only_a_closed_tier_had_a_budget_for_goes_back_at_once(arena: Arena
     assert len(system.alive) == 0
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. tier=.host. on a CPU device")
+def test_closing_the_last_offload_gives_all_memory_back() -> None:
+    offload = Offload(tier="host", min_bytes=0, keep_last_bytes=0)
+    x = torch.ones(1 << 18, requires_grad=True)
+    with offload:
+        loss = (x * 2).exp().sin().sum()
+    loss.backward()
+    del loss
+    offload.stats(synchronize=True)
+    shared = [one for one in host._arenas if one.kind == (host_runtime(), False)]
+    assert sum(one.held_bytes for one in shared) > 0
+    offload.close()
+    assert sum(one.held_bytes for one in shared) == host_runtime().arena.held_bytes == 0
+
+
 def test_a_tier_that_nobody_closed_takes_its_arena_with_it(system: System) -> None:
     tier = HostTier(Arena(system, slab_bytes=MIB, idle_bytes=64 * MIB), 8 * MIB)
     reserve(tier, 3 * MIB)
@@ -125,24 +132,6 @@ def test_an_arena_that_all_have_left_keeps_idle_memory_again_for_who_comes(arena
     for _ in range(3):
         reserve(tier, 3 * MIB)
     assert len(system.sizes) == len(system.alive) == 1
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_h28_a_forked_child_has_its_whole_budget(arena: Arena) -> None:
-    tier = HostTier(arena, 8 * MIB)
-    slot = reserve(tier, 6 * MIB)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            before = tier.used_bytes, tier.held_bytes
-            del slot
-            own = reserve(tier, 8 * MIB)
-            status = 0 if before == (0, 0) and tier.used_bytes == own.nbytes else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert tier.used_bytes == 6 * MIB
 
 
 def test_there_is_one_arena_for_a_runtime_and_a_kind_of_memory_as_long_as_someone_has_it() -> None:
@@ -170,7 +159,7 @@ def test_every_offload_shares_the_arena_of_its_runtime_and_the_last_gives_it_bac
         assert torch.equal(x.grad, expected)
         x.grad = None
         assert offload.stats(synchronize=True).bytes_out > 0
-    arenas = {offload._lanes._tiers[host_runtime()][0]._arena for offload in offloads}
+    arenas = {offload._offloaders._tiers[host_runtime()][0]._arena for offload in offloads}
     assert len(arenas) == 1
     (arena,) = arenas
     assert arena.used_bytes == 0

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.throttle import ThrottledTier, TokenBucket
 from eager_offload import Offload
-from eager_offload.errors import TransferError
 from eager_offload.tiers.arena import Arena
-from eager_offload.tiers.base import Fence, Tier
+from eager_offload.tiers.base import Tier
 from eager_offload.tiers.host import HostTier
-from eager_offload.tiers.throttle import ThrottledTier, TokenBucket
 from tests.tiers.rig import noise
 
 KIB = 1 << 10
@@ -43,31 +42,13 @@ def throttled(clock: FakeClock, *, write_rate: float = 1024.0, read_rate: float 
 # -- the bucket ---------------------------------------------------------------------------------------------------
 
 
-def test_a_transfer_waits_for_the_bytes_that_are_missing() -> None:
-    bucket = TokenBucket(rate=100.0)
-    assert bucket.take(50, now=10.0) == 10.5
-
-
-def test_transfers_queue_one_behind_the_other() -> None:
+def test_transfers_queue_and_an_idle_link_saves_up_no_more_than_its_burst() -> None:
     bucket = TokenBucket(rate=100.0)
     assert [bucket.take(100, now=0.0) for _ in range(3)] == [1.0, 2.0, 3.0]
-
-
-def test_an_idle_link_saves_nothing_up_beyond_its_burst() -> None:
     bucket = TokenBucket(rate=100.0, burst=50.0)
     assert bucket.take(50, now=0.0) == 0.0, "a full bucket lets its burst through at once"
     assert bucket.take(100, now=0.0) == 1.0
     assert bucket.take(100, now=1000.0) == 1000.5, "as full as on the first day, no fuller"
-
-
-def test_a_full_bucket_answers_with_the_present() -> None:
-    assert TokenBucket(rate=100.0, burst=1000.0).take(1, now=7.0) == 7.0
-
-
-def test_what_a_late_sleeper_has_missed_is_made_up_for() -> None:
-    bucket = TokenBucket(rate=100.0, burst=20.0)
-    assert bucket.take(120, now=0.0) == 1.0
-    assert bucket.take(100, now=1.25) == pytest.approx(2.05), "0.2 s of the 0.25 s were kept"
 
 
 arrivals = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2000)), min_size=1, max_size=30)
@@ -126,56 +107,6 @@ def test_the_time_that_the_bytes_really_take_is_part_of_it(monkeypatch: pytest.M
     pause = 10.0
     slot.write(noise(2 * KIB))
     assert len(clock.sleeps) == 1, "slower than the bucket already"
-
-
-def test_a_failed_transfer_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = FakeClock()
-    slot = throttled(clock).reserve(KIB)
-    assert slot is not None
-
-    def fail(self: object, source: Tensor) -> None:
-        raise TransferError("no", errno=5, tier="host", nbytes=KIB)
-
-    monkeypatch.setattr(type(slot._slot), "write", fail)
-    with pytest.raises(TransferError):
-        slot.write(noise(KIB))
-    assert clock.sleeps == []
-
-
-def test_a_throttled_slot_is_its_own_in_all_but_time() -> None:
-    tier = throttled(FakeClock())
-    slot = tier.reserve(8 * KIB)
-    assert slot is not None
-    assert (tier.name, slot.tier, slot.nbytes) == ("host", "host", 8 * KIB)
-    assert slot.region == slot._slot.region
-    assert tier.used_bytes == tier.tier.used_bytes == 8 * KIB
-    assert tier.held_bytes == tier.peak_bytes == tier.tier.held_bytes > 0
-    del slot
-    assert tier.used_bytes == 0
-    tier.close()
-    tier.restart_peak()
-    assert tier.held_bytes == tier.peak_bytes == 0
-
-
-def test_h18_fences_of_a_throttled_slot_reach_the_next_owner() -> None:
-    class Pending:
-        def query(self, event: object) -> bool:
-            return False
-
-    tier, fence = throttled(FakeClock()), Fence(Pending(), "the last read")
-    slot = tier.reserve(8 * KIB)
-    assert slot is not None
-    slot.fences = (fence,)
-    region = slot.region
-    del slot
-    again = tier.reserve(8 * KIB)
-    assert again is not None
-    assert again.region == region
-    assert again.fences == (fence,)
-
-
-def test_no_room_is_no_room() -> None:
-    assert throttled(FakeClock()).reserve(1 << 25) is None
 
 
 def test_training_behind_a_bucket_is_exact_and_moves_its_bytes(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.virtual_device import build
+from tools.mutants.equivalent import why_equivalent
 from tools.mutants.sites import KINDS, Site, find
-from tools.mutants.suites import suites_of
+from tools.mutants.suites import device_suites_of, suites_of
 from tools.mutants.trial import ROOT, Verdict, Workplace
 
 
@@ -64,25 +66,47 @@ def chosen(options: argparse.Namespace) -> list[Site]:
     return sites[:: options.every][: options.limit]
 
 
+def leave_out_equivalent(sites: list[Site]) -> list[Site]:
+    """The sites that something may notice; the reason of the others is printed."""
+    left = []
+    for site in sites:
+        if (reason := why_equivalent(site)) is None:
+            left.append(site)
+        else:
+            print(f"{site.kind:<9} {site.name}  {site.source}\n          equivalent: {reason}", flush=True)
+    return left
+
+
 def check_whole(workplaces: Workplaces, sites: list[Site], limit: float) -> list[str]:
     """The tests that fail although nothing was taken out; with them, nothing could be told."""
     workplace = workplaces.mine()
     imported = workplace.module_file()
     assert imported.is_relative_to(workplace.directory), f"the tests would see {imported}"
-    suites = list(dict.fromkeys(suite for site in sites for suite in suites_of(site.path)))
-    found = workplace.run(suites, limit, all_of_them=True)
-    if found.survived:
-        print(f"{len(suites)} test files pass in {found.seconds:.0f} s with nothing taken out", flush=True)
-        return []
-    failing = [line for line in found.output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failing or [str(found.caught_by)]
+    failing = []
+    for suites_for, on_device in ((suites_of, False), (device_suites, True)):
+        suites = list(dict.fromkeys(suite for site in sites for suite in suites_for(site.path)))
+        if suites:
+            found = workplace.run(suites, limit, on_device=on_device, all_of_them=True)
+            if found.survived:
+                where = "on the virtual device" if on_device else "on the host"
+                print(f"{len(suites)} suites pass {where} in {found.seconds:.0f} s with nothing taken out", flush=True)
+            else:
+                lines = [line for line in found.output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                failing += lines or [str(found.caught_by)]
+    return failing
+
+
+def device_suites(path: str) -> list[str]:
+    """Those of the virtual device for a module, where that can be built."""
+    return device_suites_of(path) if build.reason_not_to_build() is None else []
 
 
 def try_all(
     workplaces: Workplaces, sites: list[Site], options: argparse.Namespace, tell: Callable[[Tried], None]
 ) -> list[Tried]:
     def try_one(site: Site) -> Tried:
-        tried = Tried(site, workplaces.mine().try_out(site, suites_of(site.path), options.timeout))
+        suites, further = suites_of(site.path), device_suites(site.path)
+        tried = Tried(site, workplaces.mine().try_out(site, suites, further, options.timeout))
         tell(tried)
         return tried
 
@@ -93,10 +117,13 @@ def try_all(
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     sites = chosen(options)
+    if (reason := build.reason_not_to_build()) is not None:
+        print(f"without the virtual device: {reason}")
     if options.list:
         for site in sites:
             print(f"{site.kind:<9} {site.name}  {site.source}")
         return 0
+    sites = leave_out_equivalent(sites)
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
         workplaces = Workplaces(Path(directory))
         if not options.no_baseline and (failing := check_whole(workplaces, sites, options.timeout)):

@@ -7,6 +7,7 @@
     version    a version is compared            it is always as expected
     fence      last uses that a slot carries    one is left out
     release    something is given back          it is not
+    guard      a step is compared with its plan it is taken to be alike
 
 Call sites are changed, never what they call: a function with three callers has three sites.
 """
@@ -19,26 +20,39 @@ from pathlib import Path
 
 __all__ = ["KINDS", "STALE", "Site", "find", "mutate"]
 
-KINDS = ("record", "wait", "after", "keepalive", "version", "fence", "release")
+KINDS = ("record", "wait", "after", "keepalive", "version", "fence", "release", "guard")
 
-_RECORDS = {"record", "_record", "record_event"}
-_WAITS = {"wait", "_wait", "wait_event", "wait_for_thread", "hold_back", "result", "synchronize", "_synchronize"}
-_COPIES = {"copy", "_copy", "_enqueue", "_Move", "_Read", "_Write"}
+_RECORDS = {"record", "record_event"}
+_WAITS = {
+    "wait",
+    "wait_event",
+    "wait_for_room",
+    "wait_for_thread",
+    "wait_on",
+    "wait_until_left",
+    "wait_until_over",
+    "result",
+    "synchronize",
+}
+_COPIES = {"copy", "_enqueue", "_Move"}
 _RELEASES = {
-    "_bury",
     "_let_go",
     "_take_back",
-    "abandon",
-    "bury",
+    "cancel",
     "drop",
     "forget",
     "forget_bytes",
-    "leave_behind",
+    "forget_storage",
+    "forget_view",
+    "keep_until",
     "release",
     "release_source",
+    "take_up",
 }
-#: Queues through which finalizers give things back.
-_QUEUES = {"_left_behind", "_orphans", "graveyard", "leases", "returned", "slots"}
+#: Where each condition under which a function returns a text is a guard.
+_GUARDED = "eager_offload/eager/following.py"
+#: Queues in which records of what has died land.
+_QUEUES = {"_kept", "_orphans", "finalized", "leases", "returned", "slots"}
 #: What else has a method of such a name, and is about threads rather than bytes.
 _OTHERS = ("_lock", "_permits")
 
@@ -133,13 +147,13 @@ class _Finder(ast.NodeVisitor):
         elif name == "check_version":
             self._take_out("version", node, node.func, _NOTHING)
         elif name in _RELEASES and not self._owner(node).endswith(_OTHERS):
-            self._take_out("keepalive" if name == "leave_behind" else "release", node, node.func, _NOTHING)
+            self._take_out("keepalive" if name == "keep_until" else "release", node, node.func, _NOTHING)
         elif name == "append" and self._is_queue(self._owner(node)):
             self._take_out("release", node, node.func, _NOTHING)
         if name in _COPIES:
             self._leave_out("after", node, _argument(node, "after", 3))
             self._leave_out("keepalive", node, _keyword(node, "keepalive"))
-        elif name in ("leave_behind", "Pending") or self._text(node.func).endswith("registry.register"):
+        elif name == "keep_until":
             self._leave_out("keepalive", node, _argument(node, "keepalive", 1))
         for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
             self._visit_argument(node, argument)
@@ -160,14 +174,23 @@ class _Finder(ast.NodeVisitor):
         target = node.targets[0]
         if isinstance(target, ast.Attribute) and target.attr == "fences":
             self._leave_out("fence", node, node.value)
-        elif isinstance(target, ast.Subscript) and self._text(target.value).endswith("_pending"):
-            self._take_out("keepalive", node, node, "pass")
+        elif isinstance(target, ast.Name) and target.id == "keepalive" and isinstance(node.value, ast.IfExp):
+            self._leave_out("keepalive", node, node.value.orelse)
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
         sides = [node.left, *node.comparators]
         if any(isinstance(side, ast.Attribute) and side.attr == "_version" for side in sides):
             self._take_out("version", node, node, "False" if isinstance(node.ops[0], ast.NotEq) else "True")
+        self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> None:
+        test, last = node.test, node.body[-1]
+        found = last.value if isinstance(last, ast.Return) else None
+        if self._path == _GUARDED and isinstance(found, ast.Constant) and isinstance(found.value, str):
+            is_any = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or)
+            for condition in test.values if is_any and isinstance(test, ast.BoolOp) else [test]:
+                self._take_out("guard", test, condition, "False", self._text(condition))
         self.generic_visit(node)
 
     # -- what becomes of it ---------------------------------------------------------------------------------------

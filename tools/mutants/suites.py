@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["suites_of"]
+__all__ = ["device_suites_of", "suites_of"]
 
 #: The cheap ones first: most sites are noticed there.
 _STEPS = [
@@ -29,8 +29,6 @@ _SIMULATED = [
     "tests/runtime/test_simulated_clock.py",
     "tests/runtime/test_checker.py",
     "tests/runtime/test_observer.py",
-    "tests/runtime/test_checker_memory.py",
-    "tests/runtime/test_checker_reachability.py",
     "tests/runtime/test_simulated_agreement.py",
 ]
 _ACCELERATOR = [
@@ -40,7 +38,7 @@ _ACCELERATOR = [
     "tests/runtime/test_two_devices.py",
     "tests/runtime/test_staging.py",
 ]
-_HOST = ["tests/runtime/test_host_order.py", "tests/test_host_runtime.py", "tests/test_transfer_threads.py"]
+_HOST = ["tests/test_host_runtime.py", "tests/test_transfer_threads.py"]
 _DISK = [
     "tests/tiers/test_disk.py",
     "tests/tiers/test_interrupted_slots.py",
@@ -54,46 +52,58 @@ _DISK = [
 _FIRST: dict[str, list[str]] = {
     "": [],
     "compile": ["tests/compile/test_order.py", "tests/compile/test_backend.py"],
-    "eager/ground": ["tests/hazards/test_interrupted_copies.py", "tests/hazards/test_copies.py"],
+    "compile/host_tensors": ["tests/compile/test_transfers.py", "tests/compile/test_operations.py"],
+    "engine": [
+        "tests/hazards/test_interrupted_copies.py",
+        "tests/hazards/test_copies.py",
+        "tests/compile/test_transfers.py",
+        "tests/compile/test_operations.py",
+    ],
+    "eager/follow": ["tests/hazards/test_following.py", "tests/hazards/test_out_of_memory.py"],
     "eager/handles": ["tests/hazards/test_versions.py", "tests/hazards/test_lifetime.py"],
-    "eager/lane": [
+    "eager/saving": [
         "tests/hazards/test_versions.py",
         "tests/hazards/test_lifetime.py",
         "tests/compile/test_transfers.py",
     ],
     "eager/hooks": ["tests/hazards/test_versions.py", "tests/test_contract.py"],
+    "eager/plans": ["tests/hazards/test_following.py"],
     "eager/reloading": [
         "tests/hazards/test_streams.py",
         "tests/hazards/test_in_between.py",
         "tests/hazards/test_out_of_memory.py",
     ],
+    "eager/ownership": ["tests/hazards/test_gradients_that_are_saved.py"],
     "eager/subclasses": ["tests/hazards/test_subclass_versions.py", "tests/hazards/test_subclasses.py"],
+    "step_plan": ["tests/test_step_plans.py", "tests/hazards/test_following.py"],
     "learning": ["tests/test_learning.py", "tests/test_learned_steps.py"],
+    "observe/doctor": ["tests/observe/test_doctor_accelerator.py"],
+    "observe/timestamps": ["tests/observe/test_tracing.py"],
     "offload": ["tests/test_contract.py", "tests/test_counts.py"],
     "runtime/accelerator": _ACCELERATOR,
     "runtime/base": [
-        "tests/test_registry.py",
         "tests/runtime/test_simulated.py",
         "tests/runtime/test_checker.py",
         "tests/hazards/test_copies.py",
         *_ACCELERATOR,
     ],
-    "runtime/checker": _SIMULATED,
-    "runtime/deferred": _SIMULATED,
+    "simulation/checker": _SIMULATED,
+    "simulation/deferred": _SIMULATED,
+    "runtime/device_clock": ["tests/runtime/test_device_clock.py", *_ACCELERATOR],
     "runtime/host": _HOST,
-    "runtime/observer": _SIMULATED,
-    "runtime/recording": ["tests/runtime/test_simulated_order.py", *_SIMULATED],
+    "simulation/device": _SIMULATED,
+    "simulation/log": ["tests/runtime/test_accelerator.py", *_SIMULATED],
+    "simulation/observer": _SIMULATED,
+    "simulation/recording": ["tests/runtime/test_simulated_order.py", *_SIMULATED],
     "runtime/link_probe": [
         "tests/runtime/test_interrupted_probe.py",
         "tests/runtime/test_accelerator_memory.py",
         *_ACCELERATOR,
     ],
     "runtime/pinned": ["tests/runtime/test_pinned.py", *_ACCELERATOR],
-    "runtime/registry": ["tests/test_registry.py"],
-    "runtime/simulated": _SIMULATED,
+    "simulation/simulated": _SIMULATED,
     "runtime/staging": ["tests/runtime/test_staging.py", *_ACCELERATOR],
-    "transfers": ["tests/compile/test_transfers.py", "tests/compile/test_operations.py"],
-    "parcels": ["tests/compile/test_transfers.py", "tests/compile/test_operations.py"],
+    "runtime/transfer_threads": _HOST,
     "tiers/arena": [
         "tests/tiers/test_arena.py",
         "tests/tiers/test_interrupted_slots.py",
@@ -103,32 +113,53 @@ _FIRST: dict[str, list[str]] = {
     "tiers/cgroups": ["tests/tiers/test_limits.py"],
     "tiers/guard": ["tests/tiers/test_guard.py", "tests/hazards/test_short_memory.py"],
     "tiers/host": ["tests/tiers/test_shares.py", "tests/tiers/test_arena.py", "tests/hazards/test_short_memory.py"],
-    "tiers/hostslots": ["tests/tiers/test_arena.py", "tests/tiers/test_shares.py", "tests/tiers/test_leases.py"],
     "tiers/limits": ["tests/tiers/test_limits.py"],
     "tiers/numa": ["tests/tiers/test_numa.py"],
     "tiers/ranks": ["tests/tiers/test_limits.py"],
     "tiers/base": ["tests/tiers/test_arena.py", "tests/tiers/test_disk.py"],
-    "tiers/crew": ["tests/tiers/test_crew.py", "tests/tiers/test_disk_stripes.py"],
-    "tiers/depth": ["tests/tiers/test_depth.py", "tests/tiers/test_disk_stripes.py"],
     "tiers/disk": _DISK,
     "tiers/extents": ["tests/tiers/test_extents.py"],
     "tiers/slabs": ["tests/tiers/test_arena.py", "tests/runtime/test_pinned.py"],
     "tiers/space": _DISK,
     "tiers/spill": _DISK,
-    "tiers/throttle": ["tests/tiers/test_throttle.py"],
 }
+#: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
+_ON_THE_DEVICE = (
+    "eager/follow",
+    "eager/offloading",
+    "eager/reloading",
+    "eager/saving",
+    "observe/doctor",
+    "runtime/accelerator",
+    "runtime/device_clock",
+    "runtime/pinned",
+    "runtime/staging",
+    "compile/host_tensors",
+    "engine",
+)
+_DEVICE = [
+    "tests/runtime/test_accelerator_gpu.py",
+    "tests/virtual_device/on_device/test_hooks.py",
+    "tests/virtual_device/on_device/test_doctor.py",
+    "tests/virtual_device/on_device/test_it_can_tell.py::test_nothing_is_missing",
+    "tests/virtual_device/on_device/test_it_can_tell.py::test_nothing_is_missing_in_graphs",
+    "tests/virtual_device/on_device/test_training.py",
+    "tests/gpu/test_scenarios.py::test_on_the_device",
+]
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
     "compile",
+    "observe/doctor",
+    "observe/timestamps",
+    "runtime/device_clock",
     "runtime/link_probe",
     "runtime/pinned",
-    "runtime/recording",
+    "simulation/recording",
     "runtime/staging",
     "tiers/cgroups",
     "tiers/limits",
     "tiers/numa",
     "tiers/ranks",
-    "tiers/throttle",
 )
 
 
@@ -137,3 +168,8 @@ def suites_of(path: str) -> list[str]:
     module = path.partition("/")[2]
     beginning = max((known for known in _FIRST if module.startswith(known)), key=len)
     return list(dict.fromkeys([*_FIRST[beginning], *(() if beginning in _ALONE else _STEPS)]))
+
+
+def device_suites_of(path: str) -> list[str]:
+    """What only the virtual device can tell of a module: tests that run where that is the accelerator."""
+    return _DEVICE if path.partition("/")[2].startswith(_ON_THE_DEVICE) else []

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.mutants.sites import Site, mutate
@@ -18,6 +18,7 @@ __all__ = ["ROOT", "Verdict", "Workplace"]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _COPIED = ("eager_offload", "tests", "examples", "benchmarks", "tools")
+_BUILT = ".virtual_device"
 #: Hypothesis neither remembers what failed nor looks for a smaller example of it: one failure is enough here.
 _CONFTEST = """
 from hypothesis import Phase, settings
@@ -57,30 +58,47 @@ class Workplace:
             ignored = shutil.ignore_patterns("__pycache__", ".*")
             shutil.copytree(ROOT / name, directory / name, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", directory)
+        # The virtual device is built once for all of them.
+        (ROOT / _BUILT).mkdir(exist_ok=True)
+        (directory / _BUILT).symlink_to(ROOT / _BUILT)
         (directory / "conftest.py").write_text(_CONFTEST)
 
-    def try_out(self, site: Site, suites: Sequence[str], limit: float) -> Verdict:
-        """Runs ``suites`` without ``site``; a test that takes more than ``limit`` seconds hangs, and has failed."""
+    def try_out(self, site: Site, suites: Sequence[str], device_suites: Sequence[str], limit: float) -> Verdict:
+        """Runs ``suites`` without ``site``, and ``device_suites`` on the virtual device if none of them notices.
+
+        A test that takes more than ``limit`` seconds hangs, and has failed.
+        """
         module = self.directory / site.path
         original = module.read_text()
         module.write_text(mutate(original, site))
         try:
-            return self.run(suites, limit)
+            verdict = self.run(suites, limit)
+            if verdict.survived and device_suites:
+                on_device = self.run(device_suites, limit, on_device=True)
+                verdict = replace(on_device, seconds=verdict.seconds + on_device.seconds)
+            return verdict
         finally:
             module.write_text(original)
 
-    def run(self, suites: Sequence[str], limit: float, *, all_of_them: bool = False) -> Verdict:
+    def run(
+        self, suites: Sequence[str], limit: float, *, on_device: bool = False, all_of_them: bool = False
+    ) -> Verdict:
         """Runs ``suites``, in order, up to the first failure unless ``all_of_them``.
+
+        Args:
+            on_device: the virtual device is the accelerator of the process, and tests that need one run too.
 
         The process may also hang between tests, or at its end: then it is stopped after five times the limit, or thirty
         if it runs them all. Where a test has failed there is nothing left to learn, so what hangs after that (as a
         fixture may, of a test that did not come to open its gate, and pytest-timeout has stopped looking) is stopped
         within seconds.
         """
-        present = [suite for suite in suites if (self.directory / suite).exists()]
+        present = [suite for suite in suites if (self.directory / suite.partition("::")[0]).exists()]
         command = [
             *(sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"),
-            *("-m", "not long and not gpu", "--timeout", str(limit), "--timeout-method", "thread"),
+            *("-m", "not long" if on_device else "not long and not gpu"),
+            *("--timeout", str(limit), "--timeout-method", "thread"),
+            *(["-p", "tests.virtual_device.plugin"] if on_device else []),
             *([] if all_of_them else ["-x"]),
             *present,
         ]
@@ -125,6 +143,7 @@ class Workplace:
             # A mutant may have the size and the second of the one before: no bytecode is kept.
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
+            "TESTS_SEED": "0",  # the same cases for every mutant
         }
 
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import eager_offload as eo
-from eager_offload.eager import lanes
+from eager_offload.engine import offloaders
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.disk import DiskTier
 from tools.soak.census import MIB, Row, census, compare
@@ -75,9 +75,11 @@ class Soak:
         self.counts["steps"] += 1
         try:
             found = works[work](model, offload, random.Random(seed))
-        except (eo.TransferError, eo.CorruptionError) as error:
+        except (eo.TransferError, eo.CorruptionError, eo.ConfigError) as error:
             self.counts["errors that said so"] += 1
-            if fault is None or not fault.injected or fault.kind not in ("read", "corrupt"):
+            # One that has been closed opens its file anew, and tries it by writing too.
+            kinds = ("read", "write") if isinstance(error, eo.ConfigError) else ("read", "corrupt")
+            if fault is None or not fault.injected or fault.kind not in kinds:
                 self.trouble.append(f"{work} on {where}: {type(error).__name__} without a fault: {error}")
             model.zero_grad(set_to_none=True)
         else:
@@ -116,7 +118,7 @@ class Soak:
 
     def held(self) -> dict[str, int]:
         """Bytes of files and arenas in use, idle room included."""
-        tiers = [tier for offload in self.offloads.values() for tier in offload._lanes.tiers()]
+        tiers = [tier for offload in self.offloads.values() for tier in offload._offloaders.tiers()]
         return {
             "spill files, running": sum(tier.held_bytes for tier in tiers if tier.name == "disk"),
             "host tier, running": sum(tier.held_bytes for tier in tiers if tier.name == "host"),
@@ -134,7 +136,7 @@ class Soak:
 
 def soak(minutes: float, seed: int, directory: Path) -> tuple[Soak, list[Row]]:
     """Warms up, counts, runs, and counts again."""
-    lanes.DiskTier = functools.partial(DiskTier, file_type=FaultyFile)  # type: ignore[misc, assignment]
+    offloaders.DiskTier = functools.partial(DiskTier, file_type=FaultyFile)  # type: ignore[misc, assignment]
     eo.release_freed_memory()
     run = Soak(directory, seed)
     run.warm_up()

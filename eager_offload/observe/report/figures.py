@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from eager_offload.observe.trace import Kind, SavedGroup, Slice, Trace
+from eager_offload.observe.trace import Kind, MemorySample, SavedGroup, Slice, Trace
 
-__all__ = ["Lane", "Outcome", "Peaks", "Placed", "Saver", "WorkTotal", "lanes", "peaks", "savers", "work_totals"]
+__all__ = ["Outcome", "Placed", "Saver", "Track", "WorkTotal", "peaks", "savers", "tracks", "work_totals"]
 
 
-@dataclass(frozen=True, slots=True)
-class Peaks:
+def peaks(trace: Trace) -> MemorySample:
     """Most bytes at one moment, by where they were."""
-
-    device: int
-    host: int
-    disk: int
-    without_offload: int
-
-
-def peaks(trace: Trace) -> Peaks:
-    """Over the whole trace."""
-    samples = trace.memory
-    return Peaks(
-        device=max((one.device for one in samples), default=0),
-        host=max((one.host for one in samples), default=0),
-        disk=max((one.disk for one in samples), default=0),
-        without_offload=max((one.without_offload for one in samples), default=0),
-    )
+    columns = zip(*trace.memory, strict=True) if trace.memory else [(0,)] * 5
+    return MemorySample(*map(max, columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +55,7 @@ def _covered(slices: Iterable[Slice]) -> float:
     return covered
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of some saves."""
 
     name: str
@@ -94,7 +80,7 @@ class Saver:
 
 
 def savers(groups: Sequence[SavedGroup], *, alike: bool) -> list[Saver]:
-    """Who saved most, first.
+    """What saved most, first.
 
     Args:
         alike: whether ``layers.0.mlp`` and ``layers.1.mlp`` count as one, ``layers.*.mlp``.
@@ -106,6 +92,9 @@ def savers(groups: Sequence[SavedGroup], *, alike: bool) -> list[Saver]:
     found = []
     for (operation, module), those in members.items():
         names = {group.module for group in those}
+        outcomes: Counter[tuple[str, bool]] = Counter()
+        for group in those:
+            outcomes[group.reason or group.outcome, group.outcome == "kept"] += group.nbytes
         found.append(
             Saver(
                 operation=operation,
@@ -113,22 +102,13 @@ def savers(groups: Sequence[SavedGroup], *, alike: bool) -> list[Saver]:
                 modules=len({group.module for group in those}),
                 count=sum(group.count for group in those),
                 nbytes=sum(group.nbytes for group in those),
-                outcomes=_outcomes(those),
+                outcomes=tuple(Outcome(*which, nbytes) for which, nbytes in outcomes.most_common()),
             )
         )
     return sorted(found, key=lambda one: -one.nbytes)
 
 
-def _outcomes(groups: Iterable[SavedGroup]) -> tuple[Outcome, ...]:
-    nbytes: dict[tuple[str, bool], int] = {}
-    for group in groups:
-        key = (group.reason or group.outcome, group.outcome == "kept")
-        nbytes[key] = nbytes.get(key, 0) + group.nbytes
-    return tuple(sorted((Outcome(*key, total) for key, total in nbytes.items()), key=lambda one: -one.nbytes))
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """A slice, and how many others of its track it lies inside."""
 
     slice: Slice
@@ -136,7 +116,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class Track:
     """A track of a device, as it is drawn."""
 
     device: str
@@ -151,33 +131,25 @@ class Lane:
         return 1 + max((one.depth for one in self.placed), default=0)
 
 
-def lanes(trace: Trace) -> list[Lane]:
-    """All tracks: by device, then in the order of ``Kind``, then by name."""
+def tracks(trace: Trace) -> list[Track]:
+    """All tracks: by device, then in the order of ``Kind``, then by name, forward above backward."""
     members: dict[tuple[str, str], list[Slice]] = {}
     for one in trace.slices:
         members.setdefault((one.device, one.track), []).append(one)
-    devices, kinds = _places(trace.devices), _places(Kind)
-    found = [Lane(device, name, those[0].kind, _placed(those)) for (device, name), those in members.items()]
-    return sorted(found, key=lambda lane: (devices[lane.device], kinds[lane.kind], _backward_last(lane.name)))
-
-
-def _places(names: Iterable[str]) -> Mapping[str, int]:
-    return {name: place for place, name in enumerate(names)}
-
-
-def _backward_last(name: str) -> tuple[bool, str]:
-    """Forward stands above backward."""
-    return "backward" in name, name
+    found = [Track(device, name, those[0].kind, _placed(those)) for (device, name), those in members.items()]
+    devices, kinds = trace.devices, list(Kind)
+    return sorted(
+        found,
+        key=lambda one: (devices.index(one.device), kinds.index(one.kind), "backward" in one.name, one.name),
+    )
 
 
 def _placed(slices: Sequence[Slice]) -> tuple[Placed, ...]:
     placed: list[Placed] = []
     around: list[Slice] = []
     for one in sorted(slices, key=lambda one: (one.start, -one.stop)):
-        while around and around[-1].stop <= one.start:
-            around.pop()
         # Times are rounded: what ends a moment after its neighbour began lies beside it, not inside of it.
-        while around and around[-1].stop < one.stop:
+        while around and (around[-1].stop <= one.start or around[-1].stop < one.stop):
             around.pop()
         placed.append(Placed(one, len(around)))
         around.append(one)

@@ -1,18 +1,66 @@
-"""The page: a template, the sections that go into it, and the data that its drawings are made of."""
+"""The page of a trace: ``page.html`` is filled with its numbers, ``page.js`` draws it; and the command line."""
 
 from __future__ import annotations
 
-import json
+import argparse
+import sys
+from collections.abc import Sequence
 from importlib.resources import files
-from string import Template
+from pathlib import Path
 from typing import Any
 
-from eager_offload.observe.report import sections
-from eager_offload.observe.report.figures import Lane, lanes
-from eager_offload.observe.report.markup import tag
-from eager_offload.observe.trace import Trace
+from jinja2 import Environment
 
-__all__ = ["render"]
+from eager_offload.config import size_text
+from eager_offload.errors import OffloadError
+from eager_offload.observe.report.figures import Track, peaks, savers, tracks, work_totals
+from eager_offload.observe.trace import Kind, Trace, read_trace
+
+__all__ = ["REASONS", "main", "render"]
+
+#: Why bytes stay on their device, and what would change that.
+REASONS = {
+    "small": "Smaller than min_bytes. A lower min_bytes lets them move; each costs some microseconds.",
+    "parameter": "Weights, and views of them: they are there anyway, so that moving them frees nothing.",
+    "device": "On a device that is neither the CPU nor the accelerator; or on the CPU beside an accelerator: "
+    'give a disk_path, or tier="disk", to have those move.',
+    "layout": "Of a layout whose bytes cannot be moved as they are.",
+    "marked": "Marked with keep().",
+    "region": "Saved inside of no_offload(), or while a graph was being captured, whose replays look for them there.",
+    "newest": "The newest bytes, which backward asks for at once. keep_last_bytes bounds them.",
+    "alive": "Something else keeps the original alive, so that moving it frees nothing: drop that reference.",
+    "budget": "No tier had room. Raise host_budget or disk_budget, or name a disk in disk_path.",
+    "failed": "Their transfer failed or could not begin, and they stayed where they were. The run's warnings say why.",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the page of a trace.
+
+    Returns:
+        The exit status: 0, or 2 with one line on standard error where the trace cannot be read or the page not written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m eager_offload.report",
+        description="Turns a trace that `with offload.trace(path):` wrote into one page that needs no network.",
+    )
+    parser.add_argument("trace", type=Path, help="the trace, such as step.json")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="PAGE", help="where the page goes (default: beside the trace, as .html)"
+    )
+    options = parser.parse_args(arguments)
+    source: Path = options.trace
+    output: Path = options.output or source.with_suffix(".html")
+    try:
+        trace = read_trace(source)
+        if output.exists() and output.samefile(source):
+            raise OffloadError(f"{str(output)!r} is the trace itself: name another file with -o")
+        output.write_text(render(trace, source.name), encoding="utf-8")
+    except (OSError, OffloadError) as error:
+        print(f"eager_offload.report: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(f"{output}: {size_text(output.stat().st_size)}, to open in a browser")
+    return 0
 
 
 def render(trace: Trace, name: str = "") -> str:
@@ -21,24 +69,30 @@ def render(trace: Trace, name: str = "") -> str:
     Args:
         name: of the trace, for the title.
     """
-    drawn = lanes(trace)
-    body = [
-        sections.header(trace, name),
-        sections.warnings(trace),
-        sections.summary(trace),
-        sections.advice(trace),
-        sections.drawings(trace, drawn),
-        sections.work(trace),
-        sections.savers(trace),
-        sections.kept(trace),
-        sections.configuration(trace),
+    environment = Environment(autoescape=True, trim_blocks=True)
+    filters = {"size": size_text, "time": _time_text, "rate": _rate_text, "setting": _setting_text, "shown": _shown}
+    environment.filters |= filters
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    drawn, most = tracks(trace), peaks(trace)
+    series = [
+        ("device", "on the device", most.device),
+        ("without", "without offload", most.without_offload),
+        ("host", "in host memory", most.host),
+        ("disk", "on disk", most.disk),
     ]
-    return Template(_part("page.html")).substitute(
-        title=tag("title", f"{name or 'Trace'} · eager_offload"),
+    return environment.from_string(_part("page.html")).render(
+        trace=trace,
+        name=name,
         style=_part("page.css"),
         script=_part("page.js"),
-        body="\n".join(body),
-        data=_embedded(_data(trace, drawn)),
+        peaks=most,
+        series=[one for one in series if one[2] or one[0] in ("device", "without")],
+        kinds=list(dict.fromkeys(track.kind.value for track in drawn)),
+        work=work_totals(trace),
+        alike=savers(trace.saved, alike=True),
+        each=savers(trace.saved, alike=False),
+        reasons=REASONS,
+        data=_data(trace, drawn),
     )
 
 
@@ -46,34 +100,25 @@ def _part(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _data(trace: Trace, drawn: list[Lane]) -> dict[str, Any]:
+def _data(trace: Trace, drawn: list[Track]) -> dict[str, Any]:
     """What is drawn. Times are microseconds; texts, which repeat, are places in ``texts``."""
     texts: dict[str, int] = {}
 
-    def text(value: str) -> int:
-        return texts.setdefault(value, len(texts))
+    def of(track: Track) -> list[list[float]]:
+        return [
+            [_microseconds(one.start), _microseconds(one.seconds), depth, one.nbytes]
+            + [
+                texts.setdefault(text, len(texts))
+                for text in (one.name, one.module, one.operation, one.tier, one.error)
+            ]
+            for one, depth in track.placed
+        ]
 
     tracks = [
-        {
-            "device": lane.device,
-            "name": lane.name,
-            "kind": lane.kind.value,
-            "depth": lane.depth,
-            "slices": [
-                [
-                    _microseconds(one.slice.start),
-                    _microseconds(one.slice.seconds),
-                    one.depth,
-                    one.slice.nbytes,
-                    *map(text, (one.slice.name, one.slice.module, one.slice.operation, one.slice.tier)),
-                    text(one.slice.error),
-                ]
-                for one in lane.placed
-            ],
-        }
-        for lane in drawn
+        {"device": one.device, "name": _shown(one.name), "kind": one.kind.value, "depth": one.depth, "slices": of(one)}
+        for one in drawn
     ]
-    memory = [[_microseconds(one.seconds), one.device, one.host, one.disk, one.without_offload] for one in trace.memory]
+    memory = [[_microseconds(one.seconds), *one[1:]] for one in trace.memory]
     return {"end": _microseconds(trace.seconds), "tracks": tracks, "memory": memory, "texts": list(texts)}
 
 
@@ -81,6 +126,28 @@ def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 1)
 
 
-def _embedded(data: dict[str, Any]) -> str:
-    """JSON that no name in it can end."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+def _time_text(seconds: float) -> str:
+    """Such as ``"12.3 ms"``."""
+    if not seconds:
+        return "0 s"
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    return f"{seconds * 1e3:,.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.0f} µs"
+
+
+def _rate_text(bytes_a_second: float) -> str:
+    """In thousands, as links and disks are sold."""
+    return f"{bytes_a_second / 1e9:,.2f} GB/s" if bytes_a_second >= 1e9 else f"{bytes_a_second / 1e6:,.1f} MB/s"
+
+
+def _shown(track: str) -> str:
+    """The name of a track, or the kind of its slices, in the words of users."""
+    return track.replace(Kind.DEMOTION.value, "fallback")
+
+
+def _setting_text(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return size_text(value)
+    return "not given" if value is None else str(value)

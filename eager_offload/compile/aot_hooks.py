@@ -1,0 +1,87 @@
+"""Where offloading enters the graphs that AOTAutograd makes, whatever compiles them.
+
+[Note: a graph that cannot be offloaded]
+Nothing may fail that compiles without an ``Offload``. So what decides and inserts works on copies of the two graphs; if
+it raises, they are dropped, the graphs are compiled as if no ``Offload`` were there, and what they save is counted as
+``failed`` whenever they run. That is a defect of the library and warned of as one.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from torch.fx import GraphModule
+
+from eager_offload._torch import replace_hook_inlining, trace_bans_on_hooks
+from eager_offload.active import configuration_on_top
+from eager_offload.compile.graphs import copied
+from eager_offload.compile.insert import insert_into_pair, insert_report
+from eager_offload.compile.log import log_choice
+from eager_offload.compile.regions import name_results_of_pair
+from eager_offload.compile.select import choose, choose_nothing
+from eager_offload.config import OffloadConfig
+
+__all__ = ["install", "offload_between"]
+
+#: In the ``meta`` of a forward's module: all of it has been looked at.
+_OFFLOADED = "eager_offload_done"
+
+
+def install() -> bool:
+    """Has AOTAutograd offload between forward and backward from now on, where the hooks on top are the library's.
+
+    Transforms of ``torch.func`` are traced under those as without any: what they save is in the graph, like all else.
+
+    Returns:
+        Whether this torch lets it.
+    """
+    trace_bans_on_hooks(lambda: configuration_on_top() is not None)
+    return replace_hook_inlining(_in_place_of_hooks)
+
+
+def _in_place_of_hooks(forward: GraphModule, backward: GraphModule, num_outputs: int) -> bool:
+    """What AOTAutograd does in place of tracing hooks into its graphs; whether there is nothing left for it to do."""
+    text = configuration_on_top()
+    if text is None:
+        return False
+    offload_between(forward, backward, num_outputs, text)
+    return True
+
+
+def offload_between(forward: GraphModule, backward: GraphModule, num_outputs: int, text: str) -> None:
+    """Moves what ``forward`` saves for ``backward``. Does so once: compilers ask at more than one place.
+
+    Args:
+        forward: its outputs are ``num_outputs`` of the user's, then what is saved.
+        backward: takes what is saved under the names of the forward's nodes.
+        num_outputs: how many of the forward's outputs are the user's.
+        text: the configuration.
+    """
+    if forward.meta.get(_OFFLOADED):
+        return
+    forward.meta[_OFFLOADED] = True
+    config = OffloadConfig.from_text(text)
+    try:
+        (ours, _), (theirs, _) = copied(forward.graph), copied(backward.graph)
+        name_results_of_pair(ours, theirs, num_outputs)
+        choice = choose(ours, theirs, num_outputs, config)
+        insert_into_pair(ours, theirs, num_outputs, choice, config)
+    except Exception as error:  # [Note: a graph that cannot be offloaded]
+        _warn(error)
+        choice = choose_nothing(forward.graph, num_outputs)
+    else:
+        forward.graph, backward.graph = ours, theirs
+    log_choice(choice)
+    insert_report(forward.graph, choice, config)
+    forward.recompile()
+    backward.recompile()
+
+
+def _warn(error: Exception) -> None:
+    warnings.warn(
+        f"eager_offload: a compiled graph is not offloaded, since the pass that would have done it raised "
+        f"{type(error).__name__}: {error}. Its results are right, its memory is as without; please report it, with "
+        "TORCH_LOGS=aot_graphs",
+        RuntimeWarning,
+        stacklevel=2,
+    )

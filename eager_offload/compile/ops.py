@@ -1,0 +1,138 @@
+"""The three operations that compiled code moves bytes with.
+
+    offload(Tensor source, *, str config="", bool wait=True, Tensor? after=None, str? region=None) -> Tensor
+    reload(Tensor host, Device device, *, str config="", bool wait=True, Tensor? after=None) -> Tensor
+    wait_tensor(Tensor(a!) tensor, Tensor? keepalive=None, *, Tensor? after=None) -> ()
+
+``offload`` returns a host tensor of the source's size and strides, which stands for its bytes; ``reload`` returns a
+tensor like that one on ``device``. With ``wait=False`` they only start the transfer: before the result of a reload is
+read, and before the source of an offload is written over or let go of, comes ``wait_tensor``, with the result of the
+transfer and with its source as ``keepalive``.
+
+    host = offload(x, wait=False)        # the copy starts
+    ...                                  # whatever does not change x
+    wait_tensor(host, x)                 # x may go from here on
+
+    y = reload(host, device, wait=False)
+    ...
+    wait_tensor(y, host)
+    y.sum()
+
+``config`` is :meth:`OffloadConfig.to_text`; the innermost :class:`Offload` of that configuration that is active on the
+calling thread does the work and counts it. ``after`` is a tensor that has to exist first, and nothing else: compilers
+keep an order only where data flows. ``region`` goes with the first offload of a graph: what the graph keeps, for the
+stats. A graph that moves nothing offloads an empty tensor to say so.
+
+[Note: a wait is a mutation]
+No operation returns its input: compilers take the result of an operation for memory of its own, reuse it, and
+gradients come out wrong. So ``wait_tensor`` returns nothing and is declared to write to its first argument, which is
+what happens: the bytes of a transfer appear there. Functionalization would replace what it writes to by a copy, so
+passes put waits into graphs that have been functionalized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.library import register_fake
+
+from eager_offload import active
+from eager_offload._torch import below_autograd, keep_side_effects, library
+from eager_offload.compile import host_tensors
+from eager_offload.compile.geometry import spread
+from eager_offload.errors import OffloadError
+
+__all__ = ["offload", "reload", "spread", "wait_tensor"]
+
+_library = library("eager_offload")
+#: A CUDA graph would replay the kernels around them and not what the host does here. (The strides with which Inductor
+#: hands tensors over are the business of lowering.py.)
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+_library.define(
+    'offload(Tensor source, *, str config="", bool wait=True, Tensor? after=None, str? region=None) -> Tensor',
+    tags=_TAGS,
+)
+_library.define(
+    'reload(Tensor host, Device device, *, str config="", bool wait=True, Tensor? after=None) -> Tensor', tags=_TAGS
+)
+_library.define("wait_tensor(Tensor(a!) tensor, Tensor? keepalive=None, *, Tensor? after=None) -> ()", tags=_TAGS)
+
+offload = torch.ops.eager_offload.offload.default
+reload = torch.ops.eager_offload.reload.default
+wait_tensor = torch.ops.eager_offload.wait_tensor.default
+#: All of them.
+OPERATIONS = (offload, reload, wait_tensor)
+for _operation in OPERATIONS:
+    keep_side_effects(_operation)
+
+
+def _offload(
+    source: Tensor, *, config: str = "", wait: bool = True, after: Tensor | None = None, region: str | None = None
+) -> Tensor:
+    if source.layout is not torch.strided:
+        raise OffloadError(f"eager_offload::offload takes a strided tensor, not one of layout {source.layout}")
+    if source.numel() == 0:
+        if region is not None:
+            active.serving(config).count_kept(region)
+        return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
+    offloader = active.serving(config).offloader_of(source.device)
+    return host_tensors.offload(offloader, host_tensors.resolved(source), wait=wait, region=region)
+
+
+def _reload(
+    host: Tensor, device: torch.device, *, config: str = "", wait: bool = True, after: Tensor | None = None
+) -> Tensor:
+    stands_for = host_tensors.bytes_of(host)
+    if stands_for is None:
+        return host_tensors.reload_copy(host, device)
+    return host_tensors.reload(stands_for, host, wait=wait)
+
+
+def _wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tensor | None = None) -> None:
+    host_tensors.wait_for(tensor, keepalive)
+
+
+def _fake_offload(
+    source: Tensor, *, config: str = "", wait: bool = True, after: Tensor | None = None, region: str | None = None
+) -> Tensor:
+    return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
+
+
+def _fake_reload(
+    host: Tensor, device: torch.device, *, config: str = "", wait: bool = True, after: Tensor | None = None
+) -> Tensor:
+    return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
+
+
+def _fake_wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tensor | None = None) -> None:
+    return None
+
+
+def _without_autograd(operation: Callable[..., object]) -> Callable[..., object]:
+    """``operation`` below autograd; with it there would be a gradient that is not defined."""
+
+    def run(first: Tensor, *arguments: object, **named: object) -> object:
+        if first.requires_grad and torch.is_grad_enabled():
+            raise OffloadError(
+                f"{operation} is part of a graph that autograd has left behind and has no gradient, but its input "
+                "requires grad: call it under torch.no_grad(), or have `with offload:` around the forward move what is "
+                "saved for backward"
+            )
+        with below_autograd():
+            return operation(first, *arguments, **named)
+
+    return run
+
+
+for _name, _operation, _real, _fake in (
+    ("offload", offload, _offload, _fake_offload),
+    ("reload", reload, _reload, _fake_reload),
+    ("wait_tensor", wait_tensor, _wait_tensor, _fake_wait_tensor),
+):
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    _library.impl(_name, _without_autograd(_operation), "Autograd")
+    for _bit in ("Conjugate", "Negative"):  # torch would hand over a copy with other strides than the graph knows
+        _library.impl(_name, torch.library.fallthrough_kernel, _bit)
+    register_fake(f"eager_offload::{_name}", _fake, lib=_library)

@@ -1,0 +1,517 @@
+"""Following a step plan: what autograd saves goes the way that it went in a step like this one, checked save by save.
+
+[Note: following]
+A forward that follows is a ``Run``. What is decided anew in an unknown step is looked up in one that is known:
+
+    pack      the save is as the plan has it   -> its handle, and the copies whose turn it is
+    unpack    it is the one that comes next    -> its tensor, and the reloads whose turn it is
+
+A run has no names of storages, takes no notes and has no finalizer for each handle: one for all of it. Its slots were
+reserved at once, in the step before or when it began, and go back to the plan when the last handle is gone.
+
+The plan is a hint. At the first save or unpack that differs the run is over: ``SavedTensors.adopt`` takes each handle
+that lives over, in the state that it is in, and from there on the step is unknown. What makes bits right is not looked
+up but asked each time, here as there: versions, the autograd sequence number, whether a shared storage is the same one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from eager_offload import marks
+from eager_offload._torch import autograd_sequence, version_of, weak_storage
+from eager_offload.eager.followed import FollowedStorage, RunRecord
+from eager_offload.eager.handles import Keeper, KeptTensor, Reload, Returned, SavedView
+from eager_offload.eager.plans import KnownPlan, Staying, StepPlans, Turn, staying_of
+from eager_offload.engine.transfer import State, Transfer
+from eager_offload.errors import OffloadError
+from eager_offload.learning import Forward, Lessons
+from eager_offload.marks import Mark
+from eager_offload.runtime.base import Layout
+from eager_offload.schedule import ResidentQueue
+from eager_offload.selection import is_parameter, root_of
+from eager_offload.stats import KeepReason
+from eager_offload.step_plan import Fate, Save
+from eager_offload.tiers.base import Slot
+
+__all__ = ["Adopter", "Run"]
+
+
+class Adopter(Keeper, Protocol):
+    """What a run needs of the saved tensors that it belongs to."""
+
+    plans: StepPlans
+
+    def begin_step(self) -> None:
+        """What is saved next is another step's, in the same context."""
+
+    def adopt(self, run: Run) -> None:
+        """From here on the step is unknown. The lock is held."""
+
+    def adopt_view(self, view: SavedView, run: Run) -> None:
+        """A handle of a run that is over is as one of an unknown step. The lock is held."""
+
+
+#: Types of which a plan is followed.
+_PLAIN = frozenset({Tensor, Parameter})
+
+
+def _no_storage() -> None:
+    """In place of a weak reference."""
+
+
+def _is_like(tensor: Tensor, staying: Staying) -> bool:
+    """Whether a tensor is as one that has stayed: of a larger storage it may be a part of what has left."""
+    try:
+        return (
+            type(tensor) in _PLAIN
+            and tensor.nbytes == staying.nbytes
+            and tensor.requires_grad == staying.requires_grad
+            and tensor.untyped_storage().nbytes() == staying.storage_nbytes
+            and (staying.reason is not KeepReason.PARAMETER or type(tensor) is Parameter or is_parameter(tensor))
+        )
+    except (NotImplementedError, RuntimeError):  # a layout without bytes, or a wrapper inside a transform
+        return False
+
+
+class Run:
+    """One forward of one thread on one device that follows a plan, and its backward.
+
+    Its handles hold it, and while it packs so does its thread.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_asks",
+        "_due",
+        "_keep",
+        "_offloader",
+        "_saves",
+        "_staying",
+        "_storages",
+        "asked",
+        "forward",
+        "is_over",
+        "keeper",
+        "known",
+        "packed",
+        "queue",
+        "record",
+        "stream",
+        "turn",
+        "views",
+    )
+
+    def __init__(
+        self,
+        known: KnownPlan,
+        slots: list[Slot | None],
+        keeper: Adopter,
+        keep: Callable[[Tensor, KeepReason], KeptTensor],
+        queue: ResidentQueue,
+        sequence: int,
+    ) -> None:
+        self.known, self.turn = known, Turn(known)
+        self.stream = keeper.offloader.runtime.current_stream(keeper.offloader.device)
+        #: What its thread has for an unknown step: the newest bytes, and the name of its forward.
+        self.queue, self.forward = queue, Forward(sequence, Lessons())
+        self._saves, self._asks, self._staying = known.plan.saves, known.plan.asks, known.staying
+        self.keeper, self._offloader, self._keep = keeper, keeper.offloader, keep
+        #: How many tensors were packed and unpacked.
+        self.packed = self.asked = 0
+        #: Whether the rest of the step is unknown.
+        self.is_over = False
+        # By number of save; weak, since bytes belong to handles.
+        self._storages: list[Callable[[], FollowedStorage | None]] = [_no_storage] * len(self._saves)
+        self.views: list[weakref.ref[SavedView]] = []
+        #: The saves whose copies are to start.
+        self._due: deque[int] = deque()
+        self.record = record = RunRecord(self, self._offloader.finalized.append)
+        record.saves, record.counters = weakref.ref(keeper), self._offloader.accounts.counters
+        record.known, record.slots = known, slots
+        record.autograd_bytes = record.kept_bytes = record.waiting_bytes = 0
+        record.unasked, record.returning, record.is_spoiled = Counter(), {}, False
+        self._offloader.records.add(record)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that are yet to leave, or stay as the newest until backward asks for them."""
+        return self.record.waiting_bytes
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether forward and backward are over."""
+        return self.packed == len(self._saves) and self.asked == len(self._asks)
+
+    @property
+    def is_mostly_gone(self) -> bool:
+        """Whether its forward is over, and less than half of the bytes that it has slots for are asked for yet."""
+        if self.packed < len(self._saves):
+            return False
+        alive = sum(storage.footprint.nbytes for weak in self._storages if (storage := weak()) is not None)
+        return 2 * alive < sum(self.known.plan.slots)
+
+    def release_slots(self) -> bool:
+        """Gives back the slots of what is gone; whether there were any. Any thread may call it."""
+        slots, found = self.record.slots, False
+        for weak, save in zip(self._storages, self._saves, strict=True):
+            if save.slot >= 0 and weak is not _no_storage and weak() is None and slots and slots[save.slot] is not None:
+                self.record.is_spoiled, slots[save.slot], found = True, None, True
+        return found
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> KeptTensor | SavedView | None:
+        """The handle of the next save; ``None`` where that is to be decided anew, or the run is over or complete."""
+        number, offloader = self.packed, self._offloader
+        if number == len(self._saves):
+            with offloader.lock:
+                if not (self.is_over or self.is_complete):
+                    self.miss("more")
+                return None
+        staying = self._staying[number]
+        if staying is not None and not (self._due or self.is_over or marks.any_marks()) and _is_like(tensor, staying):
+            self.packed = number + 1  # to stay is right for any tensor, so that nothing else is looked at
+            return self._keep(tensor, staying.reason)
+        try:
+            with offloader.lock:
+                if self.is_over:
+                    return None
+                if offloader.is_capturing():
+                    self.miss("capture")
+                    return None
+                if offloader.is_crashed or offloader.accounts.observer is not None:
+                    self.miss("interrupt" if offloader.is_crashed else "trace")
+                    return None
+                save = self._saves[number]
+                self.packed = number + 1
+                found = self._pack(tensor, number, save)
+                if isinstance(found, str):
+                    self.miss(found)
+                    return None
+                self._due += self.known.starts[number]
+                is_full = bool(self._due) and self._start_due(autograd_sequence())
+            if is_full:
+                self._start_as_room_comes(autograd_sequence())
+        except OffloadError:
+            raise
+        except BaseException:
+            offloader.crash()
+            raise
+        return found
+
+    def _pack(self, tensor: Tensor, number: int, save: Save) -> KeptTensor | SavedView | str | None:
+        """The handle of save ``number``, ``None`` where it is decided anew, or what differs."""
+        fate, kind = save.fate, type(tensor)
+        if fate is Fate.DECIDE:
+            return None
+        if save.owner < 0:
+            if marks.any_marks():
+                return "marks"
+            staying = staying_of(save)
+            return self._keep(tensor, staying.reason) if _is_like(tensor, staying) else "size"
+        if kind is not Tensor:
+            return "layout"
+        try:
+            if tensor.nbytes != save.nbytes:
+                return "size"
+            storage, address = tensor.untyped_storage(), tensor.data_ptr()
+        except (NotImplementedError, RuntimeError):  # a layout without bytes, or a wrapper inside a transform
+            return "layout"
+        offloader = self._offloader
+        if tensor.requires_grad != save.requires_grad:
+            return "requires_grad"
+        if offloader.runtime.current_stream(offloader.device) != self.stream:
+            return "stream"
+        if marks.any_marks() or marks.in_no_offload_region():
+            return "marks"
+        if not address or address % tensor.itemsize or tensor.layout is not torch.strided:
+            return "layout"
+        if fate is Fate.SHARE:
+            return self._share(tensor, storage, number, save)
+        if storage.nbytes() != save.storage_nbytes or tensor.device != offloader.device:
+            return "size"
+        if tensor.is_quantized or tensor.is_nested or is_parameter(tensor):
+            return "layout"
+        offloader.poll()
+        followed = FollowedStorage(storage, self.known.footprints[number], number, self.record, self.stream)
+        if number in self.known.shared:
+            followed.root = weakref.ref(root_of(tensor))
+        counters, record = offloader.accounts.counters, self.record
+        followed.save(counters, save.nbytes, KeepReason.NEWEST, save.storage_nbytes, save.autograd_bytes)
+        record.autograd_bytes += save.autograd_bytes
+        record.waiting_bytes += save.storage_nbytes
+        self._storages[number] = weakref.ref(followed)
+        offloader.hold(save.storage_nbytes)
+        return self._view(followed, tensor, number)
+
+    def _share(self, tensor: Tensor, storage: torch.UntypedStorage, number: int, save: Save) -> SavedView | str:
+        """See [Note: sharing] in ``saving.py``: the same rule."""
+        followed = self._storages[save.owner]()
+        if followed is None or followed.origin() is not storage:
+            return "share"
+        sequence, state = autograd_sequence(), followed.state
+        if state is State.WAITING:
+            followed.packed_at = max(followed.packed_at, sequence)
+        elif state is not State.KEPT and not (
+            tensor.requires_grad
+            and followed.started == (self.queue, sequence, version_of(tensor))
+            and followed.root() is root_of(tensor)
+        ):
+            return "share"
+        counters = self._offloader.accounts.counters
+        if state is State.KEPT:
+            counters.kept(followed.kept, save.nbytes)
+        else:
+            counters.shared(save.nbytes)
+            if counters is followed.counters:
+                followed.shared_bytes += save.nbytes
+        return self._view(followed, tensor, number)
+
+    def _view(self, storage: FollowedStorage, tensor: Tensor, number: int) -> SavedView:
+        view = SavedView(storage, tensor, 0, self.forward, number, self)
+        self.views.append(weakref.ref(view))
+        if storage.state is State.AWAY:
+            view.forget_bytes()
+        else:
+            storage.aliases.append(view.alias)
+        return view
+
+    def leave(self, *, waits: bool, is_outermost: bool) -> None:
+        """The context is left, with this forward in it: every operator has run."""
+        offloader = self._offloader
+        with offloader.crashing():
+            with offloader.lock:
+                if self.is_over or offloader.is_crashed or offloader.is_capturing():
+                    return
+                offloader.poll()
+                if self.packed == len(self._saves):
+                    self._due += [number for number in self.known.plan.end if number not in self._due]
+                elif is_outermost:
+                    self.miss("fewer")
+                    return
+                is_full = self._start_due(None)
+            if is_full and waits:
+                self._start_as_room_comes(None)
+
+    def _start_as_room_comes(self, sequence: int | None) -> None:
+        """Starts the rest of what is due; the lock is not held, and other threads may take the room."""
+        is_full = True
+        while is_full and self._offloader.wait_for_room():
+            with self._offloader.lock:
+                is_full = not self.is_over and self._start_due(sequence)
+
+    def _start_due(self, sequence: int | None) -> bool:
+        """Starts the copies whose turn it is.
+
+        Args:
+            sequence: the thread's autograd sequence number, ``None`` where every operator has run: see [Note: final
+                bytes] in ``schedule.py``.
+
+        Returns:
+            Whether the window is full, so that the rest can only start when there is room.
+        """
+        offloader, due = self._offloader, self._due
+        while due:
+            storage = self._storages[due[0]]()
+            if storage is not None and storage.state is State.WAITING:
+                nbytes = storage.footprint.nbytes
+                if sequence is not None and storage.packed_at >= sequence:
+                    return False
+                if not offloader.has_room(nbytes):
+                    offloader.poll()
+                    if not offloader.has_room(nbytes):
+                        return True
+                self._start(storage, sequence)
+            due.popleft()
+        return False
+
+    def _start(self, storage: FollowedStorage, sequence: int | None) -> None:
+        source = storage.aliases[0].untyped_storage()
+        if source.nbytes() < storage.footprint.nbytes:
+            storage.stay(KeepReason.LAYOUT)  # resized since it was saved
+            return
+        if marks.any_marks():
+            if marks.mark_of(source) is Mark.KEEP:
+                storage.stay(KeepReason.MARKED)
+                return
+            marks.clear_mark(source)
+        slot = self.record.slots[self._saves[storage.number].slot]
+        assert slot is not None
+        storage.started = (self.queue, sequence, version_of(storage.aliases[0]))
+        storage.slot = slot
+        transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage)
+        transfer.watch(source)
+        self._offloader.offload(storage.source_bytes(), slot, self.stream, transfer)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def unpack(self, view: SavedView) -> Tensor | None:
+        """The saved tensor again, for the stream that is current now; ``None`` where the step is unknown by now."""
+        try:
+            return self._unpack(view)
+        except (torch.OutOfMemoryError, MemoryError):
+            with self._offloader.lock:
+                if not self.is_over:
+                    self.miss("memory")
+                self.keeper.adopt_view(view, self)
+            raise
+
+    def _unpack(self, view: SavedView) -> Tensor | None:
+        offloader = self._offloader
+        with offloader.lock:
+            offloader.poll()
+            stream = offloader.runtime.current_stream(offloader.device)
+            if self.is_over:
+                self.keeper.adopt_view(view, self)
+                return None
+            rank = self.asked
+            if offloader.is_crashed or rank == len(self._asks) or self._asks[rank].save != view.number:
+                self.miss("interrupt" if offloader.is_crashed else "order")
+                return None
+            if stream != self.stream:
+                self.miss("stream")
+                return None
+            storage, ask = cast(FollowedStorage, view.storage), self._asks[rank]
+            tensor = self._resident(view, storage)
+            if tensor is None and storage.reload is None:
+                self._bring(storage, "reload")
+            self.asked = rank + 1
+            if self.asked == len(self._asks):
+                self.keeper.plans.done(self.known)
+            self._settle(storage, resident=tensor is not None)
+            storage.expected = ask.keep
+            for number in ask.drop:
+                self._expect_no_more(number)
+            with suppress(torch.OutOfMemoryError, MemoryError):  # what is needed now may still fit
+                for number in ask.bring:
+                    self._expect(number)
+            if ask.last:
+                self._let_go(storage)
+            if tensor is not None:
+                if not ask.keep:
+                    storage.drop_reload()
+                return tensor
+            reload = storage.reload
+            assert reload is not None
+        return self._wait_for(view, storage, reload, keep=ask.keep)
+
+    def _wait_for(self, view: SavedView, storage: FollowedStorage, reload: Reload, *, keep: bool) -> Tensor:
+        """What was brought back belongs to autograd from here on, unless more of it is asked for soon."""
+        offloader = self._offloader
+        try:
+            offloader.wait(reload.transfer, self.stream, "reload")
+            with offloader.lock:
+                offloader.take_up(reload.transfer)
+                first_byte = int(reload.target.storage_offset())
+                tensor = view.over(reload.target.untyped_storage(), first_byte)
+                if not keep:
+                    self._hand_over(storage, reload, Returned(weak_storage(tensor.untyped_storage()), first_byte))
+                return tensor
+        except BaseException:
+            with offloader.lock:
+                self._hand_over(storage, reload, None)
+            raise
+
+    def _hand_over(self, storage: FollowedStorage, reload: Reload, returned: Returned | None) -> None:
+        """The library holds a reload no more."""
+        self._offloader.release(reload.transfer)
+        self.record.returning.pop(reload.transfer, None)
+        for one in (storage, storage.adopted):  # another thread may have ended the run meanwhile
+            if one is not None and one.reload is reload:
+                one.reload = None
+                one.returned = one.returned if returned is None else returned
+                if one is not storage:
+                    one.record.reload = None
+
+    def _resident(self, view: SavedView, storage: FollowedStorage) -> Tensor | None:
+        """The tensor, if its bytes are on the device: not gone yet, kept alive by another owner, or back already."""
+        original = None if view.original is None else view.original()
+        if storage.state is not State.AWAY:
+            return view.alias.detach() if original is None else original
+        nbytes = storage.footprint.nbytes
+        found = storage.origin()
+        if found is not None and found.nbytes() >= nbytes:
+            return view.over(found, 0) if original is None else original
+        if original is not None and original.untyped_storage() is not found:
+            return original  # it was given other bytes, `tensor.data = ...`, and autograd looks at those
+        if storage.returned is not None:
+            found, first_byte = storage.returned.storage(), storage.returned.first_byte
+            if found is not None and found.nbytes() >= first_byte + nbytes:  # else its owner has resized it
+                return view.over(found, first_byte)
+        if storage.reload is not None:
+            target = storage.reload.target
+            if target.untyped_storage().nbytes() < target.storage_offset() + target.numel():
+                storage.drop_reload()  # it was handed out before, and its new owner has resized it
+        return None
+
+    def _bring(self, storage: FollowedStorage, what: str) -> None:
+        """Starts a reload into a new target."""
+        assert storage.slot is not None
+        layout = Layout(storage.footprint.nbytes, storage.alignment_offset)
+        storage.reload = Reload(*self._offloader.reload(storage.slot, layout, self.stream, what))
+        self.record.returning[storage.reload.transfer] = None
+
+    def _settle(self, storage: FollowedStorage, *, resident: bool) -> None:
+        """Settles what became of a storage, the first time that it is asked for."""
+        if storage.state is State.LEAVING and self._offloader.runtime.holds_copies_back:
+            leaving = self._offloader.copy_out_of(storage)
+            if leaving is not None and self._offloader.cancel(leaving):
+                storage.slot = None
+                storage.stay(KeepReason.NEWEST)
+        if storage.state is State.WAITING:  # backward has come to it, so that to move it now would be in vain
+            storage.stay(KeepReason.NEWEST)
+        elif storage.state is not State.KEPT:
+            storage.ask(resident=resident)
+
+    def _expect(self, number: int) -> None:
+        """The storage of save ``number`` is asked for soon."""
+        storage = self._storages[number]()
+        if storage is None:
+            return
+        storage.expected = True
+        if storage.state is not State.AWAY or storage.reload is not None or storage.origin() is not None:
+            return
+        if storage.returned is None or storage.returned.storage() is None:
+            self._bring(storage, "prefetch")
+
+    def _expect_no_more(self, number: int) -> None:
+        storage = self._storages[number]()
+        if storage is not None:
+            storage.expected = False
+            storage.drop_reload()
+
+    def _let_go(self, storage: FollowedStorage) -> None:
+        """Autograd has asked for a storage for the last time, and is about to let go of it."""
+        record, live = self.record, self.record.counters.live
+        live.without_offload -= storage.autograd_bytes
+        record.autograd_bytes -= storage.autograd_bytes
+        storage.autograd_bytes = 0
+        if storage.state is State.KEPT:
+            live.kept -= storage.device_bytes
+            record.kept_bytes -= storage.device_bytes
+            storage.device_bytes = 0
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def drop_reloads(self) -> None:
+        """Lets go of what was brought back early. The lock is held."""
+        for weak in self._storages:
+            if (storage := weak()) is not None:
+                storage.drop_reload()
+
+    def miss(self, what: str) -> None:
+        """The step differs from the plan by ``what``. The lock is held."""
+        misses = self._offloader.accounts.counters.plan_misses
+        misses[what] = misses.get(what, 0) + 1
+        self.turn.settle(None)
+        self.keeper.plans.missed(self.known, what)
+        self.keeper.adopt(self)

@@ -1,0 +1,346 @@
+"""The step plans of one device: which one a forward follows, and when one is recorded, decided anew or forgotten."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from eager_offload.errors import warn
+from eager_offload.schedule import ResidentQueue
+from eager_offload.selection import Footprint
+from eager_offload.stats import KeepReason
+from eager_offload.step_plan import Fate, Save, StepPlan, StepRecorder
+from eager_offload.tiers.base import Slot, keep_ready
+from eager_offload.tiers.finalizers import Living
+from eager_offload.tiers.forking import tell_after_fork
+
+__all__ = ["Following", "KnownPlan", "Recording", "Staying", "StepPlans", "Turn", "staying_of"]
+
+#: How many plans are remembered: the forwards of one step may differ, of a generator and a discriminator say.
+_MOST_PLANS = 8
+#: One forward in so many is decided anew, so that a better plan can be found.
+_DECIDE_AGAIN = 16
+#: After a miss so many forwards are recorded of which it is not known which plan is theirs, instead of guessing.
+_UNCLEAR = 8
+#: So many plans, those that were followed last, have slots ready between steps, and so many sets each.
+_MOST_READY = 2
+#: After so many forwards that are alike the next one follows, where the config says "auto".
+_ALIKE = 3
+#: So many forwards at most follow none since others that began alike have differed.
+_LONGEST_PAUSE = 64
+#: At most one byte in so many of what may leave is decided anew: the windows hold for that and for the plan separately.
+_MOST_DECIDED = 8
+#: After so many recordings in a row that no plan can say, one forward in sixteen is recorded.
+_MOST_IN_VAIN = 4
+#: So many forwards in a row that differ from a plan, and it is forgotten.
+_MOST_MISSES = 3
+
+
+class Following(Protocol):
+    """A forward that follows a plan."""
+
+    #: The newest bytes of its thread, where a step is unknown.
+    queue: ResidentQueue
+    #: Whether the rest of the step is unknown.
+    is_over: bool
+
+    @property
+    def is_mostly_gone(self) -> bool:
+        """Whether its forward is over, and less than half of the bytes that it has slots for are asked for yet."""
+
+    def release_slots(self) -> bool:
+        """Gives back the slots of what is gone; whether there were any. Any thread may call it."""
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that are yet to leave, or stay as the newest until backward asks for them."""
+
+    def miss(self, what: str) -> None:
+        """The step differs from the plan by ``what``."""
+
+    def drop_reloads(self) -> None:
+        """Lets go of what was brought back early."""
+
+
+class Turn:
+    """One forward among those of a thread, in the order in which they begin."""
+
+    __slots__ = ("_after", "_is_settled", "known")
+
+    def __init__(self, known: KnownPlan | None) -> None:
+        #: The plan that it is like, as far as is known by now.
+        self.known = known
+        self._is_settled = False
+        self._after: Turn | None = None
+
+    def precedes(self, turn: Turn) -> None:
+        """``turn`` is the next one."""
+        if self.known is not None:
+            self.known.is_followed_by(turn)
+        elif not self._is_settled:
+            self._after = turn
+
+    def settle(self, known: KnownPlan | None) -> None:
+        """It was like ``known``, or like none."""
+        self.known, self._is_settled = known, True
+        if known is not None and self._after is not None:
+            known.is_followed_by(self._after)
+        self._after = None
+
+
+class Staying(NamedTuple):
+    """A save that stays: the bytes of the tensor and of its storage, and why."""
+
+    nbytes: int
+    storage_nbytes: int
+    requires_grad: bool
+    reason: KeepReason
+
+
+def staying_of(save: Save) -> Staying:
+    """The same save, as far as a forward that follows looks at it."""
+    assert save.reason is not None, "StepPlan.check has looked"
+    return Staying(save.nbytes, save.storage_nbytes, save.requires_grad, save.reason)
+
+
+class Recording(StepRecorder):
+    """Writes down what one forward and its backward do, and knows the forward's turn."""
+
+    __slots__ = ("turn",)
+
+    def __init__(self, known: KnownPlan | None = None) -> None:
+        super().__init__(looks_again=known is not None)
+        self.turn = Turn(known)
+
+
+class KnownPlan:
+    """A plan, and what the runs that follow it need of it."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.starts = starts = plan.starts()
+        #: What stays, by number, but where a copy is to start too.
+        self.staying = [
+            staying_of(save) if save.fate is Fate.KEEP and save.owner < 0 and not due else None
+            for save, due in zip(plan.saves, starts, strict=True)
+        ]
+        self.footprints = [Footprint(True, 0, save.storage_nbytes, save.storage_nbytes, False) for save in plan.saves]
+        self.shared = frozenset(save.owner for save in plan.saves if save.fate is Fate.SHARE)
+        #: Slots of runs that are gone, a list for each.
+        self.idle: deque[list[Slot]] = deque(maxlen=_MOST_READY)
+        #: How many forwards have followed it, and how many of the last ones differed.
+        self.followed = 0
+        self.misses = 0
+        self.is_forgotten = False
+        #: The forward that came after the last one of these.
+        self.next: Turn | None = None
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of a tier that no run uses."""
+        return len(self.idle) * sum(self.plan.slots)
+
+    def release_idle(self) -> None:
+        """Gives back to the tier what no run uses."""
+        self.idle.clear()
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a forward whose first save has so many bytes may follow it."""
+        return not self.is_forgotten and self.plan.saves[0].nbytes == nbytes
+
+    def is_followed_by(self, turn: Turn) -> None:
+        """The last forward that was like it came before ``turn``."""
+        if not self.is_forgotten:  # else a graph that is kept alive would hold all that came after it
+            self.next = turn
+
+    def forget(self) -> None:
+        """No forward follows it any more."""
+        self.is_forgotten, self.next = True, None
+        self.idle.clear()
+
+
+class StepPlans:
+    """The plans of one device, the latest last. Callers hold the offloader's lock.
+
+    Args:
+        policy: the config's ``step_plans``.
+    """
+
+    def __init__(self, policy: bool | str) -> None:
+        #: After how many forwards that are alike one is recorded, to be followed by the next; ``None``: never.
+        self._alike = None if policy is False else 0 if policy is True else _ALIKE - 1
+        self._known: list[KnownPlan] = []
+        #: What the user has given, until a forward has followed it whole or differed from it.
+        self._given: KnownPlan | None = None
+        #: How many forwards are to be recorded of which it is not known which plan is theirs.
+        self._unclear = 0
+        #: Where several plans begin alike: how many forwards follow none after the next miss and by now, and whether
+        #: the last one was such a forward.
+        self._next_pause = 1
+        self._pause = 0
+        self._waits = False
+        #: How many recordings in a row have led to no plan, and forwards since that might have been recorded.
+        self._in_vain = 0
+        #: The warning that it did differ.
+        self._unfit = ""
+        #: What was followed last.
+        self.last: StepPlan | None = None
+        #: Those that are alive.
+        self.runs: Living[Following] = Living()
+        keep_ready(self)
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        """The slots are the parent's: no run goes on in the child, and what a run gives back serves none there."""
+        for known in self._known:
+            known.is_forgotten, known.next = True, None
+        self._known = [KnownPlan(known.plan) for known in self._known]
+        for run in self.runs:
+            run.is_over = True
+
+    def close(self) -> None:
+        """Forgets all plans: what runs give back from here on goes to its tier."""
+        for known in self._known:
+            known.forget()
+        self._known = []
+
+    def records(self, alike: int) -> bool:
+        """Whether a forward is to be recorded that no plan fits, where ``alike`` ones have gone before."""
+        if self._alike is None or ((alike < self._alike or self._waits) and not self._unclear):
+            return False
+        if self._in_vain < _MOST_IN_VAIN:
+            return True
+        self._in_vain += 1
+        return self._in_vain % _DECIDE_AGAIN == 0
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of a tier that no run uses."""
+        return sum(known.idle_bytes for known in self._known)
+
+    def release_sets(self) -> None:
+        """Gives back to the tier what no run uses."""
+        for known in self._known:
+            known.release_idle()
+
+    def release_idle(self) -> bool:
+        """Gives back to the tier what no run uses, and of each run what it has no use for any more."""
+        found = self.idle_bytes > 0
+        self.release_sets()
+        for run in self.runs:
+            found = run.release_slots() or found
+        return found
+
+    def add(self, plan: StepPlan) -> KnownPlan:
+        """Takes in a plan, in place of what was known of forwards like that."""
+        for known in self._known:
+            if known.plan == plan:
+                return known
+        new, others = KnownPlan(plan), []
+        for known in self._known:
+            if known.plan.is_like(plan):
+                new.next = known.next
+                known.forget()
+            else:
+                others.append(known)
+        for known in others[: 1 - _MOST_PLANS]:
+            known.forget()
+        self._known = [*others[1 - _MOST_PLANS :], new]
+        return new
+
+    def learn(self, recording: Recording) -> None:
+        """A forward that was recorded is over, and so is its backward."""
+        plan = recording.plan()
+        if plan is not None and plan.decided_bytes * _MOST_DECIDED > plan.totals.saved - plan.totals.kept:
+            plan = None
+        self._in_vain = 0 if plan is not None else self._in_vain + 1
+        recording.turn.settle(None if plan is None else self.add(plan))
+
+    def give(self, plan: StepPlan) -> None:
+        """Takes in a plan that the user has."""
+        self._given = self.add(plan)
+
+    def fitting(self, tensor: Tensor, before: Turn | None) -> KnownPlan | None:
+        """The plan of a forward whose first save is ``tensor``, if it is known.
+
+        Args:
+            before: the thread's last forward.
+        """
+        try:
+            nbytes = tensor.nbytes
+        except (NotImplementedError, RuntimeError):  # of a layout without bytes
+            return None
+        expected = before.known.next if before is not None and before.known is not None else None
+        fitting = [known for known in self._known if known.fits(nbytes)]
+        self._waits = len(fitting) > 1 and self._pause > 0
+        if self._waits:
+            self._pause -= 1
+        elif expected is not None and expected.known in fitting:
+            return expected.known
+        elif fitting and not self._unclear:
+            return fitting[-1]
+        if fitting:
+            self._unclear = max(self._unclear - 1, 0)
+            return None
+        if self._given is not None:
+            self.missed(self._given, "size")
+        return None
+
+    def has_room(self, known: KnownPlan, queue: ResidentQueue) -> bool:
+        """Whether the newest bytes that ``known`` keeps may stay beside those of the thread's earlier forwards.
+
+        Where they may not, these are over, so that their newest bytes leave when there are newer ones.
+        """
+        earlier = [run for run in self.runs if run.queue is queue and run.waiting_bytes]
+        held = queue.nbytes + sum(run.waiting_bytes for run in earlier)
+        if not held or held + known.plan.newest_bytes <= queue.limit:
+            return True
+        for run in earlier:
+            if not run.is_over:
+                run.miss("newest")
+        return False
+
+    def tell(self) -> None:
+        """Warns that the plan that was given does not fit. The lock is not held: the user may turn it into an error."""
+        if self._unfit:
+            message, self._unfit = self._unfit, ""
+            warn(message)
+
+    def begin(self, known: KnownPlan) -> bool:
+        """A forward is about to follow ``known``; ``False`` if it is to be decided anew, and recorded."""
+        known.followed += 1
+        if known.followed % _DECIDE_AGAIN == 0:
+            known.release_idle()  # it takes as much again
+            return False
+        self._known.remove(known)
+        self._known.append(known)
+        for other in self._known[:-_MOST_READY]:
+            other.release_idle()
+        self.last = known.plan
+        return True
+
+    def done(self, known: KnownPlan) -> None:
+        """A forward was like ``known`` to the end."""
+        known.misses = 0
+        self._next_pause = max(self._next_pause // 2, 1)
+        if known is self._given:
+            self._given = None
+
+    def missed(self, known: KnownPlan, what: str) -> None:
+        """A forward has differed from ``known`` by ``what``; when several have in a row it is forgotten."""
+        known.misses += 1
+        self._unclear = _UNCLEAR  # there may be several kinds that begin alike
+        nbytes = known.plan.saves[0].nbytes
+        if sum(other.fits(nbytes) for other in self._known) > 1:  # in no order that could be learnt, it may be
+            self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
+        if known is self._given:
+            self._given = None
+            self._unfit = (
+                f"the step plan that was given does not fit this model: the first forward differs from it ({what}). It "
+                "is decided as any first one; gradients are the same. Give the plan of a step like this one, or none"
+            )
+        if known.misses == _MOST_MISSES and known in self._known:
+            self._known.remove(known)
+            known.forget()

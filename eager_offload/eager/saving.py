@@ -1,0 +1,536 @@
+"""The tensors of one device that autograd saves: which storage each belongs to, and whether that may leave.
+
+    save     selection's last questions, sharing, the resident queue   -> offloading.py starts the copy
+    unpack   the version check                                         -> reloading.py brings the bytes back
+
+Nothing here holds a saved storage strongly: see [Note: lifetime belongs to handles].
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from eager_offload._torch import profiled, profiler_is_on, storage_key, version_of, weak_storage
+from eager_offload.config import MIB, OffloadConfig
+from eager_offload.eager.followed import FollowedStorage
+from eager_offload.eager.following import Run
+from eager_offload.eager.handles import KeptTensor, SavedStorage, SavedView, StorageRecord, ViewRecord
+from eager_offload.eager.offloading import Offloading
+from eager_offload.eager.ownership import own_until_taken
+from eager_offload.eager.plans import KnownPlan, Recording, StepPlans, Turn
+from eager_offload.eager.reloading import Reloading
+from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.transfer import State, Transfer
+from eager_offload.errors import OffloadError
+from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Lessons, Link
+from eager_offload.marks import Mark
+from eager_offload.runtime.base import Stream
+from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
+from eager_offload.selection import Footprint, footprint, root_of
+from eager_offload.stats import KeepReason
+from eager_offload.step_plan import StepRecorder
+from eager_offload.tiers.base import Slot
+
+__all__ = ["SavedTensors", "Tracked"]
+
+#: A storage that is saved over and over, as a mask is by every layer, is saved as a new one each time that it has left:
+#: it may have been written in between. After this many times it has an owner that holds it while forward runs, so it
+#: waits for the end of that, and all further saves share it. Beyond that it stays: moving it frees nothing.
+_MOST_TIMES = 3
+
+#: Bytes; of a storage that is at least so large it is asked how much of it is in memory.
+_LARGE = 16 * MIB
+
+
+class Tracked(NamedTuple):
+    """How much is known of saved tensors; everything is 0 once all graphs are gone."""
+
+    storages: int
+    names: int
+    uses: int
+    promised_bytes: int
+
+
+class SavedTensors:
+    """The saved tensors of one device. Public methods take the lock of its offloader.
+
+    An exception that is not the library's own crashes the offloader: see the note in ``engine/offloader.py``.
+    """
+
+    def __init__(self, offloader: DeviceOffloader, config: OffloadConfig) -> None:
+        self.offloader = offloader
+        self.device, self._runtime, self._accounts = offloader.device, offloader.runtime, offloader.accounts
+        self._offloading = Offloading(offloader)
+        self.plans = StepPlans(config.step_plans)
+        offloader.idle_slots.append(self.plans)
+        self._reloading = Reloading(self._offloading, config.size("prefetch_bytes"), self.plans)
+        self.order = self._reloading.order
+        self._lessons = Lessons(config.small_step_bytes)
+        self._queue_bytes = config.delay_bytes
+        self._learns_what_stays = config.keep_last_bytes == "auto"
+        self._keys = itertools.count(1)
+        self._names: dict[Hashable, StorageRecord] = {}
+        self._forwards: set[ForwardRecord] = set()
+        self._weak = weakref.ref(self)
+
+    def new_queue(self) -> ResidentQueue:
+        """A queue of the newest bytes, for one thread."""
+        return ResidentQueue(self._queue_bytes)
+
+    def new_forward(self, sequence: int, recorder: StepRecorder | None) -> Forward:
+        """A forward, for one thread; ``sequence`` names it in the prefetch order."""
+        with self.offloader.crashing():
+            forward = Forward(sequence, self._lessons)
+            record = ForwardRecord(forward, self.offloader.finalized.append)
+            record.notes, record.saves = forward.notes, self._weak
+            forward.recorder = record.recorder = recorder
+            self._forwards.add(record)
+            return forward
+
+    def begin_step(self) -> None:
+        """What is saved next is another step's, in the same context."""
+        with self.offloader.lock:
+            self._accounts.counters.begin()
+
+    def tracked(self) -> Tracked:
+        """What is known of at this moment."""
+        with self.offloader.lock:
+            self.offloader.poll()
+            storages, order = self._offloading.storages, self.order
+            return Tracked(len(storages), len(self._names), len(order), order.promised_bytes)
+
+    def storages(self) -> list[SavedStorage]:
+        """Every saved storage with a living handle."""
+        with self.offloader.lock:
+            return [saved for record in self._offloading.storages.values() if (saved := record()) is not None]
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def save(
+        self, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward, mark: Mark | None
+    ) -> SavedView | KeepReason:
+        """The handle of a saved tensor whose storage is to leave; a reason where it has to stay after all.
+
+        Args:
+            tensor: strided, not empty, on this device.
+            queue: the calling thread's.
+            packed_at: the calling thread's autograd sequence number.
+            forward: the calling thread's current one.
+            mark: what the user asked of its storage.
+        """
+        offloader = self.offloader
+        if offloader.is_crashed:
+            return KeepReason.FAILED
+        if offloader.can_capture and offloader.is_capturing():
+            return KeepReason.REGION
+        try:
+            with offloader.lock:
+                saved = self._save(tensor, queue, packed_at, forward, mark)
+                if not isinstance(saved, SavedView) or saved.shares:
+                    return saved
+                is_full = self._offloading.start_due(queue, packed_at)
+            if is_full:
+                self._start_as_room_comes(queue, packed_at)
+        except OffloadError:
+            raise
+        except BaseException:
+            offloader.crash()
+            raise
+        return saved
+
+    def may_know(self, tensor: Tensor, forward: Forward) -> bool:
+        """Whether the storage of ``tensor`` might be known: a cheap question, before ``share`` asks it for good."""
+        try:
+            name = storage_key(tensor.untyped_storage())
+            return name in self._names or name in forward.kept
+        except (NotImplementedError, RuntimeError):  # a wrapper without bytes of its own, inside a transform
+            return False
+
+    def share(self, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward) -> SavedView | None:
+        """The handle of a tensor that would not leave for its own sake, but whose storage does; else ``None``.
+
+        Arguments as for ``save``.
+        """
+        offloader = self.offloader
+        if offloader.is_crashed or offloader.is_capturing():
+            return None
+        with offloader.lock, offloader.crashing():
+            storage = tensor.untyped_storage()
+            if self._stays_again(storage, forward):
+                return None
+            whole = self._known(storage_key(storage), storage)
+            if whole is None or tensor.numel() == 0 or tensor.data_ptr() % tensor.itemsize:
+                return None
+            if self._may_share(whole, tensor, queue, packed_at):
+                return self._share(whole, tensor, forward)
+            if whole.record.state is State.WAITING or footprint(tensor, storage.nbytes()).whole:
+                return None
+            saved = self._save(tensor, queue, packed_at, forward, None)  # a small part would hold all that has left
+            return saved if isinstance(saved, SavedView) else None
+
+    def flush(self, queue: ResidentQueue, *, waits: bool = True) -> None:
+        """The context is left: every operator has run, so all that exceeds the newest bytes leaves.
+
+        Args:
+            waits: for room in the window; else what finds none stays until something is saved again.
+        """
+        offloader = self.offloader
+        if offloader.is_crashed or offloader.is_capturing():
+            return
+        with offloader.crashing():
+            with offloader.lock:
+                offloader.poll()
+                is_full = self._offloading.start_due(queue, None)
+            if is_full and waits:
+                self._start_as_room_comes(queue, None)
+
+    def _start_as_room_comes(self, queue: ResidentQueue, sequence: int | None) -> None:
+        """Starts the rest of what has to leave ``queue``; the lock is not held, and other threads may take the room."""
+        is_full = True
+        while is_full and self.offloader.wait_for_room():
+            with self.offloader.lock:
+                is_full = self._offloading.start_due(queue, sequence)
+
+    def _save(
+        self, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward, mark: Mark | None
+    ) -> SavedView | KeepReason:
+        try:
+            storage, address = tensor.untyped_storage(), tensor.data_ptr()
+        except (NotImplementedError, RuntimeError):  # a wrapper without bytes of its own, inside a transform
+            return KeepReason.LAYOUT
+        if not address or address % tensor.itemsize:
+            return KeepReason.LAYOUT  # zeros that are nowhere, or what cannot be rebuilt at such an address
+        self.offloader.poll()
+        area = footprint(tensor, storage.nbytes())
+        name: Hashable = storage_key(storage)
+        if mark is not Mark.PREFER and self._stays_again(storage, forward):
+            return KeepReason.ALIVE
+        if not area.whole:
+            whole = self._known(name, storage)
+            if whole is not None and self._may_share(whole, tensor, queue, packed_at):
+                return self._share(whole, tensor, forward)
+            name = (name, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+        known = self._known(name, storage)
+        if known is not None:
+            if self._may_share(known, tensor, queue, packed_at):
+                return self._share(known, tensor, forward)
+            if known.times_saved == _MOST_TIMES:
+                return KeepReason.ALIVE
+        if mark is Mark.KEEP:
+            return KeepReason.MARKED  # not before: a mark that comes after the copy has started changes nothing
+        return self._save_anew(tensor, name, area, known, queue, packed_at, forward, mark)
+
+    def _save_anew(
+        self,
+        tensor: Tensor,
+        name: Hashable,
+        area: Footprint,
+        known: SavedStorage | None,
+        queue: ResidentQueue,
+        packed_at: int,
+        forward: Forward,
+        mark: Mark | None,
+    ) -> SavedView | KeepReason:
+        """A storage that is not known, or not with the bytes that it has now; ``known`` is the same one, earlier."""
+        offloader, storage = self.offloader, tensor.untyped_storage()
+        number = len(forward.notes.sizes)
+        first = known.first if known is not None and known.forward is forward else number
+        stream = self._runtime.current_stream(self.device)
+        advice = self._note(forward, area.nbytes, first, stream)
+        if known is not None:
+            known.saved_anew = True
+            if known.record.queue is queue:  # on another stream
+                queue.saved_again(known.record.key, number)
+        if advice is Advice.ALIVE:
+            if mark is not Mark.PREFER:
+                forward.kept[name] = Kept(weak_storage(storage), number)
+                return KeepReason.ALIVE
+            forward.taken(number)
+        if not forward.is_known:
+            queue.await_nothing()
+        saved = SavedStorage(next(self._keys), name, tensor, area, self, stream, forward, number)
+        record, saved.first = saved.record, first
+        saved.times_saved = 1 if known is None else known.times_saved + 1
+        autograd_bytes = area.nbytes if known is None else 0
+        record.save(self._accounts.counters, tensor.nbytes, KeepReason.NEWEST, area.nbytes, autograd_bytes)
+        record.queue = queue
+        self._offloading.storages[record.key] = self._names[name] = record
+        offloader.records.add(record)
+        view = self._view(saved, tensor, forward, number)
+        last_save = forward.last_save(number)
+        if last_save is not None and queue.awaiting_bytes + area.nbytes > offloader.max_inflight_bytes:
+            last_save = None
+        # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
+        weight = self._runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
+        if advice is Advice.FITS and offloader.resident_bytes + area.nbytes <= self._lessons.room:
+            weight = 0
+        queue.push(
+            record.key,
+            area.nbytes,
+            AT_THE_EXIT if saved.times_saved == _MOST_TIMES else packed_at,
+            urgent=mark is Mark.PREFER or (advice is Advice.LEAVE and self._learns_what_stays),
+            weight=weight,
+            last_save=last_save,
+        )
+        offloader.hold(area.nbytes)
+        return view
+
+    def _known(self, name: Hashable, storage: torch.UntypedStorage) -> SavedStorage | None:
+        """The saved storage under ``name``, if it is of the very ``storage``: an address may have a new owner."""
+        record = self._names.get(name)
+        saved = None if record is None else record()
+        return saved if saved is not None and saved.origin() is storage else None
+
+    def _may_share(self, saved: SavedStorage, tensor: Tensor, queue: ResidentQueue, packed_at: int) -> bool:
+        """Whether the bytes that ``saved`` has, or will have, are those that ``tensor`` has at its unpack.
+
+        [Note: sharing]
+        Autograd saves by reference: a save means the bytes of its own time or later ones, however they came to be
+        written (`.data`, NumPy and kernels of others change no version). So a copy serves only saves that were made
+        before it started, and what is saved later is saved anew. (What is written so after a copy has started is not
+        seen by those earlier saves, once the original is gone.) The one exception is a save by the operator whose
+        saves set the copy off, of the same version: nothing else can have run in between. Before, a storage may be
+        shared on the stream that the copy will be ordered after: the copy takes what is there by then, and if that is
+        not what an earlier save meant, the earlier one's version has changed and its unpack raises. A save that does
+        not require grad may be filled yet, so it postpones the copy; only the thread that counts the sequence numbers
+        can do that. A storage that stays serves everyone.
+        """
+        if saved.record.state is State.KEPT:
+            return True
+        if saved.record.state is not State.WAITING:
+            started = saved.started
+            return (
+                tensor.requires_grad
+                and started == (queue, packed_at, version_of(tensor))
+                and saved.root() is root_of(tensor)
+            )
+        if self._runtime.current_stream(self.device) != saved.stream:
+            return False
+        if saved.record.queue is queue:
+            queue.postpone(saved.record.key, packed_at)
+            return True
+        return tensor.requires_grad
+
+    def _share(self, saved: SavedStorage, tensor: Tensor, forward: Forward) -> SavedView:
+        counters, record, nbytes = self._accounts.counters, saved.record, tensor.nbytes
+        if record.state is State.KEPT:
+            counters.kept(record.kept, nbytes)
+        else:
+            counters.shared(nbytes)
+            if counters is record.counters:
+                record.shared_bytes += nbytes
+        number = len(forward.notes.sizes)
+        owner = saved.first if saved.forward is forward else -1
+        self._note(forward, saved.footprint.nbytes, owner, self._runtime.current_stream(self.device))
+        if record.queue is not None and saved.forward is forward:
+            record.queue.saved_again(record.key, number)
+        return self._view(saved, tensor, forward, number)
+
+    def _stays_again(self, storage: torch.UntypedStorage, forward: Forward) -> bool:
+        """Whether this forward has left ``storage`` to the owner that keeps it alive; if so, notes one more save."""
+        kept = forward.kept.get(storage_key(storage))
+        if kept is None or kept.storage() is not storage:
+            return False
+        stream = self._runtime.current_stream(self.device)
+        self._note(forward, forward.notes.sizes[kept.number], kept.number, stream)
+        return True
+
+    def _note(self, forward: Forward, nbytes: int, owner: int, stream: Stream) -> Advice:
+        """The forward's next save; arguments as for ``Forward.save``."""
+        return forward.save(nbytes, owner, self._runtime.clock(stream), self.offloader.inflight_bytes)
+
+    def _view(self, saved: SavedStorage, tensor: Tensor, forward: Forward, number: int) -> SavedView:
+        position = next(self._keys)
+        self.order.add(position, saved.record.key, saved.footprint.nbytes, forward.sequence)
+        view = SavedView(saved, tensor, position, forward, number)
+        record = ViewRecord(view, self.offloader.finalized.append)
+        record.position, record.saves = position, self._weak
+        self.offloader.records.add(record)
+        forward.has_handle(number, position)
+        if saved.record.state is State.AWAY:
+            view.forget_bytes()
+        else:
+            saved.aliases.append(view.alias)
+        return view
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def unpack(self, view: SavedView) -> Tensor:
+        """The saved tensor again, for the stream that is current now.
+
+        Raises:
+            SavedTensorModifiedError: it was changed in place after it was saved.
+            TransferError, CorruptionError: its bytes did not come back.
+            OffloadError: the current stream is being captured.
+        """
+        self.offloader.refuse_call("backward asked for a tensor that was offloaded")
+        view.check_version()
+        try:
+            if profiler_is_on():
+                with profiled("unpack"):
+                    tensor = self._reloading.unpack(view)
+            else:
+                tensor = self._reloading.unpack(view)
+        except (OffloadError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except BaseException:
+            self.offloader.crash()
+            raise
+        if view.original is not None and tensor is not view.original():
+            own_until_taken(view.storage, tensor)
+        return tensor
+
+    # -- in between: called with the lock held ------------------------------------------------------------------------
+
+    def on_arrival(self, saved: SavedStorage, transfer: Transfer) -> None:
+        """The bytes of a storage rest in a tier, and its source is about to go."""
+        if not self.offloader.is_crashed:
+            self._reloading.on_arrival(saved, transfer)
+
+    def forget_view(self, record: ViewRecord) -> None:
+        """A view has died."""
+        key = self.order.remove(record.position)
+        if key is not None:
+            self._reloading.drop(self._offloading.storage(key))
+
+    def forget_storage(self, record: StorageRecord) -> None:
+        """The last view of a storage has died."""
+        self._offloading.storages.pop(record.key, None)
+        if self._names.get(record.name) is record:
+            del self._names[record.name]
+        if record.queue is not None:
+            nbytes = record.queue.discard(record.key)
+            if record.state is State.WAITING:
+                self.offloader.resident_bytes -= nbytes
+        if record.leaving is not None and self.offloader.cancel(record.leaving):
+            record.stay(KeepReason.NEWEST)
+            if (observer := self._accounts.observer) is not None:
+                observer.stays(record.key)
+        if record.reload is not None:
+            self.offloader.release(record.reload)
+        record.queue = record.leaving = record.reload = None  # a trace may hold it
+
+    def learn(self, record: ForwardRecord) -> None:
+        """A forward is over, and its graph is gone."""
+        self._forwards.discard(record)
+        out = self.offloader.out_rate.value
+        self._lessons.learn(record.notes, None if out is None else Link(out, self.offloader.in_rate.value or out))
+        if record.recorder is not None:
+            self.plans.learn(cast(Recording, record.recorder))
+
+    # -- forwards that follow a plan ----------------------------------------------------------------------------------
+
+    def begin_run(
+        self,
+        tensor: Tensor,
+        before: Turn | None,
+        queue: ResidentQueue,
+        sequence: int,
+        keep: Callable[[Tensor, KeepReason], KeptTensor],
+    ) -> Run | Recording | None:
+        """What a forward follows whose first save is ``tensor``, or what writes down what it does, if anything.
+
+        Args:
+            before: the calling thread's last forward.
+            queue: the calling thread's.
+            sequence: names the forward in the prefetch order.
+            keep: makes the handle of a tensor that stays.
+        """
+        offloader, plans = self.offloader, self.plans
+        if offloader.is_crashed or offloader.is_capturing() or self._accounts.observer is not None:
+            return None
+        with offloader.lock, offloader.crashing():
+            offloader.poll()
+            known = plans.fitting(tensor, before)
+            if known is None:
+                if not plans.records(self._lessons.most_alike()):
+                    return None
+                plans.release_sets()
+                return Recording()
+            if not plans.has_room(known, queue):
+                known.release_idle()
+                return None
+            if not plans.begin(known):
+                return Recording(known)
+            slots = self._slots(known)
+            if slots is None:
+                return None
+            run = Run(known, [*slots], self, keep, queue, sequence)
+            plans.runs.add(run)
+            self._accounts.counters.followed_forwards += 1
+            return run
+
+    def _slots(self, known: KnownPlan) -> list[Slot] | None:
+        """Room in the first tier for all that a plan offloads; ``None`` where there is none."""
+        plans = self.plans
+        for tier in self.offloader.tiers:  # with what the last step has given back
+            tier.trim()
+        with suppress(IndexError):  # there is none, or another thread was faster
+            slots = known.idle.pop()
+            self.offloader.tiers[0].note_reuse(sum(known.plan.slots))
+            return slots
+        for run in plans.runs:
+            if run.is_mostly_gone:  # a program may keep a little of each step, a metric say
+                run.release_slots()
+        slots = []
+        for nbytes in known.plan.slots:
+            slot = self.offloader.room(nbytes)
+            if slot is None:
+                return None
+            slots.append(slot)
+        return slots
+
+    def whole_of(self, tensor: Tensor) -> SavedStorage | None:
+        """The saved storage that ``tensor`` is a part of, where that was to leave whole. The lock is held."""
+        storage = tensor.untyped_storage()
+        return self._known(storage_key(storage), storage)
+
+    def adopt(self, run: Run) -> None:
+        """From here on the step of ``run`` is unknown. The lock is held."""
+        run.is_over = True
+        run.record.slots = []
+        for weak in run.views:
+            if (view := weak()) is not None:
+                self.adopt_view(view, run)
+        run.record.settle(self.offloader)
+        if run.known.is_forgotten:
+            self._lessons.forget_how_many()
+
+    def adopt_view(self, view: SavedView, run: Run) -> None:
+        """A handle of a run that is over is as one of an unknown step. The lock is held."""
+        if view.run is None:
+            return
+        followed = cast(FollowedStorage, view.storage)
+        saved = followed.adopted
+        if saved is None:
+            saved = self._adopt_storage(followed, run)
+        nbytes, forward = saved.footprint.nbytes, run.forward
+        number = len(forward.notes.sizes)
+        forward.save(nbytes, None if view.number == followed.number else saved.first, 0.0, 0)
+        position = next(self._keys)
+        self.order.add(position, saved.record.key, nbytes, forward.sequence)
+        record = ViewRecord(view, self.offloader.finalized.append)
+        record.position, record.saves = position, self._weak
+        self.offloader.records.add(record)
+        forward.has_handle(number, position)
+        view.storage, view.number, view.position, view.run = saved, number, position, None
+
+    def _adopt_storage(self, followed: FollowedStorage, run: Run) -> SavedStorage:
+        """The storage of a run as one of an unknown step, in the state that it is in."""
+        origin = followed.origin()
+        name: Hashable = next(self._keys) if origin is None else storage_key(origin)
+        saved = followed.as_unknown(next(self._keys), name, run.forward)
+        record, queue = saved.record, run.queue
+        self._offloading.storages[record.key] = self._names[name] = record
+        self.offloader.records.add(record)
+        if record.state is State.WAITING:
+            queue.push(record.key, saved.footprint.nbytes, followed.packed_at)
+            record.queue = queue
+        return saved

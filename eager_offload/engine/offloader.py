@@ -1,0 +1,603 @@
+"""The transfers of one device: started, waited for, completed, counted.
+
+    eager code      decides at run time which saved storage leaves and which comes back    (``eager/``)
+    compiled code   was told by its graph                                                  (``compile/``)
+    both            reserve, offload, reload, wait, poll                                   DeviceOffloader
+
+[Note: keepalives]
+What a copy reads and writes must outlive it, whatever drops its references meanwhile. So from the moment that a copy is
+enqueued until its event is over, the offloader holds both ends. Where the copy itself does, which its runtime says with
+``copies_hold_their_ends``, they go when it ends and not at the next call of the library. When the offloader goes first,
+the runtime holds them.
+
+[Note: copies that are held back]
+A copy that a stream of an accelerator has been given cannot be taken back. Given all that the window allows, a slow
+link would hold sources that backward has long done with, and the device's peak would rise above that without offload.
+So a stream is given one copy at a time, or as much as it carries while the host turns to it (``_AHEAD_SECONDS``), if
+that is little of what the device would hold anyway (``_AHEAD_PART``). The others wait in the offloader, ordered by an
+event that is recorded at once; they are cancelled when backward asks for their bytes.
+
+[Note: an interrupt is a crash of the offloader]
+A KeyboardInterrupt, or what a signal handler raises, may come between any two lines. No code is ordered for that: an
+offloader in whose midst one came is *crashed*. From then on nothing more leaves through it, nothing is brought back
+early, and the counters are approximate. What its graphs own stays theirs: a source is held until its copy is known to
+be over, so a handle has its bytes either on the device or in a slot. The next outermost ``with`` has a new offloader.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eager_offload._torch import profiled, profiler_is_on
+from eager_offload.engine.transfer import CountedBytes, Transfer
+from eager_offload.errors import OffloadError, TransferError, captured, reentered, warn
+from eager_offload.live_bytes import LiveBytes
+from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
+from eager_offload.schedule import Rate
+from eager_offload.stats import Accounts
+from eager_offload.tiers.base import Fence, IdleSlots, Slot, Tier, release_idle_slots
+from eager_offload.tiers.forking import tell_after_fork
+
+__all__ = ["Census", "DeviceOffloader", "replaced"]
+
+_NO_THREAD = (
+    "the system starts no thread for transfers, so compute waits for each of them. What binds is a limit of threads: "
+    "ulimit -u, the pids limit of a container or a job, or memory for stacks. Raise it, or start fewer workers"
+)
+
+
+#: For how long a stream is given copies; seconds. Longer than the host takes to notice that one is over.
+_AHEAD_SECONDS = 1e-3
+#: Of the bytes that autograd would hold without offload, the part up to which a stream is given more than one copy. It
+#: is by so much, and one copy, that the device's peak may rise above that.
+_AHEAD_PART = 1 / 32
+
+
+class _HeldBack(NamedTuple):
+    """What a copy out will be made of, when its stream may have it."""
+
+    source: Tensor
+    slot: Slot
+    #: Stands behind what computes ``source``.
+    computed: Event
+    keepalive: object
+    key: int | None
+
+
+class Census(NamedTuple):
+    """How much an offloader knows of; everything is 0 once all graphs are gone and transfers are over."""
+
+    #: Storages, views and host tensors that are alive, or whose end was not noticed yet.
+    records: int
+    in_flight: int
+    resident_bytes: int
+    used_bytes: int
+
+
+class DeviceOffloader:
+    """The transfers of one device, in both directions. Callers hold ``lock``, unless a method says otherwise."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        runtime: Runtime,
+        tiers: Sequence[Tier],
+        accounts: Accounts,
+        *,
+        max_inflight_bytes: int,
+    ) -> None:
+        self.device = device
+        self.runtime = runtime
+        self.tiers = tiers
+        self.accounts = accounts
+        #: See [Note: an interrupt is a crash of the offloader]; callers set it with ``crash``.
+        self.is_crashed = False
+        #: Of the runtime; here, since every pack and unpack asks.
+        self.can_capture = runtime.can_capture
+        #: That of the accounts.
+        self.lock = accounts.lock
+        self.max_inflight_bytes = max_inflight_bytes
+        #: Bytes on their way out.
+        self.inflight_bytes = 0
+        #: Bytes on the device that the library holds: newest, on their way out, brought back and not asked for yet.
+        self.resident_bytes = 0
+        self.out_rate, self.in_rate = Rate(), Rate()
+        #: What is known of everything that has a living owner, and of what has died since the last poll.
+        self.records: set[Any] = set()
+        self.finalized: deque[Any] = deque()
+        #: Slots that are kept ready for a step, between two of them.
+        self.idle_slots: list[IdleSlots] = []
+        self._held_back: dict[Transfer, _HeldBack] = {}
+        # What is on its way, each with its keepalive; the one that started first in front.
+        self._out: dict[Transfer, object] = {}
+        self._in: dict[Transfer, object] = {}
+        self._warns_later = False
+        self._deferred: deque[str] = deque()
+        runtime.outlive(self, self._out)
+        runtime.outlive(self, self._in)
+        runtime.poll_when_idle(self)
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        """The accounts, which are older, have another lock by now."""
+        self.lock = self.accounts.lock
+
+    def census(self) -> Census:
+        """What is known of at this moment. Takes the lock."""
+        with self.lock, self.crashing():
+            self.poll()
+            used_bytes = sum(tier.used_bytes for tier in self.tiers) - sum(one.idle_bytes for one in self.idle_slots)
+            in_flight = len(self._held_back) + len(self._out) + len(self._in)
+            if self.is_crashed:  # not all that has died is known, and bytes are not counted any more
+                alive = sum(record() is not None for record in self.records)
+                return Census(alive, in_flight, 0, used_bytes)
+            return Census(len(self.records), in_flight, self.resident_bytes, used_bytes)
+
+    def refuse_call(self, what: str) -> None:
+        """Nothing may be begun in the midst of a call, nor while the current stream is captured; without the lock.
+
+        Raises:
+            OffloadError: it is so.
+        """
+        if self.lock._is_owned():  # see [Note: reentry] in tiers/forking.py
+            raise reentered()
+        if self.is_capturing():
+            raise captured(what)
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's work goes into a graph that is being captured; without the lock."""
+        return self.can_capture and self.runtime.is_capturing(self.device)
+
+    def crash(self) -> None:
+        """An exception that is not the library's own has come in the midst of a call: see the note."""
+        self.is_crashed = self.accounts.counters.is_approximate = True
+        self.accounts.counters.live = LiveBytes()  # what dies from here on is not counted
+
+    @contextmanager
+    def crashing(self) -> Iterator[None]:
+        """Around what must not be left half done: an exception that is not the library's own crashes it."""
+        try:
+            yield
+        except OffloadError:
+            raise
+        except BaseException:
+            self.crash()
+            raise
+
+    # -- out --------------------------------------------------------------------------------------------------------
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more may be on their way out. A storage larger than the window may, alone."""
+        return not (self._out or self._held_back) or self.inflight_bytes + nbytes <= self.max_inflight_bytes
+
+    def room(self, nbytes: int, tier: Tier | None = None) -> Slot | None:
+        """Room in ``tier``, by default the first one; ``None`` where it has none."""
+        tier = self.tiers[0] if tier is None else tier
+        slot = tier.reserve(nbytes)
+        return tier.reserve(nbytes) if slot is None and release_idle_slots() else slot
+
+    def reserve(self, nbytes: int, *, fallback: str | None = None) -> Slot | None:
+        """Room in the first tier that has it; ``None``, and counted, where none has.
+
+        Args:
+            fallback: what becomes of the bytes then, for the warning; ``None``: they stay where they are.
+        """
+        counters, first = self.accounts.counters, self.tiers[0]
+        for tier in self.tiers:
+            slot = self.room(nbytes, tier)
+            if slot is not None:
+                if tier is not first and counters.demote(f"{first.name}_to_{tier.name}"):
+                    reason, remedy = first.shortage
+                    self.warn(
+                        f"the {first.name} tier is full: saved tensors go to the {tier.name} tier as well. The reason: "
+                        f"{reason}. To change that, {remedy}"
+                    )
+                return slot
+        if counters.demote("budget"):
+            names = " and ".join(tier.name for tier in self.tiers)
+            why = "; ".join(f"{tier.name}: {tier.shortage.reason}" for tier in self.tiers)
+            cures = [tier.shortage.remedy for tier in self.tiers]
+            if all(tier.name != "disk" for tier in self.tiers):
+                cures.append('let saved tensors go on to disk (tier="auto" and a disk_path)')
+            cure = ", or ".join(dict.fromkeys(cures))
+            self.warn(
+                f"no room for {nbytes} bytes in the {names} tier: {fallback or f'they stay on {self.device}'}. "
+                f"The reason: {why}. To change that, {cure}"
+            )
+        return None
+
+    def offload(
+        self,
+        source: Tensor,
+        slot: Slot,
+        stream: Stream,
+        transfer: Transfer,
+        *,
+        at_once: bool = False,
+        keepalive: object = None,
+        key: int | None = None,
+    ) -> None:
+        """Has ``source`` copied into ``slot``, as it is after what ``stream`` has to do so far.
+
+        ``transfer.nbytes`` bytes count as resident already, and do so until the copy is over.
+
+        Args:
+            source: flat ``uint8``, of the slot's size.
+            stream: that which computes ``source``.
+            at_once: whether the copy is waited for soon; else see [Note: copies that are held back].
+            keepalive: what ``source`` is computed from, where that may still go on.
+            key: of the saved storage, for traces.
+        """
+        counters, record = transfer.counters, transfer.record
+        assert record is not None
+        computed = self.runtime.record(stream)
+        record.leave()
+        counters.bytes_out += transfer.moved
+        self.inflight_bytes += transfer.moved
+        if self.inflight_bytes > counters.inflight_bytes_peak:
+            counters.inflight_bytes_peak = self.inflight_bytes
+        if at_once or not self.runtime.holds_copies_back:
+            self._start(transfer, source, slot, computed, keepalive, key)
+        else:
+            self._held_back[transfer] = _HeldBack(source, slot, computed, keepalive, key)
+            self._start_held_back()
+
+    def held_back(self) -> list[Transfer]:
+        """The copies out that no stream was given yet."""
+        return list(self._held_back)
+
+    def copy_out_of(self, record: CountedBytes) -> Transfer | None:
+        """The copy out that is on its way of what ``record`` counts."""
+        for transfer in (*self._held_back, *self._out):
+            if transfer.record is record:
+                return transfer
+        return None
+
+    def cancel(self, transfer: Transfer) -> bool:
+        """Keeps a copy out from starting, so that its bytes stay; ``False`` where it has started."""
+        if self._held_back.pop(transfer, None) is None:
+            return False
+        self.inflight_bytes -= transfer.moved
+        transfer.counters.bytes_out -= transfer.moved
+        self.release(transfer)
+        return True
+
+    def _start_held_back(self) -> None:
+        """Gives the transfer stream as many copies as it may have."""
+        if self.is_crashed:
+            self._held_back.clear()
+        while self._held_back:
+            transfer = next(iter(self._held_back))
+            if self._out:
+                carried = (self.out_rate.value or 0.0) * _AHEAD_SECONDS
+                most = min(carried, self.accounts.counters.live.without_offload * _AHEAD_PART)
+                if sum(one.moved for one in self._out) + transfer.moved > most:
+                    return
+            what = self._held_back.pop(transfer)
+            if (failure := replaced(transfer)) is not None:
+                self._fail(transfer, failure)
+            else:
+                self._start(transfer, *what)
+
+    def _start(
+        self, transfer: Transfer, source: Tensor, slot: Slot, computed: Event, keepalive: object, key: int | None
+    ) -> None:
+        """Gives the transfer stream a copy out; the arguments are those of ``_HeldBack``."""
+        runtime, after = self.runtime, [computed]
+        if fences := slot.record.fences:
+            # The disk tier serves several runtimes. For the use that another one made of a slot there is nothing to
+            # wait for: its thread holds the slot while it reads or writes it, so that it is given anew only afterwards.
+            after += [fence.event for fence in fences if fence.runtime is runtime and not fence.passed()]
+        stream = runtime.transfer_stream(self.device, Direction.OUT)
+        try:
+            self._enqueue(self._out, transfer, slot, source, slot, stream, "offload", after, key, keepalive)
+        except OffloadError as error:
+            self._fail(transfer, error.with_traceback(None))
+
+    def _fail(self, transfer: Transfer, failure: OffloadError) -> None:
+        """A copy out could not be enqueued."""
+        self._out[transfer] = None
+        self.finish(transfer, failure)
+
+    def wait_for_room(self) -> bool:
+        """Waits until the oldest copy out is over. The lock is not held: other threads have no part in the wait.
+
+        [Note: a full window] The host waits, and the source goes when the event is over. It would also be free to go
+        once its allocating stream waits for the event, without the host; but that stream need not be the one that was
+        current at pack (a batch that another stream loaded), and the allocator would hand its block out too early.
+
+        Returns:
+            ``False`` where it is of a process that this one was forked from, and never will be.
+        """
+        with self.lock:
+            oldest = next(iter(self._out), None)
+        if oldest is not None:
+            with suppress(OffloadError):  # `poll` sees to that
+                self.wait(oldest, None, "window is full", fills_window=True)
+        with self.lock:
+            self.poll()
+            return oldest not in self._out
+
+    # -- back -------------------------------------------------------------------------------------------------------
+
+    def reload(
+        self,
+        slot: Slot,
+        layout: Layout,
+        stream: Stream,
+        what: str,
+        *,
+        after: Sequence[Event] = (),
+        held_after: bool = True,
+        key: int | None = None,
+    ) -> tuple[Tensor, Transfer]:
+        """Starts to copy ``slot`` into new memory of the device; which may not be read before a ``wait``.
+
+        Args:
+            layout: of the new memory, which is allocated on ``stream``.
+            what: ``"reload"`` or ``"prefetch"``, for traces.
+            after: what the copy comes after.
+            held_after: whether the new memory counts as the library's until ``release``; else until the copy is over.
+
+        Raises:
+            torch.OutOfMemoryError, MemoryError: the device has no memory for it.
+        """
+        runtime, counters = self.runtime, self.accounts.counters
+        target = runtime.allocate(layout, self.device, stream)
+        # [Note: the block's last owner] An allocator hands out a block whose last owner's kernels may still be queued
+        # on `stream`. The transfer stream writes to it, so it waits for an event recorded after the allocation.
+        allocated = runtime.record(stream)
+        back = runtime.transfer_stream(self.device, Direction.IN)
+        transfer = Transfer(slot, target.nbytes, counters)
+        transfer.held_after = held_after
+        self._enqueue(self._in, transfer, target, slot, slot, back, what, (allocated, *after), key)
+        counters.bytes_in += slot.record.carried
+        self.hold(transfer.nbytes)
+        return target, transfer
+
+    # -- either way -------------------------------------------------------------------------------------------------
+
+    def wait(self, transfer: Transfer, stream: Stream | None, what: str, *, fills_window: bool = False) -> None:
+        """Makes ``stream`` wait for a transfer, or where that is ``None`` the host; a stall is counted.
+
+        The lock is not held. On a CPU device the host waits for its own stream.
+
+        Args:
+            what: is waited for, for traces.
+            fills_window: whether it is waited for so that others may leave.
+
+        Raises:
+            OffloadError: the transfer failed, and the host knows that already.
+        """
+        runtime, event, observer = self.runtime, transfer.event, self.accounts.observer
+        started = None if runtime.query(event) else time.perf_counter()
+        waiting = None if started is None or observer is None else observer.waits(self, stream)
+        try:
+            runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)
+        finally:
+            if started is not None:
+                seconds, counters = time.perf_counter() - started, self.accounts.counters
+                with self.lock:
+                    counters.stall_seconds += seconds
+                    counters.window_stall_seconds += seconds if fills_window else 0.0
+            if waiting is not None:
+                waiting.over(what)
+
+    def hold(self, nbytes: int) -> None:
+        """The library holds ``nbytes`` bytes more on the device."""
+        self.resident_bytes += nbytes
+        counters = self.accounts.counters
+        if self.resident_bytes + counters.live.kept > counters.device_bytes_peak:
+            counters.note_resident(self.resident_bytes)
+        elif self.resident_bytes > counters.resident_bytes_peak:
+            counters.resident_bytes_peak = self.resident_bytes
+
+    def release(self, transfer: Transfer) -> None:
+        """The library does not hold the device's bytes for ``transfer`` any more; may be called again."""
+        if transfer.is_held:
+            transfer.is_held = False
+            self.resident_bytes -= transfer.nbytes
+
+    def take_up(self, transfer: Transfer) -> bool:
+        """A stream waits for a reload, or its event is over: what the transfer still holds it need not hold any more.
+
+        Returns:
+            Whether it was the first time.
+        """
+        if transfer not in self._in:
+            return False
+        del self._in[transfer]
+        if not transfer.held_after:
+            self.release(transfer)
+        seconds = self.runtime.seconds(transfer.event)
+        self.in_rate.add(transfer.slot.carried, seconds)
+        transfer.counters.in_seconds += seconds or 0.0
+        return True
+
+    def poll(self) -> None:
+        """Notices owners that have died and transfers that are over; never blocks."""
+        runtime, finalized, out, back = self.runtime, self.finalized, self._out, self._in
+        runtime.poll()
+        while finalized:
+            record = finalized.popleft()
+            self.records.discard(record)
+            if not self.is_crashed:  # else it may be half made, or what it is entered in half changed
+                record.on_finalized()
+        while out and runtime.query((transfer := next(iter(out))).event):
+            self._complete(transfer)
+        if self._held_back:
+            self._start_held_back()
+        while back and runtime.query((transfer := next(iter(back))).event):
+            self.take_up(transfer)  # a failure is raised where a wait comes; if none does it harms nothing
+        while self._deferred and not self._warns_later:
+            self.warn(self._deferred.popleft())
+
+    def poll_from_thread(self) -> bool:
+        """``poll``, for a transfer thread: there may be no further call. ``False`` where another thread is inside.
+
+        It does not wait for the lock, whose holder may be waiting for the thread, and it does not warn: a warning
+        belongs to a line of the user's, so the next call from there gives it.
+        """
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            self._warns_later = True
+            self.poll()
+        finally:
+            self._warns_later = False
+            self.lock.release()
+        return True
+
+    def synchronize(self) -> None:
+        """Waits until nothing is on its way; what other threads start meanwhile is not waited for. Takes the lock."""
+        with self.crashing():
+            self.wait_until_left()
+            with self.lock:
+                pending = list(self._in)
+            self.wait_until_over(pending)
+            self.runtime.synchronize_kept()
+            with self.lock:
+                self.poll()
+
+    def wait_until_left(self) -> None:
+        """The host waits until nothing is on its way out. The lock is held between the waits only."""
+        with self.lock:
+            self.poll()
+            awaited = {*self._held_back, *self._out}
+        while awaited:
+            with self.lock:
+                started = list(self._out)
+            self.wait_until_over(started)
+            with self.lock:
+                self.poll()
+                remaining = awaited.intersection((*self._held_back, *self._out))
+            if len(remaining) == len(awaited):
+                return  # copies of the process that this one was forked from: they never end
+            awaited = remaining
+
+    def make_room(self, drop: Callable[[], None] = lambda: None) -> None:
+        """The device is full, and something has to come back: what the library itself holds there goes.
+
+        The lock is held between the waits only.
+
+        Args:
+            drop: lets go of what was brought back early; called with the lock held.
+        """
+        started = time.perf_counter()
+        self.wait_until_left()  # first: what is expected stays when its copy arrives
+        with self.lock:
+            self.poll()
+            drop()
+            returning = list(self._in)
+        self.wait_until_over(returning)
+        with self.lock:
+            self.poll()
+            self.accounts.counters.stall_seconds += time.perf_counter() - started
+
+    def wait_until_over(self, transfers: Sequence[Transfer]) -> None:
+        """The host waits for ``transfers``; the caller that takes one up gets its failure. The lock is not held."""
+        for transfer in transfers:
+            with suppress(OffloadError):
+                self.runtime.synchronize(transfer.event)
+
+    def warn(self, message: str) -> None:
+        """A warning to the user."""
+        if self._warns_later:
+            self._deferred.append(message)
+        else:
+            warn(message)
+
+    def _enqueue(
+        self,
+        table: dict[Transfer, object],
+        transfer: Transfer,
+        dst: Tensor | Slot,
+        src: Tensor | Slot,
+        slot: Slot,
+        stream: Stream,
+        what: str,
+        after: Sequence[Event],
+        key: int | None,
+        computed_from: object = None,
+    ) -> None:
+        """Enqueues a copy on ``stream``, as the last use of ``slot``. See [Note: keepalives]."""
+        runtime, observer, used = self.runtime, self.accounts.observer, slot.record
+        keepalive = None if runtime.copies_hold_their_ends else (dst, src, computed_from)
+        try:
+            if profiler_is_on():
+                with profiled(what):
+                    event = runtime.copy(dst, src, stream, after)
+            else:
+                event = runtime.copy(dst, src, stream, after)
+            # It stands for all earlier uses: a write waits for them, and a read for the write; reads are on one stream.
+            used.fences = (Fence(runtime, event),)
+            transfer.event = event
+            table[transfer] = keepalive
+        except BaseException:  # the copy may have been enqueued
+            event = runtime.record(stream)
+            used.fences = (*used.fences, Fence(runtime, event))
+            runtime.keep_until(event, keepalive)
+            raise
+        if observer is not None:
+            observer.copied(self, what, slot, event, key)
+        if runtime.ran_inline(event) and self.accounts.counters.demote("no_thread"):
+            self._deferred.append(_NO_THREAD)
+
+    def _complete(self, transfer: Transfer) -> None:
+        """A copy out is over."""
+        failure: OffloadError | None = None
+        try:
+            self.runtime.synchronize(transfer.event)  # raises what made it fail; nothing is left to wait for
+        except OffloadError as error:
+            failure = error.with_traceback(None)  # it holds this frame, which holds the error: a cycle
+        self.finish(transfer, failure)
+
+    def finish(self, transfer: Transfer, failure: OffloadError | None) -> None:
+        """A copy out is over, or whatever writes over its source comes after it: that may go, if nothing failed."""
+        if transfer not in self._out:
+            return
+        del self._out[transfer]
+        failure = replaced(transfer) or failure
+        counters, carried, record = transfer.counters, transfer.slot.carried, transfer.record
+        assert record is not None
+        self.inflight_bytes -= transfer.moved
+        self.release(transfer)
+        if failure is None:
+            seconds = self.runtime.seconds(transfer.event)
+            self.out_rate.add(carried, seconds)
+            counters.out_seconds += seconds or 0.0
+            counters.bytes_out -= transfer.moved - carried
+        else:
+            counters.bytes_out -= transfer.moved
+            if self.accounts.counters.demote("write_failed"):
+                self.warn(f"offloading failed, {record.fallback.format(device=self.device)}: {failure}")
+        record.on_transferred(transfer, failure)
+
+
+def replaced(transfer: Transfer) -> TransferError | None:
+    """The error of a copy during which its source was given other memory.
+
+    [Note: memory that is replaced]
+    A storage keeps its identity while ``share_memory_()``, a queue of ``torch.multiprocessing`` or ``resize_()`` gives
+    it other memory with the same values and frees the old one at once, even in the midst of a read. So a copy during
+    which that happened counts as a write that failed, and the storage stays with its new memory.
+    """
+    source = None if transfer.source is None else transfer.source()
+    if source is None or (source.data_ptr() == transfer.address and source.nbytes() >= transfer.source_nbytes):
+        return None
+    nbytes = transfer.slot.nbytes
+    return TransferError(
+        f"the memory of {nbytes} bytes was replaced while it was copied to the {transfer.tier} tier: by "
+        "share_memory_(), a queue of torch.multiprocessing, or resize_() of its storage. Do that before the tensor is "
+        "saved, or mark the tensor with eager_offload.keep",
+        errno=None,
+        tier=transfer.tier,
+        nbytes=nbytes,
+    )

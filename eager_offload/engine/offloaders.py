@@ -1,0 +1,236 @@
+"""Which device has which runtime, tiers and offloader, for one ``Offload``."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eager_offload._torch import accelerator_in_use
+from eager_offload.config import OffloadConfig
+from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.errors import warn
+from eager_offload.malloc import keeps_freed_memory
+from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.base import Runtime
+from eager_offload.runtime.host import HostRuntime, host_runtime
+from eager_offload.selection import keeps_cpu_tensors
+from eager_offload.stats import Accounts, Counters, KeepReason
+from eager_offload.tiers.arena import Arena
+from eager_offload.tiers.base import Tier
+from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.guard import process_guard
+from eager_offload.tiers.host import HostTier, shared_arena
+
+__all__ = ["Offloaders"]
+
+_warned_of_host_tier = threading.Event()
+
+
+class Offloaders:
+    """The offloaders of one ``Offload``, one a device, made when it first saves a tensor. Methods take the lock."""
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        accounts: Accounts,
+        given: Runtime | None,
+        around_tier: Callable[[Tier], Tier] | None = None,
+    ) -> None:
+        self._config = config
+        self._accounts = accounts
+        self.given_runtime = given
+        self.around_tier = around_tier
+        self._offloaders: dict[torch.device, DeviceOffloader] = {}
+        self._outlived: list[DeviceOffloader] = []  # closed, and graphs of theirs are still alive
+        self._tiers: dict[Runtime, list[Tier]] = {}
+        #: All that were ever used.
+        self._runtimes: set[Runtime] = set()
+        #: One for all runtimes, so that ``disk_budget`` bounds what they write together.
+        self._disk: Tier | None = None
+        #: Bytes that were counted as written by each open tier.
+        self._written: dict[Tier, int] = {}
+
+    def open_what_is_named(self) -> None:
+        """Opens the tiers of a path that was given, so that one that cannot serve is an error at once.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if self._config.tier == "disk" or self._config.disk_paths is not None:
+            self._open_tiers(self.given_runtime or host_runtime())
+
+    def of(self, device: torch.device) -> DeviceOffloader | KeepReason:
+        """The offloader of ``device``, or why its tensors stay.
+
+        Raises:
+            ConfigError: the configuration cannot work with this device.
+        """
+        offloader = self._offloaders.get(device)
+        if offloader is not None:
+            return offloader
+        with self._accounts.lock:
+            return self._offloaders.get(device) or self._open(device)
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's work on the selected accelerator goes into a graph that is being captured."""
+        given = self.given_runtime
+        if given is not None and given.is_capturing():
+            return True
+        return accelerator_in_use() and accelerator_runtime().is_capturing()
+
+    def all(self) -> list[DeviceOffloader]:
+        """Every one that is open or that graphs have outlived: what becomes of them still counts."""
+        with self._accounts.lock:
+            self._outlived = [one for one in self._outlived if one.census().records or one.census().in_flight]
+            return [*self._offloaders.values(), *self._outlived]
+
+    def poll(self) -> None:
+        """Notices what has happened on every device; never blocks."""
+        for offloader in self.all():
+            with offloader.lock, offloader.crashing():
+                offloader.poll()
+
+    def drop_crashed(self) -> None:
+        """Has offloaders made anew in place of those that an interrupt has crashed."""
+        with self._accounts.lock:
+            for offloader in [one for one in self._offloaders.values() if one.is_crashed]:
+                self._outlived.append(offloader)
+                del self._offloaders[offloader.device]
+
+    def trim(self) -> None:
+        """A forward begins."""
+        for offloader in self.all():
+            offloader.runtime.release_idle()
+        for tier in self.tiers():
+            tier.trim()
+
+    def snapshot_peaks(self) -> None:
+        """Brings what the tiers measure into the counters."""
+        counters = self._accounts.counters
+        for tier in self.tiers():
+            if tier.name == "disk":
+                counters.disk_bytes_peak = max(counters.disk_bytes_peak, tier.peak_bytes)
+                # Of the device, not of the tier: an accelerator's bytes spill to a disk as well.
+                counters.keeps_freed_memory = torch.device("cpu") in self._offloaders and keeps_freed_memory()
+            else:
+                counters.host_bytes_peak = max(counters.host_bytes_peak, tier.peak_bytes)
+            written = tier.written_bytes
+            counters.disk_bytes_written += written - self._written.get(tier, 0)
+            self._written[tier] = written
+
+    def restart_counters(self) -> None:
+        """Starts counting anew, with the peaks at what is held now."""
+        with self._accounts.lock:
+            self.snapshot_peaks()  # what was written so far is not counted any more
+            counters = self._accounts.counters = Counters(self._accounts.counters.live)
+            counters.note_resident(sum(offloader.resident_bytes for offloader in self.all()))
+            counters.inflight_bytes_peak = max((offloader.inflight_bytes for offloader in self.all()), default=0)
+            for tier in self.tiers():
+                tier.restart_peak()
+
+    def close(self) -> None:
+        """Waits for what is on its way and gives every tier back; both are made again when they are needed."""
+        for offloader in self.all():
+            offloader.synchronize()
+        with self._accounts.lock:
+            self._outlived += self._offloaders.values()
+            self._offloaders = {}
+            self.snapshot_peaks()
+            tiers = self.tiers()
+            self._tiers, self._written, self._disk = {}, {}, None
+        for tier in tiers:
+            tier.close()
+        for runtime in list(self._runtimes):  # graphs that were alive the last time may have used one since
+            runtime.detach_user(self._accounts)
+
+    def runtime_of(self, device: torch.device) -> Runtime | None:
+        """What moves the bytes of the tensors of ``device``; ``None`` where they cannot move."""
+        if device.type == "cpu":
+            return self.given_runtime or (None if keeps_cpu_tensors(self._config) else host_runtime())
+        if (found := torch.accelerator.current_accelerator()) is not None and found.type == device.type:
+            return accelerator_runtime()
+        return None
+
+    def tiers(self) -> list[Tier]:
+        """Every tier that is open."""
+        return list(dict.fromkeys(tier for opened in list(self._tiers.values()) for tier in opened))
+
+    def _open(self, device: torch.device) -> DeviceOffloader | KeepReason:
+        runtime = self.runtime_of(device)
+        if runtime is None:
+            return KeepReason.LAYOUT if device.type == "meta" else KeepReason.DEVICE
+        if runtime.can_capture and runtime.is_capturing(device):
+            return KeepReason.REGION  # its tiers cannot be opened now: they ask the driver how memory can be pinned
+        offloader = self._offloaders[device] = DeviceOffloader(
+            device,
+            runtime,
+            self._open_tiers(runtime),
+            self._accounts,
+            max_inflight_bytes=self._config.size("max_inflight_bytes"),
+        )
+        return offloader
+
+    def _open_tiers(self, runtime: Runtime) -> list[Tier]:
+        tiers = self._tiers.get(runtime)
+        if tiers is None:
+            tiers = self._tiers[runtime] = self._new_tiers(runtime)
+        self._runtimes.add(runtime)
+        runtime.attach_user(self._accounts)
+        return tiers
+
+    def _new_tiers(self, runtime: Runtime) -> list[Tier]:
+        """The tiers of ``runtime``, the one that is to be filled first in front."""
+        config, on_device = self._config, isinstance(runtime, AcceleratorRuntime)
+        if config.tier == "auto" and on_device and config.disk_paths is not None:
+            return [self._host_tier(runtime), self._disk_tier()]
+        on_host_runtime = isinstance(runtime, HostRuntime)
+        if config.tier == "disk" or (config.tier == "auto" and (on_host_runtime or config.disk_paths is not None)):
+            return [self._disk_tier()]
+        if on_host_runtime and not _warned_of_host_tier.is_set():
+            _warned_of_host_tier.set()
+            warn('tier="host" on a CPU device copies within host memory: it saves nothing, for tests')
+        return [self._host_tier(runtime)]
+
+    def _disk_tier(self) -> Tier:
+        if self._disk is None:
+            config = self._config
+            self._disk = self._around(DiskTier(config.disk_paths, _bytes(config.disk_budget), verify=config.verify))
+        return self._disk
+
+    def _host_tier(self, runtime: Runtime) -> Tier:
+        pin_memory = isinstance(runtime, AcceleratorRuntime) and self._config.pin_memory is not False
+        arena = shared_arena(runtime, pin_memory, lambda: _new_arena(runtime, pin_memory=pin_memory))
+        return self._around(HostTier(arena, _bytes(self._config.host_budget)))
+
+    def _around(self, tier: Tier) -> Tier:
+        return tier if self.around_tier is None else self.around_tier(tier)
+
+
+def _new_arena(runtime: Runtime, *, pin_memory: bool) -> Arena:
+    """An arena over the host buffers of ``runtime``, which takes no more than the machine has to give."""
+    guard, allocate = process_guard(), runtime.host_buffer
+    more: dict[str, Any] = {}
+    if isinstance(runtime, AcceleratorRuntime):
+        allocate = partial(runtime.host_buffer, pin_memory=pin_memory)
+        # Pinning costs milliseconds, and the next step needs the same slabs again: none goes back before the end.
+        more = {"idle_bytes": sys.maxsize, "sizes": runtime.slab_sizes(pin_memory=pin_memory)}
+
+    def take(nbytes: int) -> Tensor:
+        guard.admit(nbytes)
+        return allocate(nbytes)
+
+    def given_back() -> None:
+        runtime.poll()  # what is pinned has to be unpinned before it is back
+        guard.forget()
+
+    return Arena(take, given_back=given_back, **more)
+
+
+def _bytes(budget: int | str) -> int | None:
+    return None if isinstance(budget, str) else budget

@@ -1,0 +1,202 @@
+"""A copy of saved bytes, either way, and what is counted of bytes that may move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import ClassVar, TypeVar
+
+import torch
+
+from eager_offload._torch import weak_storage
+from eager_offload.errors import OffloadError
+from eager_offload.runtime.base import Event
+from eager_offload.stats import Counters, KeepReason
+from eager_offload.tiers.base import Slot
+from eager_offload.tiers.finalizers import FinalizerRecord
+
+__all__ = ["COUNTED", "BytesRecord", "CountedBytes", "State", "Transfer"]
+
+T = TypeVar("T")
+
+#: The slots of ``CountedBytes``.
+COUNTED = (
+    "asked",
+    "autograd_bytes",
+    "beside_bytes",
+    "counters",
+    "device_bytes",
+    "is_gone",
+    "kept",
+    "logical_bytes",
+    "shared_bytes",
+    "state",
+)
+
+
+class State(Enum):
+    """Where saved bytes are between their pack and the end of their last handle."""
+
+    WAITING = auto()
+    """The source is held; its copy has not started."""
+    LEAVING = auto()
+    """The copy is on its way; the source is still held."""
+    AWAY = auto()
+    """The bytes rest in a tier, and the source was released."""
+    KEPT = auto()
+    """They could not leave (or must not) and stay, for the reason that was counted."""
+
+
+class CountedBytes:
+    """What is counted of saved bytes that may move. Callers hold the lock of the device's offloader."""
+
+    #: What becomes of bytes that did not arrive, for the warning.
+    fallback: ClassVar[str] = "the saved tensor stays on {device}"
+    #: None: classes of these have ``COUNTED`` among theirs, since a weak reference takes no second base with slots.
+    __slots__ = COUNTED[:0]
+    state: State
+    #: Where the bytes are counted, and how many: those of the view that was saved first.
+    counters: Counters
+    logical_bytes: int
+    #: Those of the device that they take where they stay, and those that autograd would hold there because of them.
+    device_bytes: int
+    autograd_bytes: int
+    #: Those that stay whatever becomes of these, for as long as the owner lives.
+    beside_bytes: int
+    #: Bytes of further saves that are counted there as shared with these.
+    shared_bytes: int
+    #: Why they stay, or are counted as long as they have not left.
+    kept: KeepReason
+    #: Whether they were asked for since they left.
+    asked: bool
+    #: Whether the owner has died.
+    is_gone: bool
+
+    def save(
+        self,
+        counters: Counters,
+        nbytes: int,
+        reason: KeepReason,
+        device_bytes: int | None = None,
+        autograd_bytes: int | None = None,
+    ) -> None:
+        """Counts ``nbytes`` bytes as kept for ``reason``, until they leave; the others are those if left out."""
+        self.counters, self.logical_bytes, self.kept = counters, nbytes, reason
+        self.device_bytes = nbytes if device_bytes is None else device_bytes
+        self.autograd_bytes = self.device_bytes if autograd_bytes is None else autograd_bytes
+        self.beside_bytes = 0
+        counters.live.without_offload += self.autograd_bytes
+        counters.note_live()
+        self.state, self.shared_bytes, self.asked, self.is_gone = State.WAITING, 0, False, False
+        counters.kept(reason, nbytes)
+
+    def keep_beside(self, nbytes: int) -> None:
+        """Counts ``nbytes`` bytes more as alive for as long as the owner lives."""
+        live, self.beside_bytes = self.counters.live, nbytes
+        live.kept += nbytes
+        live.without_offload += nbytes
+        self.counters.note_live()
+
+    def leave(self) -> None:
+        """The copy has started."""
+        counters = self.counters
+        counters.kept_bytes[self.kept] -= self.logical_bytes
+        counters.offloaded_bytes += self.logical_bytes
+        counters.offloaded_tensors += 1
+        self.state = State.LEAVING
+
+    def stay(self, reason: KeepReason) -> None:
+        """The bytes have not left, or did not arrive, and stay, and with them every save that shares them."""
+        counters, nbytes = self.counters, self.logical_bytes
+        if self.state is not State.KEPT and not self.is_gone:
+            counters.live.kept += self.device_bytes
+        if self.state is State.WAITING:
+            counters.kept_bytes[self.kept] -= nbytes
+        else:
+            counters.offloaded_bytes -= nbytes
+            counters.offloaded_tensors -= 1
+            if self.asked:  # which makes them no more forwarded than any others that stay
+                counters.forwarded_bytes -= nbytes
+        counters.kept_bytes[reason] += nbytes + self.shared_bytes
+        counters.shared_bytes -= self.shared_bytes
+        self.state, self.kept = State.KEPT, reason
+
+    def arrive(self) -> None:
+        """The bytes rest in a tier."""
+        self.state = State.AWAY
+        if self.is_gone and not self.asked:
+            self.counters.released_bytes += self.logical_bytes
+
+    def ask(self, *, resident: bool) -> None:
+        """Backward asks for the bytes, which have left; they may be resident all the same."""
+        if not self.asked:
+            self.asked = True
+            if resident:
+                self.counters.forwarded_bytes += self.logical_bytes
+            else:
+                self.counters.reloaded_bytes += self.logical_bytes
+
+    def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
+        """The copy out is over."""
+        if failure is None:
+            self.arrive()
+        else:
+            self.stay(KeepReason.FAILED)
+
+
+class BytesRecord(FinalizerRecord[T], CountedBytes):
+    """A weak reference to what owns saved bytes, with what is counted of them: a transfer may end after its owner."""
+
+    __slots__ = COUNTED
+
+    def on_finalized(self) -> None:
+        """The owner has died."""
+        self.is_gone = True
+        live = self.counters.live
+        live.without_offload -= self.autograd_bytes + self.beside_bytes
+        live.kept -= self.beside_bytes + (self.device_bytes if self.state is State.KEPT else 0)
+        if self.state is State.AWAY and not self.asked:
+            self.counters.released_bytes += self.logical_bytes
+
+
+class Transfer:
+    """A copy of bytes out of a device or back. It holds none of them: its offloader does, until it is over."""
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "counters",
+        "event",
+        "held_after",
+        "is_held",
+        "moved",
+        "nbytes",
+        "record",
+        "slot",
+        "source",
+        "source_nbytes",
+        "tier",
+    )
+
+    def __init__(self, slot: Slot, nbytes: int, counters: Counters, record: CountedBytes | None = None) -> None:
+        #: When the copy is over; `None` before it has started.
+        self.event: Event = None
+        #: Of its slot, which only the copy and the owner of the bytes hold.
+        self.slot, self.tier = slot.record, slot.tier
+        #: The bytes of the device that the library holds for it, and whether it still does.
+        self.nbytes = nbytes
+        self.is_held = True
+        #: Whether it does when the copy is over, until ``DeviceOffloader.release``.
+        self.held_after = False
+        #: Where the link's bytes and seconds are counted, and how many were.
+        self.counters = counters
+        self.moved = slot.nbytes
+        #: Whose bytes leave; `None` for those that come back.
+        self.record = record
+        #: What is copied out, and where it had its bytes: see [Note: memory that is replaced] in `offloader.py`.
+        self.source: Callable[[], torch.UntypedStorage | None] | None = None
+        self.address = self.source_nbytes = 0
+
+    def watch(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` is copied, and has to have its bytes where they are now until the copy is over."""
+        self.source, self.address, self.source_nbytes = weak_storage(storage), storage.data_ptr(), storage.nbytes()

@@ -1,0 +1,63 @@
+"""The bytes of saved tensors that are alive at a moment, for the peaks that the stats report."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+
+from torch import Tensor
+
+from eager_offload._torch import storage_key
+from eager_offload.tiers.finalizers import FinalizerRecord
+
+__all__ = ["LiveBytes"]
+
+
+class LiveBytes:
+    """The bytes of saved tensors that are alive. Callers hold the accounts' lock.
+
+    It outlives the counters, which start anew with ``reset_stats()`` in the midst of a step.
+    """
+
+    def __init__(self) -> None:
+        #: What autograd would hold on the device if nothing moved, and what of it stays there.
+        self.without_offload = 0
+        self.kept = 0
+        self._records: set[_KeptRecord] = set()
+        self._finalized: deque[_KeptRecord] = deque()
+        #: How many handles hold each storage that stays.
+        self._holders: dict[Hashable, int] = {}
+
+    def keep(self, handle: object, tensor: Tensor, nbytes: int) -> None:
+        """``handle``, of autograd, holds ``tensor`` on the device; of a storage, the first that does counts."""
+        self.poll()
+        record = _KeptRecord(handle, self._finalized.append)
+        try:
+            record.name = storage_key(tensor.untyped_storage())
+        except (NotImplementedError, RuntimeError):  # of a wrapper, or inside a transform
+            record.name = record
+        holders = self._holders.get(record.name, 0)
+        self._holders[record.name] = holders + 1
+        record.nbytes = 0 if holders else nbytes
+        self._records.add(record)
+        self.kept += record.nbytes
+        self.without_offload += record.nbytes
+
+    def poll(self) -> None:
+        """Takes up which handles have died."""
+        while self._finalized:
+            record = self._finalized.popleft()
+            self._records.discard(record)
+            self._holders[record.name] -= 1
+            if not self._holders[record.name]:
+                del self._holders[record.name]
+            self.kept -= record.nbytes
+            self.without_offload -= record.nbytes
+
+
+class _KeptRecord(FinalizerRecord[object]):
+    """A weak reference to the handle of a saved tensor that stays."""
+
+    __slots__ = ("name", "nbytes")
+    name: Hashable
+    nbytes: int

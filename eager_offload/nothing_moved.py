@@ -1,0 +1,52 @@
+"""Why nothing moved, in a sentence that says what to change: of plain loops and of every integration."""
+
+from __future__ import annotations
+
+from eager_offload.config import OffloadConfig, size_text
+from eager_offload.stats import KeepReason, OffloadStats
+
+__all__ = ["why"]
+
+#: What goes on behind the bytes of a reason.
+_REASONS = {
+    KeepReason.SMALL: "are of tensors smaller than min_bytes, which is {min_bytes}: set a smaller min_bytes",
+    KeepReason.PARAMETER: "are parameters, which stay in memory anyway: the `with` has to be around the forward",
+    KeepReason.DEVICE: "are on a device that nothing can be moved from here: in a process with an accelerator, tensors "
+    "of the CPU move only where a disk_path or a tier is given",
+    KeepReason.LAYOUT: "are of a layout that does not move, such as a sparse one",
+    KeepReason.MARKED: "were marked to stay, by eo.keep or eo.no_offload",
+    KeepReason.REGION: "were saved where nothing may move: in a region that is marked, or in a capture",
+    KeepReason.NEWEST: "are the newest ones of a step, which stay since backward asks for them at once, and that is up "
+    "to {newest}: a small model has no need to move anything, and keep_last_bytes=0 moves it anyway",
+    KeepReason.ALIVE: "are of tensors that something else keeps alive until backward: let go of them before it",
+    KeepReason.BUDGET: "found no room in any tier: raise host_budget or disk_budget, or name another disk_path",
+    KeepReason.FAILED: "could not be copied: an earlier warning says why",
+}
+
+
+def why(stats: OffloadStats, config: OffloadConfig) -> str:
+    """What follows "nothing moved, because".
+
+    Args:
+        stats: of a run of which nothing was offloaded.
+        config: that it ran with.
+    """
+    if stats.foreign_hooks or (stats.empty_forwards and not stats.saved_tensors):
+        return (
+            "other saved-tensor hooks inside the context hide what is saved there: enter `with offload:` inside "
+            "theirs, or leave one of the two out"
+        )
+    if not stats.saved_tensors:
+        return "no saved tensor was seen: put `with offload:` around the forward, under grad mode"
+    others = {reason: nbytes for reason, nbytes in stats.kept_bytes.items() if reason != KeepReason.PARAMETER}
+    kept = others or stats.kept_bytes
+    if not kept:
+        return f"the {stats.saved_tensors:,} tensors that were saved have no bytes"
+    reason = max(kept, key=lambda reason: kept[reason])
+    if reason == KeepReason.NEWEST and not config.delay_bytes:
+        return f"the {size_text(sum(kept.values()))} that were saved were asked for, or closed upon, before they left"
+    sentence = _REASONS[KeepReason(reason)].format(
+        min_bytes=size_text(config.size("min_bytes")), newest=size_text(config.delay_bytes)
+    )
+    share = "all" if len(kept) == 1 else size_text(kept[reason])
+    return f"of the {size_text(sum(kept.values()))} that were saved, {share} {sentence}"

@@ -1,0 +1,243 @@
+"""Compute, while a trace runs: the forwards of modules, and what backward is at.
+
+[Note: not by torch.profiler] It names the classes of modules and not their places in a model, sees no thread but those
+that it was started on, and cannot run inside of another profile. So a trace learns by hooks of its own which module a
+thread is in. The ranges of the library are in a profile all the same: see ``_torch.profiled``.
+
+Torch calls global hooks around every module's forward. They are there only while a trace runs. Compilers leave global
+hooks alone in graphs that they have compiled before; what is compiled while they are there is compiled once more when
+they are gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from eager_offload._torch import after_backward, current_autograd_node, current_backward, is_fake, node_sequence
+from eager_offload.observe.timestamps import Clock, Clocks, Mark, Timeline, Work
+from eager_offload.observe.trace import Kind
+from eager_offload.runtime.base import Stream
+
+__all__ = ["Backwards", "Forwards"]
+
+#: What torch puts between a module and the one that it compiles.
+_WRAPPED = "_orig_mod."
+#: Torch says that its own wrapper around a compiled module will be seen as well, and it is.
+_WRAPPER_IS_SEEN = r"Using `torch\.compile\(module\)` when there are global hooks"
+
+
+class _Call:
+    """A forward that is running."""
+
+    __slots__ = ("began", "device", "module", "path", "thread")
+
+    def __init__(self, module: Module, path: str, device: torch.device, began: Mark) -> None:
+        self.module = module
+        self.path = path
+        self.device = device
+        self.began = began
+        self.thread = threading.get_ident()
+
+
+class _Thread(threading.local):
+    def __init__(self, all_calls: list[list[_Call]]) -> None:
+        self.calls: list[_Call] = []
+        all_calls.append(self.calls)
+
+
+class Forwards:
+    """Follows the forwards of all modules in all threads between ``start`` and ``stop``."""
+
+    def __init__(self, clocks: Clocks, timeline: Timeline) -> None:
+        self._clocks = clocks
+        self._timeline = timeline
+        self._is_over = False
+        self._all_calls: list[list[_Call]] = []
+        self._thread = _Thread(self._all_calls)
+        self._paths: dict[int, tuple[weakref.ref[Module], str]] = {}
+        self._outermost: Counter[str] = Counter()
+        self._handles: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        begin, end = _hooks(self)
+        warnings.filterwarnings("ignore", message=_WRAPPER_IS_SEEN)
+        self._handles.append(register_module_forward_pre_hook(begin))
+        self._handles.append(register_module_forward_hook(end, always_call=True))
+
+    def stop(self) -> None:
+        """May be called again."""
+        self._is_over = True
+        while self._handles:
+            self._handles[-1].remove()
+            del self._handles[-1]
+        for entry in [one for one in warnings.filters if getattr(one[1], "pattern", None) == _WRAPPER_IS_SEEN]:
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]  # a list, whatever its declaration
+
+    def break_off(self) -> None:
+        """What has not ended ends now: an interrupt has come, or another thread is still at it."""
+        for calls in self._all_calls:
+            while calls:
+                self._end(calls.pop())
+
+    @property
+    def path(self) -> str:
+        """Of the module that the calling thread is in; empty outside of all."""
+        calls = self._thread.calls
+        return calls[-1].path if calls else ""
+
+    def enter(self, module: Module, arguments: tuple[Any, ...]) -> None:
+        """A forward begins on the calling thread."""
+        calls = self._thread.calls
+        tensor = next((one for one in arguments if isinstance(one, Tensor)), None)
+        if self._is_over or (tensor is not None and is_fake(type(tensor))):
+            return  # a compiler is tracing
+        if calls and isinstance(module, GraphModule) and self._known(module) is None:
+            return  # what a compiler has made runs as one: no module of the user's
+        if tensor is None and not calls:
+            tensor = next(module.parameters(), None)
+        outer = calls[-1].device if calls else torch.device("cpu")
+        device = outer if tensor is None else tensor.device
+        clock = self._clocks.of(device)
+        calls.append(_Call(module, self._path_of(module), device, clock.at(clock.current_stream)))
+
+    def leave(self, module: Module) -> None:
+        """A forward ends, by a result or by an exception."""
+        calls = self._thread.calls
+        if not any(call.module is module for call in calls):
+            return  # it began before the trace
+        while calls:
+            call = calls.pop()
+            self._end(call)
+            if call.module is module:
+                return
+
+    def _end(self, call: _Call) -> None:
+        if self._is_over:
+            return
+        clock = self._clocks.of(call.device)
+        now = clock.at(clock.current_stream)
+        work = Work(Kind.COMPUTE, call.path, call.began, now, "compute forward", call.thread, call.path)
+        self._timeline.add(work)
+
+    def _known(self, module: Module) -> str | None:
+        known = self._paths.get(id(module))
+        return known[1] if known is not None and known[0]() is module else None
+
+    def _path_of(self, module: Module) -> str:
+        known = self._known(module)
+        if known is not None:
+            return known
+        name, calls = type(module).__name__, self._thread.calls
+        if calls:  # made on the way, or hidden in something that is no module
+            path = f"{calls[-1].path}.{name}"
+            self._paths[id(module)] = weakref.ref(module), path
+            return path
+        self._outermost[name] += 1
+        root = name if self._outermost[name] == 1 else f"{name} {self._outermost[name]}"
+        for inner, child in module.named_modules():
+            path = f"{root}.{inner}".replace(_WRAPPED, "").removesuffix(f".{_WRAPPED[:-1]}").removesuffix(".")
+            if self._known(child) is None:
+                self._paths[id(child)] = weakref.ref(child), path
+        return root
+
+
+def _hooks(forwards: Forwards) -> tuple[Callable[..., None], Callable[..., None]]:
+    # Functions, and the question first: a compiler that comes here sees that nothing happens.
+
+    def begin(module: Module, arguments: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling():
+            forwards.enter(module, arguments)
+
+    def end(module: Module, arguments: tuple[Any, ...], output: object) -> None:
+        if not torch.compiler.is_compiling():
+            forwards.leave(module)
+
+    return begin, end
+
+
+class _Backward:
+    """A backward as far as one thread runs it: what it is at, and since when."""
+
+    __slots__ = ("began", "module", "node", "operation", "step", "stream", "thread")
+
+    def __init__(self, began: Mark, stream: Stream) -> None:
+        self.began = began
+        self.stream = stream
+        self.thread = threading.get_ident()
+        #: When the operation that it is at began.
+        self.step = began
+        self.node: int | None = None
+        self.module = ""
+        self.operation = ""
+
+
+class Backwards:
+    """The backwards that run, by where an operation asks for what it saved. The accounts' lock is held."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._running: dict[tuple[int, int], _Backward] = {}
+        self._is_over = False
+
+    def asked(self, clock: Clock, module: str) -> str:
+        """An operation asks for what it saved; its name, empty outside of a backward.
+
+        Args:
+            clock: of the device on which it computes.
+            module: the path of the module that it belongs to.
+        """
+        node: Any = current_autograd_node()
+        task = current_backward()
+        if node is None or task < 0 or self._is_over:
+            return ""
+        key = task, threading.get_ident()
+        running, number, name = self._running.get(key), node_sequence(node), str(node.name())
+        if running is not None and running.node == number:
+            return name
+        stream = clock.current_stream
+        now = clock.at(stream)
+        if running is None:
+            after_backward(partial(self._ended, task))
+            running = self._running[key] = _Backward(now, stream)
+        else:
+            self._end_step(running, now)
+        running.node, running.step, running.stream = number, now, stream
+        running.module, running.operation = module, name
+        return name
+
+    def close(self) -> None:
+        """The trace ends. A backward that has not come to its end ends where it was seen last."""
+        self._is_over = True
+        for running in self._running.values():
+            self._end(running, running.step)
+        self._running = {}
+
+    def _ended(self, task: int) -> None:
+        """Called by autograd, which must not hear of an error here: nothing below raises."""
+        if not self._is_over:
+            for key in [key for key in list(self._running) if key[0] == task]:
+                running = self._running.pop(key, None)
+                if running is not None:
+                    self._end(running, running.step.clock.at(running.stream))
+
+    def _end_step(self, one: _Backward, now: Mark) -> None:
+        name = one.module or one.operation
+        where = (one.thread, one.module, one.operation)
+        self._timeline.add(Work(Kind.COMPUTE, name, one.step, now, "compute backward", *where))
+
+    def _end(self, one: _Backward, now: Mark) -> None:
+        self._end_step(one, now)
+        self._timeline.add(Work(Kind.COMPUTE, "backward", one.began, now, "compute backward", one.thread))

@@ -1,0 +1,200 @@
+"""What took time: written down as marks of a runtime (on an accelerator: events), which become times when a trace ends.
+
+Nothing here makes the host wait before ``Timeline.slices`` is called.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from eager_offload.errors import OffloadError
+from eager_offload.observe.saves import Save
+from eager_offload.observe.trace import Kind, Slice
+from eager_offload.runtime.base import Event, Runtime, Stream
+from eager_offload.runtime.host import HostRuntime, host_runtime
+
+__all__ = ["MOST", "Bounded", "Clock", "Clocks", "Copy", "Mark", "Timeline", "Work"]
+
+#: Slices, samples and saves each, beyond which a trace only counts: a viewer could not show them, and memory is finite.
+MOST = 1 << 20
+#: Seconds; a wait that is shorter has not waited.
+_NO_WAIT = 1e-6
+
+_T = TypeVar("_T")
+
+
+class Bounded(Generic[_T]):
+    """The first entries of a trace, and how many more there were. Any thread may add some."""
+
+    def __init__(self) -> None:
+        self.entries: list[_T] = []
+        self.dropped = 0
+
+    def add(self, entry: _T) -> bool:
+        """Whether there was room."""
+        if len(self.entries) < MOST:
+            self.entries.append(entry)
+            return True
+        self.dropped += 1
+        return False
+
+
+class Clock(NamedTuple):
+    """The time of one device."""
+
+    runtime: Runtime
+    device: torch.device
+    #: When the trace began; seconds.
+    base: float
+
+    def now(self) -> Mark:
+        """This moment of the host."""
+        return Mark(self, self.runtime.host_clock())
+
+    def at(self, stream: Stream) -> Mark:
+        """This moment of ``stream``."""
+        return Mark(self, self.runtime.mark(stream))
+
+    @property
+    def computes_on_host(self) -> bool:
+        """Whether compute is the host, so that both have one time."""
+        return isinstance(self.runtime, HostRuntime)
+
+    @property
+    def current_stream(self) -> Stream:
+        return self.runtime.current_stream(self.device)
+
+
+class Mark(NamedTuple):
+    """A moment on a device."""
+
+    clock: Clock
+    #: Seconds, or what the runtime makes seconds of.
+    moment: object
+
+    def seconds(self) -> float:
+        """Since the trace began; the host waits until the moment has come."""
+        moment = self.moment if isinstance(self.moment, float) else self.clock.runtime.time_of(self.moment)
+        return moment - self.clock.base
+
+
+class Clocks:
+    """The clocks of all devices that a trace comes across.
+
+    Args:
+        runtime_of: what serves a device, or ``None``.
+    """
+
+    def __init__(self, runtime_of: Callable[[torch.device], Runtime | None]) -> None:
+        self._runtime_of = runtime_of
+        self._clocks: dict[torch.device, Clock] = {}
+        self._lock = threading.RLock()
+        host = runtime_of(torch.device("cpu")) or host_runtime()
+        #: The host's own, which may be a simulated one.
+        self.host = Clock(host, torch.device("cpu"), host.host_clock())
+        self._base = host_runtime().host_clock()
+
+    def of(self, device: torch.device) -> Clock:
+        clock = self._clocks.get(device)
+        if clock is None:
+            with self._lock:
+                clock = self._clocks.get(device) or self._clocks.setdefault(device, self._start(device))
+        return clock
+
+    def stop(self) -> None:
+        """May be called again."""
+        for device in list(self._clocks):
+            clock = self._clocks.pop(device)
+            clock.runtime.stop_timing(device)
+
+    def _start(self, device: torch.device) -> Clock:
+        try:
+            runtime = self._runtime_of(device)
+        except OffloadError:
+            runtime = None
+        if runtime is None:  # a device that nothing is moved from: what the host sees of it
+            return Clock(host_runtime(), device, self._base)
+        runtime.start_timing(device)
+        return Clock(runtime, device, self.host.base if runtime is self.host.runtime else self._base)
+
+
+class Work(NamedTuple):
+    """Something that a thread or a stream did."""
+
+    kind: Kind
+    name: str
+    began: Mark
+    ended: Mark
+    track: str
+    thread: Hashable
+    module: str = ""
+    operation: str = ""
+
+
+class Copy(NamedTuple):
+    """Bytes that travelled."""
+
+    kind: Kind
+    clock: Clock
+    event: Event
+    nbytes: int
+    tier: str
+    module: str
+    #: Of the saved storage.
+    key: int | None
+
+
+class Timeline(Bounded[Work | Copy]):
+    """Everything that took time."""
+
+    def slices(self, saved_by: Callable[[int | None], Save | None]) -> tuple[Slice, ...]:
+        """In the order of their beginning, outer ones first; the host waits for all of them.
+
+        Args:
+            saved_by: the save that a storage was taken with, by its key.
+        """
+        #: A second thread on a track gets one of its own.
+        tracks: dict[tuple[str, str], dict[Hashable, str]] = {}
+        found: list[Slice] = []
+        for entry in self.entries:
+            if isinstance(entry, Copy):
+                found += _slices_of_copy(entry, saved_by(entry.key))
+                continue
+            device = str(entry.began.clock.device)
+            start = entry.began.seconds()
+            seconds = max(0.0, entry.ended.seconds() - start)
+            if entry.kind is Kind.STALL and seconds < _NO_WAIT:
+                continue
+            names = tracks.setdefault((device, entry.track), {})
+            track = names.setdefault(entry.thread, entry.track if not names else f"{entry.track} {len(names) + 1}")
+            where = (0, entry.module, entry.operation)
+            found.append(Slice(entry.kind, entry.name, device, track, start, seconds, *where))
+        self.entries = []
+        return tuple(sorted(found, key=lambda one: (one.start, -one.seconds)))
+
+
+def _slices_of_copy(copy: Copy, save: Save | None) -> Iterator[Slice]:
+    error, runtime = "", copy.clock.runtime
+    try:
+        runtime.synchronize(copy.event)
+    except OffloadError as failure:
+        error = str(failure)
+    for hop in runtime.hops(copy.event):
+        name = f"{copy.kind.value} {hop.name}".rstrip()
+        yield Slice(
+            kind=copy.kind,
+            name=name,
+            device=str(copy.clock.device),
+            track=name,
+            start=hop.start - copy.clock.base,
+            seconds=max(0.0, hop.stop - hop.start),
+            nbytes=copy.nbytes,
+            module=copy.module if save is None else save.module,
+            operation="" if save is None else save.operation,
+            tier=copy.tier,
+            error=error,
+        )

@@ -1,0 +1,338 @@
+"""A transfer stream of a CPU device is a thread with a queue; its events are places in that queue."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from eager_offload.errors import OffloadError, reentered
+from eager_offload.runtime.base import Hop
+from eager_offload.tiers.forking import ForkSafeLock, OwnThread
+
+__all__ = ["HostEvent", "TransferThread"]
+
+#: Seconds without work after which a transfer thread ends; the next copy starts a new one.
+_IDLE_SECONDS = 10.0
+#: Seconds without work after which a transfer thread has what is over taken up, since no call of the library may ever
+#: come again. Long beside the pauses between the reloads of a backward, which use the same memory again.
+_PAUSE_SECONDS = 0.05
+#: Seconds for which a transfer thread without work does not want to be woken; a small part of what a transfer takes
+#: that is worth its while.
+_DOZE_SECONDS = 2e-4
+
+
+class HostEvent:
+    """Something that a transfer thread comes to, and how it ended; without work it only marks a place in the queue."""
+
+    __slots__ = ("_thread", "_work", "began", "done", "error", "inline", "seconds")
+
+    def __init__(self, thread: TransferThread | None, work: Callable[[], None] | None = None) -> None:
+        self._thread = thread
+        self._work = work
+        self.done = False
+        self.error: BaseException | None = None
+        #: When the work began, and how long it took if it succeeded.
+        self.began: float | None = None
+        self.seconds: float | None = None
+        #: Whether it was carried out by a thread that computes, for want of one of its own.
+        self.inline = False
+
+    def carry_out(self) -> None:
+        """Does the work; an error is carried to the threads that wait."""
+        self.complete(None if self._work is None else self._attempt())
+
+    def _attempt(self) -> BaseException | None:
+        work, self._work = self._work, None  # or the event would hold the copy's tensors
+        assert work is not None
+        self.began = began = time.perf_counter()
+        try:
+            work()
+            self.seconds = time.perf_counter() - began
+        except BaseException as error:  # a transfer thread never dies of it
+            _forget_locals(error)
+            # Without this frame, which holds the event, which holds the error.
+            return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+        else:
+            return None
+        finally:
+            del work  # frames of the traceback lead back to this one
+
+    def hop(self, name: str) -> Hop | None:
+        """When the work ran, under ``name``; ``None`` where it never began."""
+        return None if self.began is None else Hop(name, self.began, self.began + (self.seconds or 0.0))
+
+    def complete(self, error: BaseException | None) -> None:
+        self._work = None
+        self.error = error
+        self.done = True
+        # A thread that counts itself among the waiters only now looks at `done` afterwards: it is not missed.
+        thread = self._thread
+        if thread is not None and thread.waiters:
+            with thread.changed:
+                thread.changed.notify_all()
+
+    def wait(self) -> None:
+        thread = self._thread
+        if self.done or thread is None:
+            return
+        if thread.is_current():  # see [Note: reentry] in tiers/forking.py
+            raise reentered()
+        thread.hurry()
+        with thread.changed:
+            thread.waiters += 1
+            try:
+                while not self.done:
+                    thread.changed.wait()
+            finally:
+                thread.waiters -= 1
+
+    def result(self) -> None:
+        """Waits, then raises what made the transfer fail.
+
+        Each thread that waits gets an error of its own: its traceback holds that thread's frames, and with them the
+        bytes that they were about to use, while the event lives as long as the slot.
+        """
+        if not self.done:
+            self.wait()
+        error = self.error
+        if isinstance(error, OffloadError):
+            raise copy.copy(error) from error.__cause__
+        if error is not None:
+            raise error
+
+
+class TransferThread:
+    """A transfer stream: operations in order, carried out by one thread that starts when there is work.
+
+    [Note: handing over]
+    To wake a thread is a system call, and then it wants the interpreter's lock while the caller still computes: for a
+    small tensor both cost more than everything else that is done for it. So a thread that has run out of work *dozes*
+    for a moment before it sleeps. A caller that enqueues meanwhile does not wake it, and it carries out what has come
+    together when the moment is over, or as soon as some thread waits for it.
+
+    [Note: no thread to be had]
+    Where the system starts no thread (a limit of the user or of a container, or the interpreter shuts down), the thread
+    that enqueues, or that waits, carries out itself what stands in the queue. That only takes its time.
+
+    The thread is a daemon and ends by itself when it is idle, so an exiting process never waits for it, and a process
+    that stopped offloading has no thread left.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        #: Is called on the thread when there was no work for a moment, and before it ends; again after another moment
+        #: if it returns ``False``. What it waits for must not wait for the thread.
+        self.pauses: Callable[[], bool | None] = lambda: None
+        #: For starting a thread. A signal handler that comes in the midst of that would wait for a thread that waits
+        #: for the lock: so a thread that holds it can begin nothing, with no ``Offload``.
+        self._lock = ForkSafeLock()
+        self._reset()
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def _reset(self) -> None:
+        #: Of the threads that wait for an event of this one. Events are many and waited for seldom: they share one.
+        self.changed = threading.Condition()
+        self.waiters = 0
+        # What the thread is at or has not come to; only the thread itself takes out, when it is done. `None` ends it.
+        self._items: deque[HostEvent | None] = deque()
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._dozes = self._sleeps = False
+        self._pausing = threading.Lock()
+        #: The one that carries out what is enqueued: an `OwnThread` that was started for it, or a caller without one.
+        self._thread: threading.Thread | None = None
+        #: The one that stepped down last; for a moment it still runs.
+        self._former: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], None]) -> HostEvent:
+        """Enqueues an operation; the event is over when that is, and carries what it raised."""
+        event = HostEvent(self, work)
+        self._put(event)
+        return event
+
+    def record(self) -> HostEvent:
+        """Enqueues a new event, which is over when everything enqueued before it is."""
+        event = HostEvent(self)
+        self._put(event)
+        return event
+
+    def is_current(self) -> bool:
+        """Whether the calling thread is the one that carries the operations out."""
+        return self._thread is threading.current_thread()
+
+    def hurry(self) -> None:
+        """Has the thread go on at once if it rests: another one waits for it."""
+        if self._dozes or self._sleeps:
+            self._bell.put(None)
+        elif self._thread is None and self._items:  # an interrupt came before one was started
+            self._start()
+
+    def close(self) -> None:
+        """Has the thread carry out what is enqueued and end, and waits for that. Later work starts a new one."""
+        thread = self._thread
+        if isinstance(thread, OwnThread) and not self.is_current():
+            self._items.append(None)
+            self._bell.put(None)
+        else:
+            thread = self._former
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def stop_pausing(self) -> None:
+        """Has nothing called in pauses any more, and waits for what is being called: the process is about to end.
+
+        What frees tensors when the interpreter is gone ends the process with an error: their destructors, in C++, want
+        its lock back, and a daemon thread that does not get it is taken down in the midst of them.
+        """
+        self.pauses = lambda: None
+        with self._pausing:
+            return
+
+    def after_fork(self) -> None:
+        """In a forked child the thread does not exist: what it still had to do has failed there."""
+        items = list(self._items)
+        self._reset()
+        for event in items:
+            if event is not None and not event.done:
+                event.complete(OffloadError("this transfer was under way in the parent process when it forked"))
+
+    # -- on the threads that enqueue ----------------------------------------------------------------------------------
+
+    def _put(self, event: HostEvent) -> None:
+        # Put first and look at the thread then; the thread says that it rests, or steps down, and looks for work then.
+        # One of the two sees the other.
+        self._items.append(event)
+        if self._sleeps:
+            self._bell.put(None)  # one too many only makes the thread look once more
+        elif self._thread is None:
+            self._start()
+
+    def _start(self) -> None:
+        """See [Note: no thread to be had]."""
+        while True:
+            with self._lock.lock:
+                if self._thread is not None or not self._items or self._begin_turn():
+                    return
+                self._thread = threading.current_thread()  # no second one takes the same event meanwhile
+            try:
+                self._carry_out_here()
+            finally:
+                self._thread = None  # and then look for what has come meanwhile
+
+    def _carry_out_here(self) -> None:
+        items = self._items
+        while items:
+            event = items[0]
+            if event is not None and not event.done:
+                event.inline = True
+                event.carry_out()
+                if isinstance(error := event.error, KeyboardInterrupt | SystemExit):  # it was meant for the caller
+                    event.error = OffloadError("this transfer was interrupted")
+                    items.popleft()
+                    raise error
+            items.popleft()
+
+    def _begin_turn(self) -> bool:
+        """Whether a thread could be started."""
+        thread = OwnThread(self._run, self.name)
+        try:
+            thread.start()
+        except RuntimeError:
+            if thread.ident is not None:  # it runs: a signal handler has raised this
+                raise
+            return False
+        self._thread = thread  # if an interrupt comes before this, the thread says so itself
+        return True
+
+    # -- on the thread itself -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        me = threading.current_thread()
+        with self._lock.lock:
+            if self._thread is not me and self._thread is not None:
+                return  # two were started, and two at the same queue would take an event for done that is not
+            self._thread = me
+        try:
+            self._carry_out()
+        except BaseException as bug:  # of ours: nothing else comes this far. The threads that wait must hear of it.
+            while self._items:
+                event = self._items.popleft()
+                if event is not None and not event.done:
+                    event.complete(bug)
+            self._end_turn()
+            raise
+
+    def _carry_out(self) -> None:
+        items, ends = self._items, False
+        while True:
+            while items:
+                event = items[0]
+                if event is None:
+                    self._pause()
+                    items.popleft()
+                    ends = True
+                    break
+                if not event.done:  # else an interrupt ended the turn of a caller right after it
+                    event.carry_out()
+                del event
+                items.popleft()
+            if not ends:
+                ends = self._rest_until_idle()
+            elif self._end_turn():
+                return
+
+    def _rest_until_idle(self) -> bool:
+        """Dozes, then sleeps until there is work; ``False`` where there is, ``True`` where it is time to end."""
+        self._dozes = True
+        self._rest(_DOZE_SECONDS)
+        self._dozes = False
+        if self._items:
+            return False
+        self._sleeps = True
+        rung = self._rest(_PAUSE_SECONDS)
+        while not rung and self._pause() is False:
+            rung = self._rest(_PAUSE_SECONDS)
+        rung = rung or self._rest(_IDLE_SECONDS)
+        self._sleeps = False
+        return not rung and not self._items
+
+    def _rest(self, seconds: float) -> bool:
+        """Waits until the bell rings, unless there is work; whether there was any reason to go on."""
+        if self._items:
+            return True
+        try:
+            self._bell.get(timeout=seconds)
+        except Empty:
+            return False
+        return True
+
+    def _pause(self) -> bool | None:
+        with self._pausing:
+            return self.pauses()
+
+    def _end_turn(self) -> bool:
+        """Another thread takes over if work has come meanwhile: its caller may be waiting for the end of this one.
+
+        Returns:
+            ``False`` where there is no other: this one goes on.
+        """
+        with self._lock.lock:
+            self._former, self._thread = threading.current_thread(), None
+            if self._items and not self._begin_turn():
+                self._thread, self._former = self._former, None
+                return False
+        return True
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Keeps the lines of a traceback, for the report, and lets go of the bytes that its frames held."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__

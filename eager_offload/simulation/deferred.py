@@ -1,0 +1,82 @@
+"""A copy that a simulated stream carries out later."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from eager_offload._torch import weak_storage, without_dispatch_modes
+from eager_offload.errors import OffloadError
+from eager_offload.runtime.base import Direction
+from eager_offload.simulation.checker import Access
+from eager_offload.tiers.base import Slot
+
+__all__ = ["POISON", "Move"]
+
+#: What bytes are filled with that may not be used. It reads as NaN in every floating-point format.
+POISON = 0xFF
+
+
+class Move:
+    """A copy between a slot and device memory, carried out when a stream or the host is to know that it is over.
+
+    [Note: what a pending copy holds]
+    Nothing on the device: a copy engine knows addresses, so if the last reference goes too early the block goes too,
+    and that has to show. Of a slot in memory only the bytes, so that the range returns to its tier and its next owner
+    is written as early as on a device. A slot elsewhere is held itself, since only it knows how to read and write.
+    """
+
+    __slots__ = ("_host", "_nbytes", "_offset", "_storage", "direction", "entry", "error")
+
+    def __init__(self, slot: Slot, tensor: Tensor, direction: Direction, entry: Access) -> None:
+        assert tensor.dtype is torch.uint8, "copies move flat bytes"
+        assert tensor.dim() == 1, "copies move flat bytes"
+        assert tensor.is_contiguous(), "copies move flat bytes"
+        assert tensor.numel() == slot.nbytes, f"{tensor.numel()} bytes for a slot of {slot.nbytes}"
+        with without_dispatch_modes():
+            in_memory = getattr(slot, "tensor", None)
+        self._host: Slot | Tensor | None = in_memory if isinstance(in_memory, Tensor) else slot
+        self._storage = weak_storage(tensor.untyped_storage())
+        self._offset = tensor.storage_offset()
+        self._nbytes = slot.nbytes
+        self.direction = direction
+        #: What is said of it should it run too late.
+        self.entry = entry
+        #: What the tier raised.
+        self.error: OffloadError | None = None
+
+    def carry_out(self) -> bool:
+        """Moves the bytes, once; says whether the end on the device was still there."""
+        host, self._host = self._host, None
+        assert host is not None, "a copy is carried out once"
+        storage = self._storage()
+        alive = storage is not None and storage.nbytes() >= self._offset + self._nbytes
+        with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+            if storage is not None and alive:
+                device = torch.empty(0, dtype=torch.uint8).set_(storage, self._offset, (self._nbytes,), (1,))
+            else:
+                device = torch.full((self._nbytes,), POISON, dtype=torch.uint8)
+            try:
+                if self.direction is Direction.OUT:
+                    _write(host, device)
+                else:
+                    _read(host, device)
+            except OffloadError as error:
+                self.error = error
+        return alive
+
+
+def _write(host: Slot | Tensor, device: Tensor) -> None:
+    if isinstance(host, Slot):
+        host.write(device)
+    else:
+        ctypes.memmove(host.data_ptr(), device.data_ptr(), device.numel())
+
+
+def _read(host: Slot | Tensor, device: Tensor) -> None:
+    if isinstance(host, Slot):
+        host.read(device)
+    else:
+        ctypes.memmove(device.data_ptr(), host.data_ptr(), device.numel())

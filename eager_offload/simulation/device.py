@@ -1,0 +1,353 @@
+"""Virtual streams on a virtual clock, with real bytes: a device to prove orderings on, and to plan with.
+
+CPU tensors stand for device memory. Compute runs the moment it is called; copies are only enqueued, and carried out as
+late as the ordering allows: when the host has synchronized or a query has said yes, or when compute waits. So a copy
+that nothing waits for reads what compute has written over its source since, and an unpack that does not wait reads
+what was in the target before: a missing edge shows as wrong bytes, besides the happens-before checker's verdict.
+
+Time is arithmetic. Each call of the host takes ``launch_seconds``, each operator as long as its bytes take at
+``compute_rate``, each copy as long as at its direction's bandwidth, and a stream does one thing at a time.
+
+What is simpler than on a device: autograd does not switch streams in backward, so that a node runs on the stream that
+is current where ``backward`` was called, and operators that read a value to the host do not synchronize.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from eager_offload._torch import without_dispatch_modes
+from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Hop, Layout, Runtime, Stream
+from eager_offload.simulation.checker import Access, Kind, Violation
+from eager_offload.simulation.deferred import POISON, Move
+from eager_offload.simulation.timeline import Span, Timeline
+from eager_offload.tiers.base import Slot
+
+__all__ = ["SimulatedDevice", "SimulatedEvent", "SimulatedStream"]
+
+
+class SimulatedStream:
+    """Operations in order, and when they are over."""
+
+    __slots__ = ("clear_from", "done", "enqueued", "fresh", "is_transfer", "name", "queue", "tail")
+
+    def __init__(self, name: str, *, is_transfer: bool = False) -> None:
+        self.name = name
+        #: Whether its copies are put off. Compute streams do everything at once.
+        self.is_transfer = is_transfer
+        #: Seconds: when its last operation is over, and before which the next one must not start.
+        self.tail = 0.0
+        self.clear_from = 0.0
+        #: Steps that were enqueued, and how many of those were carried out; the rest is in the queue.
+        self.enqueued = 0
+        self.done = 0
+        self.queue: deque[Move | SimulatedEvent] = deque()
+        #: Copies that no event stands for yet.
+        self.fresh: list[Move] = []
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def push(self, step: Move | SimulatedEvent) -> None:
+        self.queue.append(step)
+        self.enqueued += 1
+
+
+class SimulatedEvent:
+    """A point on a stream; equal to itself only."""
+
+    __slots__ = ("__weakref__", "moves", "position", "span", "stream", "time")
+
+    def __init__(self, stream: SimulatedStream, time: float) -> None:
+        self.stream = stream
+        #: Seconds: when it completes.
+        self.time = time
+        #: How many steps of the stream come before it.
+        self.position = stream.enqueued
+        #: The copies whose failure it carries: those after the event before it.
+        self.moves = tuple(stream.fresh)
+        stream.fresh.clear()
+        #: Of the copy that it was recorded behind.
+        self.span: Span | None = None
+
+    def __repr__(self) -> str:
+        return f"event on {self.stream} at {self.time:.9f} s"
+
+    def raise_failure(self) -> None:
+        for move in self.moves:
+            if move.error is not None:
+                raise move.error
+
+
+class SimulatedDevice(Runtime):
+    """A device with streams of its own and a clock that only work moves.
+
+    The defaults make a device that is much slower than its host, and links that are slower than compute: the host runs
+    ahead, few queries say yes, and copies stay pending for as long as they can. The strictest proof of an ordering is
+    ``launch_seconds=0``: the host's clock then moves only when it synchronizes, no query hides a missing wait, and a
+    loop that polls never ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        compute_rate: float = 1e9,
+        out_bandwidth: float = 2.5e8,
+        in_bandwidth: float = 2.5e8,
+        launch_seconds: float = 1e-6,
+        at_once: bool = False,
+        jitter: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            compute_rate: bytes a second that operators read and write.
+            out_bandwidth, in_bandwidth: bytes a second from the device, and to it.
+            launch_seconds: what each call costs the host.
+            at_once: carry copies out when they are enqueued, not as late as possible.
+            jitter: every operator takes its time multiplied by a number from ``1 - jitter`` to ``1 + jitter``.
+            seed: of that number.
+        """
+        super().__init__()
+        self.compute_rate = compute_rate
+        self.launch_seconds = launch_seconds
+        #: Seconds on the host's clock.
+        self.now = 0.0
+        #: It grows with every operation; put a new one here to forget.
+        self.timeline = Timeline()
+        #: Copies that were carried out although one of their ends was gone.
+        self.faults: list[Violation] = []
+        self._bandwidths = {Direction.OUT: out_bandwidth, Direction.IN: in_bandwidth}
+        self._at_once = at_once
+        self._jitter = jitter
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._default = SimulatedStream("default")
+        self._transfers = {d: SimulatedStream(f"transfer-{d.value}", is_transfer=True) for d in Direction}
+        self._streams_made = 0
+        self._selected = _Selected()
+
+    # -- what tests and planners use ----------------------------------------------------------------------------------
+
+    def new_stream(self, name: str | None = None) -> SimulatedStream:
+        """One more stream to compute on."""
+        with self._lock:
+            self._streams_made += 1
+            return SimulatedStream(f"stream-{self._streams_made}" if name is None else name)
+
+    @contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[SimulatedStream]:
+        """Makes ``stream`` the calling thread's current one."""
+        self._selected.stack.append(stream)
+        try:
+            yield stream
+        finally:
+            self._selected.stack.pop()
+
+    @property
+    def default_stream(self) -> SimulatedStream:
+        """The stream that is current where no other was selected."""
+        return self._default
+
+    def advance(self, stream: Stream, seconds: float, what: str = "compute", nbytes: int = 0) -> None:
+        """Enqueues work of ``seconds`` on ``stream``."""
+        assert isinstance(stream, SimulatedStream)
+        with self._lock:
+            self._launch()
+            self._occupy(stream, seconds, what, nbytes)
+
+    def synchronize_all(self) -> None:
+        """Carries out all that is pending and waits for it. Failed transfers stay with their events."""
+        with self._lock:
+            for stream in self._transfers.values():
+                self._carry_out(stream, stream.enqueued)
+                self.now = max(self.now, stream.tail)
+            self.now = max(self.now, self.timeline.end)
+
+    @property
+    def pending_copies(self) -> int:
+        """Copies that were enqueued and are not carried out yet."""
+        with self._lock:
+            return sum(isinstance(step, Move) for stream in self._transfers.values() for step in stream.queue)
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long compute had work and waited for a transfer, or another event; seconds."""
+        return self.timeline.stall_seconds
+
+    @property
+    def overlap_seconds(self) -> float:
+        """For how long operators and transfers ran side by side; seconds."""
+        return self.timeline.overlap_seconds
+
+    # -- the contract -------------------------------------------------------------------------------------------------
+
+    def current_stream(self, device: torch.device) -> SimulatedStream:
+        assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
+        stack = self._selected.stack
+        return stack[-1] if stack else self._default
+
+    def transfer_stream(self, device: torch.device, direction: Direction) -> SimulatedStream:
+        assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
+        return self._transfers[direction]
+
+    def clock(self, stream: Stream) -> float:
+        assert isinstance(stream, SimulatedStream)
+        with self._lock:
+            return max(stream.tail, stream.clear_from, self.now)
+
+    def host_clock(self) -> float:
+        return self.now
+
+    def seconds(self, event: Event) -> float | None:
+        assert isinstance(event, SimulatedEvent)
+        return None if event.span is None else event.span.stop - event.span.start
+
+    def hops(self, event: Event) -> tuple[Hop, ...]:
+        assert isinstance(event, SimulatedEvent)
+        return () if event.span is None else (Hop("", event.span.start, event.span.stop),)
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        with without_dispatch_modes(), torch.inference_mode(False):
+            buffer = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, device="cpu")
+            start = -buffer.data_ptr() % mmap.PAGESIZE
+            return buffer[start : start + nbytes]
+
+    def bandwidth(self, device: torch.device, direction: Direction) -> float:
+        return self._bandwidths[direction]
+
+    def record(self, stream: Stream) -> Event:
+        assert isinstance(stream, SimulatedStream)
+        return self._new_event(stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        assert isinstance(stream, SimulatedStream)
+        assert isinstance(event, SimulatedEvent)
+        with self._lock:
+            self._launch()
+            stream.clear_from = max(stream.clear_from, event.time)
+            if stream.is_transfer:
+                stream.push(event)
+            else:
+                self._carry_out(event.stream, event.position)
+                event.raise_failure()
+
+    def query(self, event: Event) -> bool:
+        assert isinstance(event, SimulatedEvent)
+        with self._lock:
+            self._launch()
+            if self.now < event.time:
+                return False
+            self._carry_out(event.stream, event.position)
+            return True
+
+    def synchronize(self, event: Event) -> None:
+        assert isinstance(event, SimulatedEvent)
+        with self._lock:
+            self._launch()
+            self.timeline.host_wait_seconds += max(0.0, event.time - self.now)
+            self.now = max(self.now, event.time)
+            self._carry_out(event.stream, event.position)
+            event.raise_failure()
+
+    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
+        assert isinstance(stream, SimulatedStream)
+        outward = isinstance(dst, Slot)
+        slot, tensor = (dst, src) if outward else (src, dst)
+        assert isinstance(slot, Slot)
+        assert isinstance(tensor, Tensor), "one end of a copy rests in a tier, the other does not"
+        direction = Direction.OUT if outward else Direction.IN
+        what = "offload" if outward else "reload"
+        move = Move(slot, tensor, direction, self._entry(stream, what, tensor, direction))
+        for event in after:
+            SimulatedDevice.wait(self, stream, event)
+        with self._lock:
+            self._launch()
+            self._occupy(stream, slot.nbytes / self._bandwidths[direction], what, slot.nbytes)
+            span = self.timeline.spans[-1]
+            stream.push(move)
+            stream.fresh.append(move)
+            if self._at_once or not stream.is_transfer:
+                self._carry_out(stream, stream.enqueued)
+        over = self._new_event(stream)
+        over.span = span
+        return over
+
+    def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
+        assert 0 <= layout.alignment_offset < ALIGNMENT
+        with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+            block = torch.full((layout.alignment_offset + layout.nbytes,), POISON, dtype=torch.uint8, device="cpu")
+            assert block.data_ptr() % ALIGNMENT == 0, "torch aligns CPU memory to 64 bytes"
+            return block[layout.alignment_offset :]
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _compute(self, stream: Stream, what: str, nbytes: int) -> None:
+        slowness = 1.0 + self._jitter * self._random.uniform(-1.0, 1.0) if self._jitter else 1.0
+        self.advance(stream, slowness * nbytes / self.compute_rate, what, nbytes)
+
+    def _new_event(self, stream: SimulatedStream) -> SimulatedEvent:
+        with self._lock:
+            self._launch()
+            return SimulatedEvent(stream, max(stream.tail, stream.clear_from, self.now))
+
+    def _launch(self) -> None:
+        self.now += self.launch_seconds
+
+    def _occupy(self, stream: SimulatedStream, seconds: float, what: str, nbytes: int) -> None:
+        ready = max(stream.tail, self.now)
+        start = max(ready, stream.clear_from)
+        if start > ready and not stream.is_transfer:
+            self.timeline.spans.append(Span(stream, ready, start, "stall", 0, is_transfer=False))
+        stream.tail = start + seconds
+        self.timeline.spans.append(Span(stream, start, stream.tail, what, nbytes, what in ("offload", "reload")))
+
+    def _carry_out(self, stream: SimulatedStream, position: int) -> None:
+        """Carries out the first ``position`` steps of ``stream``, and whatever those wait for first."""
+        goals = [(stream, position)]
+        while goals:
+            stream, position = goals[-1]
+            if stream.done >= position:
+                goals.pop()
+                continue
+            step = stream.queue[0]
+            if isinstance(step, SimulatedEvent):
+                if step.stream.done < step.position:
+                    goals.append((step.stream, step.position))
+                    continue
+            elif not step.carry_out():
+                self._report(step)
+            stream.queue.popleft()
+            stream.done += 1
+
+    def _entry(self, stream: SimulatedStream, what: str, tensor: Tensor, direction: Direction) -> Access:
+        """What is said of a copy that is being enqueued, should it run too late."""
+        kind = Kind.READ if direction is Direction.OUT else Kind.WRITE
+        return Access(stream, kind, what, None, -1)
+
+    def _report(self, move: Move) -> Violation:
+        """Takes note of a copy that was carried out although its end on the device was gone."""
+        end, access = "source" if move.direction is Direction.OUT else "target", move.entry
+        violation = Violation(
+            None,
+            access,
+            f"{access}, but the {end} was freed before the copy ran. The transfer has to hold the {end} until the "
+            "event recorded after the copy has completed, or its allocating stream has waited for that event.",
+        )
+        self.faults.append(violation)
+        return violation
+
+
+class _Selected(threading.local):
+    """The streams that a thread has entered."""
+
+    def __init__(self) -> None:
+        self.stack: list[SimulatedStream] = []

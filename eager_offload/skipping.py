@@ -1,0 +1,201 @@
+"""Modules, given by patterns of their names, of which nothing moves that they save."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import weakref
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from eager_offload._torch import module_call, own_call, set_module_call
+from eager_offload.errors import ConfigError
+from eager_offload.marks import no_offload
+
+__all__ = ["SkippedModules"]
+
+#: Parts of names that wrappers put in: of torch.compile, of DDP, of FSDP and of checkpointing.
+_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+class SkippedModules:
+    """The modules whose calls run in :func:`~eager_offload.no_offload` for one ``Offload``.
+
+    [Note: copies of skipped modules]
+    torch leaves out of a module's copies and pickles what is called in its place, but its hooks go along. So each
+    module has a hook that does nothing but lead to this object. What is copied together, in whatever order, shares one
+    copy of this object, and so the copied ``Offload`` learns from the copied hooks which modules to skip. The copy of
+    an ``Offload`` alone skips the modules of the original. Hooks that are copied without the ``Offload`` do nothing.
+    """
+
+    def __init__(self) -> None:
+        # Weak references, and no weak set: its callbacks are in Python, see [Note: finalizers] in tiers/finalizers.py.
+        self._hooks: list[weakref.ref[_Hook]] = []
+        #: Those that copied modules have brought along, until ``begin``.
+        self._arrived: list[weakref.ref[_Hook]] = []
+        #: The modules of the original, until ``begin``.
+        self._same: list[weakref.ref[nn.Module]] = []
+
+    def __copy__(self) -> SkippedModules:
+        copied = SkippedModules()
+        modules = [module for _, module in self._alive()] + [module for one in self._same if (module := one())]
+        copied._same = [weakref.ref(module) for module in modules]
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SkippedModules:
+        copied = memo[id(self)] = self.__copy__()
+        return copied
+
+    def __reduce__(self) -> tuple[type[SkippedModules], tuple[()]]:
+        return SkippedModules, ()
+
+    def add(self, model: nn.Module, patterns: Sequence[str]) -> None:
+        """From now on the calls of matching modules run in a region. Those that do already go on so.
+
+        Args:
+            model: whose modules are meant, wrapped or not.
+            patterns: names as ``model.named_modules()`` gives them, without the parts that wrappers add; ``*`` stands
+                for any text, dots included, ``?`` and ``[...]`` as in :mod:`fnmatch`.
+
+        Raises:
+            ConfigError: for a pattern that matches no module; it lists near names.
+        """
+        found = _matching(model, patterns)
+        self._same = []
+        self.begin()
+        self._hooks = [weakref.ref(hook) for hook, _ in self._alive()]
+        known = {id(module) for _, module in self._alive()}
+        for module in found:
+            if id(module) not in known:
+                self._skip(module)
+
+    def begin(self) -> bool:
+        """Goes on with what copies have brought along. Whether there is any module that is skipped."""
+        arrived, self._arrived = self._arrived, []
+        same, self._same = self._same, []
+        if arrived:
+            for one in arrived:
+                if (hook := one()) is not None:
+                    hook.begin()
+            self._hooks += arrived
+        else:
+            for module in [module for known in same if (module := known())]:
+                self._skip(module)
+        return bool(self._hooks)
+
+    def end(self) -> None:
+        """Has the modules called as before."""
+        self.begin()
+        while self._hooks:
+            if (hook := self._hooks.pop()()) is not None:
+                hook.end()
+
+    def arrive(self, hook: _Hook) -> None:
+        """Of a module that has just been copied or unpickled, with this object or without."""
+        self._arrived.append(weakref.ref(hook))
+
+    def _skip(self, module: nn.Module) -> None:
+        hook = _Hook(self, module)
+        hook.begin()
+        self._hooks.append(weakref.ref(hook))
+
+    def _alive(self) -> list[tuple[_Hook, nn.Module]]:
+        hooks = [hook for one in [*self._hooks, *self._arrived] if (hook := one()) is not None]
+        return [(hook, module) for hook in hooks if (module := hook.module()) is not None]
+
+
+class _Hook:
+    """A hook of one module that is skipped; see [Note: copies of skipped modules]."""
+
+    def __init__(self, skipped: SkippedModules, module: nn.Module) -> None:
+        self._skipped = skipped
+        self._module: weakref.ref[nn.Module] | None = weakref.ref(module)  # or a module would hold itself
+        self._handle = module.register_forward_pre_hook(self)
+        self._call: _Call | None = None
+
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        # It has to be there: Dynamo inlines the forward of a module that has no hooks, and would not come by what is
+        # called in its place.
+        pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        copied = memo[id(self)] = object.__new__(_Hook)
+        # Looked up: a module that makes its copies by itself may not be there yet, and would be copied without end.
+        module = memo.get(id(self.module()))
+        copied.__setstate__((copy.deepcopy(self._skipped, memo), module, copy.deepcopy(self._handle, memo)))
+        return copied
+
+    def __getstate__(self) -> tuple[SkippedModules, nn.Module | None, RemovableHandle]:
+        return self._skipped, self.module(), self._handle
+
+    def __setstate__(self, state: tuple[SkippedModules, nn.Module | None, RemovableHandle]) -> None:
+        self._skipped, module, self._handle = state
+        self._module = None if module is None else weakref.ref(module)
+        self._call = None
+        if module is not None:
+            self._skipped.arrive(self)
+
+    def module(self) -> nn.Module | None:
+        return None if self._module is None else self._module()
+
+    def begin(self) -> None:
+        if (module := self.module()) is not None:
+            call = module_call(module)
+            self._call = call if isinstance(call, _Call) else _Call(module)
+            self._call.users += 1
+
+    def end(self) -> None:
+        self._handle.remove()
+        if self._call is not None:
+            self._call.users -= 1
+            self._call.leave_unused()
+            self._call = None
+
+
+class _Call:
+    """What is called in place of a module: one for all those ``Offload`` objects that skip it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._inner = weakref.ref(module), module_call(module)
+        self.users = 0
+        set_module_call(module, self)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        module = self._module()
+        assert module is not None  # it is what is being called
+        with no_offload():
+            return (self._inner or own_call(module))(*arguments, **named)
+
+    def leave_unused(self) -> None:
+        module = self._module()
+        if not self.users and module is not None and module_call(module) is self:
+            set_module_call(module, self._inner)
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    modules: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        modules.setdefault(plain, []).append(module)
+    names = [name for name in modules if name]
+    found: dict[int, nn.Module] = {}
+    for pattern in patterns:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise _no_match(pattern, names)
+        found |= {id(modules[name][-1]): modules[name][-1] for name in matching}  # the last is inside of the wrappers
+    return list(found.values())
+
+
+def _no_match(pattern: str, names: Sequence[str]) -> ConfigError:
+    literal = pattern.replace("*", "").strip(".")
+    near = [name for name in names if literal and literal in name] + difflib.get_close_matches(pattern, names, 5)
+    listed = ", ".join(dict.fromkeys(near or names[:5])) if names else "none at all"
+    return ConfigError(
+        f"skip={pattern!r} is not accepted: it matches no module of this model. {'Near' if near else 'Its'} names: "
+        f"{listed}"
+    )

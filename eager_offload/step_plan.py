@@ -1,0 +1,446 @@
+"""What a step did, as numbers: recorded in one forward and its backward, followed by those that are like it.
+
+Numbers only, like ``schedule.py``: saves are counted from 0 in each forward, in the order of packing; sizes are bytes.
+
+    StepRecorder   is told what the engine does in one forward
+    StepPlan       what that was, which a forward that is like it follows: see eager/following.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from eager_offload.config import size_text
+from eager_offload.errors import ConfigError
+from eager_offload.stats import KeepReason
+
+__all__ = ["Ask", "Fate", "Save", "StepPlan", "StepRecorder", "Totals"]
+
+#: The form of the file that ``StepPlan.save`` writes.
+_FORMAT = 1
+
+
+class Fate(StrEnum):
+    """What becomes of a saved tensor."""
+
+    KEEP = "keep"
+    """It stays where it is."""
+    SHARE = "share"
+    """Its storage is that of an earlier save, and goes with that."""
+    OFFLOAD = "offload"
+    """Its storage leaves, whole."""
+    DECIDE = "decide"
+    """It is decided anew in each step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One saved tensor."""
+
+    fate: Fate
+    reason: KeepReason | None = None
+    """Why it stays; ``None`` where it does not."""
+    nbytes: int = 0
+    """Bytes of the tensor as saved."""
+    storage_nbytes: int = 0
+    """Bytes of its storage; 0 for one that shares an earlier one's, or is decided anew."""
+    autograd_bytes: int = 0
+    """Bytes that autograd would hold because of this save; 0 where an earlier one has saved the storage."""
+    requires_grad: bool = False
+    owner: int = -1
+    """The save whose storage it is, its own number for the first; -1 for one whose storage is not followed."""
+    slot: int = -1
+    """The number of its place among those that the step reserves; -1 where it does not leave."""
+    start: int = -1
+    """The save after which its copy starts; the number of saves where that is when the context is left."""
+    release: int = dataclasses.field(default=-1, compare=False)
+    """The save before which its source was seen to have gone; -1 where that was later than the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One unpack."""
+
+    save: int
+    bring: tuple[int, ...] = ()
+    """First saves of the storages that are expected next, in the order of need."""
+    drop: tuple[int, ...] = ()
+    """First saves of the storages that are not expected any more."""
+    keep: bool = False
+    """Whether its own storage is asked for again soon."""
+    last: bool = True
+    """Whether it is the last unpack of its storage."""
+
+
+class Totals(NamedTuple):
+    """Bytes of a step; ``slots`` is what it reserves in a tier."""
+
+    saved: int
+    offloaded: int
+    shared: int
+    kept: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step does with what autograd saves, as numbers; ``print`` shows it as a table.
+
+    ``saves`` are in the order of packing, ``asks`` in that of unpacking. ``end`` names the saves whose copies start
+    when the context around forward is left. ``slots`` are the bytes of each place that the step needs in a tier.
+    """
+
+    saves: tuple[Save, ...]
+    asks: tuple[Ask, ...] = ()
+    end: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+
+    @property
+    def totals(self) -> Totals:
+        """Bytes of all saves together, and of those that leave, that share and that stay, and of the slots."""
+        nbytes: Counter[Fate] = Counter()
+        for save in self.saves:
+            nbytes[save.fate] += save.nbytes
+        return Totals(
+            sum(nbytes.values()), nbytes[Fate.OFFLOAD], nbytes[Fate.SHARE], nbytes[Fate.KEEP], sum(self.slots)
+        )
+
+    @property
+    def decided_bytes(self) -> int:
+        """Bytes of the saves that are decided anew."""
+        return sum(save.nbytes for save in self.saves if save.fate is Fate.DECIDE)
+
+    @property
+    def newest_bytes(self) -> int:
+        """Bytes of the storages that could leave and stay, since backward asks for them at once."""
+        return sum(save.storage_nbytes for save in self.saves if save.fate is Fate.KEEP and save.owner >= 0)
+
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        """The saves whose copies start after each save."""
+        found: list[list[int]] = [[] for _ in self.saves]
+        for number, save in sorted(enumerate(self.saves), key=lambda item: (item[1].start, item[0])):
+            if save.fate is Fate.OFFLOAD and save.start < len(self.saves):
+                found[save.start].append(number)
+        return tuple(map(tuple, found))
+
+    def is_like(self, other: StepPlan) -> bool:
+        """Whether the same forward could have led to both, whatever was decided in it."""
+        return len(self.saves) == len(other.saves) and all(
+            one.nbytes == two.nbytes and one.requires_grad == two.requires_grad
+            for one, two in zip(self.saves, other.saves, strict=True)
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to ``path``, as JSON; a file that is there is replaced."""
+        content = {"format": _FORMAT, **dataclasses.asdict(self)}
+        Path(path).write_text(json.dumps(content, separators=(",", ":")), "utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> StepPlan:
+        """The plan that ``save`` wrote to ``path``.
+
+        Raises:
+            ConfigError: the file holds no such plan, or one of another version.
+        """
+        try:
+            content = json.loads(Path(path).read_text("utf-8"))
+            plan = cls._from_dict(content)
+            plan.check()
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ConfigError(f"{os.fspath(path)!r} holds no step plan that this version can read: {error}") from error
+        return plan
+
+    @classmethod
+    def _from_dict(cls, content: Mapping[str, Any]) -> StepPlan:
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
+        saves = (
+            Save(
+                **{
+                    **one,
+                    "fate": Fate(one["fate"]),
+                    "reason": None if one["reason"] is None else KeepReason(one["reason"]),
+                }
+            )
+            for one in content["saves"]
+        )
+        asks = (Ask(**{**one, "bring": tuple(one["bring"]), "drop": tuple(one["drop"])}) for one in content["asks"])
+        return cls(tuple(saves), tuple(asks), tuple(content["end"]), tuple(content["slots"]))
+
+    def check(self) -> None:
+        """Looks whether the numbers fit together.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        if not self.saves:
+            raise ConfigError("it has no saves")
+        for number, save in enumerate(self.saves):
+            self._check_save(number, save)
+        leaving = [number for number, save in enumerate(self.saves) if save.fate is Fate.OFFLOAD]
+        if sorted(self.saves[number].slot for number in leaving) != list(range(len(self.slots))):
+            raise ConfigError(
+                f"the {len(leaving)} storages that leave do not have one of the {len(self.slots)} slots each"
+            )
+        if sorted(number for number in leaving if self.saves[number].start == len(self.saves)) != sorted(self.end):
+            raise ConfigError("what leaves at the end is not what `end` says")
+        followed = {number for number, save in enumerate(self.saves) if save.owner >= 0}
+        storages = {save.owner for save in self.saves} - {-1}
+        asked = {ask.save for ask in self.asks}
+        if not asked <= followed or len(asked) < len(self.asks):
+            raise ConfigError("an unpack is of a save that is not followed, or is there twice")
+        for ask in self.asks:
+            if not storages >= {*ask.bring, *ask.drop} or self.saves[ask.save].owner in ask.drop:
+                raise ConfigError(f"the unpack of save {ask.save} brings or drops what it cannot")
+
+    def _check_save(self, number: int, save: Save) -> None:
+        numbers = (
+            save.nbytes,
+            save.storage_nbytes,
+            save.autograd_bytes,
+            save.owner,
+            save.slot,
+            save.start,
+            save.release,
+        )
+        if not all(type(one) is int and one >= -1 for one in numbers) or type(save.requires_grad) is not bool:
+            raise ConfigError(f"save {number} holds something else than numbers")
+        if min(save.nbytes, save.storage_nbytes, save.autograd_bytes) < 0:
+            raise ConfigError(f"save {number} has less than no bytes")
+        match save.fate:
+            case Fate.SHARE:
+                fits = 0 <= save.owner < number and self.saves[save.owner].owner == save.owner
+            case Fate.OFFLOAD:
+                fits = save.owner == number <= save.start <= len(self.saves) and 0 <= save.slot < len(self.slots)
+                fits = fits and 0 < save.storage_nbytes == self.slots[save.slot]
+            case Fate.KEEP:
+                fits = save.reason is not None and save.owner in (-1, number)
+            case _:
+                fits = save.owner == -1
+        if not fits:
+            raise ConfigError(f"save {number} cannot {save.fate.value} as it says")
+
+    def __str__(self) -> str:
+        totals = self.totals
+        lines = [
+            f"{len(self.saves):,} saves: {size_text(totals.saved)}, of which {size_text(totals.offloaded)} leave, "
+            f"{size_text(totals.shared)} share and {size_text(totals.kept)} stay; "
+            f"unpacks {len(self.asks):,}; slots {len(self.slots):,}, of {size_text(totals.slots)}",
+            f"{'saves':>13}  {'what':<18}{'each':>12}  {'start after':>13}  {'source goes':>13}",
+        ]
+        first = 0
+        for key, group in itertools.groupby(enumerate(self.saves), key=lambda item: _row(*item)):
+            count = len(list(group))
+            span = f"{first:,}" if count == 1 else f"{first:,}-{first + count - 1:,}"
+            what, nbytes, start, release = key
+            lines.append(f"{span:>13}  {what:<18}{nbytes:>12}  {start:>13}  {release:>13}".rstrip())
+            first += count
+        return "\n".join(lines)
+
+
+def _row(number: int, save: Save) -> tuple[str, str, str, str]:
+    """A row of the table: alike for saves that are alike."""
+    what = save.fate.value if save.reason is None else f"{save.fate.value} ({save.reason.value})"
+    if save.fate is Fate.SHARE:
+        what += f" {number - save.owner} back"
+    if save.fate is not Fate.OFFLOAD:
+        return what, size_text(save.nbytes), "", ""
+    start, release = save.start - number, save.release - number
+    return what, size_text(save.nbytes), f"{start:,} later", f"{release:,} later" if save.release >= 0 else "at the end"
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """What is known of one save."""
+
+    nbytes: int
+    requires_grad: bool
+    #: Why it stays; ``None`` for one that is decided anew each time, or that has a handle which the engine knows.
+    reason: KeepReason | None = None
+    #: What the engine calls it and the first save of its storage; -1 where it has no such handle.
+    name: int = -1
+    owner: int = -1
+    #: See ``Save``. Of a first save: 0 where its storage is decided anew each time.
+    storage_nbytes: int = 0
+    autograd_bytes: int = 0
+
+
+class _Unpacked(NamedTuple):
+    """One unpack, in the engine's names of saves."""
+
+    name: int
+    bring: tuple[int, ...]
+    drop: tuple[int, ...]
+    keep: bool
+
+
+class StepRecorder:
+    """Writes down what the engine does in one forward and its backward. Callers hold the offloader's lock.
+
+    The engine has a name for each save that it follows and calls a storage by the name of its first save.
+    """
+
+    __slots__ = (
+        "_alive",
+        "_asked",
+        "_kept",
+        "_needed",
+        "_parts",
+        "_released",
+        "_saves",
+        "_started",
+        "is_void",
+        "looks_again",
+    )
+
+    def __init__(self, *, looks_again: bool = False) -> None:
+        #: Whether what the program has kept alive is taken, to see whether it still does.
+        self.looks_again = looks_again
+        self._saves: list[_Recorded] = []
+        self._asked: dict[int, _Unpacked] = {}
+        # By the name of a storage: how many saves there were when its copy started and when its source had gone, and
+        # why it stayed.
+        self._started: dict[int, int] = {}
+        self._released: dict[int, int] = {}
+        self._kept: dict[int, KeepReason] = {}
+        # Storages whose original was alive when they were asked for, and those of which a part has left by itself.
+        self._alive: set[int] = set()
+        self._parts: set[int] = set()
+        # Storages that were asked for, once all is over.
+        self._needed: set[int] = set()
+        #: Whether something happened that no plan can say.
+        self.is_void = False
+
+    @property
+    def saves(self) -> int:
+        """How many there were."""
+        return len(self._saves)
+
+    def keep(self, nbytes: int, requires_grad: bool, reason: KeepReason | None, storage_nbytes: int = 0) -> None:
+        """A save that stays for ``reason``; ``None``: it is to be decided anew each time."""
+        self._saves.append(_Recorded(nbytes, requires_grad, reason, storage_nbytes=storage_nbytes))
+
+    def take(
+        self, name: int, owner: int, nbytes: int, requires_grad: bool, storage_nbytes: int, autograd_bytes: int
+    ) -> None:
+        """A save of a storage that is to leave.
+
+        Args:
+            owner: the name of the storage, -1 for one of another forward.
+            storage_nbytes, autograd_bytes: of the storage, where this is its first save.
+        """
+        self._saves.append(_Recorded(nbytes, requires_grad, None, name, owner, storage_nbytes, autograd_bytes))
+
+    def left_in_parts(self, owner: int) -> None:
+        """A part of a storage is to leave by itself: it is decided anew each time, and so is the storage."""
+        self._parts.add(owner)
+
+    def was_alive(self, owner: int) -> None:
+        """The original of a storage was alive when it was asked for: to move it frees nothing."""
+        self._alive.add(owner)
+
+    def started(self, owner: int) -> None:
+        """The copy of a storage has started."""
+        self._started[owner] = len(self._saves)
+
+    def released(self, owner: int) -> None:
+        """The source of a storage has gone."""
+        if not self._asked:
+            self._released[owner] = len(self._saves)
+
+    def asked(
+        self, name: int, owner: int, bring: Iterable[int], drop: Iterable[int], keep: bool, kept: KeepReason | None
+    ) -> None:
+        """An unpack.
+
+        Args:
+            bring, drop: names of storages, as in ``Ask``.
+            keep: as in ``Ask``.
+            kept: why its storage has stayed; ``None`` where it has left.
+        """
+        if name in self._asked:
+            self.is_void = True  # a second backward
+        self._asked[name] = _Unpacked(name, tuple(bring), tuple(drop), keep)
+        if kept is not None:
+            self._kept[owner] = kept
+
+    def plan(self) -> StepPlan | None:
+        """What was written down; ``None`` where it cannot be followed."""
+        saves: list[Save] = []
+        numbers: dict[int, int] = {}  # by name, of those that are followed
+        owners = {one.name: one.owner for one in self._saves}
+        # A graph may be dropped while others are made: no slot is reserved for what none asks for.
+        self._needed = {owners[name] for name in self._asked if name in owners}
+        slots: list[int] = []
+        for number, one in enumerate(self._saves):
+            save = self._save(number, one, saves, numbers, len(slots))
+            if save.fate is Fate.OFFLOAD:
+                slots.append(save.storage_nbytes)
+            if save.owner >= 0:
+                numbers[one.name] = number
+            saves.append(save)
+        asks = self._asks(saves, numbers)
+        if self.is_void or not asks:
+            return None
+        end = [numbers[name] for name, start in self._started.items() if start == len(saves) and name in numbers]
+        return StepPlan(tuple(saves), tuple(asks), tuple(end), tuple(slots))
+
+    def _save(self, number: int, one: _Recorded, saves: Sequence[Save], numbers: Mapping[int, int], slots: int) -> Save:
+        """Save ``number`` as the plan has it; the others are what is known of those before it."""
+        decide = Save(Fate.DECIDE, None, one.nbytes, requires_grad=one.requires_grad)
+        if one.name < 0:
+            if one.reason is None:
+                return decide
+            return dataclasses.replace(decide, fate=Fate.KEEP, reason=one.reason, storage_nbytes=one.storage_nbytes)
+        if one.owner in self._alive and one.storage_nbytes:
+            return dataclasses.replace(
+                decide, fate=Fate.KEEP, reason=KeepReason.ALIVE, storage_nbytes=one.storage_nbytes
+            )
+        if one.owner != one.name:
+            owner = numbers.get(one.owner)
+            if owner is None:
+                return decide
+            return dataclasses.replace(decide, fate=Fate.SHARE, reason=saves[owner].reason, owner=owner)
+        kept, start = self._kept.get(one.name), self._started.get(one.name)
+        if not one.storage_nbytes or one.name in self._parts or kept not in (None, KeepReason.NEWEST):
+            return decide
+        if one.name not in self._needed:
+            return decide
+        common: dict[str, Any] = {
+            "storage_nbytes": one.storage_nbytes,
+            "autograd_bytes": one.autograd_bytes,
+            "owner": number,
+        }
+        if start is None:  # where it has, backward has come to it before its stream had: it may be otherwise next time
+            return decide if kept is None else dataclasses.replace(decide, fate=Fate.KEEP, reason=kept, **common)
+        release = self._released.get(one.name, -1)
+        return dataclasses.replace(decide, fate=Fate.OFFLOAD, slot=slots, start=start, release=release, **common)
+
+    def _asks(self, saves: Sequence[Save], numbers: Mapping[int, int]) -> list[Ask]:
+        """The unpacks of saves that are followed; what another one has set off, the next of these does."""
+        found: list[Ask] = []
+        bring: list[int] = []
+        drop: list[int] = []
+        for asked in self._asked.values():
+            bring += [numbers[name] for name in asked.bring if name in numbers]
+            drop += [numbers[name] for name in asked.drop if name in numbers]
+            number = numbers.get(asked.name)
+            if number is not None:
+                others = tuple(one for one in drop if one != saves[number].owner)
+                found.append(Ask(number, tuple(bring), others, asked.keep))
+                bring, drop = [], []
+        seen: set[int] = set()
+        for at in reversed(range(len(found))):
+            owner = saves[found[at].save].owner
+            found[at] = dataclasses.replace(found[at], last=owner not in seen)
+            seen.add(owner)
+        return found

@@ -1,0 +1,50 @@
+"""The sanitizer that every test of compiled code runs under finds what it is for, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import eager_offload as eo
+from eager_offload.compile import ops
+from tests.compile.sanitizer import CHANGED, OTHER
+
+
+@pytest.fixture
+def text() -> Iterator[str]:
+    """The configuration of an ``Offload`` that is active while the test runs."""
+    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
+    with offload:
+        yield offload.config_text
+    assert offload.stats(synchronize=True).bytes_out > 0
+    offload.close()
+
+
+def test_h35_a_source_that_is_written_over_before_its_wait_is_reported(text: str, violations: list[str]) -> None:
+    x = torch.arange(64.0)
+    host = ops.offload(x, config=text, wait=False)
+    x[3] = 7
+    ops.wait_tensor(host, x)
+    assert violations == [CHANGED]
+    violations.clear()
+
+
+def test_h35_a_wait_that_keeps_other_memory_is_reported(text: str, violations: list[str]) -> None:
+    x = torch.arange(64.0)
+    host = ops.offload(x, config=text, wait=False)
+    ops.wait_tensor(host, x.clone())
+    assert violations == [OTHER]
+    violations.clear()
+
+
+def test_h35_a_source_may_be_written_over_after_its_wait(text: str, violations: list[str]) -> None:
+    x = torch.arange(64.0)
+    for part in (x, x.view(8, 8).t()[2:], x.reshape(8, 8)):
+        host = ops.offload(part, config=text, wait=False)
+        ops.wait_tensor(host, part)
+        x.add_(1)
+        again = ops.reload(ops.offload(part, config=text), part.device, config=text)
+        assert torch.equal(again, part)
+    assert violations == []

@@ -1,0 +1,523 @@
+"""H54: a forward follows what a like one did; where it differs it goes on as an unknown one, and no bit is another."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import eager_offload as eo
+from eager_offload import Offload
+from eager_offload.eager.plans import KnownPlan
+from eager_offload.step_plan import Fate, StepPlan
+from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
+from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
+from tests.sampling import search
+
+SIDE = 16
+#: What a layer does with what the one before it returns.
+LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": lambda y: (y * 0.1).exp(),
+    "product": lambda y: y * y.sin(),
+    "matrix": lambda y: (y @ y.t()).tanh(),
+    "mask": lambda y: y * torch.ones(SIDE, SIDE),
+    "halves": lambda y: torch.cat([half.sigmoid() for half in y.chunk(2)]),
+    "small": lambda y: y + y[:1].square().sum(),
+    "twice": lambda y: torch.cat([y.sigmoid(), y.cos()]).view(2, SIDE, SIDE).sum(0),
+}
+FIRST = ["exp", "product", "matrix", "mask", "exp", "halves", "twice", "exp"]
+
+
+def step(around: AbstractContextManager[Any], layers: Sequence[str], seed: int, order: bool = True) -> list[Tensor]:
+    """The loss and the gradients of one step; ``order``: which of its two branches backward comes to first."""
+    x, w = leaf(SIDE, SIDE, seed=seed), leaf(SIDE, SIDE, seed=seed + 1)
+    with around:
+        y, z = x * 2, w * 3
+        for name in layers:
+            y, z = LAYERS[name](y), z.cos()
+        losses = [y.sum(), z.sum()]
+    del y, z
+    for loss in losses if order else losses[::-1]:
+        loss.backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    return [*(loss.detach() for loss in losses), x.grad, w.grad]
+
+
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+def test_h54_steps_that_are_alike_are_followed(regime: Regime, backend: Backend) -> None:
+    offload = backend.offload(step_plans=True, **regime.fields)
+    for seed in range(6):
+        assert_identical(step(nullcontext(), FIRST, seed), step(regime.around(offload), FIRST, seed))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (5, {})
+    assert_moved(stats)
+    plan = offload.step_plan()
+    assert plan is not None
+    assert plan == offload.step_plan(offloader_of(offload).device)
+    assert offload.step_plan("meta") is None
+    assert plan.totals.offloaded > 0
+    assert {save.fate for save in plan.saves} >= {Fate.OFFLOAD, Fate.SHARE}
+
+
+@pytest.mark.parametrize(("policy", "followed"), [("auto", 3), (True, 5), (False, 0)])
+def test_h54_how_soon_a_step_is_followed(policy: bool | str, followed: int, backend: Backend) -> None:
+    offload = backend.offload(step_plans=policy)
+    for seed in range(6):
+        assert_identical(step(nullcontext(), FIRST, seed), step(Settled(offload), FIRST, seed))
+    assert offload.stats().followed_forwards == followed
+    assert (offload.step_plan() is not None) == (followed > 0)
+    assert_moved(assert_settled(offload))
+
+
+def test_h54_one_forward_in_sixteen_is_decided_anew(backend: Backend) -> None:
+    offload = backend.offload(step_plans=True)
+    for seed in range(40):
+        step(Settled(offload), ["exp"], seed)
+    assert offload.stats().followed_forwards == 39 - 2
+    assert_moved(assert_settled(offload))
+
+
+def test_h54_a_step_that_differs_anywhere_is_exact(backend: Backend) -> None:
+    """At a random save, by another operator or by none, or at a random unpack; then as before."""
+
+    def check(layers: list[str], changes: list[tuple[int, str, bool]], regime: Regime) -> None:
+        offload = backend.offload(step_plans=True, **regime.fields)
+        for seed in range(2):
+            assert_identical(step(nullcontext(), layers, seed), step(regime.around(offload), layers, seed))
+        for where, name, order in changes:
+            changed = [*layers[:where], *([name] if name else []), *layers[where + 1 :]]
+            expected = step(nullcontext(), changed, 7, order)
+            assert_identical(expected, step(regime.around(offload), changed, 7, order))
+            assert_identical(step(nullcontext(), layers, 8), step(regime.around(offload), layers, 8))
+        stats = assert_settled(offload)
+        offload.close()
+        # Where parts of storages leave by themselves, too little is left for a plan.
+        assert stats.followed_forwards > 0 or {"halves", "small"} & {*layers}
+        assert stats.bytes_out > 0
+
+    layer, change = st.sampled_from(sorted(LAYERS)), st.sampled_from(["", *LAYERS])
+    changes = st.lists(st.tuples(st.integers(0, 4), change, st.booleans()), min_size=1, max_size=4)
+    search(check, st.lists(layer, min_size=1, max_size=5), changes, st.sampled_from(REGIMES), fixed=12, seconds=1.0)
+
+
+def test_h54_two_plans_in_turn(backend: Backend) -> None:
+    """As a generator and a discriminator have them."""
+    offload, others = backend.offload(step_plans=True), ["matrix", "exp", "mask"]
+    for seed in range(8):
+        with Settled(offload):
+            first = LAYERS["matrix"](leaf(SIDE, SIDE, seed=seed) * 2)
+        step(Settled(offload), others, seed)
+        first.sum().backward()
+        assert_identical(step(nullcontext(), FIRST, seed), step(Settled(offload), FIRST, seed))
+        if seed == 3:
+            before = assert_settled(offload)
+    stats = assert_settled(offload)
+    assert stats.followed_forwards - before.followed_forwards == 3 * 4, "each kind is known, and what comes after it"
+    assert stats.plan_misses == before.plan_misses
+    assert_moved(stats)
+
+
+def misses(offload: Offload) -> list[str]:
+    return sorted(offload.stats().plan_misses)
+
+
+@pytest.mark.parametrize(
+    ("what", "layers"),
+    [("size", [FIRST[0], "halves", *FIRST[2:]]), ("more", [*FIRST, "exp"]), ("fewer", FIRST[:-1])],
+)
+def test_h54_what_differs_is_counted(what: str, layers: list[str], backend: Backend) -> None:
+    offload = backend.offload(step_plans=True)
+    for seed in range(2):
+        step(Settled(offload), FIRST, seed)
+    assert_identical(step(nullcontext(), layers, 5), step(Settled(offload), layers, 5))
+    assert misses(offload) == [what]
+    assert_moved(assert_settled(offload))
+
+
+def test_h54_a_backward_in_another_order_is_counted(backend: Backend) -> None:
+    offload = backend.offload(step_plans=True)
+    for seed in range(2):
+        step(Settled(offload), FIRST, seed)
+    assert_identical(step(nullcontext(), FIRST, 5, False), step(Settled(offload), FIRST, 5, False))
+    assert misses(offload) == ["order"]
+    assert_moved(assert_settled(offload))
+
+
+def shared(offload: AbstractContextManager[Any], *, same: bool) -> Tensor:
+    """Two operators that save one tensor, or two of one size."""
+    x = leaf(SIDE, SIDE)
+    with offload:
+        y = x * 2
+        other = y if same else x * 3
+        loss = (y.sin() + other.cos()).sum()
+    del y, other
+    loss.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_h54_a_storage_that_is_another_one_is_not_shared(first: bool, backend: Backend) -> None:
+    offload = backend.offload(step_plans=True)
+    for same in (first, first, not first):
+        assert torch.equal(shared(nullcontext(), same=same), shared(Settled(offload), same=same))
+    assert misses(offload) == (["share"] if first else [])
+    assert_moved(assert_settled(offload))
+
+
+@pytest.mark.parametrize("how", ["keep", "prefer", "no_offload"])
+def test_h54_marks_and_regions_come_before_a_plan(how: str, backend: Backend) -> None:
+    offload = backend.offload(step_plans=True)
+
+    def marked(around: AbstractContextManager[Any], how: str) -> Tensor:
+        x = leaf(SIDE, SIDE)
+        with around:
+            y = x * 2
+            if how in ("keep", "prefer"):
+                (eo.keep if how == "keep" else eo.prefer_offload)(y)
+            with eo.no_offload() if how == "no_offload" else nullcontext():
+                z = y.sin()
+            loss = z.cos().sum()
+        del y, z
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    for given in ("", "", how):
+        assert torch.equal(marked(nullcontext(), given), marked(Settled(offload), given))
+    stats = offload.stats()
+    assert stats.plan_misses == {"marks": 1}
+    kept = {"keep": "marked", "no_offload": "region"}.get(how)
+    assert (kept is None) or stats.kept_bytes[kept] == SIDE * SIDE * 4
+    assert_moved(assert_settled(offload), 0.6)
+
+
+def test_h54_a_change_in_place_raises_as_in_an_unknown_step(backend: Backend) -> None:
+    offload = backend.offload(step_plans=True)
+    for seed in range(3):
+        x = leaf(SIDE, SIDE, seed=seed)
+        with Settled(offload):
+            y = x * 2
+            loss = y.sin().exp().sum()
+        if seed == 2:
+            y.add_(1)
+            with pytest.raises(eo.SavedTensorModifiedError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            del y
+            loss.backward()
+    assert offload.stats().followed_forwards == 2
+    del loss, y
+    assert_moved(assert_settled(offload))
+
+
+def test_h54_what_is_not_final_yet_does_not_leave(backend: Backend) -> None:
+    """``rrelu`` saves its noise, and fills it afterwards."""
+    offload = backend.offload(step_plans=True)
+
+    def noisy(around: AbstractContextManager[Any]) -> Tensor:
+        x = leaf(SIDE, SIDE)
+        torch.manual_seed(0)
+        with around:
+            y = torch.rrelu(x * 2, training=True)
+            loss = torch.rrelu(y, training=True).sin().sum()
+        del y
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    for _ in range(4):
+        assert torch.equal(noisy(nullcontext()), noisy(Settled(offload)))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (3, {})
+    assert_moved(stats)
+
+
+def test_h54_several_forwards_before_a_backward_have_slots_of_their_own(backend: Backend) -> None:
+    offload = backend.offload(step_plans=True)
+    step(Settled(offload), FIRST, 0)
+    found = []
+    for seed in range(3):
+        x = leaf(SIDE, SIDE, seed=seed)
+        with Settled(offload):
+            y = x * 2
+            for name in FIRST:
+                y = LAYERS[name](y)
+        found.append((x, y.sum()))
+    for seed, (x, loss) in enumerate(found):
+        loss.backward()
+        plain = leaf(SIDE, SIDE, seed=seed)
+        y = plain * 2
+        for name in FIRST:
+            y = LAYERS[name](y)
+        y.sum().backward()
+        assert_identical(plain.grad, x.grad)
+    del found, x, y, loss
+    assert_moved(assert_settled(offload))
+
+
+def test_h54_the_newest_bytes_of_several_forwards_are_bounded_together(backend: Backend) -> None:
+    size = SIDE * SIDE * 4
+    offload = backend.offload(step_plans=True, keep_last_bytes=4 * size)
+
+    def forward(seed: int) -> tuple[Tensor, Tensor]:
+        x = leaf(SIDE, SIDE, seed=seed)
+        with Settled(offload):
+            y = x
+            for _ in range(6):
+                y = (y * 0.5).exp()
+        return x, y.sum()
+
+    for seed in range(2):
+        forward(seed)[1].backward()
+    assert offload.stats().followed_forwards == 1
+    offload.reset_stats()
+    found = [forward(seed) for seed in range(4)]
+    assert offload.stats(synchronize=True).followed_forwards == 1, "the first, which leaves no room for a second one"
+    assert offloader_of(offload).census().resident_bytes <= 4 * size + size
+    for seed, (x, loss) in enumerate(found):
+        loss.backward()
+        plain = y = leaf(SIDE, SIDE, seed=seed)
+        for _ in range(6):
+            y = (y * 0.5).exp()
+        y.sum().backward()
+        assert_identical(plain.grad, x.grad)
+    del found, x, loss
+    assert offload.stats(synchronize=True).bytes_out > 0
+    assert_settled(offload)
+
+
+def test_h54_a_graph_that_is_dropped_or_kept_gives_back_what_it_held(backend: Backend) -> None:
+    offload = backend.offload(step_plans=True)
+    for seed in range(6):
+        x = leaf(SIDE, SIDE, seed=seed)
+        with Settled(offload):
+            y = x * 2
+            for name in FIRST:
+                y = LAYERS[name](y)
+        loss = y.sum()
+        del y
+        if seed % 3 == 1:
+            del loss
+            assert offloader_of(offload).census().resident_bytes == 0
+            continue
+        loss.backward(retain_graph=seed % 3 == 2)
+        if seed % 3 == 2:
+            first = x.grad
+            x.grad = None
+            loss.backward()
+            assert_identical(first, x.grad)
+        del loss
+    assert_moved(assert_settled(offload))
+
+
+def deep(x: Tensor, around: AbstractContextManager[Any], count: int = 8) -> Tensor:
+    with around:
+        y = x
+        for _ in range(count):
+            y = (y * 0.5).exp()
+        return y.sum()
+
+
+def test_h54_graphs_that_are_dropped_in_the_forward_take_no_room(backend: Backend) -> None:
+    offload = backend.offload(step_plans=True)
+    for seed in range(4):
+        x = leaf(SIDE, SIDE, seed=seed)
+        with Settled(offload):
+            for _ in range(6):
+                loss = deep(x, nullcontext())
+        loss.backward()
+        plain = leaf(SIDE, SIDE, seed=seed)
+        deep(plain, nullcontext()).backward()
+        assert_identical(plain.grad, x.grad)
+        del loss
+    offload.stats(synchronize=True)
+    assert saves_of(offload).plans.idle_bytes <= 8 * SIDE * SIDE * 4, "what the last one saves, not all six"
+    assert_moved(assert_settled(offload))
+
+
+def test_h54_steps_that_a_little_is_left_of_give_the_rest_of_their_room_back(backend: Backend) -> None:
+    """A metric that is kept of each step, and forwards of which only a half goes backward at a time."""
+    offload, kept = backend.offload(step_plans=True), []
+    for seed in range(12):
+        x = leaf(SIDE, SIDE, seed=seed)
+        with Settled(offload):
+            metric = deep(x, nullcontext(), 1)
+            loss = deep(x, nullcontext())
+        kept += [metric] if seed > 1 else []
+        del metric
+        if seed % 3 != 2:
+            loss.backward()
+        del loss
+    slots = offload.step_plan()
+    assert slots is not None
+    assert sum(tier.used_bytes for tier in offloader_of(offload).tiers) < 3 * slots.totals.slots
+    for loss in kept:
+        loss.backward()
+    del kept, loss
+    stats = assert_settled(offload)
+    assert stats.followed_forwards > 8
+    assert_moved(stats)
+
+
+def test_h54_a_tensor_of_the_size_of_a_weight_is_not_taken_for_one(backend: Backend) -> None:
+    """A layer that is frozen saves its weight; once it is trained, its input."""
+    offload = backend.offload(step_plans=True)
+    weight = torch.nn.Parameter(leaf(SIDE, SIDE, seed=3).detach())
+
+    def train(around: AbstractContextManager[Any], seed: int, *, frozen: bool) -> Tensor:
+        first = leaf(SIDE, SIDE, seed=seed).requires_grad_(frozen)
+        weight.requires_grad_(not frozen)
+        weight.grad = None
+        with around:
+            y = (first * 2) @ weight
+            y = y.sin().cos().sum()
+        y.backward()
+        found = first.grad if frozen else weight.grad
+        assert found is not None
+        return found.clone()
+
+    for seed in range(8):
+        frozen = seed < 4
+        assert torch.equal(train(nullcontext(), seed, frozen=frozen), train(Settled(offload), seed, frozen=frozen))
+    stats = assert_settled(offload)
+    assert stats.kept_bytes["parameter"] == 4 * SIDE * SIDE * 4, "of the frozen steps"
+    assert stats.followed_forwards > 4
+    assert_moved(stats)
+
+
+def test_h54_a_forward_that_is_decided_anew_takes_no_second_set(backend: Backend) -> None:
+    offload = backend.offload(step_plans=True)
+    for seed in range(40):
+        deep(leaf(SIDE, SIDE, seed=seed), Settled(offload)).backward()
+    stats, plan = assert_settled(offload), offload.step_plan()
+    assert plan is not None
+    assert stats.followed_forwards == 37
+    assert max(stats.host_bytes_peak, stats.disk_bytes_peak) <= plan.totals.slots + SIDE * SIDE * 4
+    assert_moved(stats)
+
+
+def test_h54_steps_in_one_context_are_followed_one_by_one(backend: Backend) -> None:
+    offload = backend.offload(step_plans=True)
+    weight = torch.nn.Parameter(leaf(SIDE, SIDE, seed=3).detach())
+    for seed in range(5):
+        expected, found = [], []
+        for grads, around in ((expected, nullcontext()), (found, offload)):
+            with around:
+                for part in range(3):
+                    weight.grad = None
+                    x = leaf(SIDE, SIDE, seed=9 * seed + part)
+                    deep(weight * x, nullcontext()).backward()  # saves what stays first
+                    grads += [x.grad, weight.grad]
+        assert_identical(expected, found)
+    stats = assert_settled(offload)
+    assert (stats.steps, stats.followed_forwards, stats.plan_misses) == (15, 14, {})
+    assert stats.bytes_out > 0
+
+
+def test_h54_a_mark_on_what_stayed_is_seen(backend: Backend) -> None:
+    size, offload = SIDE * SIDE * 4, backend.offload(step_plans=True, min_bytes=SIDE * SIDE * 4 + 1)
+
+    def train(around: AbstractContextManager[Any], *, prefer: bool) -> Tensor:
+        x = leaf(SIDE, SIDE)
+        with around:
+            y = x * 2
+            if prefer:
+                eo.prefer_offload(y)
+            y = (torch.cat([y.sin(), x]) * 2).cos().sum()
+        y.backward()
+        assert x.grad is not None
+        return x.grad
+
+    for number in range(6):
+        offload.reset_stats()
+        prefer = number > 2
+        assert torch.equal(train(nullcontext(), prefer=prefer), train(Settled(offload), prefer=prefer))
+        stats = offload.stats(synchronize=True)
+        assert stats.offloaded_bytes == (3 * size if prefer else 2 * size), number
+    assert_settled(offload)
+
+
+def known_plans() -> int:
+    return sum(type(one) is KnownPlan for one in gc.get_objects())
+
+
+def test_h54_kinds_of_step_that_begin_alike_and_come_in_no_order_are_seldom_missed(backend: Backend) -> None:
+    kinds = [["exp", name] * 2 for name in ("product", "matrix", "twice", "exp")]
+    offload, order = backend.offload(step_plans=True), random.Random(0)
+    gc.collect()
+    kept, before = None, known_plans()
+    for seed in range(120):
+        x = leaf(SIDE, SIDE, seed=seed)
+        with Settled(offload):
+            y = x * 2
+            for name in order.choice(kinds):
+                y = LAYERS[name](y)
+            loss = y.sum()
+        del y
+        if seed == 20:
+            kept = loss
+        else:
+            loss.backward()
+        del loss
+    stats = offload.stats(synchronize=True)
+    assert sum(stats.plan_misses.values()) < 20
+    gc.collect()
+    assert known_plans() - before <= len(kinds) + 4, "a graph that is kept alive holds none of those after it"
+    del kept
+    assert_moved(assert_settled(offload))
+
+
+def test_h54_nothing_grows_with_the_steps_that_follow(backend: Backend) -> None:
+    offload = backend.offload(step_plans=True)
+    counts, used = [], []
+    for seed in range(120):
+        step(Settled(offload), ["exp", "product"], seed)
+        if seed in (60, 119):
+            offload.stats(synchronize=True)
+            gc.collect()
+            counts.append(len(gc.get_objects()) if backend.name != "simulated" else 0)  # which writes a log
+            used.append([tier.used_bytes for tier in offloader_of(offload).tiers])
+    assert counts[1] <= counts[0] + 50
+    assert used[0] == used[1]
+    plan = offload.step_plan()
+    assert plan is not None
+    assert sum(used[0]) == plan.totals.slots, "one set, for the next step"
+    assert saves_of(offload).plans.idle_bytes == plan.totals.slots
+    assert_moved(assert_settled(offload))
+
+
+def test_h54_a_plan_serves_another_process_or_model(backend: Backend, tmp_path: Path) -> None:
+    first = backend.offload(step_plans=True)
+    for seed in range(2):
+        step(Settled(first), FIRST, seed)
+    plan = first.step_plan()
+    assert plan is not None
+    plan.save(tmp_path / "plan.json")
+
+    same = backend.offload(plan=StepPlan.load(tmp_path / "plan.json"))
+    assert_identical(step(nullcontext(), FIRST, 1), step(Settled(same), FIRST, 1))
+    stats = same.stats()
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+
+    other = backend.offload(plan=plan)
+    layers = ["halves", "matrix"]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for seed in range(3):
+            assert_identical(step(nullcontext(), layers, seed), step(Settled(other), layers, seed))
+    assert ["the step plan that was given does not fit this model" in str(one.message) for one in warned] == [True]
+    assert_moved(assert_settled(same))
+    assert_moved(assert_settled(other))
+    with pytest.raises(eo.ConfigError, match="does not go with step_plans=False"):
+        Offload(plan=plan, step_plans=False)

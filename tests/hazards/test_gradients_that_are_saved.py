@@ -1,0 +1,253 @@
+"""H34: backward returns a saved tensor as the gradient, and what becomes ``.grad`` is changed in place afterwards: by a
+hook, by clipping, by accumulation. Nobody else may see that, and no later backward may take it for a change of what was
+saved.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.hooks import RemovableHandle
+
+from eager_offload import SavedTensorModifiedError
+from tests.hazards.backends import Backend, offloader_of
+from tests.hazards.programs import REGIMES, assert_identical, leaf, same_gradients
+from tests.hazards.wrappers import Scaled, parts_of, two
+
+Around: TypeAlias = AbstractContextManager[Any]
+
+SIDE = 32
+
+
+class _Scaling(torch.autograd.Function):
+    """The sum of ``w * x`` whose gradient is ``x`` itself, since that of a sum is 1."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, x: Tensor, change: Callable[[Tensor], object]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.change = change
+        values = [a * b for a, b in zip(parts_of(w.detach()), parts_of(x.detach()), strict=True)]
+        return torch.stack([value.sum() for value in values]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        ctx.change(x)
+        return x, None, None
+
+
+def scaled(w: Tensor, x: Tensor, change: Callable[[Tensor], object] = lambda x: None) -> Tensor:
+    result = _Scaling.apply(w, x, change)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def made(seed: int) -> Tensor:
+    return leaf(SIDE, SIDE, seed=seed, grad=False)
+
+
+def halve(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.mul_(0.5)
+
+
+class Saved(NamedTuple):
+    name: str
+    of: Callable[[], Tensor]
+
+
+SAVED = [
+    Saved("a tensor", lambda: made(3)),
+    Saved("a view of most of it", lambda: made(3).view(-1).view(SIDE, SIDE)),
+    Saved("a slice that travels alone", lambda: leaf(8, SIDE, SIDE, seed=3, grad=False)[3]),
+    Saved("elements that are gathered", lambda: leaf(8, SIDE, 4 * SIDE, seed=3, grad=False)[3, :, ::4]),
+    Saved("another layout", lambda: made(3).t()),
+    Saved("a wrapper", lambda: two(lambda seed: made(3 + seed))),
+    Saved("a wrapper with a scale", lambda: Scaled(made(3), torch.tensor(1.5), "m")),
+]
+#: What of it the program keeps.
+KEPT: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "it": lambda x: x,
+    "a view of it": lambda x: x[:],
+    "nothing": lambda x: None,
+}
+
+
+def named(case: NamedTuple) -> str:
+    return str(case[0]).replace(" ", "_")
+
+
+@pytest.mark.parametrize("keeps", KEPT)
+@pytest.mark.parametrize("case", SAVED, ids=named)
+def test_h34_what_becomes_the_gradient_is_seen_by_nobody_else(case: Saved, keeps: str, backend: Backend) -> None:
+    backend.sources_change = True  # a gradient that autograd has taken and nobody else asks for
+
+    def program(around: Around) -> object:
+        weights = [(case.of().detach() * (1 + i)).requires_grad_() for i in range(2)]
+        seen = []
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(halve)
+        for backwards in (3, 1, 2):
+            x = case.of()
+            with around:
+                loss = sum(scaled(weight, x) for weight in [*weights, weights[0] * 1])
+            kept = KEPT[keeps](x)
+            del x
+            for left in reversed(range(backwards)):
+                assert isinstance(loss, Tensor)
+                loss.backward(retain_graph=left > 0)
+                seen += [part.clone() for weight in weights for part in parts_of(weight.grad)]
+                seen += [part.clone() for part in ([] if kept is None else parts_of(kept))]
+                for weight in weights:
+                    assert weight.grad is not None
+                    weight.grad.mul_(0.9)
+                    weight.grad = None if left % 2 else weight.grad
+        return seen
+
+    same_gradients(program, backend, held=keeps != "nothing", reloads=keeps == "nothing")
+
+
+def test_h34_training_with_what_the_program_keeps(backend: Backend) -> None:
+    def program(around: Around) -> object:
+        w, x = leaf(SIDE, SIDE), made(3)
+        optimizer, losses = torch.optim.SGD([w], lr=0.1), []
+        for _ in range(3):
+            with around:
+                loss = scaled(w, x)
+            loss.backward()
+            clip_grad_norm_([w], 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            losses.append(loss.detach())
+        return losses, w.detach(), x
+
+    same_gradients(program, backend, held=True, reloads=False)
+
+
+@pytest.mark.parametrize("keeps", KEPT)
+def test_h34_a_gradient_that_is_asked_for_is_what_autograd_gives(keeps: str, backend: Backend) -> None:
+    """``torch.autograd.grad`` hands out the saved tensor itself, where that lives."""
+
+    def program(around: Around) -> object:
+        w, x = leaf(SIDE, SIDE), made(3)
+        with around:
+            y = scaled(w, x) + (w * 2).sin().sum()
+        kept = KEPT[keeps](x)
+        del x
+        (first,) = torch.autograd.grad(y, w, retain_graph=True)
+        (second,) = torch.autograd.grad(y, w)
+        return first, second, kept
+
+    same_gradients(program, backend, reloads=keeps == "nothing")
+
+
+@pytest.mark.parametrize("keeps", KEPT)
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+def test_h34_what_backward_changes_in_place_is_still_found(regime: Any, keeps: str, backend: Backend) -> None:
+    backend.sources_change = True
+    offload = backend.offload(**regime.fields)
+    w, x = leaf(SIDE, SIDE), made(3)
+    with regime.around(offload):
+        y = scaled(w, x, lambda x: x.mul_(2)) + (w * 2).sin().sum()
+    kept = KEPT[keeps](x)
+    del x
+    y.backward(retain_graph=True)
+    with pytest.raises(SavedTensorModifiedError, match="at version 1; expected version 0"):
+        y.backward()
+    del kept
+    assert offload.stats(synchronize=True).bytes_out > 0
+
+
+def test_h34_two_gradients_that_autograd_adds_up_change_nothing_that_is_saved(backend: Backend) -> None:
+    """Autograd adds into the first, in place, if nobody else has it."""
+
+    def program(around: Around) -> object:
+        w, x = leaf(SIDE, SIDE), made(3)
+        with around:
+            y = scaled(w, x) + scaled(w, x) + scaled(w * 1, x)
+        del x
+        for backward in range(3):
+            y.backward(retain_graph=backward < 2)
+        return w.grad
+
+    same_gradients(program, backend)
+
+
+def test_h34_what_a_retained_graph_was_given_goes_when_it_is_used_up_or_backward_is_over(backend: Backend) -> None:
+    offload, given, alive = backend.offload(prefetch_bytes=0), list[weakref.ref[torch.UntypedStorage]](), list[int]()
+    w = leaf(SIDE, SIDE)
+
+    def look(x: Tensor) -> None:
+        alive.append(sum(ref() is not None for ref in given))
+        given.append(weakref.ref(x.untyped_storage()))
+
+    with offload:
+        y = w * 1
+        for seed in range(4):
+            y = y + scaled(w, made(seed), look)
+    offload.stats(synchronize=True)
+    y.sum().backward(retain_graph=True)
+    assert len(alive) == 4
+    assert max(alive) <= 1, "autograd adds up what it has of a gradient so far"
+    gc.collect()
+    assert [ref() for ref in given] == [None] * 4
+    del y
+    assert not any(offloader_of(offload).census())
+
+
+HOOKS: dict[str, Callable[[Tensor, Tensor, Any], RemovableHandle]] = {
+    "of the leaf": lambda w, x, node: w.register_hook(lambda _: node._saved_other),
+    "of what passes it on": lambda w, x, node: x.register_hook(lambda _: node._saved_other),
+    "of the node itself": lambda w, x, node: node.register_hook(lambda *_: (node._saved_other, None)),
+}
+
+
+@pytest.mark.parametrize("keeps", KEPT)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_h34_a_hook_returns_what_an_operator_of_torch_has_saved(hook: str, keeps: str, backend: Backend) -> None:
+    """Autograd clones it, since the node still has it."""
+
+    def program(around: Around) -> object:
+        w, mask = leaf(SIDE, SIDE), made(3)
+        with around:
+            x = w + 0
+            product = x * mask
+            loss = (product * 1).sum()
+        handle = HOOKS[hook](w, x, product.grad_fn)
+        kept = KEPT[keeps](mask)
+        del mask
+        seen = []
+        for _ in range(3):
+            loss.backward(retain_graph=True)
+            assert w.grad is not None
+            seen.append(w.grad.clone())
+            w.grad.mul_(0.5)
+            w.grad.data.mul_(0.5)  # which no version tells of
+        handle.remove()
+        return seen, kept
+
+    same_gradients(program, backend, held=keeps != "nothing", reloads=keeps == "nothing")
+
+
+def test_h34_bytes_that_a_frozen_weight_is_given_are_seen(backend: Backend) -> None:
+    """``weight.data = ...`` between forward and backward: autograd looks at the new ones."""
+
+    def program(around: Around) -> object:
+        x, weight, mask = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2, grad=False), made(3)
+        frozen = torch.nn.Parameter(weight, requires_grad=False)
+        with around:
+            y = (((x * frozen).sin() * mask).sin() @ frozen).sum()
+        frozen.data, mask.data = frozen.data * 2, mask.data * 3
+        y.backward()
+        assert_identical(frozen.data, weight * 2)
+        return x.grad
+
+    same_gradients(program, backend, held=True)

@@ -1,0 +1,195 @@
+"""H40: memory goes back when its use is over, although nobody calls the library any more.
+
+Nothing here asks for stats, packs, unpacks or enters a context between what ends the use and what is asserted.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload.runtime import transfer_threads
+from eager_offload.runtime.base import Direction
+from eager_offload.runtime.host import HostRuntime, TransferThread
+from eager_offload.tiers.disk import DiskSlot
+from tests.hazards.backends import Backend, DiskBackend, assert_settled
+from tests.hazards.probes import Transfers
+from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
+
+SIDE = 64
+
+
+class Gone:
+    """Waits until every storage that it was shown has gone."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._changed = threading.Condition()
+        self.seen = 0
+
+    def see(self, tensor: Tensor) -> Tensor:
+        number, self.seen = self.seen, self.seen + 1
+
+        def gone(_: object) -> None:
+            with self._changed:
+                del self._alive[number]
+                self._changed.notify_all()
+
+        self._alive[number] = weakref.ref(tensor.untyped_storage(), gone)
+        return tensor
+
+    def wait(self) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._alive, 60), f"{len(self._alive)} of {self.seen} are held"
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    """The CPU device with the disk tier: the one whose transfers have threads of the library's own."""
+    monkeypatch.setattr(transfer_threads, "_PAUSE_SECONDS", 0.0)
+    with DiskBackend() as backend:
+        yield backend
+        backend.assert_nothing_is_held()
+
+
+def forward(x: Tensor, gone: Gone, layers: int = 12) -> Tensor:
+    for _ in range(layers):
+        x = gone.see(x.sin())
+    return x.sum()
+
+
+def test_h40_the_sources_of_a_dropped_graph_go_with_the_end_of_their_copies(disk: Backend) -> None:
+    offload, gone = disk.offload(), Gone()
+    with disk.gate() as gate:
+        with offload:
+            loss = forward(leaf(SIDE, SIDE), gone)
+        gate.wait_until_reached()
+        del loss
+        assert gone._alive, "the copies are still to read them"
+        gate.open()
+        gone.wait()
+    assert_moved(assert_settled(offload))
+
+
+@pytest.mark.parametrize("asked", ["on their way", "when transfers pause"])
+def test_h40_the_sources_of_a_step_go_with_the_end_of_their_copies(asked: str, disk: Backend) -> None:
+    offload, gone, x = disk.offload(), Gone(), leaf(SIDE, SIDE)
+    forward(x, Gone()).backward()
+    expected, x.grad = x.grad, None
+    on_their_way = asked == "on their way"
+    with disk.gate() as gate:
+        with offload:
+            loss = forward(x, gone)
+        if on_their_way:
+            loss.backward()
+            del loss
+        gate.open()
+        gone.wait()
+    if not on_their_way:
+        loss.backward()
+        del loss
+    assert_identical(expected, x.grad)
+    stats = assert_settled(offload)
+    assert_moved(stats)
+    assert on_their_way or stats.bytes_in > 0
+
+
+def test_h40_a_warning_of_a_write_that_failed_waits_for_a_line_of_the_user(
+    disk: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload, opened, polled = disk.offload(), threading.Event(), threading.Event()
+
+    def refuse(slot: DiskSlot, source: Tensor) -> None:
+        assert opened.wait(60)
+        raise OSError(5, "broken")
+
+    monkeypatch.setattr(DiskSlot, "write", refuse)
+    out = disk.runtime.transfer_stream(torch.device("cpu"), Direction.OUT)
+    assert isinstance(out, TransferThread)
+    poll = out.pauses
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with offload:
+            loss = forward(leaf(SIDE, SIDE), Gone())
+        monkeypatch.setattr(out, "pauses", lambda: (poll(), polled.set())[0])
+        opened.set()
+        assert polled.wait(60)
+    with pytest.warns(RuntimeWarning, match="the saved tensor stays on cpu: .* broken") as warned:
+        stats = offload.stats(synchronize=True)
+    assert len(warned) == 1
+    assert stats.demotions == {"write_failed": 11}
+    loss.backward()
+
+
+class Slabs:
+    """What a runtime's arena takes from the system."""
+
+    def __init__(self, runtime: HostRuntime) -> None:
+        self.gone, self._allocate = Gone(), runtime.arena._allocate_slab
+        runtime.arena._allocate_slab = self
+
+    def __call__(self, nbytes: int) -> Tensor:
+        return self.gone.see(self._allocate(nbytes))
+
+
+@contextmanager
+def slabs_of(runtime: object) -> Iterator[Slabs]:
+    assert isinstance(runtime, HostRuntime)
+    runtime.arena.rest()
+    slabs = Slabs(runtime)
+    try:
+        yield slabs
+    finally:
+        runtime.arena._allocate_slab = slabs._allocate
+
+
+def test_h40_targets_that_nobody_will_ask_for_go_with_their_graph_and_their_memory_with_them(disk: Backend) -> None:
+    offload = disk.offload()
+    with slabs_of(disk.runtime) as slabs, Transfers(disk.runtime) as transfers:
+        half = h = x = leaf(SIDE, SIDE)
+        with Settled(offload):
+            for layer in range(12):
+                h = h.sin()
+                half = h if layer == 6 else half
+            loss = h.sum()
+        torch.autograd.grad(loss, half)
+        assert len(transfers.back) > 5, "nothing was brought back early"
+        del loss, h, half
+        slabs.gone.wait()
+        assert all(moved.storage() is None for moved in transfers.back)
+    assert slabs.gone.seen > 0
+    assert x.grad is None
+    assert_moved(assert_settled(offload))
+
+
+def test_h40_the_memory_of_reloads_goes_after_backward_and_serves_again_until_then(disk: Backend) -> None:
+    offload, x = disk.offload(prefetch_bytes=SIDE * SIDE * 4), leaf(SIDE, SIDE)
+    forward(x, Gone(), layers=200).backward()
+    expected, x.grad = x.grad, None
+    back = disk.runtime.transfer_stream(x.device, Direction.IN)
+    assert isinstance(back, TransferThread)
+    paused, rest = threading.Event(), back.pauses
+    back.pauses = lambda: None if not paused.is_set() else rest()  # a backward without a pause of that length
+    try:
+        with slabs_of(disk.runtime) as slabs:
+            with Settled(offload):
+                loss = forward(x, Gone(), layers=200)
+            loss.backward()
+            del loss
+            assert 0 < slabs.gone.seen <= 2, "each reload took new memory"
+            paused.set()
+            back._bell.put(None)
+            slabs.gone.wait()
+    finally:
+        back.pauses = rest
+    assert_identical(expected, x.grad)
+    stats = assert_settled(offload)
+    assert_moved(stats)
+    assert stats.bytes_in > 100 * SIDE * SIDE * 4

@@ -1,0 +1,342 @@
+"""H44: tensors without bytes of their own, tracers, and modes of the caller that see every operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd import forward_ad
+from torch.autograd.functional import hessian
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.hazards.backends import Backend, DiskBackend, assert_settled
+from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf, same_gradients
+
+Around: TypeAlias = AbstractContextManager[Any]
+Program: TypeAlias = Callable[[Around], object]
+
+
+def layers(**where: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8, **where), nn.LayerNorm(8, **where), nn.GELU(), nn.Linear(8, 8, **where))
+
+
+def gradients(model: nn.Module) -> list[tuple[object, ...]]:
+    """What can be said of gradients that have no values."""
+    return [(type(p.grad), p.grad.size(), p.grad.stride(), str(p.grad.device)) for p in model.parameters()]
+
+
+# -- what has no bytes ------------------------------------------------------------------------------------------------
+
+
+def on_meta(around: Around) -> object:
+    model = layers(device="meta")
+    with around:
+        loss = model(torch.ones(4, 8, device="meta")).sum()
+    loss.backward()
+    return gradients(model)
+
+
+def on_meta_inside(around: Around) -> object:
+    with around, torch.device("meta"):
+        model = layers()
+        model(torch.ones(4, 8)).sum().backward()
+    return gradients(model)
+
+
+def flops_on_meta(around: Around) -> object:
+    model = layers(device="meta")
+    with around, FlopCounterMode(display=False) as counter:
+        model(torch.ones(4, 8, device="meta")).sum().backward()
+    return counter.get_total_flops()
+
+
+def fake(around: Around, *, backward_inside: bool = True) -> object:
+    mode = FakeTensorMode()
+    with mode:
+        model = layers()
+        with around:
+            loss = model(torch.ones(4, 8)).sum()
+    with mode if backward_inside else nullcontext():
+        loss.backward()
+    return gradients(model)
+
+
+def fake_with_backward_outside_of_its_mode(around: Around) -> object:
+    return fake(around, backward_inside=False)
+
+
+def fake_inputs_of_a_real_model(around: Around) -> object:
+    model = layers()
+    with FakeTensorMode(allow_non_fake_inputs=True), around:
+        model(torch.ones(4, 8)).sum().backward()
+    return gradients(model)
+
+
+def functional(around: Around) -> object:
+    plain = leaf(4, 4, grad=False)
+    with around, FunctionalTensorMode():
+        x = FunctionalTensor.to_functional(plain).requires_grad_()
+        (gradient,) = torch.autograd.grad((x.exp() * x).sum(), x)
+        return torch._from_functional_tensor(gradient.elem)
+
+
+def functional_without_its_mode(around: Around) -> object:
+    x = torch._to_functional_tensor(leaf(4, 4, grad=False)).requires_grad_()
+    with around:
+        loss = (x.exp() * x).sum()
+    loss.backward()
+    torch._sync(x.grad)
+    return torch._from_functional_tensor(x.grad)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        on_meta,
+        on_meta_inside,
+        flops_on_meta,
+        fake,
+        fake_with_backward_outside_of_its_mode,
+        fake_inputs_of_a_real_model,
+        functional_without_its_mode,
+    ],
+)
+def test_h44_what_has_no_bytes_stays(program: Program, backend: Backend) -> None:
+    stays(program, backend)
+
+
+def test_h44_what_is_made_functional_stays() -> None:
+    with DiskBackend() as disk:  # its mode takes no other dispatch mode beside it, as that of the checker
+        stays(functional, disk)
+
+
+def stays(program: Program, backend: Backend) -> None:
+    offload, expected = backend.offload(), program(nullcontext())
+    assert_identical(expected, program(offload))
+    stats = assert_settled(offload)
+    assert stats.bytes_out == 0
+    assert set(stats.kept_bytes) <= {"layout", "parameter"}
+    assert stats.kept_bytes["layout"] > 0
+    assert all(type(nbytes) is int for nbytes in stats.kept_bytes.values())
+
+
+def test_h44_real_tensors_move_after_fake_ones(backend: Backend) -> None:
+    offload = backend.offload()  # for each type of element something is made once, here in the mode
+
+    def program(around: Around) -> object:
+        x = leaf(8, 8, dtype=torch.float64)
+        with around:
+            loss = (x.exp() * x).sum()
+        loss.backward()
+        return x.grad
+
+    with FakeTensorMode(), offload:
+        y = torch.ones(8, 8, dtype=torch.float64, requires_grad=True)
+        (y.exp() * y).sum().backward()
+    assert_identical(program(nullcontext()), program(Settled(offload)))
+    assert_moved(assert_settled(offload))
+
+
+def test_h44_an_offload_that_was_made_and_used_where_another_device_is_the_default(backend: Backend) -> None:
+    x = leaf(16, 16)
+    with torch.device("meta"), FakeTensorMode():
+        offload = backend.offload()
+    with torch.device("meta"), offload:
+        loss = Square.apply((x * 2).exp()[:, ::4]).sum()
+    with torch.device("meta"):
+        torch.autograd.backward(loss)
+    actual, x.grad = x.grad, None
+    Square.apply((x * 2).exp()[:, ::4]).sum().backward()
+    assert_identical(x.grad, actual)
+    del loss
+    assert_moved(assert_settled(offload))
+
+
+# -- zeros that are nowhere -------------------------------------------------------------------------------------------
+
+
+def zeros(around: Around) -> object:
+    x = leaf(4, 4)
+    with around:
+        nothing = torch._efficientzerotensor(4, 4)
+        loss = (x.exp() * nothing + (x * 2).sin() * nothing.t()).sum() + (x * 2).exp().square().sum()
+    loss.backward()
+    return x.grad
+
+
+def dual(around: Around) -> object:
+    x, w = leaf(8), leaf(8, seed=2)
+    with around, forward_ad.dual_level():
+        y = (forward_ad.make_dual(x, torch.ones(8)) * w).relu()
+        y = torch.where(y > 0, y.sin().exp() * x, w * 2)  # no tangent for the other part: zeros
+        tangent = forward_ad.unpack_dual(y).tangent
+        (y.square().sum() + tangent.square().sum()).backward()
+    return x.grad, w.grad
+
+
+def forward_over_reverse(around: Around) -> object:
+    with around:
+        return hessian(
+            lambda x: (x.sin() * x.exp()).square().sum(),
+            leaf(8, grad=False),
+            vectorize=True,
+            outer_jacobian_strategy="forward-mode",
+        )
+
+
+@pytest.mark.parametrize("program", [zeros, dual, forward_over_reverse])
+def test_h44_zeros_that_are_nowhere_stay(program: Program, backend: Backend) -> None:
+    offload, expected = backend.offload(), program(nullcontext())
+    assert_identical(expected, program(offload))
+    stats = assert_settled(offload)
+    assert stats.bytes_out > 0
+    assert stats.kept_bytes["layout"] > 0
+
+
+# -- tracers ----------------------------------------------------------------------------------------------------------
+
+
+def step(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    loss = (((x @ w).exp() * x).relu() + w.sigmoid()).square().sum()
+    return torch.autograd.grad(loss, (x, w))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around the trace", "in what is traced"])
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_h44_make_fx_traces_forward_and_backward(mode: str, inside: bool, backend: Backend) -> None:
+    def traced(around: Around) -> object:
+        def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+            with around if inside else nullcontext():
+                return step(x, w)
+
+        with nullcontext() if inside else around:
+            graph = make_fx(function, tracing_mode=mode)(leaf(4, 4), leaf(4, 4, seed=2))
+        calls = [str(node.target) for node in graph.graph.nodes if node.op != "output"]
+        # With any hooks torch itself makes an alias of what is unpacked, which tracers of torch 2.15 call so.
+        return [call for call in calls if "detach" not in call and "alias" not in call], graph(
+            leaf(4, 4, seed=3), leaf(4, 4, seed=4)
+        )
+
+    offload = backend.offload()
+    assert_identical(traced(nullcontext()), traced(offload))
+    stats = assert_settled(offload)
+    assert stats.kept_bytes["layout"] > 0
+    assert all(type(nbytes) is int for nbytes in stats.kept_bytes.values())
+
+
+# -- modes that see every operator ------------------------------------------------------------------------------------
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Likewise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+class Square(torch.autograd.Function):
+    """A function mode sees what runs inside of it, and so would see what packs and unpacks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+def squares(around: Around) -> object:
+    x, w = leaf(16, 16), leaf(16, 16, seed=2)
+    with around:
+        h = Square.apply((x @ w).exp().relu())
+        h = nn.functional.layer_norm(h, (16,)).t()[::2]
+        part = (h * 2)[:, ::4].square()
+        loss = Square.apply(part).sum() + h.sigmoid().mean()
+    del h, part
+    torch.autograd.backward(loss)  # a function mode does not see this one, and stays on
+    return x.grad, w.grad
+
+
+@pytest.mark.parametrize("kind", [Operators, Functions])
+@pytest.mark.parametrize("outside", [False, True], ids=["mode inside", "mode outside"])
+def test_h44_modes_of_the_caller_see_nothing_of_it(
+    outside: bool, kind: type[Operators] | type[Functions], backend: Backend
+) -> None:
+    def watched(around: Around) -> object:
+        mode = kind()
+        if outside:
+            with mode:
+                values = squares(around)
+        else:
+            x = leaf(16, 16)
+            with around, mode:
+                loss = Square.apply((x * 2).exp().t()[::2]).square().sum()
+                torch.autograd.backward(loss)
+            values = x.grad
+        return values, mode.seen
+
+    offload, expected = backend.offload(), watched(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+    assert_identical(expected, watched(offload))
+    assert_identical(expected, watched(Settled(offload)))
+    assert_moved(assert_settled(offload), 0.7)  # what is saved last before a backward in the context stays
+
+
+def test_h44_floating_point_operations_are_counted_as_without(backend: Backend) -> None:
+    def program(around: Around) -> object:
+        x = leaf(8, 8)
+        with FlopCounterMode(display=False) as counter:
+            with around:
+                loss = checkpoint(lambda h: (h @ h).tanh() @ h, x * 2, use_reentrant=False).exp().square().sum()
+            loss.backward()
+        return counter.get_total_flops(), x.grad
+
+    same_gradients(program, backend)
+
+
+def test_h44_the_mode_is_on_again_after_an_error(backend: Backend) -> None:
+    backend.sources_change = True
+    offload, x = backend.offload(), leaf(16, 16)
+    with Operators() as mode:
+        with offload:
+            h = (x * 2).exp()
+            loss = h.square().sum()
+        h.detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        del h, loss
+        before = len(mode.seen)
+        x.detach().cos()
+        assert "aten.cos.default" in mode.seen[before:]
+    assert_moved(assert_settled(offload))

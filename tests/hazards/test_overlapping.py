@@ -1,0 +1,312 @@
+"""H42: contexts of one thread that overlap without nesting: the right hooks are on, and none stays."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+
+import eager_offload as eo
+from eager_offload import active
+from eager_offload.eager import foreign
+from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.programs import assert_identical, assert_moved, leaf
+
+Around: TypeAlias = AbstractContextManager[Any]
+
+#: What two, or three, contexts have in common.
+KINDS: dict[str, Callable[[Backend, int], list[eo.Offload]]] = {
+    "equal": lambda backend, count: [backend.offload() for _ in range(count)],
+    "different": lambda backend, count: [backend.offload(prefetch_bytes=1024 * (1 + n)) for n in range(count)],
+    "the same object": lambda backend, count: [backend.offload()] * count,
+}
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+class Theirs(saved_tensors_hooks):
+    """Hooks of others that change nothing, and count."""
+
+    def __init__(self) -> None:
+        self.packed = 0
+        super().__init__(self.pack, lambda tensor: tensor)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.packed += 1
+        return tensor.detach()
+
+
+def stage(h: Tensor, x: Tensor) -> Tensor:
+    return h.sin() * x.exp()
+
+
+def enter_and_leave(arounds: Sequence[Around], order: Sequence[int]) -> object:
+    """Enters and leaves, by number, each at its first and its second place in ``order``; computes after each."""
+    x = leaf(16, 16)
+    h, entered = x, set[int]()
+    for number in order:
+        if number in entered:
+            arounds[number].__exit__(None, None, None)
+        else:
+            arounds[number].__enter__()
+            entered.add(number)
+        h = stage(h, x)
+    assert hooks_are_gone()
+    h.sum().backward()
+    return x.grad
+
+
+def plain(stages: int) -> object:
+    """The gradient of so many stages, computed in no context at all."""
+    h = x = leaf(16, 16)
+    for _ in range(stages):
+        h = stage(h, x)
+    h.sum().backward()
+    return x.grad
+
+
+def orders(count: int) -> Iterator[tuple[int, ...]]:
+    """All ways in which ``count`` contexts, entered by number, may overlap."""
+    for order in set(itertools.permutations([*range(count), *range(count)])):
+        if list(dict.fromkeys(order)) == list(range(count)):
+            yield order
+
+
+def settle(offloads: Sequence[eo.Offload]) -> None:
+    for offload in set(offloads):
+        stats = assert_settled(offload)
+        assert_moved(stats)
+        assert stats.foreign_hooks == stats.empty_forwards == 0
+
+
+@kinds
+@pytest.mark.parametrize("count", [2, 3])
+def test_h42_every_order_of_entering_and_leaving(count: int, kind: str, backend: Backend) -> None:
+    offloads = KINDS[kind](backend, count)
+    for order in orders(count):
+        assert_identical(plain(2 * count), enter_and_leave(offloads, order))
+    settle(offloads)
+
+
+@kinds
+def test_h42_tasks_of_one_event_loop(kind: str, backend: Backend) -> None:
+    async def task(around: Around, pauses: int, x: Tensor) -> Tensor:
+        with around:
+            h = x
+            for _ in range(3):
+                h = stage(h, x)
+                for _ in range(pauses):
+                    await asyncio.sleep(0)
+        return h.sum()
+
+    async def tasks(arounds: Sequence[Around], x: Tensor) -> Tensor:
+        losses = await asyncio.gather(*(task(around, 1 + n, x) for n, around in enumerate(arounds)))
+        return torch.stack(losses).sum()
+
+    def program(arounds: Sequence[Around]) -> object:
+        x = leaf(16, 16)
+        asyncio.run(tasks(arounds, x)).backward()
+        assert hooks_are_gone()
+        return x.grad
+
+    offloads = KINDS[kind](backend, 3)
+    expected = program([nullcontext()] * 3)
+    assert_identical(expected, program(offloads))
+    assert_identical(expected, program(offloads[::-1]))
+    settle(offloads)
+
+
+@kinds
+def test_h42_generators_that_hold_a_context_open(kind: str, backend: Backend) -> None:
+    def layers(around: Around, x: Tensor) -> Iterator[Tensor]:
+        with around:
+            h = x
+            while True:
+                h = stage(h, x)
+                yield h
+
+    def program(arounds: Sequence[Around]) -> object:
+        x = leaf(16, 16)
+        first, second = (layers(around, x) for around in arounds)
+        loss = next(first).sum() + next(second).sum() + next(first).sum()
+        first.close()
+        loss = loss + next(second).sum()
+        del second
+        assert hooks_are_gone()
+        loss.backward()
+        return x.grad
+
+    offloads = KINDS[kind](backend, 2)
+    assert_identical(program([nullcontext()] * 2), program(offloads))
+    settle(offloads)
+
+
+def test_h42_what_is_saved_goes_to_the_one_entered_last_that_is_open(backend: Backend) -> None:
+    first, second = KINDS["different"](backend, 2)
+    x = leaf(16, 16)
+
+    def saved(number: int) -> list[bool]:
+        before = [first.stats().saved_tensors, second.stats().saved_tensors]
+        graphs.append(stage(x, x))
+        after = [first.stats().saved_tensors, second.stats().saved_tensors]
+        return [new > old for old, new in zip(before, after, strict=True)]
+
+    graphs: list[Tensor] = []
+    first.__enter__()
+    second.__enter__()
+    assert saved(0) == [False, True]
+    first.__exit__(None, None, None)
+    assert saved(1) == [False, True]
+    first.__enter__()
+    assert saved(2) == [True, False]
+    first.__exit__(None, None, None)
+    assert saved(3) == [False, True]
+    second.__exit__(None, None, None)
+    assert saved(4) == [False, False]
+
+
+@kinds
+@pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_h42_left_with_an_error(error: BaseException, kind: str, backend: Backend) -> None:
+    first, second = offloads = KINDS[kind](backend, 2)
+    x = leaf(16, 16)
+    first.__enter__()
+    second.__enter__()
+    h = stage(x, x)
+    first.__exit__(type(error), error, None)
+    h = stage(h, x)
+    second.__exit__(type(error), error, None)
+    assert hooks_are_gone()
+    h.sum().backward()
+    assert_identical(plain(2), x.grad)
+    del h
+    settle([second])
+    assert_identical(plain(4), enter_and_leave(offloads, [0, 1, 1, 0]))
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. other saved-tensor hooks:RuntimeWarning")
+@pytest.mark.parametrize("order", sorted(orders(3)), ids=str)
+def test_h42_with_hooks_of_others_in_between(order: tuple[int, ...], backend: Backend) -> None:
+    first, second = KINDS["different"](backend, 2)
+    for place in range(3):
+        theirs, arounds = Theirs(), list[Around]([first, second])
+        arounds.insert(place, theirs)
+        assert_identical(plain(6), enter_and_leave(arounds, order))
+        assert theirs.packed > 0
+    assert_moved(assert_settled(first))
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. other saved-tensor hooks:RuntimeWarning")
+def test_h42_hooks_of_others_stay_on_until_they_are_left(backend: Backend) -> None:
+    offload, theirs, x = backend.offload(), Theirs(), leaf(16, 16)
+    offload.__enter__()
+    h = stage(x, x)
+    with theirs:
+        offload.__exit__(None, None, None)
+        before = theirs.packed
+        h = stage(h, x)
+        assert theirs.packed > before
+    assert hooks_are_gone()
+    h.sum().backward()
+    assert_identical(plain(2), x.grad)
+    del h
+    assert_moved(assert_settled(offload))
+
+
+def test_h42_leaving_too_often_is_an_error_and_leaves_others_on(backend: Backend) -> None:
+    first, second = KINDS["different"](backend, 2)
+    x = leaf(16, 16)
+    with first:
+        for _ in range(2):
+            with pytest.raises(eo.OffloadError, match="did not enter it, or that has left it already"):
+                second.__exit__(None, None, None)
+        with second:
+            pass
+        with pytest.raises(eo.OffloadError, match="did not enter it, or that has left it already"):
+            second.__exit__(None, None, None)
+        h = stage(x, x)
+    assert hooks_are_gone()
+    h.sum().backward()
+    del h
+    assert_moved(assert_settled(first))
+
+
+@kinds
+def test_h42_entered_in_one_thread_and_left_in_another(kind: str, backend: Backend) -> None:
+    first, second = KINDS[kind](backend, 2)
+    x = leaf(16, 16)
+
+    def leave() -> None:
+        with pytest.raises(eo.OffloadError, match="in a thread that did not enter it"):
+            first.__exit__(None, None, None)
+        assert hooks_are_gone()
+
+    first.__enter__()
+    second.__enter__()
+    backend.in_thread(leave)
+    first.__exit__(None, None, None)
+    h = stage(x, x)
+    second.__exit__(None, None, None)
+    assert hooks_are_gone()
+    h.sum().backward()
+    assert_identical(plain(1), x.grad)
+    del h
+    assert_moved(assert_settled(second))
+
+
+@kinds
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
+def test_h42_an_interrupt_of_one_leaves_the_other_on(
+    where: str, when: str, kind: str, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = KINDS[kind](backend, 2)
+    x = leaf(16, 16)
+
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.undo()
+        if when == "after":
+            getattr(saved_tensors_hooks, where)(*arguments)
+        raise KeyboardInterrupt
+
+    first.__enter__()
+    if where == "__exit__":
+        second.__enter__()
+    monkeypatch.setattr(foreign.ours, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        second.__enter__() if where == "__enter__" else second.__exit__(None, None, None)
+    assert len(active.thread.contexts) == 1
+    h = stage(x, x)
+    first.__exit__(None, None, None)
+    assert hooks_are_gone()
+    assert active.thread.contexts == []
+    h.sum().backward()
+    del h
+    assert_moved(assert_settled(first))
+
+
+def test_h43_a_ban_on_hooks_that_an_error_left_behind_ends_with_the_context(backend: Backend) -> None:
+    offload = backend.offload()
+    with pytest.raises(eo.OffloadError, match="no saved tensor hooks here"), offload:
+        torch._C._autograd._saved_tensors_hooks_disable("no saved tensor hooks here")
+    assert_identical(plain(2), enter_and_leave([offload], [0, 0]))
+    assert_moved(assert_settled(offload))
+
+
+def test_h43_a_ban_from_outside_stays(backend: Backend) -> None:
+    offload = backend.offload()
+    with disable_saved_tensors_hooks("no saved tensor hooks today"):
+        for _ in range(2):
+            with pytest.raises(eo.OffloadError, match="no saved tensor hooks today"), offload:
+                pass
+        with pytest.raises(RuntimeError, match="no saved tensor hooks today"), Theirs():
+            pass
+    assert_identical(plain(2), enter_and_leave([offload], [0, 0]))
+    assert_moved(assert_settled(offload))

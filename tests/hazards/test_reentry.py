@@ -1,0 +1,230 @@
+"""H38: a signal handler, a ``__del__`` or a callback of the garbage collector that calls the library in its own midst,
+or a ``warnings.showwarning`` that does.
+
+The first three run between two instructions of whatever their thread does. Here they run at the points at which CPython
+looks for signals inside the library, which ``Walk`` finds, as well as behind a real signal.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload import Offload
+from eager_offload.runtime.host import host_runtime
+from eager_offload.tiers.disk import DiskSlot, DiskTier
+from eager_offload.tiers.forking import OwnThread, can_begin_nothing
+from tests.hazards.backends import Backend, DiskBackend, assert_settled, hooks_are_gone
+from tests.hazards.programs import leaf
+from tests.hazards.test_interrupts_everywhere import FIELDS, PACKAGE, Point, Walk, gradient
+
+REFUSED = "in the midst of a call of eager_offload on the same thread"
+
+
+def train(offload: Offload) -> None:
+    """What a handler may do: a step of another model."""
+    x = leaf(16, 16, seed=1)
+    with offload:
+        loss = (x * 3.0).sin().exp().sum()
+    loss.backward()
+    assert x.grad is not None
+    expected = leaf(16, 16, seed=1)
+    (expected * 3.0).sin().exp().sum().backward()
+    assert expected.grad is not None
+    assert torch.equal(x.grad, expected.grad), "the handler's own step"
+
+
+def save_only(offload: Offload) -> None:
+    """The same by hooks that are there already, or not: whatever was interrupted is in a `with`, or in a backward."""
+    (leaf(16, 16, seed=1) * 3.0).sin().exp().sum().backward()
+
+
+def adds_up(offload: Offload) -> None:
+    stats = offload.stats(synchronize=True)
+    assert stats.saved_bytes == stats.offloaded_bytes + stats.shared_bytes + sum(stats.kept_bytes.values())
+
+
+def looked_on() -> bool:
+    """Whether a simulated device, or what records a real one, is at work: they are no part of a training process."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if PACKAGE / "simulation" in path.parents or path.stem == "training_accelerator":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def count(offload: Offload, call: Callable[[Offload], None], outcomes: Counter[str]) -> None:
+    try:
+        with torch.enable_grad():
+            call(offload)
+        outcomes["done"] += 1
+    except RuntimeError as error:
+        # Where autograd calls a pack hook it records nothing, with whichever hooks: no step can be made there.
+        reasons = {REFUSED: "refused", "does not require grad and does not have a grad_fn": "not recorded"}
+        outcomes[next((short for reason, short in reasons.items() if reason in str(error)), str(error))] += 1
+
+
+@pytest.mark.parametrize(
+    "call", [adds_up, train, save_only, Offload.reset_stats, Offload.close], ids=lambda c: c.__name__
+)
+def test_h38_a_handler_calls_the_library_at_any_point_of_it(call: Callable[[Offload], None], backend: Backend) -> None:
+    expected = gradient(nullcontext(), lambda: None)
+    offload, outcomes, seen = backend.offload(**FIELDS), Counter[str](), 0
+    stride = 7 if call is adds_up else 61
+
+    def reached(point: Point) -> None:
+        nonlocal seen
+        seen += 1
+        if seen % stride == 0 and not looked_on():
+            count(offload, call, outcomes)
+
+    for _ in range(2):
+        with Walk(reached, entries=True):  # where CPython looks for signals; it does not between lines without a call
+            found = gradient(offload, lambda: offload.stats())
+        assert torch.equal(found, expected)
+        assert hooks_are_gone()
+    assert torch.equal(gradient(offload, lambda: None), expected)
+    stats = assert_settled(offload)
+    assert stats.bytes_out > 0
+    assert outcomes["done"] > 0
+    assert set(outcomes) <= ({"done"} if call is adds_up else {"done", "refused", "not recorded"}), outcomes
+    assert call is adds_up or outcomes["refused"] > 0
+
+
+Call: TypeAlias = Callable[[], None]
+
+
+def while_room_is_reserved(call: Call, patch: pytest.MonkeyPatch) -> None:
+    reserve = DiskTier.reserve
+
+    def reserving(tier: DiskTier, nbytes: int) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return reserve(tier, nbytes)
+
+    signal.signal(signal.SIGUSR1, lambda *_: call())
+    patch.setattr(DiskTier, "reserve", reserving)
+
+
+def while_a_transfer_thread_starts(call: Call, patch: pytest.MonkeyPatch) -> None:
+    start = OwnThread.start
+
+    def starting(thread: OwnThread) -> None:
+        start(thread)
+        signal.raise_signal(signal.SIGUSR1)
+
+    host_runtime().detach_user(None)  # with no thread that an earlier test has left
+    signal.signal(signal.SIGUSR1, lambda *_: call())
+    patch.setattr(OwnThread, "start", starting)
+
+
+def where_a_warning_is_shown(call: Call, patch: pytest.MonkeyPatch) -> None:
+    write, failures = DiskSlot.write, iter([OSError(5, "broken")])
+
+    def writing(slot: DiskSlot, source: Tensor) -> None:
+        for failure in failures:
+            raise failure
+        write(slot, source)
+
+    warnings.simplefilter("always")
+    patch.setattr(DiskSlot, "write", writing)
+    patch.setattr(warnings, "showwarning", lambda *_: call())
+
+
+@pytest.mark.parametrize("call", [adds_up, train], ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    ("moment", "by_another"),
+    [(while_room_is_reserved, False), (while_a_transfer_thread_starts, True), (where_a_warning_is_shown, False)],
+)
+def test_h38_a_call_in_the_midst_of_the_library(
+    moment: Callable[[Call, pytest.MonkeyPatch], None],
+    by_another: bool,
+    call: Callable[[Offload], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected, outcomes = gradient(nullcontext(), lambda: None), Counter[str]()
+    before = signal.getsignal(signal.SIGUSR1)
+    with DiskBackend() as disk:
+        offload, other = disk.offload(**FIELDS), disk.offload(**FIELDS)
+        called = other if by_another else offload
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            moment(lambda: count(called, call, outcomes), patch)
+            try:
+                found = gradient(offload, lambda: None)
+            finally:
+                signal.signal(signal.SIGUSR1, before)
+        assert torch.equal(found, expected)
+        assert assert_settled(offload).bytes_out > 0
+        assert set(outcomes) == {"refused" if call is train else "done"}, outcomes
+
+
+@pytest.mark.parametrize(("allocations", "nth"), [(3, 5), (10, 1)])
+def test_h38_the_garbage_collector_calls_back_in_the_midst_of_the_library(
+    allocations: int, nth: int, backend: Backend
+) -> None:
+    expected = gradient(nullcontext(), lambda: None)
+    offload, outcomes, calls = backend.offload(**FIELDS), Counter[str](), 0
+    inside = False
+
+    def called_back(phase: str, info: dict[str, int]) -> None:
+        nonlocal calls, inside
+        calls += 1
+        if phase == "start" and not inside and calls % nth == 0 and not looked_on():
+            inside = True
+            try:
+                adds_up(offload)
+                count(offload, train, outcomes)
+            finally:
+                inside = False
+
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.callbacks.append(called_back)
+    gc.set_threshold(allocations, 1 << 30, 1 << 30)
+    try:
+        found: Tensor = gradient(offload, lambda: None)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(called_back)
+    assert torch.equal(found, expected)
+    assert outcomes["done"] > 0
+    assert outcomes["refused"] > 0
+    assert set(outcomes) <= {"done", "refused", "not recorded"}, outcomes
+    assert assert_settled(offload).bytes_out > 0
+
+
+def test_h38_a_thread_of_the_library_that_python_is_still_starting() -> None:
+    """Who starts it waits for it, with locks of the library, so nothing that is called there may wait for those."""
+    expected, began = gradient(nullcontext(), lambda: None), list[tuple[bool, int]]()
+
+    def called_back(frame: FrameType, event: str, arg: object) -> None:
+        sys.settrace(None)
+        if threading.current_thread().name.startswith("eager_offload"):
+            began.append((can_begin_nothing(), offload.stats(synchronize=True).saved_tensors))
+
+    host_runtime().detach_user(None)  # with no thread that an earlier test has left
+    with DiskBackend() as disk:
+        offload = disk.offload(**FIELDS)
+        threading.settrace(called_back)  # Python calls it before the thread's own code
+        try:
+            found = gradient(offload, lambda: None)
+        finally:
+            threading.settrace(None)  # type: ignore[arg-type]  # what the documentation says takes it away
+        assert assert_settled(offload).bytes_out > 0
+    assert torch.equal(found, expected)
+    assert began
+    assert all(nothing and saved > 0 for nothing, saved in began)

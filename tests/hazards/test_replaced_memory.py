@@ -1,0 +1,284 @@
+"""H36: a storage whose memory is replaced while its copy runs.
+
+``share_memory_()`` (which a queue of ``torch.multiprocessing`` calls) and ``resize_()`` of a storage give it other
+memory with the same values and free the old one at once, whoever reads that.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload import Offload
+from eager_offload.compile import ops
+from eager_offload.tiers import disk, memory, slabs
+from eager_offload.tiers.memory import PAGE, anonymous_slab, move_if_there
+from eager_offload.tiers.spill import SpillFile
+from tests.hazards.backends import Backend, assert_settled
+from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
+
+COUNT = 16 * PAGE
+pytestmark = pytest.mark.filterwarnings('ignore:eager_offload. tier="host" on a CPU')
+
+
+class Reader:
+    """Holds back whoever has taken the address of a source and is about to read there."""
+
+    def __init__(self) -> None:
+        self._reached, self._opened = threading.Event(), threading.Event()
+
+    @contextmanager
+    def before(self, owner: object, name: str) -> Iterator[None]:
+        call: Callable[..., object] = getattr(owner, name)
+
+        def held(*arguments: object) -> object:
+            self._reached.set()
+            assert self._opened.wait(60)
+            return call(*arguments)
+
+        setattr(owner, name, held)
+        try:
+            yield
+        finally:
+            self._opened.set()
+            setattr(owner, name, call)
+
+    def wait(self) -> None:
+        assert self._reached.wait(60), "no copy came so far"
+
+    def go_on(self) -> None:
+        self._opened.set()
+
+
+class Memory:
+    """A tensor on pages of its own: who has them after it is up to the test."""
+
+    def __init__(self, phase: int) -> None:
+        self._pages: mmap.mmap | None = mmap.mmap(-1, COUNT + PAGE)
+        self.tensor = torch.frombuffer(self._pages, dtype=torch.float32, offset=phase, count=COUNT // 4)
+        self.tensor.copy_(leaf(COUNT // 4, grad=False))
+
+    def give_to_another(self) -> None:
+        """The source has given them up: they are written by their next owner."""
+        assert self._pages is not None
+        self._pages[:] = b"\x07" * (COUNT + PAGE)
+
+    def give_to_the_system(self) -> None:
+        """The source has given them up: nobody has them."""
+        self._pages = None
+
+
+def square(x: Tensor, around: AbstractContextManager[Any], meanwhile: Callable[[], None]) -> Tensor | None:
+    w = leaf(COUNT // 4, seed=2)
+    with around:
+        loss = (w * x).sum()
+    meanwhile()
+    del x
+    loss.backward()
+    return w.grad
+
+
+@pytest.mark.parametrize("after", ["another", "the_system"])
+@pytest.mark.parametrize(
+    ("owner", "name", "phase", "fields"),
+    [
+        pytest.param(SpillFile, "write", 0, {}, id="in place"),
+        pytest.param(SpillFile, "_write_through_bounce", 4, {}, id="through a buffer"),
+        pytest.param(disk, "move_if_there", 0, {"verify": True}, id="checksummed"),
+        pytest.param(slabs, "move_if_there", 0, {"tier": "host"}, id="to the host tier"),
+    ],
+)
+def test_h36_a_source_whose_memory_goes_while_it_is_read_stays_with_its_new_memory(
+    owner: object, name: str, phase: int, fields: dict[str, Any], after: str
+) -> None:
+    source, reader = Memory(phase), Reader()
+    expected = square(source.tensor.clone(), nullcontext(), lambda: None)
+    offload = Offload(**{"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0, **fields})
+
+    def swap() -> None:
+        reader.wait()
+        source.tensor.share_memory_()
+        getattr(source, f"give_to_{after}")()
+        reader.go_on()
+        with pytest.warns(RuntimeWarning, match="replaced while it was copied"):
+            offload.stats(synchronize=True)
+
+    with reader.before(owner, name):
+        assert_identical(expected, square(source.tensor, offload, swap))
+    stats = assert_settled(offload)
+    assert stats.demotions == {"write_failed": 1}
+    assert stats.kept_bytes["failed"] == COUNT
+    again = leaf(COUNT // 4, seed=3, grad=False)
+    assert_identical(square(again, nullcontext(), lambda: None), square(again, Settled(offload), lambda: None))
+    stats = assert_settled(offload)
+    assert stats.bytes_out == COUNT, "the tier works as before"
+    assert stats.demotions == {"write_failed": 1}
+    offload.close()
+
+
+def test_h36_a_stripe_that_is_gone_does_not_count_against_its_disk(tmp_path: Any) -> None:
+    paths = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        paths.append(tmp_path / name)
+    offload = Offload(tier="disk", min_bytes=0, keep_last_bytes=0, disk_path=paths)
+    source, reader = Memory(0), Reader()
+    expected = square(source.tensor.clone(), nullcontext(), lambda: None)
+
+    def swap() -> None:
+        reader.wait()
+        source.tensor.share_memory_()
+        source.give_to_the_system()
+        reader.go_on()
+        with pytest.warns(RuntimeWarning, match="replaced while it was copied"):
+            offload.stats(synchronize=True)
+
+    with reader.before(SpillFile, "write"):
+        assert_identical(expected, square(source.tensor, offload, swap))
+    (tier,) = offload._offloaders.tiers()
+    assert isinstance(tier, disk.DiskTier)
+    assert tier._space is not None
+    assert not any(file.failing for file in tier._space.files)
+    assert assert_settled(offload).demotions == {"write_failed": 1}
+    offload.close()
+
+
+def share(tensor: Tensor) -> None:
+    tensor.share_memory_()
+
+
+def grow(tensor: Tensor) -> None:
+    tensor.untyped_storage().resize_(2 * tensor.untyped_storage().nbytes())
+
+
+def grow_and_shrink(tensor: Tensor) -> None:
+    storage, nbytes = tensor.untyped_storage(), tensor.untyped_storage().nbytes()
+    before, taken = storage.data_ptr(), []
+    while storage.data_ptr() == before:  # it must not come back to where it was
+        storage.resize_(3 * nbytes)
+        taken.append(torch.empty(nbytes, dtype=torch.uint8))
+        storage.resize_(nbytes)
+
+
+@pytest.mark.parametrize("replace", [share, grow, grow_and_shrink], ids=lambda replace: replace.__name__)
+@pytest.mark.parametrize("when", ["before it is copied", "on its way", "when it has arrived"])
+def test_h36_whenever_memory_is_replaced_backward_is_exact(
+    when: str, replace: Callable[[Tensor], None], backend: Backend
+) -> None:
+    def program(around: AbstractContextManager[Any], arrive: Callable[[], None]) -> object:
+        x = leaf(64, 64)
+        with around:
+            h = x * 2
+            swapped = h.detach()
+            if when == "before it is copied":
+                with torch.no_grad():
+                    replace(swapped)
+            loss = (h.sin() * h).sum() + (h.exp() @ h).sum()
+        if when == "when it has arrived":
+            arrive()
+        if when != "before it is copied":
+            replace(swapped)
+        junk = [torch.full((64, 64), 7.0) for _ in range(50)]
+        arrive()
+        del h, swapped, junk
+        loss.backward()
+        return x.grad
+
+    expected, offload = program(nullcontext(), lambda: None), backend.offload()
+    backend.sources_change = True
+    with backend.gate() as gate, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "eager_offload: offloading failed", RuntimeWarning)
+
+        def arrive() -> None:
+            gate.open()
+            offload.stats(synchronize=True)
+
+        assert_identical(expected, program(offload, arrive))
+    stats = assert_settled(offload)
+    assert stats.bytes_out > 0
+    # It is saved, and leaves, twice.
+    assert stats.demotions == ({"write_failed": 2} if when == "on its way" else {})
+
+
+class _Replacing(torch.autograd.Function):
+    """Multiplies, and does something to the memory of what it saved once backward has read it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, h: Tensor, replace: Callable[[Tensor], None]) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.replace = replace
+        return x * h.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (h,) = ctx.saved_tensors
+        result = gradient * h
+        ctx.replace(h.detach())
+        return result, None, None
+
+
+def let_go(tensor: Tensor) -> None:
+    if tensor.untyped_storage().resizable():
+        tensor.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("replace", [share, let_go], ids=lambda replace: replace.__name__)
+def test_h36_what_backward_was_given_may_be_replaced_there(replace: Callable[[Tensor], None], backend: Backend) -> None:
+    """All saves share one copy, and each of them is given the same memory for as long as that lives."""
+
+    def program(around: AbstractContextManager[Any], replace: Callable[[Tensor], None]) -> object:
+        x = leaf(64, 64)
+        with around:
+            h = x * 2
+            y = _Replacing.apply(_Replacing.apply(x, h, replace), h, replace)
+            assert isinstance(y, Tensor)
+            loss = (y * h.sin()).sum()
+        del h, y
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return x.grad
+
+    expected, offload = program(nullcontext(), lambda _: None), backend.offload()
+    assert_identical(expected, program(Settled(offload), replace))
+    stats = assert_settled(offload)
+    assert_moved(stats)
+    assert stats.bytes_in > 0
+
+
+def test_h36_a_graph_waits_for_a_source_whose_memory_was_replaced_and_keeps_its_values() -> None:
+    source, reader = Memory(0), Reader()
+    expected = source.tensor.clone()
+    offload = Offload(tier="disk", min_bytes=0)
+    with reader.before(SpillFile, "write"), offload:
+        host = ops.offload(source.tensor, config=offload.config_text, wait=False)
+        reader.wait()
+        source.tensor.share_memory_()
+        source.give_to_another()
+        reader.go_on()
+        with pytest.warns(RuntimeWarning, match="replaced while it was copied"):
+            ops.wait_tensor(host, source.tensor)
+        source.tensor.zero_()
+        assert torch.equal(ops.reload(host, torch.device("cpu"), config=offload.config_text, wait=True), expected)
+        del host
+    assert assert_settled(offload).demotions == {"write_failed": 1}
+    offload.close()
+
+
+@pytest.mark.skipif(memory._reader() is None, reason="the system has no process_vm_readv, or forbids it")
+def test_h36_reading_memory_that_is_gone_is_an_error_and_not_the_end_of_the_process() -> None:
+    slab, target = anonymous_slab(4 * PAGE), torch.zeros(4 * PAGE, dtype=torch.uint8)
+    address = slab.data_ptr()
+    slab.copy_(torch.arange(4 * PAGE) % 251)
+    move_if_there(target.data_ptr(), address + 3, 4 * PAGE - 3)
+    assert torch.equal(target[: 4 * PAGE - 3], slab[3:])
+    del slab
+    with pytest.raises(OSError, match="Bad address"):
+        move_if_there(target.data_ptr(), address, 4 * PAGE)

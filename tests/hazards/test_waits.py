@@ -1,0 +1,113 @@
+"""H41: while one thread waits for a transfer, the others go on: no lock is held by a thread that waits."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import eager_offload as eo
+from eager_offload import Offload, marks
+from eager_offload.runtime.host import HostEvent
+from tests.hazards.backends import DiskBackend, assert_settled
+from tests.hazards.programs import leaf
+
+NBYTES = 64 * 64 * 4
+
+
+@contextmanager
+def meanwhile(do: Callable[[], None]) -> Iterator[list[str]]:
+    """Calls ``do`` once, where the calling thread begins to wait for a transfer; what was called is in the list."""
+    waiter, wait = threading.current_thread(), HostEvent.wait
+    done: list[str] = []
+
+    def noticed(event: HostEvent) -> None:
+        if threading.current_thread() is waiter and not event.done and not done:
+            done.append("waits")
+            do()
+        wait(event)
+
+    HostEvent.wait = noticed  # type: ignore[method-assign]
+    try:
+        yield done
+    finally:
+        HostEvent.wait = wait  # type: ignore[method-assign]
+
+
+def forward(offload: Offload, *, seed: int) -> Tensor:
+    with offload:
+        return leaf(64, 64, seed=seed).sin().cos().tanh().sum()
+
+
+def forward_with_the_rest_at_its_end(offload: Offload) -> Tensor:
+    """The first save leaves at once; the second may be filled until the context is left, and finds the window full."""
+    with offload:
+        return (leaf(64, 64, seed=0).mul(2).sin() * torch.rand(64, 64)).sum()
+
+
+@pytest.mark.parametrize("what", ["a full window", "the end of a with", "stats", "close", "a trace"])
+def test_h41_other_threads_go_on_while_one_waits(what: str, tmp_path: Path) -> None:
+    with DiskBackend() as disk:
+        window = NBYTES if what in ("a full window", "the end of a with") else 1 << 20
+        offload = disk.offload(min_bytes=NBYTES, max_inflight_bytes=window)
+        other: list[Tensor] = []
+
+        def others_go_on() -> None:
+            with offload:
+                small, kept = leaf(8, 8, seed=2).exp(), eo.keep(leaf(64, 64, seed=3).mul(2))
+                other.extend([small.sin().sum(), kept.sin().sum()])
+            for loss in other:
+                loss.backward()
+            kept_bytes = offload.stats().kept_bytes
+            assert kept_bytes["small"] >= 8 * 8 * 4
+            assert kept_bytes["marked"] == NBYTES
+            gate.open()
+
+        def while_it_waits() -> None:
+            assert not offload._accounts.lock._is_owned(), "or the others would wait for ever"
+            disk.in_thread(others_go_on)
+
+        with disk.gate() as gate, meanwhile(while_it_waits) as done:
+            if what == "the end of a with":
+                loss = forward_with_the_rest_at_its_end(offload)
+            else:
+                loss = forward(offload, seed=0)
+            if what == "stats":
+                offload.stats(synchronize=True)
+            elif what == "close":
+                offload.close()
+            elif what == "a trace":
+                with offload.trace(tmp_path / "trace.json"):
+                    pass
+        assert done == ["waits"]
+        assert other
+        loss.backward()
+        stats = offload.stats(synchronize=True)
+        assert stats.bytes_out > 0
+        if window == NBYTES:
+            assert stats.window_stall_seconds > 0
+        del loss
+        other.clear()
+        assert_settled(offload)
+
+
+def test_h41_a_mark_goes_with_its_tensor() -> None:
+    gc.collect()
+    assert not marks.any_marks()
+    kept = [eo.keep(torch.randn(4)) for _ in range(100)]
+    later = [torch.randn(4) for _ in range(100)]
+    assert marks.any_marks()
+    kept.clear()
+    assert not marks.any_marks(), "the slow path is off again"
+    kept = [eo.keep(tensor) for tensor in later]
+    del later
+    assert len(marks._marks) == 100
+    assert all(marks.mark_of(tensor.untyped_storage()) is marks.Mark.KEEP for tensor in kept)
+    kept.clear()
+    assert not marks.any_marks()

@@ -1,0 +1,192 @@
+"""What an accelerator changes for tensors on the CPU, and what a graph that somebody captures on it does to a step.
+
+Here torch only says that there is one, or the recording double is; ``tests/virtual_device`` has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload import ConfigError, Offload, OffloadConfig, OffloadError, _torch
+from eager_offload.engine import offloaders
+from eager_offload.runtime import accelerator
+from eager_offload.selection import keeps_cpu_tensors
+from tests.doubles.recording_streams import Key
+from tests.doubles.training_accelerator import TrainingAccelerator
+from tests.hazards.backends import assert_settled, hooks_are_gone
+from tests.hazards.programs import assert_identical, leaf
+
+EVERYTHING: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0}
+CUDA = torch.device("cuda")
+HERE = Key(0, 0)
+
+
+def says_there_is(monkeypatch: pytest.MonkeyPatch, found: torch.device | None) -> None:
+    """Has torch find this accelerator, at run time too."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
+    monkeypatch.setattr(accelerator, "_runtime", None)
+
+
+def forward(x: Tensor, w: Tensor) -> Tensor:
+    h = (x * 2).tanh().exp()
+    return (h @ w).sin().sum()
+
+
+def leaves() -> list[Tensor]:
+    return [leaf(32, 32, seed=seed) for seed in (1, 2)]
+
+
+def gradients_of(loss: Tensor, of: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, of)
+
+
+@pytest.fixture
+def expected() -> tuple[Tensor, ...]:
+    of = leaves()
+    return gradients_of(forward(*of), of)
+
+
+# -- tensors on the CPU -----------------------------------------------------------------------------------------------
+
+
+def test_h51_tensors_on_the_cpu_stay_where_nobody_has_named_a_disk(
+    monkeypatch: pytest.MonkeyPatch, expected: tuple[Tensor, ...]
+) -> None:
+    says_there_is(monkeypatch, CUDA)
+
+    def refuse(*_: object, **__: object) -> object:
+        raise ConfigError("disk_path=None is not accepted: no directory can serve")
+
+    monkeypatch.setattr(offloaders, "DiskTier", refuse)
+    offload, of = Offload(**EVERYTHING), leaves()
+    with offload:
+        loss = forward(*of)
+    assert_identical(expected, gradients_of(loss, of))
+    del loss
+    stats = assert_settled(offload)
+    assert stats.kept_bytes["device"] == 4 * of[0].nbytes, "what tanh, exp, the product and sin save"
+    assert stats.bytes_out == 0
+    offload.close()
+
+
+@pytest.mark.filterwarnings('ignore:eager_offload. tier="host" on a CPU device')
+@pytest.mark.parametrize(
+    ("found", "fields"),
+    [
+        (CUDA, {"tier": "auto", "disk_path": Path()}),
+        (CUDA, {"tier": "disk"}),
+        (CUDA, {"tier": "host"}),
+        (None, {"tier": "auto"}),
+    ],
+)
+def test_h51_tensors_on_the_cpu_move_where_somebody_has_or_there_is_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    expected: tuple[Tensor, ...],
+    found: torch.device | None,
+    fields: dict[str, Any],
+) -> None:
+    says_there_is(monkeypatch, found)
+    where = {name: tmp_path if name == "disk_path" else value for name, value in fields.items()}
+    assert not keeps_cpu_tensors(OffloadConfig(**where))
+    offload, of = Offload(**EVERYTHING, **where), leaves()
+    with offload:
+        loss = forward(*of)
+    assert_identical(expected, gradients_of(loss, of))
+    del loss
+    stats = assert_settled(offload)
+    assert "device" not in stats.kept_bytes
+    assert stats.bytes_out > 0
+    offload.close()
+
+
+# -- somebody captures a graph ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def double() -> Iterator[TrainingAccelerator]:
+    double = TrainingAccelerator()
+    with double.checked() as checker:
+        yield double
+    checker.assert_clean()
+
+
+def test_h52_to_enter_where_a_graph_is_captured_is_an_error(
+    double: TrainingAccelerator, expected: tuple[Tensor, ...]
+) -> None:
+    offload, of = Offload(runtime=double.runtime, tier="host", **EVERYTHING), leaves()
+    double.captured.add(HERE)
+    calls = list(double.calls)
+    with pytest.raises(OffloadError, match=r"an Offload was entered while.*captured into a graph.*Leave the capture"):
+        offload.__enter__()
+    assert hooks_are_gone()
+    assert double.calls == calls, "nothing was asked of the device"
+    double.captured.clear()
+    with offload:
+        loss = forward(*of)
+    assert_identical(expected, gradients_of(loss, of))
+    del loss
+    assert assert_settled(offload).bytes_out > 0
+    offload.close()
+
+
+def test_h52_what_is_saved_while_a_graph_is_captured_stays(
+    double: TrainingAccelerator, expected: tuple[Tensor, ...]
+) -> None:
+    offload, of = Offload(runtime=double.runtime, tier="host", **EVERYTHING), leaves()
+    with offload:
+        before = forward(*of)
+        double.captured.add(HERE)
+        calls, moved = list(double.calls), offload.stats().bytes_out
+        captured = forward(*of)
+        stats = offload.stats(synchronize=True)
+        assert double.calls == calls
+        with pytest.raises(OffloadError, match="backward asked for a tensor that was offloaded"):
+            torch.autograd.grad(before, of, retain_graph=True)
+        assert_identical(expected, gradients_of(captured, of))
+        assert double.calls == calls
+        double.captured.clear()
+    assert stats.kept_bytes["region"] == 4 * of[0].nbytes
+    assert stats.bytes_out == moved > 0
+    assert_identical(expected, gradients_of(before, of))
+    del before, captured
+    assert_settled(offload)
+    offload.close()
+
+
+def test_an_older_torch_is_asked_about_the_selected_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(is_current_stream_capturing=lambda: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    monkeypatch.setattr(torch, "Stream", object)
+    assert _torch.is_capturing(0)
+    del module.is_current_stream_capturing
+    assert not _torch.is_capturing(0)
+
+
+def test_a_newer_torch_is_asked_about_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    def current_stream(index: int | None) -> object:
+        return SimpleNamespace(is_capturing=lambda: index == 1)
+
+    monkeypatch.setattr(torch, "Stream", SimpleNamespace(is_capturing=None))
+    monkeypatch.setattr(torch.accelerator, "current_stream", current_stream)
+    assert [_torch.is_capturing(index) for index in (0, 1)] == [False, True]
+
+
+def test_a_device_that_nobody_uses_yet_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(index: int | None) -> object:
+        raise AssertionError("the question starts the device")
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", started)
+    for found in (None, CUDA):  # which a build without CUDA never initializes
+        says_there_is(monkeypatch, found)
+        with Offload(tier="host", min_bytes=1 << 40) as offload:
+            loss = forward(*leaves())
+        assert loss.requires_grad
+        assert offload.stats().saved_tensors > 0

@@ -1,0 +1,104 @@
+"""A run of which nothing moved says so once, at the user's line, with the reason and what to change."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import eager_offload as eo
+from eager_offload.nothing_moved import why
+from eager_offload.stats import KeepReason, OffloadStats
+
+MOVED_NOTHING = "eager_offload: nothing moved, because "
+
+
+def forward(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).exp().sum()
+
+
+def warned(offload: eo.Offload, steps: int, size: int = 1024) -> list[warnings.WarningMessage]:
+    x = torch.ones(size, requires_grad=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            with offload:
+                loss = forward(x)
+            loss.backward()
+    return [one for one in caught if str(one.message).startswith(MOVED_NOTHING)]
+
+
+def test_a_plain_loop_is_warned_once_at_its_own_line_after_its_third_forward() -> None:
+    offload = eo.Offload()
+    assert warned(offload, 2) == []
+    (warning,) = warned(offload, 3)
+    assert "min_bytes, which is 1.0 MiB: set a smaller min_bytes" in str(warning.message)
+    lines, first = inspect.getsourcelines(warned)
+    assert warning.filename == __file__
+    assert "with offload:" in lines[warning.lineno - first]
+    assert issubclass(warning.category, RuntimeWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        offload.close()
+
+
+def test_a_shorter_run_is_warned_when_it_is_closed() -> None:
+    offload = eo.Offload(min_bytes=0)
+    assert warned(offload, 1) == []
+    with pytest.warns(RuntimeWarning, match="the newest ones of a step.* keep_last_bytes=0 moves it anyway"):
+        offload.close()
+
+
+def test_a_run_that_moves_bytes_is_not_warned_of_though_its_counters_begin_again(tmp_path: Path) -> None:
+    offload = eo.Offload(min_bytes=0, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
+    assert warned(offload, 4, 1 << 16) == []
+    assert offload.stats(synchronize=True).bytes_out > 0
+    offload.reset_stats()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        offload.close()
+
+
+def test_a_forward_that_is_cut_short_is_not_counted() -> None:
+    offload = eo.Offload()
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), offload:
+            raise ZeroDivisionError(forward(torch.ones(8, requires_grad=True)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        offload.close()
+
+
+@pytest.mark.parametrize(
+    ("counted", "sentence"),
+    [
+        *(({"saved_tensors": 1, "kept_bytes": {reason: 3 << 20}}, "of the 3.0 MiB that were") for reason in KeepReason),
+        ({"saved_tensors": 9, "kept_bytes": {"parameter": 9 << 20, "small": 7}}, "smaller than min_bytes"),
+        ({"saved_tensors": 9, "kept_bytes": {"alive": 8 << 20, "small": 7}}, "8.0 MiB are of tensors that something"),
+        ({"saved_tensors": 2}, "the 2 tensors that were saved have no bytes"),
+        ({}, "put `with offload:` around the forward"),
+        ({"empty_forwards": 1}, "other saved-tensor hooks"),
+        ({"foreign_hooks": 1, "saved_tensors": 1}, "other saved-tensor hooks"),
+    ],
+)
+def test_every_reason_has_a_sentence_and_the_one_with_most_bytes_is_named(
+    counted: dict[str, Any], sentence: str
+) -> None:
+    said = why(OffloadStats(**counted), eo.OffloadConfig())
+    assert sentence in said
+    assert "{" not in said
+
+
+def test_a_warning_of_no_room_names_the_line_of_the_user_too(tmp_path: Path) -> None:
+    offload = eo.Offload(min_bytes=0, keep_last_bytes=0, tier="disk", disk_path=tmp_path, disk_budget=1)
+    x = torch.ones(1 << 16, requires_grad=True)
+    with pytest.warns(RuntimeWarning, match="no room for") as caught, offload:
+        loss = forward(x)
+    (warning,) = caught
+    assert warning.filename == __file__
+    loss.backward()
+    offload.close()

@@ -1,0 +1,220 @@
+"""``python -m eager_offload.run``: a script that says nothing of offloading trains to the same bits and moves bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import eager_offload as eo
+from eager_offload._torch import top_pack_hook
+from eager_offload.run import main, offload_modules
+
+ROOT = Path(eo.__file__).parents[1]
+
+SCRIPT = """
+import sys
+
+import torch
+from torch import nn
+
+import beside  # what stands beside a script can be imported from it
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    loss = nn.MSELoss()(model(torch.randn(1024, 64)), torch.zeros(1024, 64))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex())
+model.eval()
+print(model(torch.ones(1, 64)).sum().item().hex())
+print(__name__, sys.argv[1:])
+if "--fail" in sys.argv:
+    sys.exit(7)
+"""
+SETTINGS = ["--settings", "min_bytes=1KiB", "--settings=keep_last_bytes=0"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text("")
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def ran(directory: Path, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("EAGER_OFFLOAD")}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    command = (sys.executable, *command)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=directory, env=env | environ
+    )
+
+
+def test_a_script_and_a_module_print_the_same_and_it_says_what_it_did(script: Path, tmp_path: Path) -> None:
+    plain = ran(tmp_path, "train.py", "--lr", "3")
+    assert plain.stdout.endswith("__main__ ['--lr', '3']\n"), plain.stderr
+    for command in ["train.py"], ["-m", "train"]:
+        offloaded = ran(tmp_path, "-m", "eager_offload.run", *SETTINGS, *command, "--lr", "3")
+        assert offloaded.stdout == plain.stdout, offloaded.stderr
+        assert "eager_offload.run: device peak of saved tensors" in offloaded.stderr
+        assert offloaded.returncode == 0
+
+
+def test_the_status_of_a_script_is_its_own_and_settings_come_from_a_file_and_the_environment(
+    script: Path, tmp_path: Path
+) -> None:
+    file, later = tmp_path / "offload.json", tmp_path / "offload.toml"
+    file.write_text(json.dumps({"min_bytes": "1TiB"}))
+    later.write_text("min_bytes = '1KiB'\n")
+    ended = ran(
+        script.parent.parent,
+        *("-m", "eager_offload.run", "--settings", str(file), f"--settings={later}", str(script), "--fail"),
+        EAGER_OFFLOAD_KEEP_LAST_BYTES="0",
+    )
+    assert ended.returncode == 7
+    assert "eager_offload.run: device peak of saved tensors" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [({}, "nothing moved, because of the"), ({"EAGER_OFFLOAD": "0"}, "eager_offload.run: switched off")],
+)
+def test_a_run_that_moves_nothing_says_why(environ: dict[str, str], said: str, script: Path, tmp_path: Path) -> None:
+    ended = ran(tmp_path, "-m", "eager_offload.run", "train.py", **environ)
+    assert ended.returncode == 0
+    assert said in ended.stderr
+
+
+def test_accelerate_launches_it(script: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes=1")
+    # Where HF_HOME is another one, no configuration of the user's is read.
+    run = ("-m", "eager_offload.run", *SETTINGS, "train.py", "--lr", "3")
+    ended = ran(tmp_path, *launcher, *run, HF_HOME=str(tmp_path))
+    assert ended.stdout.endswith("__main__ ['--lr', '3']\n"), ended.stderr
+    assert "eager_offload.run: device peak of saved tensors" in ended.stderr
+    assert ended.returncode == 0
+
+
+@pytest.mark.long
+def test_two_ranks_of_torchrun_each_offload_and_one_speaks(script: Path, tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    ended = ran(tmp_path, *launcher, "-m", "eager_offload.run", *SETTINGS, "train.py")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("eager_offload.run: device peak of saved tensors") == 1
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("0x")]
+    assert len(lines) == 8
+    assert len(set(lines)) == 4
+
+
+# -- which calls --------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Notes whether hooks are in force in its parts."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).exp()
+        return (checkpoint(self.block, x, use_reentrant=False) if self.recomputes else self.block(x)).square().sum()
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x).sigmoid().sin()
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> eo.Offload:
+    return eo.Offload(min_bytes=1024, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
+
+
+def gradients(model: nn.Module, called: nn.Module | None = None) -> list[torch.Tensor]:
+    loss = (model if called is None else called)(torch.ones(512, 64))
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@pytest.mark.parametrize("kind", ["plain", "recomputed", "compiled", "compiled in place"])
+def test_gradients_are_the_same_and_bytes_move(kind: str, offload: eo.Offload) -> None:
+    model = Model(kind == "recomputed")
+    called: nn.Module = model
+    if kind == "compiled":
+        called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    elif kind == "compiled in place":
+        model.compile(backend="aot_eager", fullgraph=True)
+    expected = gradients(model, called)
+    with offload_modules(offload):
+        assert all(map(torch.equal, gradients(model, called), expected))
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_out > 0
+    assert (stats.compiled_regions > 0) is kind.startswith("compiled")
+    before = stats.saved_tensors
+    gradients(model, called)
+    assert offload.stats().saved_tensors == before, "the call of modules is as before"
+    offload.close()
+    torch.compiler.reset()
+
+
+def test_calls_without_a_backward_in_a_transform_and_under_other_hooks_are_left_alone(offload: eo.Offload) -> None:
+    model, seen = nn.Linear(8, 8), []
+    model.register_forward_pre_hook(lambda *_: seen.append(top_pack_hook() is not None))
+    x = torch.ones(4, 8)
+    rows = torch.func.vmap(torch.func.grad(lambda row: model(row).sum()))
+    slopes, expected = rows(x), torch.func.vmap(model)(x)
+    seen.clear()
+    with offload_modules(offload):
+        with torch.no_grad():
+            model(x)
+        model.eval()
+        model(x)
+        model.train()
+        assert torch.equal(rows(x), slopes)
+        with torch.autograd.graph.save_on_cpu():
+            model(x)
+        assert offload.stats().saved_tensors == 0
+        assert torch.equal(torch.func.vmap(model)(x), expected)  # which takes hooks
+    assert seen[:2] == [False, False]
+
+
+def test_modules_are_skipped_by_the_names_of_the_model(offload: eo.Offload) -> None:
+    model, skipping = Model(), eo.Offload(offload.config, skip="second")
+    with offload_modules(skipping):
+        nn.MSELoss()(model(torch.ones(512, 64)), torch.zeros(()))
+        with pytest.raises(eo.ConfigError, match="matches no module of this model"):
+            nn.Linear(64, 64)(torch.ones(1, 64))
+    assert skipping.stats().kept_bytes["region"] > 0
+    skipping.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "usage: "),
+        (["--other", "train.py"], "usage: "),
+        (["--settings", "min_byte=4", "train.py"], "unknown field 'min_byte'"),
+        (["--settings", "min_bytes=lots", "train.py"], "min_bytes='lots' is not accepted"),
+        (["--settings", "nowhere.json", "train.py"], "--settings='nowhere.json' is not accepted"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_runs(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+    assert main(["--help"]) == 0
+    assert "-m MODULE" in capsys.readouterr().out

@@ -1,0 +1,99 @@
+"""What a run leaves out, others take."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.budgets import overruns
+from tests.sampling import leave_out, one_in, search, spread
+
+pytest_plugins = ["pytester"]
+pytestmark = pytest.mark.filterwarnings("ignore:Unknown pytest.mark.sampled")  # where pytester collects
+SAMPLED = """
+import pytest
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", range(8))
+def test_many(case):
+    assert True
+
+@pytest.mark.sampled(3, shift=1)
+@pytest.mark.parametrize("case", range(8))
+def test_others(case):
+    assert True
+
+def test_one():
+    assert True
+"""
+
+
+@pytest.fixture
+def taken(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> object:
+    """The names of the tests that a run of a seed takes."""
+    items = pytester.getitems(SAMPLED)
+    monkeypatch.delenv("TESTS_WHOLE", raising=False)
+
+    def taken(seed: int, *named: str) -> set[str]:
+        monkeypatch.setenv("TESTS_SEED", str(seed))
+        left = list(items)
+        out = leave_out(left, named)
+        assert {*left, *out} == {*items}
+        return {item.name for item in left}
+
+    return taken
+
+
+def test_every_case_is_run_by_one_of_as_many_seeds_as_the_stride(taken: object) -> None:
+    assert callable(taken)
+    runs = [taken(seed) for seed in (5, 6, 7)]
+    assert all("test_one" in run for run in runs)
+    sampled = [run - {"test_one"} for run in runs]
+    assert sum(map(len, sampled)) == len(set.union(*sampled)) == 16
+    for run in sampled:
+        many, others = ({name[-2] for name in run if name.startswith(f"test_{kind}")} for kind in ("many", "others"))
+        assert not many & others, "a shift takes other cases"
+
+
+def test_whoever_names_a_test_or_asks_for_all_gets_all_cases(taken: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(taken)
+    assert len(taken(0, "tests/test_many.py::test_many")) == 17
+    monkeypatch.setenv("TESTS_WHOLE", "1")
+    assert len(taken(0)) == 17
+    assert list(one_in(4, range(10))) == list(spread(2, range(10))) == list(range(10))
+
+
+def test_values_are_spread_and_each_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TESTS_WHOLE", raising=False)
+    seen = set()
+    for seed in range(4):
+        monkeypatch.setenv("TESTS_SEED", str(seed))
+        chosen = spread(3, range(10))
+        assert 2 <= len(chosen) <= 3
+        seen |= {*chosen}
+    assert seen == {*range(10)}
+    assert list(spread(3, range(3))) == [0, 1, 2]
+
+
+def test_a_search_is_the_same_in_every_run_up_to_the_fresh_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hypothesis import strategies as st
+
+    def searched(seed: int, seconds: float) -> list[int]:
+        monkeypatch.setenv("TESTS_SEED", str(seed))
+        seen: list[int] = []
+
+        def check(number: int) -> None:
+            seen.append(number)
+
+        search(check, st.integers(), fixed=20, seconds=seconds)
+        return seen
+
+    first, fresh, others = searched(1, 0), searched(1, 0.01), searched(2, 0.01)
+    assert fresh[: len(first)] == others[: len(first)] == first
+    assert len(fresh) > len(first) < len(others)
+    assert fresh[len(first) :][:10] != others[len(first) :][:10]
+
+
+def test_a_module_past_its_budget_is_named() -> None:
+    spent = {"tests/test_slow.py": 90.1, "tests/test_long.py": 329.0, "tests/test_quick.py": 29.0}
+    (sentence,) = overruns(spent, {"tests/test_slow.py": 20, "tests/test_long.py": 100})
+    assert sentence.startswith("tests/test_slow.py took 90 s, and its budget is 90 s")

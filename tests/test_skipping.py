@@ -1,0 +1,217 @@
+"""``skip``: what modules save that are named by a pattern stays, in eager and in compiled code; a typo is an error."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import eager_offload as eo
+from eager_offload._torch import module_call
+
+NBYTES = 256 * 64 * 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x).sin()).exp()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+        self.lm_head = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.layers(x)).square().sum()
+
+
+@pytest.fixture
+def fields(tmp_path: Path) -> dict[str, Any]:
+    return {"min_bytes": 1024, "tier": "disk", "disk_path": tmp_path, "keep_last_bytes": 0}
+
+
+def gradients(model: nn.Module, offload: eo.Offload | None, called: Any = None) -> list[torch.Tensor]:
+    x = torch.ones(256, 64)
+    if offload is None:
+        loss = model(x)
+    else:
+        with offload:
+            loss = (model if called is None else called)(x)
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@pytest.mark.parametrize("skip", ["lm_head", ["*.norm"], ["lm_head", "layers.?.norm"], ["layers"]])
+def test_what_skipped_modules_save_stays_and_the_rest_moves(skip: Any, fields: dict[str, Any]) -> None:
+    model = Model()
+    expected = gradients(model, None)
+    offload = eo.Offload(skip=skip, **fields)
+    offload.skip_in(model)
+    offload.skip_in(model)
+    assert all(map(torch.equal, gradients(model, offload), expected))
+    stats = offload.stats(synchronize=True)
+    assert stats.kept_bytes["region"] >= NBYTES
+    assert stats.bytes_out > 0
+    offload.close()
+    assert all(module_call(module) is None for module in model.modules())
+    assert all(map(torch.equal, gradients(model, None), expected))
+
+
+def test_a_compiled_model_skips_them_in_one_graph(fields: dict[str, Any]) -> None:
+    model = Model()
+    expected = gradients(model, None)
+    saved = {}
+    for skip in (), ["*.norm", "lm_head"]:
+        offload = eo.Offload(skip=skip, **fields)
+        compiled = offload.compile(model, backend="aot_eager", fullgraph=True)
+        actual = gradients(model, offload, compiled)
+        assert all(torch.allclose(one, other) for one, other in zip(actual, expected, strict=True))
+        stats = offload.stats(synchronize=True)
+        assert stats.compiled_regions == 1
+        saved[bool(skip)] = stats.kept_bytes.get("region", 0)
+        offload.close()
+        torch.compiler.reset()
+    assert saved[True] > saved[False] == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [("*.nrom", "layers.0.norm"), ("head", "lm_head"), ("model.lm_head", "lm_head"), ("zzz", "layers")],
+)
+def test_a_pattern_that_matches_nothing_lists_near_names(pattern: str, near: str) -> None:
+    with pytest.raises(eo.ConfigError, match=f"matches no module of this model.*{near}") as raised:
+        eo.Offload(skip=["lm_head", pattern]).skip_in(Model())
+    assert repr(pattern) in str(raised.value)
+
+
+def test_without_a_model_it_is_no_silent_one(fields: dict[str, Any]) -> None:
+    with pytest.raises(eo.ConfigError, match=r"call offload\.skip_in\(model\)"), eo.Offload(skip="lm_head"):
+        pass
+    compiled = torch.compile(Model(), backend="eager_offload", options={"skip": "lm_head"})
+    told = r'backend="eager_offload", which sees graphs and no names: .*take offload\.compile\(model\)'
+    with pytest.raises(Exception, match=f"skip is not accepted by {told}"):
+        compiled(torch.ones(256, 64))
+    torch.compiler.reset()
+
+
+def test_names_are_those_without_wrappers_and_copies_are_of_the_model_alone(fields: dict[str, Any]) -> None:
+    model = Model()
+    offload = eo.Offload(skip=["lm_head"], **fields)
+    offload.skip_in(torch.compile(model, backend="eager"))
+    for other in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        assert module_call(other.lm_head) is None
+    assert module_call(model.lm_head) is not None
+    alive = weakref.ref(model)
+    del model, other
+    gc.collect()
+    assert alive() is None, "the Offload does not keep the model"
+    offload.close()
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def assert_skips(offload: eo.Offload, model: nn.Module, called: Any = None) -> None:
+    """It leaves the head's input where it is and moves others, with the same gradients; and it can be taken back."""
+    expected = gradients(model, None)
+    assert all(map(torch.equal, gradients(model, offload, called), expected))
+    stats = offload.stats(synchronize=True)
+    assert stats.kept_bytes["region"] == NBYTES
+    assert stats.bytes_out > 0
+    offload.close()
+    assert module_call(model.lm_head) is None
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value)), saved])
+@pytest.mark.parametrize("together", ["one", "model first", "offload first"])
+def test_h48_what_is_copied_with_its_model_skips_in_the_copied_one(make: Any, together: str, fields: Any) -> None:
+    model, offload = Model(), eo.Offload(skip="lm_head", **fields)
+    offload.skip_in(model)
+    if together == "one":
+        model.offload = offload
+        other = make(make(model))
+        copied = other.offload
+    else:
+        pair = {"model": model, "offload": offload}
+        pair = make(pair if together == "model first" else dict(reversed(pair.items())))
+        other, copied = pair["model"], pair["offload"]
+    with copied:
+        other.skipped = module_call(other.lm_head)
+    copied.skip_in(other)
+    assert module_call(other.lm_head) is other.skipped is not None
+    assert_skips(copied, other)
+    assert_skips(offload, model)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
+def test_h48_a_copied_offload_alone_skips_in_the_same_model(make: Any, fields: dict[str, Any]) -> None:
+    model, offload = Model(), eo.Offload(skip="lm_head", **fields)
+    offload.skip_in(model)
+    copied = make(make(offload))
+    gradients(model, copied)
+    offload.close()
+    assert module_call(model.lm_head) is not None, "the copy skips it still"
+    copied.reset_stats()
+    assert_skips(copied, model)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, saved])
+def test_h48_a_copied_offload_alone_may_be_given_another_model(make: Any, fields: dict[str, Any]) -> None:
+    model, other, offload = Model(), Model(), eo.Offload(skip="lm_head", **fields)
+    offload.skip_in(model)
+    copied = make(offload)
+    copied.skip_in(other)
+    assert_skips(copied, other)
+    assert_skips(offload, model)
+
+
+def test_h48_a_pickled_offload_alone_is_given_a_model_like_a_new_one(fields: dict[str, Any]) -> None:
+    offload = eo.Offload(skip="lm_head", **fields)
+    offload.skip_in(Model())
+    with pytest.raises(eo.ConfigError, match=r"call offload\.skip_in\(model\)"), saved(offload):
+        pass
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
+def test_h48_a_copied_compiled_model_skips_too(make: Any, fields: dict[str, Any]) -> None:
+    offload = eo.Offload(skip="lm_head", **fields)
+    copied = make(offload.compile(Model(), backend="aot_eager", fullgraph=True))
+    with copied.eager_offload:
+        loss = copied(torch.ones(256, 64))
+    loss.backward()
+    stats = copied.eager_offload.stats(synchronize=True)
+    assert stats.compiled_regions == 1
+    assert stats.kept_bytes["region"] > 0
+    offload.close()
+    torch.compiler.reset()
+
+
+def test_h48_a_part_of_a_model_that_outlives_it_can_be_copied(fields: dict[str, Any]) -> None:
+    model, offload = Model(), eo.Offload(skip="lm_head", **fields)
+    offload.skip_in(model)
+    head = copy.copy(model.lm_head)
+    del model
+    gc.collect()
+    for other in copy.deepcopy(head), saved(head):
+        assert module_call(other) is None
+        assert other(torch.ones(1, 64)).shape == (1, 64)

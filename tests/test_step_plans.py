@@ -1,0 +1,158 @@
+"""A step plan is numbers: what the recorder makes of what it is told, what a file holds, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eager_offload as eo
+from eager_offload.stats import KeepReason
+from eager_offload.step_plan import Ask, Fate, Save, StepPlan, StepRecorder, Totals
+
+KIB = 1 << 10
+
+
+def recorded() -> StepRecorder:
+    """Five saves: one that leaves and is saved again, a parameter, one that stays as the newest, and one of no kind."""
+    recorder = StepRecorder()
+    recorder.take(0, 0, KIB, True, 2 * KIB, 2 * KIB)
+    recorder.keep(512, True, KeepReason.PARAMETER)
+    recorder.take(1, 0, KIB, True, 2 * KIB, 0)
+    recorder.started(0)
+    recorder.keep(64, False, None)
+    recorder.released(0)
+    recorder.take(2, 2, 4 * KIB, False, 4 * KIB, 4 * KIB)
+    return recorder
+
+
+def plan() -> StepPlan:
+    recorder = recorded()
+    recorder.asked(2, 2, bring=[0], drop=[2], keep=False, kept=KeepReason.NEWEST)
+    recorder.asked(1, 0, bring=[], drop=[], keep=True, kept=None)
+    recorder.asked(0, 0, bring=[], drop=[0], keep=False, kept=None)
+    made = recorder.plan()
+    assert made is not None
+    return made
+
+
+def test_a_plan_says_what_was_written_down() -> None:
+    assert plan() == StepPlan(
+        saves=(
+            Save(Fate.OFFLOAD, None, KIB, 2 * KIB, 2 * KIB, True, owner=0, slot=0, start=3, release=4),
+            Save(Fate.KEEP, KeepReason.PARAMETER, 512, requires_grad=True),
+            Save(Fate.SHARE, None, KIB, requires_grad=True, owner=0),
+            Save(Fate.DECIDE, None, 64),
+            Save(Fate.KEEP, KeepReason.NEWEST, 4 * KIB, 4 * KIB, 4 * KIB, owner=4),
+        ),
+        asks=(Ask(4, bring=(0,)), Ask(2, keep=True, last=False), Ask(0)),
+        end=(),
+        slots=(2 * KIB,),
+    )
+    assert plan().totals == Totals(saved=6 * KIB + 576, offloaded=KIB, shared=KIB, kept=4 * KIB + 512, slots=2 * KIB)
+    assert plan().newest_bytes == 4 * KIB
+    assert plan().starts() == ((), (), (), (0,), ())
+
+
+def test_what_starts_when_the_context_is_left_is_at_the_end() -> None:
+    recorder = recorded()
+    recorder.started(2)
+    recorder.asked(2, 2, bring=[], drop=[], keep=False, kept=None)
+    made = recorder.plan()
+    assert made is not None
+    assert (made.end, made.saves[4].start, made.saves[4].slot) == ((4,), 5, 0)
+    assert made.slots == (4 * KIB,), "none for what backward does not ask for"
+    assert made.saves[0].fate is made.saves[2].fate is Fate.DECIDE
+
+
+def test_a_copy_that_backward_has_overtaken_is_one_of_the_plan_all_the_same() -> None:
+    recorder = recorded()
+    recorder.started(2)
+    recorder.asked(2, 2, bring=[], drop=[], keep=False, kept=KeepReason.NEWEST)
+    made = recorder.plan()
+    assert made is not None
+    assert made.saves[4].fate is Fate.OFFLOAD
+
+
+@pytest.mark.parametrize("kept", [KeepReason.FAILED, KeepReason.BUDGET, KeepReason.LAYOUT, KeepReason.MARKED])
+def test_what_stayed_for_a_reason_that_may_pass_is_decided_anew_with_all_that_share_it(kept: KeepReason) -> None:
+    recorder = recorded()
+    recorder.asked(1, 0, bring=[2], drop=[], keep=True, kept=kept)
+    recorder.asked(2, 2, bring=[], drop=[], keep=False, kept=KeepReason.NEWEST)
+    made = recorder.plan()
+    assert made is not None
+    assert [save.fate for save in made.saves] == [Fate.DECIDE, Fate.KEEP, Fate.DECIDE, Fate.DECIDE, Fate.KEEP]
+    assert made.asks == (Ask(4, bring=(4,)),), "what its unpack has set off, the next one does"
+
+
+@pytest.mark.parametrize("what", ["nothing was asked for", "a second backward", "something that no plan can say"])
+def test_there_is_no_plan_where(what: str) -> None:
+    recorder = recorded()
+    if what != "nothing was asked for":
+        recorder.asked(2, 2, bring=[], drop=[], keep=False, kept=None)
+    if what == "a second backward":
+        recorder.asked(2, 2, bring=[], drop=[], keep=False, kept=None)
+    recorder.is_void |= what == "something that no plan can say"
+    assert recorder.plan() is None
+
+
+def test_a_file_holds_a_plan_and_what_it_prints_is_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan().save(path)
+    loaded = StepPlan.load(path)
+    assert loaded == plan()
+    assert (type(loaded.saves[0].fate), type(loaded.saves[1].reason)) == (Fate, KeepReason)
+    assert str(plan()).splitlines() == [
+        "5 saves: 6.6 KiB, of which 1.0 KiB leave, 1.0 KiB share and 4.5 KiB stay; unpacks 3; slots 1, of 2.0 KiB",
+        "        saves  what                      each    start after    source goes",
+        "            0  offload                1.0 KiB        3 later        4 later",
+        "            1  keep (parameter)         512 B",
+        "            2  share 2 back           1.0 KiB",
+        "            3  decide                    64 B",
+        "            4  keep (newest)          4.0 KiB",
+    ]
+
+
+def broken() -> list[Any]:
+    good = plan()
+    saves = good.saves
+    return [
+        pytest.param(dataclasses.replace(good, slots=(KIB,)), id="a slot that is too small"),
+        pytest.param(dataclasses.replace(good, slots=()), id="no slot"),
+        pytest.param(dataclasses.replace(good, slots=(2 * KIB, KIB)), id="a slot too many"),
+        pytest.param(dataclasses.replace(good, end=(0,)), id="an end that is none"),
+        pytest.param(dataclasses.replace(good, asks=(Ask(1),)), id="an unpack of what is not followed"),
+        pytest.param(dataclasses.replace(good, asks=(Ask(0), Ask(0))), id="an unpack twice"),
+        pytest.param(dataclasses.replace(good, asks=(Ask(0, bring=(9,)),)), id="a reload of what is not there"),
+        pytest.param(
+            dataclasses.replace(good, saves=(saves[2], *saves[1:])), id="a share of a storage that comes later"
+        ),
+        pytest.param(
+            dataclasses.replace(good, saves=(dataclasses.replace(saves[0], start=9), *saves[1:])), id="a late start"
+        ),
+        pytest.param(
+            dataclasses.replace(good, saves=(dataclasses.replace(saves[0], nbytes=-5), *saves[1:])), id="no size"
+        ),
+    ]
+
+
+@pytest.mark.parametrize("bad", broken())
+def test_a_file_whose_numbers_do_not_fit_together_is_refused(bad: StepPlan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    bad.save(path)
+    with pytest.raises(eo.ConfigError, match=r"plan\.json' holds no step plan that this version can read"):
+        StepPlan.load(path)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)))
+def test_any_other_file_is_refused(tmp_path_factory: pytest.TempPathFactory, content: object) -> None:
+    path = tmp_path_factory.getbasetemp() / "other.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(eo.ConfigError, match="holds no step plan"):
+        StepPlan.load(path)

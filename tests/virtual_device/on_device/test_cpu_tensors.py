@@ -1,0 +1,138 @@
+"""What is saved on the CPU in a process that has an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload import ConfigError, Offload
+from eager_offload.engine import offloaders
+from eager_offload.tiers.base import Fence
+from eager_offload.tiers.disk import DiskSlot, DiskTier
+from tests.hazards.backends import assert_settled
+from tests.hazards.programs import assert_identical
+
+ROWS, WIDTH = 512, 512
+NBYTES = ROWS * WIDTH * 4
+EVERYTHING: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0}
+
+
+def step(x: Tensor, w: Tensor, around: AbstractContextManager[object]) -> tuple[Tensor, ...]:
+    with around:
+        h = (x * 2).tanh().exp()
+        loss = (h @ w).sin().sum()
+    del h
+    gradients = torch.autograd.grad(loss, [x, w])
+    return loss.detach(), *gradients
+
+
+def on_both(around: AbstractContextManager[object], call: Callable[..., Any] = step) -> list[tuple[Tensor, ...]]:
+    """A step on the CPU and one on the device."""
+    results = []
+    for device in ("cpu", "virtual"):
+        generator = torch.Generator().manual_seed(1)
+        x, w = (torch.randn(ROWS, WIDTH, generator=generator).to(device).requires_grad_() for _ in range(2))
+        results.append(call(x, w, around))
+    return results
+
+
+@pytest.mark.parametrize("has_disk", [True, False])
+def test_h51_they_stay_unless_a_disk_is_named(monkeypatch: pytest.MonkeyPatch, has_disk: bool) -> None:
+    def refuse(*_: object, **__: object) -> object:
+        raise ConfigError("disk_path=None is not accepted: no directory can serve")
+
+    if not has_disk:
+        monkeypatch.setattr(offloaders, "DiskTier", refuse)
+    expected, offload = on_both(nullcontext()), Offload(**EVERYTHING)
+    assert_identical(expected, on_both(offload))
+    stats = assert_settled(offload)
+    assert stats.kept_bytes["device"] == 4 * NBYTES, "what tanh, exp, the product and sin save"
+    assert stats.bytes_out > 0, "what is on the device moves"
+    assert stats.disk_bytes_written == 0
+    offload.close()
+
+
+@pytest.mark.parametrize("fields", [{"tier": "auto"}, {"tier": "disk"}, {"tier": "disk", "disk_path": None}])
+def test_h51_they_move_to_a_disk_that_is_asked_for(tmp_path: Path, fields: dict[str, Any]) -> None:
+    expected, offload = on_both(nullcontext()), Offload(**EVERYTHING, **{"disk_path": tmp_path, **fields})
+    assert_identical(expected, on_both(offload))
+    stats = assert_settled(offload)
+    assert "device" not in stats.kept_bytes
+    assert stats.disk_bytes_written >= 2 * NBYTES
+    offload.close()
+
+
+@pytest.mark.filterwarnings('ignore:eager_offload. tier="host" on a CPU device')
+def test_h51_they_move_within_host_memory_where_that_is_asked_for() -> None:
+    expected, offload = on_both(nullcontext()), Offload(**EVERYTHING, tier="host")
+    assert_identical(expected, on_both(offload))
+    stats = assert_settled(offload)
+    assert "device" not in stats.kept_bytes
+    assert stats.disk_bytes_written == 0
+    assert stats.bytes_out >= 4 * NBYTES
+    offload.close()
+
+
+def test_h51_one_disk_budget_bounds_both(tmp_path: Path) -> None:
+    offload = Offload(**EVERYTHING, tier="disk", disk_path=tmp_path, disk_budget=3 * NBYTES)
+    with pytest.warns(RuntimeWarning, match="no room"), offload:
+        roots = [
+            torch.ones(ROWS, WIDTH, device=device, requires_grad=True).exp()
+            for device in ("cpu", "cpu", "virtual", "virtual")
+        ]
+    stats = offload.stats(synchronize=True)
+    assert stats.offloaded_bytes == 3 * NBYTES
+    assert stats.kept_bytes["budget"] == NBYTES
+    assert stats.disk_bytes_peak == 3 * NBYTES
+    del roots
+    assert_settled(offload)
+    offload.close()
+
+
+class Elsewhere:
+    """A runtime whose events are not over yet, as far as anybody can see."""
+
+    def query(self, event: object) -> bool:
+        return False
+
+
+def test_h51_neither_waits_for_what_the_other_did_with_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = DiskTier.reserve
+
+    def used_elsewhere(tier: DiskTier, nbytes: int) -> DiskSlot | None:
+        slot = reserve(tier, nbytes)
+        assert slot is not None
+        slot.fences = (*slot.fences, Fence(Elsewhere(), object()))
+        return slot
+
+    monkeypatch.setattr(DiskTier, "reserve", used_elsewhere)
+    expected, offload = on_both(nullcontext()), Offload(**EVERYTHING, disk_path=tmp_path, host_budget=1)
+    with pytest.warns(RuntimeWarning, match="go to the disk tier as well"):
+        assert_identical(expected, on_both(offload))
+    stats = assert_settled(offload)
+    assert stats.disk_bytes_written >= 4 * NBYTES
+    offload.close()
+
+
+def test_h51_a_compiled_graph_leaves_them_too() -> None:
+    forward = torch.compile(lambda x, w: ((x * 2).tanh().exp() @ w).sin().sum(), backend="aot_eager")
+
+    def call(x: Tensor, w: Tensor, around: AbstractContextManager[object]) -> tuple[Tensor, ...]:
+        with around:
+            loss = forward(x, w)
+        return loss.detach(), *torch.autograd.grad(loss, [x, w])
+
+    expected, offload = on_both(nullcontext(), call), Offload(**EVERYTHING)
+    with pytest.warns(RuntimeWarning, match="compiled code waits"):  # no Inductor, and so no pass that orders them
+        assert_identical(expected, on_both(offload, call))
+    stats = assert_settled(offload)
+    assert stats.compiled_regions == 1, "the one on the device"
+    assert stats.kept_bytes["device"] > 0
+    assert stats.bytes_out > 0
+    offload.close()

@@ -1,0 +1,350 @@
+"""The virtual device does what a GPU does, where the order of work and the owners of memory matter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eager_offload._torch import host_registration
+from eager_offload.tiers.memory import PAGE, anonymous_slab
+from tests.virtual_device import NAME, VirtualDevice
+
+LATE = 0.05  # seconds; what a missing wait overtakes
+MIB = 1 << 20
+
+
+def on_device(tensor: Tensor) -> Tensor:
+    return tensor.to(NAME)
+
+
+def side_stream() -> torch.Stream:
+    return torch.Stream(device=NAME)
+
+
+# -- streams and events -----------------------------------------------------------------------------------------------
+
+
+def test_torch_takes_it_for_the_accelerator(virtual: VirtualDevice) -> None:
+    assert torch.accelerator.current_accelerator(check_available=True) == torch.device(NAME)
+    assert torch.accelerator.device_count() == virtual.devices == 2
+
+
+def test_compute_is_asynchronous_and_shapes_are_there_at_once(virtual: VirtualDevice) -> None:
+    x, waits = on_device(torch.ones(4, 8)), virtual.host_waits
+    with virtual.slow_compute(LATE):
+        y = x @ x.t()
+    assert y.shape == (4, 4)
+    assert not torch.equal(virtual.peek(y), torch.full((4, 4), 8.0)), "not computed yet"
+    assert virtual.host_waits == waits
+    assert torch.equal(y.cpu(), torch.full((4, 4), 8.0))
+
+
+def test_streams_run_side_by_side_and_wait_by_events(virtual: VirtualDevice) -> None:
+    x, side, event = on_device(torch.zeros(8)), side_stream(), torch.Event(device=NAME)
+    virtual.sleep(LATE)
+    x.add_(1)
+    event.record()
+    with side:
+        too_early = x.clone()
+    side.synchronize()
+    assert torch.equal(virtual.peek(too_early), torch.zeros(8)), "no wait, and so it overtook the addition"
+    assert not event.query()
+    with side:
+        side.wait_event(event)
+        in_time = x.clone()
+    side.synchronize()
+    assert event.query()
+    assert torch.equal(virtual.peek(in_time), torch.ones(8))
+
+
+def test_each_record_of_an_event_is_a_point_of_its_own(virtual: VirtualDevice) -> None:
+    side, event = side_stream(), torch.Event(device=NAME)
+    event.record()
+    event.synchronize()
+    assert event.query()
+    virtual.sleep(LATE)
+    event.record()
+    assert not event.query(), "it stands for the later record now"
+    side.wait_event(torch.Event(device=NAME))  # never recorded: no wait
+    assert side.query()
+    event.synchronize()
+
+
+def test_events_tell_the_time_between_them(virtual: VirtualDevice) -> None:
+    first, second = (torch.Event(device=NAME, enable_timing=True) for _ in range(2))
+    first.record()
+    virtual.sleep(LATE)
+    second.record()
+    with pytest.raises(RuntimeError, match="completed"):
+        first.elapsed_time(second)
+    second.synchronize()
+    assert first.elapsed_time(second) >= LATE * 1e3
+
+
+def test_the_ring_hands_out_a_stream_again(virtual: VirtualDevice) -> None:
+    streams = [side_stream() for _ in range(virtual.ring + 1)]
+    assert streams[0] == streams[-1]
+    assert len({stream.stream_id for stream in streams}) == virtual.ring
+
+
+def test_an_error_on_a_stream_is_told_later(virtual: VirtualDevice) -> None:
+    x = on_device(torch.zeros(4))
+    index = on_device(torch.tensor([7]))
+    x[index]  # out of range, which only the kernel sees
+    with pytest.raises(RuntimeError, match="asynchronously: index 7 is out of bounds"):
+        torch.accelerator.synchronize()
+    torch.accelerator.synchronize()
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_copies_arrive_in_parts(virtual: VirtualDevice, out: bool) -> None:
+    host = torch.zeros(4 * PAGE, pin_memory=True)
+    device = torch.ones(4 * PAGE, device=NAME)
+    target, source = (host, device) if out else (device, host)
+    torch.accelerator.synchronize()
+    seen = set()
+    with virtual.slow_links(latency=4 * LATE):
+        target.copy_(source, non_blocking=True)
+        event = torch.Event(device=NAME)
+        event.record()
+        while not event.query():
+            now = host if out else virtual.peek(device)
+            seen.add(int((now == source.new_tensor(float(out), device="cpu")).sum()) // PAGE)
+    assert seen & {1, 2, 3}, "never half of it"
+    assert torch.equal(host, device.cpu())
+
+
+def test_pageable_memory_makes_the_host_wait(virtual: VirtualDevice) -> None:
+    x = torch.ones(MIB, device=NAME)
+    pinned, pageable = torch.empty(MIB, pin_memory=True), torch.empty(MIB)
+    torch.accelerator.synchronize()
+    for target, expected in ((pinned, 0), (pageable, 1)):
+        with virtual.slow_links(latency=LATE):
+            waits = virtual.host_waits
+            target.copy_(x, non_blocking=True)
+            assert virtual.host_waits - waits == expected
+    torch.accelerator.synchronize()
+    assert torch.equal(pinned, pageable)
+
+
+def test_a_copy_that_straddles_registrations_is_refused(virtual: VirtualDevice) -> None:
+    registration = host_registration()
+    assert registration is not None
+    pages, x = anonymous_slab(3 * PAGE), torch.zeros(2 * PAGE, dtype=torch.uint8, device=NAME)
+    assert registration.register(pages.data_ptr(), PAGE, 0) == 0
+    assert registration.register(pages.data_ptr() + PAGE, PAGE, 0) == 0
+    assert registration.register(pages.data_ptr(), 2 * PAGE, 0) != 0, "what is registered already"
+    assert pages[:PAGE].is_pinned()
+    for start in (0, PAGE):
+        with pytest.raises(RuntimeError, match="invalid argument"):
+            x.copy_(pages[start : start + 2 * PAGE], non_blocking=True)
+    x[:PAGE].copy_(pages[PAGE : 2 * PAGE], non_blocking=True)
+    torch.accelerator.synchronize()
+    for page in range(2):
+        assert registration.unregister(pages.data_ptr() + page * PAGE) == 0
+    assert registration.unregister(pages.data_ptr()) != 0
+
+
+def test_memory_that_is_unregistered_under_a_copy_is_an_error(virtual: VirtualDevice) -> None:
+    registration = host_registration()
+    assert registration is not None
+    pages, x = anonymous_slab(PAGE), torch.zeros(PAGE, dtype=torch.uint8, device=NAME)
+    assert registration.register(pages.data_ptr(), PAGE, 0) == 0
+    with virtual.slow_links(latency=LATE):
+        x.copy_(pages, non_blocking=True)
+        registration.unregister(pages.data_ptr())
+        with pytest.raises(RuntimeError, match="unregistered while a copy used it"):
+            torch.accelerator.synchronize()
+    torch.accelerator.synchronize()
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_is_handed_out_again_at_once_on_its_own_stream_and_painted(virtual: VirtualDevice) -> None:
+    side = side_stream()
+    x = torch.ones(MIB, device=NAME)
+    address = x.data_ptr()
+    with side:
+        virtual.sleep(LATE)
+        y = x + 1
+    del x  # while the side stream has not read it
+    again = torch.empty(MIB, device=NAME)
+    assert again.data_ptr() == address
+    torch.accelerator.synchronize()
+    assert virtual.peek(again).isnan().all()
+    with side:
+        elsewhere = torch.empty(MIB, device=NAME)
+    assert elsewhere.data_ptr() not in (address, y.data_ptr())
+
+
+def test_record_stream_keeps_a_block_until_the_other_stream_is_there(virtual: VirtualDevice) -> None:
+    x, side = torch.ones(MIB, device=NAME), side_stream()
+    torch.accelerator.synchronize()
+    address = x.data_ptr()
+    with side:
+        virtual.sleep(LATE)
+        y = x + 1
+    x.record_stream(side)
+    del x
+    assert torch.empty(MIB, device=NAME).data_ptr() != address
+    side.synchronize()
+    assert torch.equal(y.cpu(), torch.full((MIB,), 2.0))
+    assert torch.empty(MIB, device=NAME).data_ptr() == address
+
+
+def test_it_is_full_at_its_capacity_and_tries_again_without_the_cache(virtual: VirtualDevice) -> None:
+    torch.accelerator.empty_cache()
+    held = torch.accelerator.memory_reserved()
+    with virtual.capacity(held + 8 * MIB):
+        x = torch.empty(6 * MIB, dtype=torch.uint8, device=NAME)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 6291456 bytes"):
+            torch.empty(6 * MIB, dtype=torch.uint8, device=NAME)
+        del x
+        assert torch.accelerator.memory_reserved() == held + 6 * MIB, "cached"
+        y = torch.empty(8 * MIB, dtype=torch.uint8, device=NAME)  # too large for the cache
+        assert torch.accelerator.memory_allocated() >= y.nbytes
+
+
+def test_statistics_follow_what_is_allocated(virtual: VirtualDevice) -> None:
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    x = torch.empty(4 * MIB, dtype=torch.uint8, device=NAME)
+    assert torch.accelerator.memory_allocated() - before == 4 * MIB
+    del x
+    assert torch.accelerator.memory_allocated() == before
+    assert torch.accelerator.max_memory_allocated() == before + 4 * MIB
+
+
+def test_pinned_memory_is_cached_and_rounded_up(virtual: VirtualDevice) -> None:
+    x = torch.empty(3 * PAGE, dtype=torch.uint8, pin_memory=True)
+    address = x.data_ptr()
+    del x
+    y = torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True)
+    assert y.data_ptr() == address, "both are four pages"
+    source = torch.ones(4 * PAGE, dtype=torch.uint8, device=NAME)
+    with virtual.slow_links(latency=LATE):
+        y.copy_(source, non_blocking=True)
+        del y
+        assert torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True).data_ptr() != address, "a copy still writes it"
+        torch.accelerator.synchronize()
+
+
+def test_the_host_that_touches_device_memory_dies_of_it() -> None:
+    program = (
+        "import ctypes, torch; from tests.virtual_device import install; install()\n"
+        "x = torch.ones(4, device='virtual'); ctypes.string_at(x.data_ptr(), 4)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode < 0
+    assert "the host touched its memory at 0x" in done.stderr
+
+
+# -- operators --------------------------------------------------------------------------------------------------------
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(8, 4), (5, 8)),
+    "convolution": (lambda: nn.Conv2d(3, 4, 3, stride=2, groups=1), (2, 3, 9, 9)),
+    "transposed-convolution": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2), (2, 4, 5, 5)),
+    "batch-norm": (lambda: nn.BatchNorm1d(6), (8, 6)),
+    "layer-norm": (lambda: nn.LayerNorm(6), (8, 6)),
+    "pool": (lambda: nn.MaxPool2d(2), (2, 3, 8, 8)),
+    "gelu": (lambda: nn.GELU(), (8, 6)),
+    "attention": (lambda: nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), (2, 6, 16)),
+    "embedding-bag": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Softmax(-1), nn.Dropout(0.0)), (4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_values_are_those_of_the_cpu(virtual: VirtualDevice, name: str) -> None:
+    make, size = MODULES[name]
+    torch.manual_seed(1)
+    module, x = make(), torch.randn(*size)
+
+    def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        y = module(x)
+        grads = torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
+        return [y.detach().cpu(), *(grad.cpu() for grad in grads)]
+
+    expected = gradients(module, x)
+    with virtual.slow_compute(1e-3):
+        actual = gradients(module.to(NAME), on_device(x))
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_depends_on_data_and_what_draws_numbers_drains_the_stream(virtual: VirtualDevice) -> None:
+    x = on_device(torch.tensor([1.0, 0.0, 2.0]))
+    with virtual.slow_compute(LATE):
+        x = x * 2
+        assert x.nonzero().flatten().tolist() == [0, 2]
+        assert x.max().item() == 4
+    torch.manual_seed(3)
+    first = torch.randn(5, device=NAME).cpu()
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(5), first), "the CPU's generator stands in"
+
+
+def test_two_devices_and_the_copies_between_them(virtual: VirtualDevice) -> None:
+    there = torch.device(NAME, 1)
+    x = torch.ones(4, device=there)
+    with virtual.slow_compute(LATE):
+        y = (x + 1).to(NAME + ":0") + 1
+    assert y.device.index == 0
+    assert torch.equal(y.cpu(), torch.full((4,), 3.0))
+    with pytest.raises(RuntimeError, match=r"same device|one device"):
+        x + y
+    with torch.accelerator.device_index(1):
+        assert torch.empty(1, device=NAME).device == there
+
+
+@pytest.mark.parametrize(
+    "operate",
+    [
+        lambda x, there: x + there,
+        lambda x, there: there @ x,
+        lambda x, there: torch.cat([x, there]),
+        lambda x, there: x.add_(there),
+    ],
+    ids=["binary", "first", "in a list", "in place"],
+)
+def test_tensors_of_the_host_are_refused_where_those_of_the_device_are_meant(
+    virtual: VirtualDevice, operate: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    with pytest.raises(RuntimeError, match=r"Expected all tensors to be on the same device.*virtual:0 and cpu"):
+        operate(torch.ones(4, device=NAME), torch.ones(4))
+
+
+def test_numbers_and_indices_may_be_on_the_host(virtual: VirtualDevice) -> None:
+    x, indices = torch.arange(4.0, device=NAME), torch.tensor([3, 1])
+    assert (x + torch.tensor(1.0)).tolist() == [1, 2, 3, 4]
+    assert x[indices].tolist() == [3, 1]
+    x[indices] = torch.tensor(7.0)
+    assert x.tolist() == [0, 7, 2, 7]
+
+
+def test_autocast_chooses_dtypes(virtual: VirtualDevice) -> None:
+    x = torch.ones(4, 4, device=NAME)
+    with torch.autocast(NAME, dtype=torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+        assert (x @ x).softmax(-1).dtype is torch.float32
+
+
+def test_sizes_and_storages_may_change(virtual: VirtualDevice) -> None:
+    x = torch.arange(4.0, device=NAME)
+    x.resize_(8)
+    assert torch.equal(x[:4].cpu(), torch.arange(4.0))
+    y = torch.empty(0, device=NAME)
+    y.set_(x.untyped_storage(), 1, (3,), (1,))
+    assert torch.equal(y.cpu(), torch.arange(1.0, 4.0))
+    x.untyped_storage().resize_(0)
+    assert x.untyped_storage().nbytes() == 0

@@ -1,0 +1,126 @@
+"""What pack and unpack cost the host and the device, beyond the copies themselves."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eager_offload as eo
+from eager_offload.runtime.accelerator import accelerator_runtime
+from eager_offload.runtime.base import Direction
+from tests.virtual_device import NAME, VirtualDevice
+
+MIB = 1 << 20
+STEPS = 4
+
+
+def train(around: AbstractContextManager[object], virtual: VirtualDevice) -> tuple[list[Tensor], list[int], list[int]]:
+    """Gradients of the last step; how often the host waited in each step, and the device's peak in each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.Tanh()))).to(NAME)
+    x = torch.randn(2048, 128).to(NAME)
+    waits, peaks = [], []
+    for _ in range(STEPS):
+        model.zero_grad()
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        before, held = virtual.host_waits, torch.accelerator.memory_allocated()
+        with around:
+            loss = model(x).square().mean()
+        loss.backward()
+        del loss
+        waits.append(virtual.host_waits - before)
+        torch.accelerator.synchronize()
+        peaks.append(torch.accelerator.max_memory_allocated() - held)
+    return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None], waits, peaks
+
+
+def test_nothing_in_a_step_makes_the_host_wait_or_takes_memory_to_measure_with(virtual: VirtualDevice) -> None:
+    with virtual.slow_links(bandwidth=2e8):
+        expected, _, plain = train(nullcontext(), virtual)
+        offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0)
+        actual, waits, peaks = train(offload, virtual)
+    stats = offload.stats(synchronize=True)
+    offload.close()
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+    assert stats.bytes_out > 0
+    assert waits == [0] * STEPS
+    assert max(peaks) <= max(plain) + 2 * MIB, "one copy and one target"
+
+
+def test_copies_that_have_not_started_when_their_graph_is_dropped_are_not_made(virtual: VirtualDevice) -> None:
+    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, max_inflight_bytes="1GiB")
+    x = torch.ones(512, 512).to(NAME).requires_grad_()
+    runtime, copied = accelerator_runtime(), virtual.copied_bytes[0]
+    transfers = runtime.transfer_stream(x.device, Direction.OUT)
+    with ExitStack() as stack:
+        with runtime.enter(transfers):
+            stack.enter_context(virtual.held(0))
+        with offload:
+            y = x * 1
+            for _ in range(4):
+                y = y.sin()
+        assert offload.stats().bytes_out > 2 * x.nbytes, "all that the window has room for is to leave"
+        del y
+        offload.stats()
+    stats = offload.stats(synchronize=True)
+    offload.close()
+    assert stats.bytes_out == virtual.copied_bytes[0] - copied == x.nbytes, "the one that the stream had been given"
+    assert stats.offloaded_bytes == stats.released_bytes == x.nbytes
+    assert stats.kept_bytes["newest"] == stats.saved_bytes - x.nbytes
+
+
+def test_a_fast_link_is_given_little_ahead_of_what_the_device_would_hold(virtual: VirtualDevice) -> None:
+    """What it has been given holds its source until the copy is over, whatever backward has done meanwhile."""
+    offload, runtime = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0), accelerator_runtime()
+    x, several = torch.ones(1 << 12).to(NAME).requires_grad_(), 96
+
+    def forward() -> torch.Tensor:
+        y = x * 1
+        with offload:
+            for _ in range(several):
+                y = y.sin()
+        return y
+
+    for _ in range(3):  # by which its rate is known
+        y = forward()
+        offload.stats(synchronize=True)
+        del y
+    copied = virtual.copied_bytes[0]
+    with ExitStack() as stack:
+        with runtime.enter(runtime.transfer_stream(x.device, Direction.OUT)):
+            stack.enter_context(virtual.held(0))
+        y = forward()
+        del y
+        offload.stats()
+    offload.stats(synchronize=True)
+    offload.close()
+    assert 0 < virtual.copied_bytes[0] - copied <= several / 32 * x.nbytes
+
+
+def peak_of_a_step(around: AbstractContextManager[object], nbytes: int) -> int:
+    """Most bytes above those before that four chains of operators take, each of which saves ``nbytes``."""
+    leaves = [torch.ones(nbytes // 4).to(NAME).requires_grad_() for _ in range(4)]
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    held = torch.accelerator.memory_allocated()
+    with around:
+        losses = [leaf.sin().sin().sin().sum() for leaf in leaves]
+    torch.autograd.backward(losses)
+    torch.accelerator.synchronize()
+    return torch.accelerator.max_memory_allocated() - held
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_copies_that_a_slow_link_cannot_make_in_time_hold_no_sources(virtual: VirtualDevice, tier: str) -> None:
+    with virtual.slow_links(latency=0.02):
+        plain = peak_of_a_step(nullcontext(), 2 * MIB)
+        offload = eo.Offload(tier=tier, min_bytes=0, keep_last_bytes=0)
+        peaks = [peak_of_a_step(offload, 2 * MIB) for _ in range(2)]
+    stats = offload.stats(synchronize=True)
+    offload.close()
+    assert stats.bytes_out > 0
+    assert max(peaks) <= plain + 4 * MIB, "one copy and one target"

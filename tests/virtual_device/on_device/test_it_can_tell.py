@@ -1,0 +1,297 @@
+"""What is missing shows: without any one kind of order or keepalive, training gives other bits, run after run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload import Offload
+from eager_offload.compile import ops
+from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.transfer import Transfer
+from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.base import Direction, Event
+from eager_offload.tiers.base import Slot
+from tests.virtual_device import NAME, VirtualDevice
+
+RUNS = pytest.mark.parametrize("runs", [3, pytest.param(20, marks=pytest.mark.long)])
+WIDTH, LAYERS, STEPS = 64, 3, 2
+
+# -- what is trained --------------------------------------------------------------------------------------------------
+
+
+def layer(x: Tensor, weight: Tensor) -> Tensor:
+    """Saves whole storages, and an eighth of another one, which is gathered before it leaves."""
+    h = (x @ weight).tanh()
+    few = h.sin()[:, ::8]
+    return x + h.exp() * h + (few * few).repeat(1, 8)
+
+
+def train(
+    seed: int, around: AbstractContextManager[object], abandoned: AbstractContextManager[object] | None = None
+) -> list[Tensor]:
+    """The losses and gradients of a few steps, and the parameters after them.
+
+    Args:
+        abandoned: around a loss before each, of which only the last layer's gradient is asked for.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(scale: float) -> Tensor:
+        return (torch.randn(WIDTH, WIDTH, generator=generator) * scale).to(NAME)
+
+    def loss_of(batch: Tensor, around: AbstractContextManager[object]) -> Tensor:
+        with around:
+            loss = functools.reduce(layer, weights, batch).square().mean()
+        torch.accelerator.synchronize()  # as for a loss that is printed: without it nothing would have to come back
+        return loss
+
+    weights = [numbers(1 / WIDTH).requires_grad_() for _ in range(LAYERS)]
+    found = []
+    for batch in [numbers(1) for _ in range(STEPS)]:
+        if abandoned is not None:
+            torch.autograd.grad(loss_of(batch, abandoned), weights[-1:])
+        loss = loss_of(batch, around)
+        gradients = torch.autograd.grad(loss, weights)
+        found += [loss.detach(), *gradients]
+        del loss
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight -= 0.1 * gradient
+    torch.accelerator.synchronize()
+    return [tensor.detach().cpu() for tensor in (*found, *weights)]
+
+
+@functools.cache
+def expected(seed: int) -> list[Tensor]:
+    values = train(seed, nullcontext())
+    assert all(tensor.isfinite().all() for tensor in values)
+    return values
+
+
+Regime = Callable[[VirtualDevice], AbstractContextManager[None]]
+
+
+def late_copies(virtual: VirtualDevice) -> AbstractContextManager[None]:
+    return virtual.slow_links(latency=2e-3)
+
+
+def late_compute(virtual: VirtualDevice) -> AbstractContextManager[None]:
+    return virtual.slow_compute(1e-3)
+
+
+def late_copies_in(virtual: VirtualDevice) -> AbstractContextManager[None]:
+    return virtual.slow_links(latency=1e-2, out=False)
+
+
+def runs_that_differ(virtual: VirtualDevice, regime: Regime, runs: int, *, abandons: bool = False) -> int:
+    """How many of ``runs`` give other bits with offload than without.
+
+    Args:
+        abandons: only losses that are abandoned are offloaded. What the others save stays, in blocks that were targets.
+    """
+    differ, runtime = 0, accelerator_runtime()
+    # Held back, most copies would be cancelled: here as many as can are on their way.
+    runtime.holds_copies_back = False  # type: ignore[misc]  # of its class otherwise
+    try:
+        for seed in range(runs):
+            values = expected(seed)
+            offload = Offload(tier="host", keep_last_bytes=0, min_bytes=0)
+            with regime(virtual):
+                offloaded = train(seed, nullcontext(), offload) if abandons else train(seed, offload)
+            stats = offload.stats()
+            assert stats.bytes_out > 0
+            assert stats.bytes_in > 0
+            offload.close()
+            differ += not all(torch.equal(one, other) for one, other in zip(values, offloaded, strict=True))
+    finally:
+        runtime.holds_copies_back = True  # type: ignore[misc]
+    return differ
+
+
+# -- what is taken out ------------------------------------------------------------------------------------------------
+
+
+def nothing(*_: object) -> None:
+    """Does not wait."""
+
+
+def waits_of_streams(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AcceleratorEvent, "wait_on", nothing)
+
+
+def the_wait_of_compute_for_reloads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AcceleratorRuntime, "wait", nothing)  # those of transfer streams do not go through it
+
+
+def _what_copies_wait_for(patch: pytest.MonkeyPatch, left: Callable[[bool, Sequence[Event]], Sequence[Event]]) -> None:
+    def copy(
+        self: AcceleratorRuntime,
+        dst: Tensor | Slot,
+        src: Tensor | Slot,
+        stream: torch.Stream,
+        after: Sequence[Event],
+    ) -> Event:
+        return intact(self, dst, src, stream, left(isinstance(dst, Slot), after))
+
+    intact = AcceleratorRuntime.copy
+    patch.setattr(AcceleratorRuntime, "copy", copy)
+
+
+def the_wait_of_copies_out_for_compute(patch: pytest.MonkeyPatch) -> None:
+    _what_copies_wait_for(patch, lambda out, after: after[1:] if out else after)  # the slot's last uses are behind it
+
+
+def the_wait_of_copies_in_for_the_blocks_last_owner(patch: pytest.MonkeyPatch) -> None:
+    _what_copies_wait_for(patch, lambda out, after: after if out else ())
+
+
+def the_sources_stay_until_their_copies_are_over(patch: pytest.MonkeyPatch) -> None:
+    """Saved tensors are held by their handles, which let go of them when they hear that the copy is over."""
+
+    def query(self: AcceleratorRuntime, event: Event) -> bool:
+        return goes_out(self, event) or intact(self, event)
+
+    def synchronize(self: AcceleratorRuntime, event: Event) -> None:
+        if not goes_out(self, event):
+            intact_synchronize(self, event)
+
+    def goes_out(self: AcceleratorRuntime, event: Event) -> bool:
+        assert isinstance(event, AcceleratorEvent)
+        stream = event.recorded_on
+        return stream is not None and stream == self.transfer_stream(stream.device, Direction.OUT)
+
+    intact, intact_synchronize = AcceleratorRuntime.query, AcceleratorRuntime.synchronize
+    patch.setattr(AcceleratorRuntime, "query", query)
+    patch.setattr(AcceleratorRuntime, "synchronize", synchronize)
+
+
+def _keepalive_of(patch: pytest.MonkeyPatch, direction: str) -> None:
+    def enqueue(
+        self: DeviceOffloader, table: dict[Transfer, object], transfer: Transfer, *rest: Any, **named: Any
+    ) -> None:
+        intact(self, table, transfer, *rest, **named)
+        if table is getattr(self, direction):
+            table[transfer] = None
+
+    intact = DeviceOffloader._enqueue
+    patch.setattr(DeviceOffloader, "_enqueue", enqueue)
+
+
+def the_keepalive_of_sources(patch: pytest.MonkeyPatch) -> None:
+    """Nobody else holds what was gathered."""
+    _keepalive_of(patch, "_out")
+
+
+def the_keepalive_of_targets(patch: pytest.MonkeyPatch) -> None:
+    """Nobody else holds what was to be written by reloads that were abandoned."""
+    _keepalive_of(patch, "_in")
+
+
+TAKEN_OUT = [
+    (waits_of_streams, late_copies),
+    (waits_of_streams, late_compute),
+    (the_wait_of_compute_for_reloads, late_copies),
+    (the_wait_of_copies_out_for_compute, late_compute),
+    (the_wait_of_copies_in_for_the_blocks_last_owner, late_compute),
+    (the_sources_stay_until_their_copies_are_over, late_copies),
+    (the_keepalive_of_sources, late_copies),
+    (the_keepalive_of_targets, late_copies_in),
+]
+
+
+@RUNS
+@pytest.mark.parametrize("regime", [late_copies, late_compute, late_copies_in])
+def test_nothing_is_missing(virtual: VirtualDevice, regime: Regime, runs: int) -> None:
+    assert runs_that_differ(virtual, regime, runs, abandons=regime is late_copies_in) == 0
+
+
+@RUNS
+@pytest.mark.parametrize(("take_out", "regime"), TAKEN_OUT)
+def test_without_it_every_run_differs(
+    virtual: VirtualDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    take_out: Callable[[pytest.MonkeyPatch], None],
+    regime: Regime,
+    runs: int,
+) -> None:
+    take_out(monkeypatch)
+    assert runs_that_differ(virtual, regime, runs, abandons=regime is late_copies_in) == runs
+
+
+# -- what a compiled graph asks for -----------------------------------------------------------------------------------
+
+
+def graph(seed: int, offload: Offload | None) -> list[Tensor]:
+    """Moves what it saved as a compiled graph does, whose memory is used again as soon as its waits allow."""
+    device, saved, found = torch.device(NAME, 0), [], []
+    x = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed)).to(NAME)
+    for _ in range(2 * LAYERS):
+        h = (x @ x).tanh()
+        if offload is not None:
+            host = ops.offload(h, config=offload.config_text, wait=False)
+            x = h.sin()
+            ops.wait_tensor(host, h)
+            saved.append(host)
+        else:
+            x = h.sin()
+            saved.append(h)
+        del h
+    for kept in reversed(saved):
+        if offload is not None:
+            h = ops.reload(kept, device, config=offload.config_text, wait=False)
+            x = x.cos()
+            ops.wait_tensor(h, kept)
+        else:
+            x, h = x.cos(), kept
+        x = x + h.exp()
+        found.append(x)
+    return [tensor.cpu() for tensor in found]
+
+
+def graphs_that_differ(virtual: VirtualDevice, regime: Regime, runs: int) -> int:
+    differ = 0
+    for seed in range(runs):
+        values = graph(seed, None)
+        offload = Offload(tier="host", keep_last_bytes=0, min_bytes=0)
+        with regime(virtual), offload:
+            moved = graph(seed, offload)
+        stats = offload.stats()
+        assert stats.bytes_out == stats.bytes_in > 0
+        offload.close()
+        differ += not all(torch.equal(one, other) for one, other in zip(values, moved, strict=True))
+    return differ
+
+
+@RUNS
+@pytest.mark.parametrize("regime", [late_copies, late_compute])
+def test_nothing_is_missing_in_graphs(virtual: VirtualDevice, regime: Regime, runs: int) -> None:
+    assert graphs_that_differ(virtual, regime, runs) == 0
+
+
+@RUNS
+@pytest.mark.parametrize(
+    ("take_out", "regime"),
+    [
+        (waits_of_streams, late_copies),
+        (waits_of_streams, late_compute),
+        (the_wait_of_compute_for_reloads, late_copies),
+        (the_wait_of_copies_out_for_compute, late_compute),
+        (the_wait_of_copies_in_for_the_blocks_last_owner, late_compute),
+    ],
+)
+def test_without_it_every_graph_differs(
+    virtual: VirtualDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    take_out: Callable[[pytest.MonkeyPatch], None],
+    regime: Regime,
+    runs: int,
+) -> None:
+    take_out(monkeypatch)
+    assert graphs_that_differ(virtual, regime, runs) == runs

@@ -1,0 +1,77 @@
+"""Random programs and training runs on the virtual device are exact, whichever of copies and compute comes late."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from tests.proof.programs import Machine, Program
+from tests.proof.test_random_programs import explore, same
+from tests.proof.test_training_fuzzer import check_all, fresh
+from tests.virtual_device import NAME
+from tests.virtual_device.backend import VirtualBackend
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
+
+PACES = {
+    "copies late": {"latency": 2e-4, "bandwidth": 1e8},
+    "compute late": {"latency": 0.0, "bandwidth": 0.0, "compute": 5e-5},
+}
+TIERS = ["host", "host", "disk"]
+
+
+def fits(program: Program) -> bool:
+    """Whether the device runs ``program`` the same way every time."""
+    machine, elsewhere = Machine(), Machine()
+    # The host hears of what a kernel raises when it next waits, which is not at the same step every time.
+    late = [_heard_late(machine.run, program), _heard_late(torch.accelerator.synchronize)]
+    if any(late) or any(isinstance(entry, str) and "asynchronously" in entry for entry in machine.trace):
+        return False
+    # Gradients are summed in the order of sequence numbers, which each thread counts for itself. Where backward records
+    # operators, on the device's own thread, it depends on the thread of forward whether theirs come first.
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        pool.submit(_heard_late, elsewhere.run, program).result()
+    torch.accelerator.synchronize()
+    return all(map(same, machine.trace, elsewhere.trace))
+
+
+def _heard_late(call: Callable[..., object], *arguments: object) -> bool:
+    try:
+        with torch.device(NAME):
+            call(*arguments)
+    except RuntimeError as error:
+        if "asynchronously" not in str(error):
+            raise
+        return True
+    return False
+
+
+def test_random_programs_are_exact() -> None:
+    explore(VirtualBackend, TIERS, st.sampled_from([*PACES.values()]), 40, fits=fits)
+
+
+@pytest.mark.long
+def test_many_random_programs_are_exact() -> None:
+    explore(VirtualBackend, TIERS, st.sampled_from([*PACES.values()]), 200, 10, fits)
+
+
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize(
+    ("kind", "runs"), [("eager", 6), ("threads", 2), pytest.param("aot_eager", 2, marks=pytest.mark.long)]
+)
+def test_random_training_runs_are_exact(kind: str, runs: int, pace: str) -> None:
+    backend = functools.partial(VirtualBackend, **PACES[pace], is_default=False)
+    check_all(kind, range(runs), backend, torch.device(NAME))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("kind", ["eager", "threads"])
+def test_fresh_random_training_runs_are_exact(kind: str, pace: str) -> None:
+    backend = functools.partial(VirtualBackend, **PACES[pace], is_default=False)
+    check_all(kind, fresh(5), backend, torch.device(NAME))

@@ -1,0 +1,43 @@
+"""A pytest plugin, ``-p tests.virtual_device.plugin``: the virtual device is the accelerator of the tests' process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.virtual_device import VirtualDevice, install
+
+_device = install()  # before tests are collected, which ask whether there is an accelerator
+
+#: Hazards that are not run on the device, by what their names match, and why.
+_LEFT_OUT = {
+    r"sparse|quantized|h12_nested_tensors|test_ragged": "torch has this layout on devices of its own only",
+    r"h01_the_error_says": "autograd has another name for the type of a tensor than torch.Tensor.type",
+    r"h44_zeros_that_are_nowhere_stay.*(dual|forward_over)": "torch has these zeros on devices of its own only",
+    r"h13_what_a_collective|h13_h06_the_local_part": "there is no process group for the device",
+    r"h37_.*numpy": "NumPy sees the memory of the host",
+    r"h11_(an_address|the_address)": "the test places tensors in memory of the host",
+    r"h36_.*on its way-share|h36_.*was_given.*share": "memory of a device is shared without being moved",
+    r"h49_.*untouched": "the test's workspace is memory of the host",
+    r"h10_an_interrupt_in.*-(wait|allocate)-.*early": "autograd's thread of the device makes these calls",
+    r"h29_who_comes_second": "both backwards would run in autograd's one thread of the device",
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for_nothing = re.compile("|".join(_LEFT_OUT))
+    left_out = [item for item in items if "[virtual" in item.name and for_nothing.search(item.nodeid)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def virtual() -> Iterator[VirtualDevice]:
+    """The device, on which nothing runs when the test begins and when it has ended."""
+    torch.accelerator.synchronize()
+    yield _device
+    for index in range(_device.devices):
+        torch.accelerator.synchronize(index)

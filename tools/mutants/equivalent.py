@@ -1,0 +1,31 @@
+"""Sites without which nothing observable differs, each with the reason: they are not tried.
+
+Such code stays where one rule serves several tiers or runtimes, and to except one of them would take more lines.
+"""
+
+from __future__ import annotations
+
+from tools.mutants.sites import Site
+
+__all__ = ["why_equivalent"]
+
+_HELD = "the thread that reads or writes a disk slot holds it, so that its range is free only when every use is over"
+
+#: By path, kind and what is taken out.
+_EQUIVALENT = {
+    (
+        "eager_offload/tiers/disk.py",
+        "fence",
+        "super().__init__(nbytes, extent.fences, DiskSlotRecord(self, space.returned.append))",
+    ): _HELD,
+    (
+        "eager_offload/tiers/space.py",
+        "fence",
+        "self.extents.release(record.extent.start, record.extent.nbytes, record.fences)",
+    ): _HELD,
+}
+
+
+def why_equivalent(site: Site) -> str | None:
+    """The reason, for such a site."""
+    return _EQUIVALENT.get((site.path, site.kind, site.source))
