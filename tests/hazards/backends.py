@@ -75,8 +75,12 @@ class Backend(abc.ABC):
     def in_thread(self, work: Callable[[], object]) -> None:
         """Runs ``work`` in a thread of its own and raises what it raised."""
         caught: list[BaseException] = []
+        threads = torch.get_num_threads()
 
         def run() -> None:
+            # OpenMP has a number for each thread, and torch's own reaches a new one late: a first operator, such as
+            # linear, may be split among all cores, and its sums have other bits.
+            torch.set_num_threads(threads)
             try:
                 with self.watching():
                     work()

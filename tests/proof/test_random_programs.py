@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -198,7 +197,7 @@ def together(backend: Backend, works: list[Callable[[], object]]) -> None:
     if len(works) == 1:
         works[0]()
         return
-    with ThreadPoolExecutor(len(works), initializer=partial(torch.set_num_threads, 1)) as pool:
+    with ThreadPoolExecutor(len(works)) as pool:
         for done in [pool.submit(backend.in_thread, work) for work in works]:
             done.result()
 

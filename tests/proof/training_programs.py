@@ -458,7 +458,8 @@ def train_in_threads(number: int, around: Around, device: torch.device) -> Trace
         all_there.wait()
         return _Loop(3 * number + thread, around, device, alone=False).steps()
 
-    with ThreadPoolExecutor(3) as pool:
+    # A new thread may begin with another number of OpenMP threads than torch's, and end sums in other bits.
+    with ThreadPoolExecutor(3, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as pool:
         return [entry for trace in pool.map(run, range(3)) for entry in trace]
 
 
