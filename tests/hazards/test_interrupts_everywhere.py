@@ -192,6 +192,8 @@ class Trials:
         self.expected = gradient(nullcontext(), lambda: None)
         self.offload = backend.offload(**FIELDS)
         self.harmful: list[str] = []
+        # Graphs of other tests, whose backward raised, are kept by torch itself, with what was reloaded for them.
+        self.taken_before = host_runtime().arena.used_bytes
 
     def settle(self) -> None:
         self.offload.stats()
@@ -219,7 +221,7 @@ class Trials:
             self.offload.reset_stats()
             assert torch.equal(gradient(self.offload, self.settle), self.expected), "another gradient, later"
             assert_most_moved(assert_settled(self.offload))
-            assert host_runtime().arena.used_bytes == 0, "a reload target is still taken"
+            assert host_runtime().arena.used_bytes <= self.taken_before, "a reload target is still taken"
             self.offload.reset_stats()
         except Exception as error:
             self.harmful.append(f"{point} time {occurrence}: {type(error).__name__} {str(error)[:160]!r}")
