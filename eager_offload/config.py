@@ -113,6 +113,7 @@ class OffloadFields(TypedDict, total=False):
     disk_path: Sequence[PathLike] | PathLike | None
     verify: bool
     step_plans: bool | Auto
+    device_budget: Size | None
     skip: Sequence[str] | str
     enabled: bool
 
@@ -175,6 +176,11 @@ class OffloadConfig:
     """Whether a forward follows what one like it did, checked save by save, in place of deciding anew: ``"auto"`` after
     3 that are alike, ``True`` after 1, ``False`` never."""
 
+    device_budget: Size | None = None
+    """Bytes of the device that training may take: the least moves that fits. ``"auto"`` is what is used and nine tenths
+    of what is free when it is first used; ``None`` bounds nothing, and what may move does. It is learnt from the first
+    forwards, and kept: see the page on tuning. On a CPU device it is the process's memory. Only eager code heeds it."""
+
     skip: Sequence[str] | str = ()
     """Patterns of the names of modules of which nothing moves that they save, such as ``["lm_head", "*.norm"]``: ``*``
     stands for any text. A pattern that matches no module of the model is an error that lists near names. In a plain
@@ -197,6 +203,8 @@ class OffloadConfig:
                 raise _refuse(
                     field, 0, 'more than 0 bytes, or "auto" (to switch offloading off, leave the context out)'
                 )
+        if self.device_budget is not None:
+            self._check_device_budget()
         for field in ("pin_memory", "step_plans"):
             if not (isinstance(value := getattr(self, field), bool) or value == "auto"):
                 raise _refuse(field, value, 'True, False or "auto"')
@@ -209,6 +217,19 @@ class OffloadConfig:
             raise ConfigError(
                 f'disk_path={self.disk_path} does not go with tier="host", which never writes to disk: '
                 'take tier="auto" or tier="disk", or leave disk_path out'
+            )
+
+    def _check_device_budget(self) -> None:
+        try:
+            self._store("device_budget", _size_or_auto(self.device_budget, "device_budget"))
+        except ConfigError:
+            raise _refuse("device_budget", self.device_budget, f'None, "auto" or {_SIZE_ACCEPTED}') from None
+        if self.device_budget == 0:
+            raise _refuse("device_budget", 0, 'more than 0 bytes, "auto", or None for no bound')
+        if self.keep_last_bytes != "auto":
+            raise ConfigError(
+                f"keep_last_bytes={self.keep_last_bytes!r} does not go with device_budget, which says how many of the "
+                "newest bytes stay: leave one of them out"
             )
 
     @classmethod
@@ -311,7 +332,12 @@ class OffloadConfig:
     @property
     def small_step_bytes(self) -> int:
         """What a forward may save that stays as a whole once it is known; 0 where the user says what stays."""
-        return self.delay_bytes * 5 // 4 if self.keep_last_bytes == "auto" else 0
+        return self.delay_bytes * 5 // 4 if self.learns_what_stays else 0
+
+    @property
+    def learns_what_stays(self) -> bool:
+        """Whether it is the steps before that say which of the newest bytes stay, and neither the user nor a budget."""
+        return self.keep_last_bytes == "auto" and self.device_budget is None
 
     @property
     def disk_paths(self) -> tuple[Path, ...] | None:

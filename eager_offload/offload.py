@@ -90,6 +90,10 @@ class Offload:
     ) -> None:
         self._begin(OffloadConfig.from_given(config, fields), runtime, around_tier)
         if plan is not None:
+            if self.config.device_budget is not None:
+                raise ConfigError(
+                    "plan=... does not go with device_budget, which says what moves: leave one of them out"
+                )
             if self.config.step_plans is False:
                 raise ConfigError(
                     "plan=... does not go with step_plans=False, which follows none: leave one of them out"

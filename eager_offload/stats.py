@@ -120,6 +120,13 @@ class OffloadStats:
     plan_misses: dict[str, int] = field(default_factory=dict)
     """How often one of them went on as an unknown one, by what differed from the plan: ``size``, ``share``, ``order``,
     ``fewer``, ``more`` and others."""
+    device_budget: int = 0
+    """Bytes of the device that training may take, as ``device_budget`` came to; 0 where nothing bounds it. This and the
+    next two are of the device whose forward began last."""
+    device_memory_peak: int = 0
+    """Most bytes of the device that were seen to be used, by whatever, where there is such a budget."""
+    keep_last_bytes: int = 0
+    """How many of the newest saved bytes it leaves room for."""
     compiled_regions: int = 0
     """How often forward graphs of compiled code were run that move something."""
     compiled_graphs: int = 0
@@ -160,6 +167,11 @@ class OffloadStats:
             daily = self.terabytes_a_day
             pace = f", {daily:,.1f} TB a day if it goes on" if daily >= 0.1 and self.seconds >= WEAR_SECONDS else ""
             lines.append(f"written    {size_text(self.disk_bytes_written)} to disk{pace}")
+        if self.device_budget:
+            lines.append(
+                f"budget     {size_text(self.device_budget)} of the device, whose peak was "
+                f"{size_text(self.device_memory_peak)}: the newest {size_text(self.keep_last_bytes)} may stay"
+            )
         if self.compiled_regions:
             graphs, runs = _number(self.compiled_graphs, "graph"), _number(self.compiled_regions, "run")
             lines.append(f"compiled   {graphs}, {runs}")
@@ -254,6 +266,9 @@ class Counters:
         self.foreign_hooks = 0
         self.followed_forwards = 0
         self.plan_misses: dict[str, int] = {}
+        self.device_budget = 0
+        self.device_memory_peak = 0
+        self.keep_last_bytes = 0
         self.compiled_regions = 0
         self.keeps_freed_memory = False
         self.empty_forwards = 0

@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 import eager_offload as eo
 from eager_offload.config import FIELDS, OffloadFields, parse_size
 from eager_offload.malloc import release_freed_memory
+from eager_offload.stats import KeepReason
+from eager_offload.step_plan import Fate, Save
 
 MIB = 1 << 20
 SIZES = ["min_bytes", "max_inflight_bytes", "prefetch_bytes"]
-SIZES_OR_AUTO = ["keep_last_bytes", "host_budget", "disk_budget"]
+SIZES_OR_AUTO = ["keep_last_bytes", "host_budget", "disk_budget", "device_budget"]
 DEFAULTS = {
     "tier": "auto",
     "min_bytes": MIB,
@@ -37,6 +39,7 @@ DEFAULTS = {
     "disk_path": None,
     "verify": False,
     "step_plans": "auto",
+    "device_budget": None,
     "skip": (),
     "enabled": True,
 }
@@ -145,11 +148,13 @@ REFUSED: list[tuple[str, Any, str]] = [
         (field, bad, '"auto" or a whole number of bytes')
         for field in SIZES_OR_AUTO
         for bad in (-1, "2 cats", None, False)
+        if (field, bad) != ("device_budget", None)
     ),
     ("max_inflight_bytes", 0, "more than 0 bytes"),
     ("max_inflight_bytes", "0MiB", "more than 0 bytes"),
     ("host_budget", 0, 'more than 0 bytes, or "auto"'),
     ("disk_budget", "0B", 'more than 0 bytes, or "auto"'),
+    ("device_budget", "0B", 'more than 0 bytes, "auto"'),
     ("pin_memory", "yes", 'True, False or "auto"'),
     ("pin_memory", 1, 'True, False or "auto"'),
     ("pin_memory", None, 'True, False or "auto"'),
@@ -187,6 +192,16 @@ def test_a_host_tier_with_a_disk_path_is_an_impossible_pair() -> None:
         eo.OffloadConfig(tier="host", disk_path="/tmp")
     with pytest.raises(eo.ConfigError, match="does not go with"):
         eo.Offload(eo.OffloadConfig(tier="host"), disk_path="/tmp")
+
+
+def test_a_device_budget_says_what_stays_and_what_moves_by_itself() -> None:
+    assert not eo.OffloadConfig(device_budget="20GiB").learns_what_stays
+    assert eo.OffloadConfig(device_budget="20GiB").small_step_bytes == 0
+    with pytest.raises(eo.ConfigError, match="keep_last_bytes=0 does not go with device_budget"):
+        eo.OffloadConfig(device_budget="20GiB", keep_last_bytes=0)
+    plan = eo.StepPlan((Save(Fate.KEEP, KeepReason.SMALL, 1, 1),))
+    with pytest.raises(eo.ConfigError, match=r"plan=\.\.\. does not go with device_budget"):
+        eo.Offload(device_budget="20GiB", plan=plan)
 
 
 @pytest.mark.parametrize("name", ["min_byte", "Tier", "", "compile", "__class__"])
@@ -229,6 +244,7 @@ def test_every_field_can_come_from_the_environment(tmp_path: Path) -> None:
         "EAGER_OFFLOAD_DISK_PATH": f"{tmp_path}{os.pathsep}/elsewhere",
         "EAGER_OFFLOAD_VERIFY": "True",
         "EAGER_OFFLOAD_STEP_PLANS": "off",
+        "EAGER_OFFLOAD_DEVICE_BUDGET": "20GiB",
         "EAGER_OFFLOAD_SKIP": "lm_head, *.norm",
         "EAGER_OFFLOAD_ENABLED": "no",
         "PATH": "/bin",
@@ -246,6 +262,7 @@ def test_every_field_can_come_from_the_environment(tmp_path: Path) -> None:
         disk_path=[tmp_path, "/elsewhere"],
         verify=True,
         step_plans=False,
+        device_budget=20 << 30,
         skip=["lm_head", "*.norm"],
         enabled=False,
     )

@@ -53,6 +53,13 @@ def test_a_shorter_run_is_warned_when_it_is_closed() -> None:
         offload.close()
 
 
+def test_what_fits_into_a_budget_has_no_need_to_move() -> None:
+    offload = eo.Offload(min_bytes=0, device_budget="1TiB")
+    warned(offload, 1)
+    with pytest.warns(RuntimeWarning, match=r"that were saved fit into device_budget beside all else$"):
+        offload.close()
+
+
 def test_a_run_that_moves_bytes_is_not_warned_of_though_its_counters_begin_again(tmp_path: Path) -> None:
     offload = eo.Offload(min_bytes=0, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
     assert warned(offload, 4, 1 << 16) == []

@@ -28,6 +28,7 @@ from torch.nn import Parameter
 
 from eager_offload import marks
 from eager_offload._torch import autograd_sequence, version_of, weak_storage
+from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.followed import FollowedStorage, RunRecord
 from eager_offload.eager.handles import Keeper, KeptTensor, Reload, Returned, SavedView
 from eager_offload.eager.plans import KnownPlan, Staying, StepPlans, Turn, staying_of
@@ -49,9 +50,10 @@ class Adopter(Keeper, Protocol):
     """What a run needs of the saved tensors that it belongs to."""
 
     plans: StepPlans
+    budget: DeviceBudget | None
 
-    def begin_step(self) -> None:
-        """What is saved next is another step's, in the same context."""
+    def begin_step(self, queue: ResidentQueue) -> None:
+        """What is saved next is another step's, in the same context; ``queue`` is the calling thread's."""
 
     def adopt(self, run: Run) -> None:
         """From here on the step is unknown. The lock is held."""
@@ -387,6 +389,8 @@ class Run:
             self.asked = rank + 1
             if self.asked == len(self._asks):
                 self.keeper.plans.done(self.known)
+                if self.keeper.budget is not None:
+                    self.keeper.budget.look()
             self._settle(storage, resident=tensor is not None)
             storage.expected = ask.keep
             for number in ask.drop:

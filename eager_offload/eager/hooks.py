@@ -87,20 +87,22 @@ class ThreadState(threading.local):
         self.may_follow, self.run, self.recorder = True, None, None
         if any(saves.offloader.is_crashed for saves in self.queues):
             self.queues = {saves: queue for saves, queue in self.queues.items() if not saves.offloader.is_crashed}
+        for saves, queue in self.queues.items():
+            saves.begin_forward(queue)
 
     def end_recording(self) -> None:
         """What is saved next is another step's if the forward that is recorded is over, in the same context."""
         for saves, forward in self._forwards.items():
             if forward.is_over:
                 self.recorder = None
-                self.next_step(saves)
+                self.next_step(saves, self.queue(saves))
                 return
 
-    def next_step(self, saves: Adopter) -> None:
-        """What is saved next is another step's, in the same context."""
+    def next_step(self, saves: Adopter, queue: ResidentQueue) -> None:
+        """What is saved next is another step's, in the same context; ``queue`` is this thread's."""
         self.sequence, self._forwards = next(_sequences), {}
         self.may_follow, self.run = True, None
-        saves.begin_step()
+        saves.begin_step(queue)
 
     def follow(self, run: Run, saves: SavedTensors) -> None:
         """The current forward follows a plan. What is decided anew in it teaches nothing: it is a part of a forward."""
@@ -118,7 +120,7 @@ class ThreadState(threading.local):
         if forward is not None and forward.is_over and self.run is None:
             self.sequence, forward = next(_sequences), None
             self.recorder = None
-            saves.begin_step()
+            saves.begin_step(self.queue(saves))
         if forward is None:
             if self._forwards and self.recorder is not None:
                 self.recorder.is_void = True  # a plan is of one device
@@ -212,7 +214,7 @@ class Hooks:
                 thread.run = None
                 run.keeper.plans.tell()
             elif run.is_complete:
-                thread.next_step(run.keeper)
+                thread.next_step(run.keeper, run.queue)
                 thread.packed -= 1
                 return self._pack(tensor)
         packed = self._decide(tensor, thread)

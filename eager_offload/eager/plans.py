@@ -201,7 +201,11 @@ class StepPlans:
             run.is_over = True
 
     def close(self) -> None:
-        """Forgets all plans: what runs give back from here on goes to its tier."""
+        """What runs give back from here on goes to its tier."""
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """No forward follows what is known so far."""
         for known in self._known:
             known.forget()
         self._known = []

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eager_offload._torch import profiled, profiler_is_on, storage_key, version_of, weak_storage
 from eager_offload.config import MIB, OffloadConfig
+from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.followed import FollowedStorage
 from eager_offload.eager.following import Run
 from eager_offload.eager.handles import KeptTensor, SavedStorage, SavedView, StorageRecord, ViewRecord
@@ -69,12 +70,15 @@ class SavedTensors:
         self.device, self._runtime, self._accounts = offloader.device, offloader.runtime, offloader.accounts
         self._offloading = Offloading(offloader)
         self.plans = StepPlans(config.step_plans)
+        budget, keep = config.device_budget, config.delay_bytes
+        #: What bounds the device; ``None`` for nothing.
+        self.budget = None if budget is None else DeviceBudget(offloader, budget, keep)
         offloader.idle_slots.append(self.plans)
         self._reloading = Reloading(self._offloading, config.size("prefetch_bytes"), self.plans)
         self.order = self._reloading.order
         self._lessons = Lessons(config.small_step_bytes)
         self._queue_bytes = config.delay_bytes
-        self._learns_what_stays = config.keep_last_bytes == "auto"
+        self._learns_what_stays = config.learns_what_stays
         self._keys = itertools.count(1)
         self._names: dict[Hashable, StorageRecord] = {}
         self._forwards: set[ForwardRecord] = set()
@@ -82,7 +86,7 @@ class SavedTensors:
 
     def new_queue(self) -> ResidentQueue:
         """A queue of the newest bytes, for one thread."""
-        return ResidentQueue(self._queue_bytes)
+        return ResidentQueue(self._queue_bytes if self.budget is None else self.budget.keep)
 
     def new_forward(self, sequence: int, recorder: StepRecorder | None) -> Forward:
         """A forward, for one thread; ``sequence`` names it in the prefetch order."""
@@ -94,10 +98,22 @@ class SavedTensors:
             self._forwards.add(record)
             return forward
 
-    def begin_step(self) -> None:
-        """What is saved next is another step's, in the same context."""
+    def begin_forward(self, queue: ResidentQueue) -> None:
+        """A forward begins on the thread of ``queue``: a budget says how many of the newest bytes stay in it."""
+        offloader, budget = self.offloader, self.budget
+        if budget is None or offloader.is_crashed or offloader.is_capturing():
+            return
+        with offloader.lock, offloader.crashing():
+            offloader.poll()
+            if budget.begin():
+                self.plans.forget_all()
+            queue.limit = budget.keep
+
+    def begin_step(self, queue: ResidentQueue) -> None:
+        """What is saved next is another step's, in the same context; ``queue`` is the calling thread's."""
         with self.offloader.lock:
             self._accounts.counters.begin()
+        self.begin_forward(queue)
 
     def tracked(self) -> Tracked:
         """What is known of at this moment."""
@@ -132,6 +148,8 @@ class SavedTensors:
             return KeepReason.REGION
         try:
             with offloader.lock:
+                if self.budget is not None:
+                    self.budget.note_call()
                 saved = self._save(tensor, queue, packed_at, forward, mark)
                 if not isinstance(saved, SavedView) or saved.shares:
                     return saved
@@ -187,6 +205,8 @@ class SavedTensors:
         with offloader.crashing():
             with offloader.lock:
                 offloader.poll()
+                if self.budget is not None:
+                    self.budget.look()
                 is_full = self._offloading.start_due(queue, None)
             if is_full and waits:
                 self._start_as_room_comes(queue, None)
@@ -373,6 +393,9 @@ class SavedTensors:
         self.offloader.refuse_call("backward asked for a tensor that was offloaded")
         view.check_version()
         try:
+            if self.budget is not None and view.run is None:
+                with self.offloader.lock:
+                    self.budget.note_call()
             if profiler_is_on():
                 with profiled("unpack"):
                     tensor = self._reloading.unpack(view)

@@ -186,7 +186,7 @@ def newest_bytes(stats: OffloadStats, config: OffloadConfig) -> str | None:
     # A step may save less than the line holds.
     most = min(config.delay_bytes, stats.resident_bytes_peak or config.delay_bytes)
     smaller = max(most // 4, MIB)
-    if _stalls(stats) or most <= smaller:
+    if _stalls(stats) or most <= smaller or config.device_budget is not None:
         return None
     return _of_what_stayed(
         *(stats, "newest", _MOST),
@@ -216,11 +216,12 @@ def never_asked_for(stats: OffloadStats, config: OffloadConfig) -> str | None:
 
 
 def asked_too_soon(stats: OffloadStats, config: OffloadConfig) -> str | None:
-    knob = (
-        'keep_last_bytes="auto" learns which those are.'
-        if config.keep_last_bytes != "auto"
-        else f'Try keep_last_bytes="{_knob(2 * config.delay_bytes or 64 * MIB)}".'
-    )
+    if config.device_budget is not None:
+        knob = "A larger device_budget leaves them where they are."
+    elif config.keep_last_bytes != "auto":
+        knob = 'keep_last_bytes="auto" learns which those are.'
+    else:
+        knob = f'Try keep_last_bytes="{_knob(2 * config.delay_bytes or 64 * MIB)}".'
     vain = f"were asked for before they had left, so that moving them was in vain. {knob}"
     return _of_what_left(stats, stats.forwarded_bytes, vain)
 

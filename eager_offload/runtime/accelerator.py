@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -20,7 +20,7 @@ from eager_offload._torch import streams_are_values
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.accelerator_events import AcceleratorEvent, EventPool
-from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Hop, Layout, Runtime, Stream
+from eager_offload.runtime.base import ALIGNMENT, DeviceMemory, Direction, Event, Hop, Layout, Runtime, Stream
 from eager_offload.runtime.device_clock import DeviceClocks, DeviceMark
 from eager_offload.runtime.link_probe import LinkProbe
 from eager_offload.runtime.pinned import PinnedMemory
@@ -267,6 +267,14 @@ class AcceleratorRuntime(Runtime):
         if copies < _TIMED or copies % _TIMED == 0:
             return True
         return bool(self._clocks.users) and self._clocks.is_running(stream.device)
+
+    def memory(self, device: torch.device) -> DeviceMemory | None:
+        with suppress(NotImplementedError, RuntimeError):  # of a device whose allocator counts nothing
+            return DeviceMemory(*self._api.memory(self._indexed(device)))
+        return None
+
+    def free_memory(self, device: torch.device) -> int:
+        return self._api.free_memory(self._indexed(device))
 
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         assert isinstance(stream, torch.Stream)

@@ -56,6 +56,17 @@ class AcceleratorApi:
         """A new event, not recorded yet."""
         return torch.Event(device=device, enable_timing=enable_timing)
 
+    def memory(self, device: torch.device) -> tuple[int, int]:
+        """Bytes of ``device`` that live tensors take now, and the most that they took so far."""
+        stats = torch.accelerator.memory_stats(device)
+        return stats.get("allocated_bytes.all.current", 0), stats.get("allocated_bytes.all.peak", 0)
+
+    def free_memory(self, device: torch.device) -> int:
+        """Bytes of ``device`` that nobody has, and those that its allocator keeps idle."""
+        free, _ = torch.accelerator.get_memory_info(device)
+        idle = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        return free + max(idle, 0)
+
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """A new flat ``uint8`` tensor that belongs to the current stream of ``device``."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)

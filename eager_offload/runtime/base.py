@@ -26,7 +26,7 @@ from eager_offload.errors import OffloadError
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
 
-__all__ = ["ALIGNMENT", "Direction", "Event", "Hop", "Layout", "Pollable", "Runtime", "Stream"]
+__all__ = ["ALIGNMENT", "DeviceMemory", "Direction", "Event", "Hop", "Layout", "Pollable", "Runtime", "Stream"]
 
 #: Streams and events are opaque and named by identity; each runtime has its own types.
 Stream: TypeAlias = Hashable
@@ -79,6 +79,15 @@ class _Register(FinalizerRecord[object]):
     __slots__ = ("pending",)
     #: By transfer, each of which has its ``event``.
     pending: Mapping[Any, object]
+
+
+class DeviceMemory(NamedTuple):
+    """How much of a device's memory this process uses; bytes."""
+
+    used: int
+    """On an accelerator what live tensors take, on a CPU all that is resident."""
+    peak: int | None = None
+    """The most that was used so far, where the device remembers it; a program may have that begin anew."""
 
 
 class Runtime(abc.ABC):
@@ -284,6 +293,14 @@ class Runtime(abc.ABC):
     def memory_of(self, storage: torch.UntypedStorage) -> int:
         """Bytes of memory that ``storage`` takes now, where it is on a device on which that may be less than it has."""
         return storage.nbytes()
+
+    def memory(self, device: torch.device) -> DeviceMemory | None:
+        """How much of ``device`` is used now; ``None`` where that is not known. Waits for nothing."""
+        return None
+
+    def free_memory(self, device: torch.device) -> int:
+        """Bytes that this process could take of ``device`` besides; 0 where that is not known. Takes milliseconds."""
+        return 0
 
     @abc.abstractmethod
     def host_buffer(self, nbytes: int) -> Tensor:

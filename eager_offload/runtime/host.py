@@ -14,16 +14,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
+import psutil
 import torch
 from torch import Tensor
 
 from eager_offload.errors import OffloadError, TransferError
-from eager_offload.runtime.base import Direction, Event, Hop, Layout, Pollable, Runtime, Stream
+from eager_offload.runtime.base import DeviceMemory, Direction, Event, Hop, Layout, Pollable, Runtime, Stream
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
+from eager_offload.tiers.limits import host_headroom
 from eager_offload.tiers.memory import anonymous_slab, resident_bytes, resident_slab
 
 __all__ = ["HostEvent", "HostRuntime", "TransferThread", "carry", "host_runtime"]
@@ -68,6 +70,7 @@ class HostRuntime(Runtime):
         self._polled: Living[Pollable] = Living()
         self._out.pauses = partial(_poll_all, self._polled)
         self._bandwidth: float | None = None
+        self._process = psutil.Process()
         tell_after_fork(self)
 
     def current_stream(self, device: torch.device) -> Stream:
@@ -109,6 +112,12 @@ class HostRuntime(Runtime):
     def hops(self, event: Any) -> tuple[Hop, ...]:
         hop = event.hop("")
         return () if hop is None else (hop,)
+
+    def memory(self, device: torch.device) -> DeviceMemory:
+        return DeviceMemory(self._process.memory_info().rss)
+
+    def free_memory(self, device: torch.device) -> int:
+        return host_headroom().nbytes
 
     def memory_of(self, storage: torch.UntypedStorage) -> int:
         return resident_bytes(storage.data_ptr(), storage.nbytes())
@@ -158,6 +167,7 @@ class HostRuntime(Runtime):
     def after_fork(self) -> None:
         self._out.after_fork()
         self._in.after_fork()
+        self._process = psutil.Process()
 
 
 def _poll_all(pollables: Living[Pollable]) -> bool:

@@ -126,6 +126,7 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         {},
         ["16.0 MiB", 'keep_last_bytes="4MiB"'],  # 64 MiB would change nothing
     ),
+    (kept("newest", 4 * GIB), {"device_budget": "20GiB"}, ["Nothing held"]),  # as many as it has room for
     ({**kept("newest", 4 * GIB), "stall_seconds": 10.0}, {}, ["Compute waited"]),
     (kept("device", GIB), {}, ["1.0 GiB", "accelerator"]),
     (kept("layout", GIB), {}, ["1.0 GiB", "sparse"]),
@@ -135,6 +136,7 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         ["4.0 GiB (50 % of what was offloaded) were never asked for", "torch.no_grad()"],
     ),
     ({"forwarded_bytes": 4 * GIB}, {}, ["4.0 GiB (50 %", 'keep_last_bytes="512MiB"']),
+    ({"forwarded_bytes": 4 * GIB}, {"device_budget": "20GiB"}, ["4.0 GiB", "A larger device_budget leaves them"]),
     ({"forwarded_bytes": 4 * GIB}, {"keep_last_bytes": 0}, ["4.0 GiB", 'keep_last_bytes="auto" learns']),
     (
         {"disk_bytes_written": 20 * 10**9},

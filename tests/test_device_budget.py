@@ -1,0 +1,126 @@
+"""A budget of a device: its rule as numbers, and a CPU, whose memory is the process's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eager_offload as eo
+from eager_offload.eager.device_budget import Allowance
+from eager_offload.simulation.simulated import SimulatedRuntime
+
+MIB = 1 << 20
+#: Parts of a budget: what is used anyway, what is saved in a step, and by how much steps of the same bytes differ.
+PARTS = {"other": st.floats(0.05, 0.8), "saved": st.floats(0.1, 4.0), "spread": st.floats(0.0, 0.04)}
+
+
+class Device:
+    """A peak for each number of bytes that stay."""
+
+    def __init__(self, budget: int, other: float, saved: float, spread: float, seed: int) -> None:
+        self.other, self.saved, self.spread = int(budget * other), int(budget * saved), int(budget * spread)
+        self.random = torch.Generator().manual_seed(seed)
+
+    def peak(self, keep: int) -> int:
+        more = int(torch.randint(0, self.spread + 1, (), generator=self.random))
+        return self.other + min(keep, self.saved) + more
+
+
+@settings(deadline=None, max_examples=200)
+@given(budget=st.integers(10_000, 1 << 40), keep=st.floats(0, 1), seed=st.integers(0, 99), **PARTS)
+def test_h55_it_is_rarely_exceeded_and_used_up(
+    budget: int, keep: float, seed: int, other: float, saved: float, spread: float
+) -> None:
+    device, allowance = Device(budget, other, saved, spread, seed), Allowance(budget, int(keep * budget / 8))
+    peaks = []
+    for _ in range(64):
+        peaks.append(device.peak(allowance.keep))
+        allowance.adapt(peaks[-1], 0, moved=allowance.keep < device.saved, lasts=False)
+    assert sum(peak > budget for peak in peaks) <= 1 + 3, "the first, then by what steps differ, and by trying again"
+    assert max(peaks[1:]) <= budget + device.spread
+    assert allowance.keep >= min(device.saved, 0.9 * budget - device.other - 2 * device.spread)
+
+
+@settings(deadline=None, max_examples=100)
+@given(grown=st.floats(0.01, 0.4), moved=st.booleans())
+def test_what_an_optimizer_makes_in_its_first_step_is_taken_off_before(grown: float, moved: bool) -> None:
+    budget = 1_000_000
+    allowance, growth = Allowance(budget, 200_000), int(grown * budget)
+    allowance.adapt(700_000, growth, moved=moved, lasts=True)
+    assert 500_000 + allowance.keep + growth <= budget
+
+
+def test_h55_what_another_thread_has_going_takes_nothing_off() -> None:
+    allowance = Allowance(1_000_000, 200_000)
+    allowance.adapt(900_000, 500_000, moved=True, lasts=False)
+    assert allowance.keep == 200_000
+
+
+def test_what_was_too_much_is_tried_again_after_twice_as_many_forwards() -> None:
+    budget = 1_000_000
+    allowance, other = Allowance(budget, 0), 100_000
+    too_much: list[int] = []
+    for step in range(200):
+        peak = other + allowance.keep + (200_000 if allowance.keep > 800_000 else 0)
+        if peak > budget:
+            too_much.append(step)
+        allowance.adapt(peak, 0, moved=True, lasts=False)
+    waits = [later - sooner for sooner, later in pairwise(too_much)]
+    assert len(waits) >= 2
+    assert all(later >= 2 * sooner - 2 for sooner, later in pairwise(waits))
+
+
+def test_a_device_that_does_not_tell_is_an_error() -> None:
+    x = torch.ones(64, requires_grad=True)
+    offload = eo.Offload(device_budget="1GiB", tier="host", min_bytes=0, runtime=SimulatedRuntime())
+    with pytest.raises(eo.ConfigError, match=r"does not tell how much of its memory is used.*keep_last_bytes"), offload:
+        x.exp()
+
+
+@pytest.mark.long
+def test_h55_on_a_cpu_it_is_the_memory_of_the_process(tmp_path: Path) -> None:
+    """As the system measures it, in a process of its own: the newest hold its peak up to the budget, and no further."""
+    script = textwrap.dedent(
+        """
+        import sys, psutil, torch, eager_offload as eo
+        MIB, LAYERS = 1 << 20, 24
+        eo.release_freed_memory()
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(m for _ in range(LAYERS) for m in (torch.nn.Linear(256, 256), torch.nn.Tanh())))
+        process, peaks, used = psutil.Process(), [], []
+        for layer in model:
+            layer.register_forward_hook(lambda *_: used.append(process.memory_info().rss))
+            layer.register_full_backward_hook(lambda *_: used.append(process.memory_info().rss))
+        base = process.memory_info().rss
+        windows = {"max_inflight_bytes": "16MiB", "prefetch_bytes": "16MiB"}
+        offload = eo.Offload(device_budget=base + 130 * MIB, disk_path=sys.argv[1], **windows)
+        gradients = []
+        for around in (*[offload] * 8, eo.Offload(enabled=False)):
+            used.clear()
+            with around:
+                loss = model(torch.ones(8192, 256)).square().mean()
+            loss.backward()
+            peaks.append((max(used) - base) // MIB)
+            gradients.append([parameter.grad for parameter in model.parameters()])
+            model.zero_grad()
+        assert all(torch.equal(one, other) for one, other in zip(gradients[0], gradients[-1], strict=True))
+        moved = offload.stats(synchronize=True).bytes_out // MIB
+        print(*peaks, moved, offload.stats().demotions.get("over_budget", 0))
+        """
+    )
+    ran = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
+    *peaks, without, moved, over = map(int, ran.stdout.split())
+    assert without > 180
+    assert moved > 0
+    assert max(peaks[4:]) <= 130 * 1.05, ran.stdout
+    assert max(peaks[4:]) >= 130 * 0.75, ran.stdout
+    assert over <= 2, ran.stdout

@@ -1,0 +1,161 @@
+"""A budget of a device: what stays is what it has room for, and the allocator's peak is below it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eager_offload as eo
+from tests.virtual_device import NAME, VirtualDevice
+
+MIB = 1 << 20
+WINDOW = MIB
+LAYERS, WIDTH, ROWS = 48, 64, 1024  # each layer saves a quarter of a MiB twice
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Training:
+    """A model, its optimizer, and what each step has computed and taken."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = (layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+        self.model = nn.Sequential(*layers).to(NAME)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self.batches = torch.Generator().manual_seed(1)
+        self.peaks: list[int] = []
+
+    def steps(self, count: int, around: AbstractContextManager[object]) -> list[Tensor]:
+        for _ in range(count):
+            batch = torch.randn(ROWS, WIDTH, generator=self.batches).to(NAME)
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            with around:
+                loss = self.model(batch).square().mean()
+            loss.backward()
+            del loss, batch
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            torch.accelerator.synchronize()
+            self.peaks.append(torch.accelerator.max_memory_allocated())
+        return [parameter.detach().cpu() for parameter in self.model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def without() -> tuple[list[Tensor], int]:
+    """The parameters after twelve steps, and the peak, of a run without offload."""
+    training = Training()
+    return training.steps(12, nullcontext()), max(training.peaks)
+
+
+@pytest.fixture
+def budgeted() -> Iterator[Callable[..., eo.Offload]]:
+    made: list[eo.Offload] = []
+
+    def make(**fields: object) -> eo.Offload:
+        windows = {"max_inflight_bytes": WINDOW, "prefetch_bytes": WINDOW}
+        made.append(eo.Offload(**{"tier": "host", "min_bytes": MIB // 8, **windows, **fields}))
+        return made[-1]
+
+    yield make
+    for offload in made:
+        offload.close()
+
+
+def moved_in_a_step(offload: eo.Offload, training: Training) -> int:
+    before = offload.stats(synchronize=True).bytes_out
+    training.steps(1, offload)
+    return offload.stats(synchronize=True).bytes_out - before
+
+
+@pytest.mark.parametrize(("part", "plans"), [(0.55, "auto"), (0.55, False), (0.75, True)])
+def test_h55_the_peak_is_below_the_budget_and_the_least_moves(
+    part: float,
+    plans: bool | str,
+    without: tuple[list[Tensor], int],
+    budgeted: Callable[..., eo.Offload],
+    virtual: VirtualDevice,
+) -> None:
+    expected, peak = without
+    budget = int(peak * part)
+    offload, training = budgeted(device_budget=budget, step_plans=plans), Training()
+    with virtual.slow_links(bandwidth=2e8):  # so that the window is full in every step
+        actual = training.steps(12, offload)
+    stats = offload.stats(synchronize=True)
+    over = [peak - budget for peak in training.peaks if peak > budget]
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+    assert 0 < stats.bytes_out < stats.saved_bytes
+    assert len(over) <= 3
+    assert max(over, default=0) <= 2 * WINDOW
+    assert max(training.peaks[6:]) >= budget * 0.9, "room is left that nothing uses"
+    assert stats.device_budget == budget
+    if plans is not False:
+        assert stats.followed_forwards > 0
+
+
+def test_what_fits_does_not_move(budgeted: Callable[..., eo.Offload], without: tuple[list[Tensor], int]) -> None:
+    offload, training = budgeted(device_budget=2 * without[1]), Training()
+    training.steps(4, offload)
+    assert moved_in_a_step(offload, training) == 0
+    assert offload.stats().bytes_out > 0, "the first step, of which nothing was known"
+
+
+def test_h55_memory_that_the_program_takes_meanwhile_makes_less_stay(
+    budgeted: Callable[..., eo.Offload], without: tuple[list[Tensor], int]
+) -> None:
+    budget = int(without[1] * 0.8)
+    offload, training = budgeted(device_budget=budget), Training()
+    training.steps(6, offload)
+    kept = offload.stats().keep_last_bytes
+    ballast = torch.ones(3 * MIB // 4).to(NAME)  # an average of the parameters, say
+    actual = training.steps(6, offload)
+    stats = offload.stats(synchronize=True)
+    assert all(torch.equal(one, other) for one, other in zip(actual, without[0], strict=True))
+    assert stats.keep_last_bytes <= kept - ballast.nbytes // 2
+    assert max(training.peaks[9:]) <= budget
+    assert stats.demotions["over_budget"] >= 1
+    assert stats.bytes_out > 0
+
+
+def test_h55_a_budget_that_cannot_be_kept_is_told_once_and_nothing_stays(
+    budgeted: Callable[..., eo.Offload], without: tuple[list[Tensor], int]
+) -> None:
+    offload, training = budgeted(device_budget=2 * MIB), Training()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        actual = training.steps(12, offload)
+    told = [str(one.message) for one in caught if "device_budget" in str(one.message)]
+    assert len(told) == 1
+    assert "device_budget=2MiB is not kept: the peak on " in told[0]
+    assert "raise device_budget" in told[0]
+    stats = offload.stats(synchronize=True)
+    assert stats.keep_last_bytes == 0
+    assert stats.demotions["over_budget"] > 1
+    assert all(torch.equal(one, other) for one, other in zip(actual, without[0], strict=True))
+
+
+def test_auto_takes_what_is_free(budgeted: Callable[..., eo.Offload], virtual: VirtualDevice) -> None:
+    training = Training()
+    training.steps(1, nullcontext())
+    torch.accelerator.empty_cache()
+    used = torch.accelerator.memory_allocated()
+    with virtual.capacity(used + 40 * MIB):
+        offload = budgeted(device_budget="auto")
+        training.steps(8, offload)
+        stats = offload.stats(synchronize=True)
+    assert used < stats.device_budget <= used + 40 * MIB
+    assert max(training.peaks[1:]) <= stats.device_budget
+    assert stats.bytes_out > 0
+
+
+def test_the_report_says_what_the_budget_came_to(budgeted: Callable[..., eo.Offload], virtual: VirtualDevice) -> None:
+    offload = budgeted(device_budget="24MiB")
+    Training().steps(4, offload)
+    line = next(line for line in str(offload.stats()).splitlines() if line.startswith("budget"))
+    assert line.startswith("budget     24.0 MiB of the device, whose peak was ")
+    assert line.endswith(" MiB may stay")
