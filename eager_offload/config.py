@@ -47,6 +47,7 @@ _UNITS = {
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _SIZE_ACCEPTED = 'a whole number of bytes, 0 or more, or a text such as "256MiB" or "1.5GB"'
+_BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0 bytes, or a text such as "20GiB"'
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -178,8 +179,9 @@ class OffloadConfig:
 
     device_budget: Size | None = None
     """Bytes of the device that training may take: the least moves that fits. ``"auto"`` is what is used and nine tenths
-    of what is free when it is first used; ``None`` bounds nothing, and what may move does. It is learnt from the first
-    forwards, and kept: see the page on tuning. On a CPU device it is the process's memory. Only eager code heeds it."""
+    of what is free when it is first used; ``None`` bounds nothing, and what may move does. What fits is learnt from the
+    first forwards, and adapted: see the page on tuning. Of a CPU device it is the process's memory. In compiled code
+    all that may move does."""
 
     skip: Sequence[str] | str = ()
     """Patterns of the names of modules of which nothing moves that they save, such as ``["lm_head", "*.norm"]``: ``*``
@@ -223,9 +225,9 @@ class OffloadConfig:
         try:
             self._store("device_budget", _size_or_auto(self.device_budget, "device_budget"))
         except ConfigError:
-            raise _refuse("device_budget", self.device_budget, f'None, "auto" or {_SIZE_ACCEPTED}') from None
+            raise _refuse("device_budget", self.device_budget, _BUDGET_ACCEPTED) from None
         if self.device_budget == 0:
-            raise _refuse("device_budget", 0, 'more than 0 bytes, "auto", or None for no bound')
+            raise _refuse("device_budget", 0, _BUDGET_ACCEPTED)
         if self.keep_last_bytes != "auto":
             raise ConfigError(
                 f"keep_last_bytes={self.keep_last_bytes!r} does not go with device_budget, which says how many of the "
@@ -393,6 +395,8 @@ def field_from_text(field: str, text: str) -> object:
         return text.split(os.pathsep)
     if field == "skip":
         return [one.strip() for one in text.split(",")]
+    if field == "device_budget" and text.lower() == "none":
+        return None
     if field in ("verify", "pin_memory", "step_plans", "enabled") and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
     return text

@@ -45,7 +45,7 @@ def why(stats: OffloadStats, config: OffloadConfig) -> str:
     reason = max(kept, key=lambda reason: kept[reason])
     if reason == KeepReason.NEWEST and not config.delay_bytes:
         return f"the {size_text(sum(kept.values()))} that were saved were asked for, or closed upon, before they left"
-    if reason == KeepReason.NEWEST and config.device_budget is not None:
+    if reason == KeepReason.NEWEST and 0 < stats.device_memory_peak <= stats.device_budget:
         return f"the {size_text(sum(kept.values()))} that were saved fit into device_budget beside all else"
     sentence = _REASONS[KeepReason(reason)].format(
         min_bytes=size_text(config.size("min_bytes")), newest=size_text(config.delay_bytes)

@@ -112,7 +112,8 @@ class OffloadStats:
     """Bytes that were written to disks, rounding included."""
     demotions: dict[str, int] = field(default_factory=dict)
     """What could not be done as planned, and how often: ``host_to_disk``, ``budget``, ``write_failed``, ``no_thread``,
-    ``device_full`` (no memory to gather the elements of a small view in before they leave: they stay) and others."""
+    ``device_full`` (no memory to gather the elements of a small view in before they leave: they stay), ``over_budget``
+    (forwards whose peak was above ``device_budget``) and others."""
     foreign_hooks: int = 0
     """Other saved-tensor hooks that were entered inside this context and hide what is saved there."""
     followed_forwards: int = 0
@@ -121,8 +122,8 @@ class OffloadStats:
     """How often one of them went on as an unknown one, by what differed from the plan: ``size``, ``share``, ``order``,
     ``fewer``, ``more`` and others."""
     device_budget: int = 0
-    """Bytes of the device that training may take, as ``device_budget`` came to; 0 where nothing bounds it. This and the
-    next two are of the device whose forward began last."""
+    """Bytes of the device that training may take, as ``device_budget`` came to; 0 where nothing bounds it. This and
+    ``keep_last_bytes`` are of the device that was used last."""
     device_memory_peak: int = 0
     """Most bytes of the device that were seen to be used, by whatever, where there is such a budget."""
     keep_last_bytes: int = 0

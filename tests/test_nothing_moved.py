@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,10 @@ def test_what_fits_into_a_budget_has_no_need_to_move() -> None:
     warned(offload, 1)
     with pytest.warns(RuntimeWarning, match=r"that were saved fit into device_budget beside all else$"):
         offload.close()
+    offload = eo.Offload(min_bytes=0, keep_last_bytes="auto", device_budget=1)
+    assert "device_budget" not in why(
+        replace(offload.stats(), saved_tensors=1, kept_bytes={"newest": 9}), offload.config
+    )
 
 
 def test_a_run_that_moves_bytes_is_not_warned_of_though_its_counters_begin_again(tmp_path: Path) -> None:

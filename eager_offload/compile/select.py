@@ -191,8 +191,9 @@ def choose_among(
         (firm if wish in (Wish.MOVE, Wish.MOVE_IF_LARGE) else free).extend(groups)
         moving = {node for group in groups for node in group.members}
         kept.update({node: reason or KeepReason.LAYOUT for node in members if node not in moving})
-    # The newest bytes are those that backward asks for first; they stay.
-    room = config.delay_bytes
+    # The newest bytes are those that backward asks for first; they stay. But not where a budget of the device is to be
+    # kept: a graph is not made anew when it is known how many of them there is room for.
+    room = config.delay_bytes if config.device_budget is None else 0
     first = {group: min(saved[node].first for node in group.members) for group in (*firm, *free)}
     free.sort(key=first.__getitem__)
     while free and free[0].nbytes <= room:

@@ -1,23 +1,22 @@
 """A budget of a device: as many of the newest saved bytes stay as it has room for, and no more.
 
 [Note: a budget that is kept]
-What stays of the newest bytes raises the device's peak by at most as much. So the first forward keeps what it would
-keep anyway, and each one after it is given most of what the last one has left of the budget. What moves then is the
-least that fits, and it is the oldest, which has the longest time to travel. What has come to be used since a forward
-began, such as the state that an optimizer makes in its first step, is taken off before.
-
-Where a peak is above the budget, less stays from the next forward on: peaks differ from step to step, by what is on its
-way. It is not tried again before many forwards have kept to the budget, and each time after twice as many. Small
-changes are not made, since what a step does would have to be learnt anew.
+What stays of the newest bytes raises the device's peak by at most as much. So what else a peak is made of, the *rest*,
+is measured in each forward, and the next one keeps what the budget has left beside the highest rest of the last ones:
+peaks differ from step to step, by what is on its way and by what is trained. What moves then is the least that fits,
+and it is the oldest, which has the longest time to travel. What has come to be used since a forward began, such as the
+state that an optimizer makes in its first step, is taken off before. Small changes are not made, since what a step does
+would have to be learnt anew.
 
     a peak       what the device remembers, if that has grown since the forward began; else the most that was seen
-    is seen      at each save and unpack of the first forwards, at one in eight of the later ones, when the context is
-                 left, and at the end of a backward that follows a plan. What is used between steps, by an optimizer or
-                 an evaluation, is not seen: whatever of the saved tensors had stayed would not change it
+    is seen      at each save and unpack of the first forwards and at some of the later ones, when the context is left,
+                 and where a backward that follows a plan begins and ends. What is used between steps, by an optimizer
+                 or an evaluation, is not seen: whatever of the saved tensors had stayed would not change it
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from eager_offload.config import size_literal, size_text
@@ -29,14 +28,17 @@ __all__ = ["Allowance", "DeviceBudget"]
 
 #: Of what is free when it is first used, the part that ``"auto"`` takes: allocators round and fragment.
 _AUTO_PART = 0.9
-#: A change of less than this part of the budget is not made, and so much of it is left.
-_SMALL_PART = 50
+#: In the first forward so much of what is left of the budget stays: what else it will take is not known yet.
+_FIRST_PART = 0.25
 #: The part of what is left that a forward is given.
 _NEXT_PART = 0.9
-#: After so many forwards within the budget more than what was too much is tried again; at most after so many.
-_PATIENCE, _MOST_PATIENCE = 16, 1 << 12
-#: In how many forwards every save and unpack is seen, and of the later ones one in so many.
-_FIRST, _NOW_AND_THEN = 8, 8
+#: A change of less than this part of the budget is not made, and so much of it is left.
+_SMALL_PART = 50
+#: Of how many forwards the highest rest counts.
+_REMEMBERED = 64
+#: In how many forwards every save and unpack is seen, and of the later ones one in so many. That is odd, so that it is
+#: not always the same ones.
+_FIRST, _NOW_AND_THEN = 8, 7
 
 
 class Allowance:
@@ -44,42 +46,30 @@ class Allowance:
 
     Args:
         budget: bytes of the device.
-        keep: bytes that stay in the first forward.
+        keep: bytes that may stay in the first forward.
     """
 
     def __init__(self, budget: int, keep: int) -> None:
         self.budget = budget
         self.keep = keep
-        #: The most that may stay, since more was too much; how many forwards have kept to the budget since.
-        self._most: int | None = None
-        self._within = 0
-        self._patience = _PATIENCE
+        self._rests: deque[int] = deque(maxlen=_REMEMBERED)
 
-    def adapt(self, peak: int, growth: int, *, moved: bool, lasts: bool) -> None:
-        """A forward is over that kept ``keep`` bytes.
+    def adapt(self, peak: int, kept: int, growth: int = 0, *, moved: bool) -> None:
+        """A forward is over.
 
         Args:
             peak: of the device, in it.
-            growth: how many bytes more are used now than when it began.
+            kept: the newest bytes that really stayed in it; at most ``keep`` of them count.
+            growth: how many bytes more are used from now on than when it began.
             moved: whether anything has left in it.
-            lasts: whether that is all its own, and not what another thread has going.
         """
-        small = self.budget // _SMALL_PART
-        if peak > self.budget:
-            self.keep = self._most = max(self.keep - (peak - self.budget) - small, 0)
-            self._patience, self._within = min(2 * self._patience, _MOST_PATIENCE), 0
-            return
-        self._within += 1
-        if self._within >= self._patience:
-            self._most = None
-        left = self.budget - small - peak - max(growth, 0)
-        if left < 0 and lasts:
-            self.keep = max(self.keep + left, 0)
-        elif moved:
-            keep = self.keep + int(left * _NEXT_PART)
-            keep = keep if self._most is None else min(keep, self._most)
-            if keep - self.keep >= small:
-                self.keep = keep
+        small, kept = self.budget // _SMALL_PART, min(kept, self.keep)
+        self._rests.append(max(peak - kept, 0))
+        most = max(self.budget - small - max(self._rests) - max(growth, 0), 0)
+        if most + small < self.keep:
+            self.keep = most
+        elif moved and most - self.keep >= small:
+            self.keep += int((most - self.keep) * _NEXT_PART)
 
 
 @dataclass(slots=True)
@@ -87,9 +77,12 @@ class _Window:
     """One forward, and what comes until the next one begins; bytes."""
 
     began: DeviceMemory
-    saved: int
-    offloaded: int
+    #: How many calls there were before, and how many bytes had left.
+    calls: int
+    departed: int
+    #: The most that was used in it, and that stayed.
     peak: int = 0
+    kept: int = 0
 
 
 class DeviceBudget:
@@ -97,7 +90,7 @@ class DeviceBudget:
 
     Args:
         budget: bytes, or ``"auto"``.
-        keep: bytes that stay in the first forward.
+        keep: the most that may stay in the first forward, bytes.
 
     Raises:
         ConfigError: the device does not tell how much of its memory is used.
@@ -114,62 +107,80 @@ class DeviceBudget:
             )
         free = 0 if isinstance(budget, int) else offloader.runtime.free_memory(offloader.device)
         nbytes = budget if isinstance(budget, int) else memory.used + int(free * _AUTO_PART)
-        self._allowance = Allowance(nbytes, keep)
+        self._allowance = Allowance(nbytes, min(keep, int(max(nbytes - memory.used, 0) * _FIRST_PART)))
+        #: How many forwards were learnt from, and how many saves and unpacks there were.
         self._forwards = self._calls = 0
-        self._has_told = False
+        #: The warning that it is not kept, until it is given; ``None`` once it was.
+        self._unkept: str | None = ""
         self._window = self._new_window(memory)
 
     @property
     def keep(self) -> int:
-        """Bytes of the newest saved tensors that stay."""
+        """Bytes of the newest saved tensors that may stay."""
         return self._allowance.keep
 
-    def note_call(self) -> None:
-        """Something is saved or unpacked."""
+    def note_call(self, kept: int) -> None:
+        """Something is saved or unpacked, while ``kept`` bytes of the newest stay."""
         self._calls += 1
-        if self._forwards <= _FIRST or self._calls % _NOW_AND_THEN == 0:
-            self.look()
+        if self._forwards < _FIRST or self._calls % _NOW_AND_THEN == 0:
+            self.look(kept)
 
-    def look(self) -> None:
-        """Sees how much is used now, and was since the forward began."""
+    def look(self, kept: int) -> None:
+        """Sees how much is used now, and was since the forward began, while ``kept`` bytes of the newest stay."""
         window, memory = self._window, self._offloader.runtime.memory(self._offloader.device)
         assert memory is not None
         seen = memory.used
         if memory.peak is not None and memory.peak > (window.began.peak or 0):
             seen = memory.peak
-        if seen > window.peak:
-            window.peak = seen
-            counters = self._offloader.accounts.counters
-            counters.device_memory_peak = max(counters.device_memory_peak, seen)
+        window.peak, window.kept = max(window.peak, seen), max(window.kept, kept)
+        self._tell_counters(seen)
 
     def begin(self) -> bool:
-        """A forward begins; whether other bytes stay from here on than in the last one."""
+        """A forward begins; whether other bytes may stay from here on than in the last one."""
         now = self._offloader.runtime.memory(self._offloader.device)
         assert now is not None
-        last, before, counters = self._window, self.keep, self._offloader.accounts.counters
-        if last.peak and counters.saved_bytes != last.saved:
-            moved = counters.offloaded_bytes != last.offloaded
+        last, before = self._window, self.keep
+        if last.peak and self._calls > last.calls:
+            # Later it may be what another thread has going.
+            growth = now.used - last.began.used if self._forwards < _FIRST else 0
+            moved = self._departed != last.departed
+            self._forwards += 1
             if last.peak > self._allowance.budget:
-                counters.demote("over_budget")
-                if before == 0 and not self._has_told:
-                    self._tell(last.peak, moved=moved)
-            growth = now.used - last.began.used
-            self._allowance.adapt(last.peak, growth, moved=moved, lasts=self._forwards <= _FIRST)
+                self._offloader.accounts.counters.demote("over_budget")
+                if not last.kept and self._unkept == "":
+                    self._unkept = self._why(last.peak, moved=moved)
+            self._allowance.adapt(last.peak, last.kept, growth, moved=moved)
         self._window = self._new_window(now)
         return self.keep != before
 
-    def _new_window(self, now: DeviceMemory) -> _Window:
-        counters = self._offloader.accounts.counters
-        self._forwards += 1
-        counters.device_budget, counters.keep_last_bytes = self._allowance.budget, self.keep
-        return _Window(now, counters.saved_bytes, counters.offloaded_bytes)
+    def warning(self) -> str:
+        """What the user is to be told, once; empty where there is nothing."""
+        if not self._unkept:
+            return ""
+        told, self._unkept = self._unkept, None
+        return told
 
-    def _tell(self, peak: int, *, moved: bool) -> None:
-        self._has_told = True
+    @property
+    def _departed(self) -> int:
+        """The bytes that have left so far, or are about to."""
+        return self._offloader.out_rate.nbytes + self._offloader.inflight_bytes
+
+    def _new_window(self, now: DeviceMemory) -> _Window:
+        self._tell_counters(0)
+        return _Window(now, self._calls, self._departed)
+
+    def _tell_counters(self, seen: int) -> None:
+        counters = self._offloader.accounts.counters
+        counters.device_budget, counters.keep_last_bytes = self._allowance.budget, self.keep
+        counters.device_memory_peak = max(counters.device_memory_peak, seen)
+
+    def _why(self, peak: int, *, moved: bool) -> str:
+        device = self._offloader.device
         smaller = "max_inflight_bytes, prefetch_bytes, " if moved else ""
-        self._offloader.warn(
-            f"device_budget={size_literal(self._allowance.budget)} is not kept: the peak on {self._offloader.device} "
-            f"was {size_text(peak)}, with nothing kept that may leave. The rest is the model's own, smaller than "
-            f"min_bytes, or on its way. To need less, take a smaller {smaller}min_bytes or batch, or checkpointing; "
-            "else raise device_budget"
+        freed = ", or freed memory that stays with the process (see eo.release_freed_memory)"
+        return (
+            f"device_budget={size_literal(self._allowance.budget)} is not kept: the peak on {device} was "
+            f"{size_text(peak)}, with nothing kept that may leave. The rest is the model's own, smaller than "
+            f"min_bytes, on its way{freed if device.type == 'cpu' else ''}. To need less, take a smaller {smaller}"
+            "min_bytes or batch, or checkpointing; else raise device_budget"
         )

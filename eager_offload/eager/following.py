@@ -31,7 +31,7 @@ from eager_offload._torch import autograd_sequence, version_of, weak_storage
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.followed import FollowedStorage, RunRecord
 from eager_offload.eager.handles import Keeper, KeptTensor, Reload, Returned, SavedView
-from eager_offload.eager.plans import KnownPlan, Staying, StepPlans, Turn, staying_of
+from eager_offload.eager.plans import KnownPlan, Staying, StepPlans, Turn
 from eager_offload.engine.transfer import State, Transfer
 from eager_offload.errors import OffloadError
 from eager_offload.learning import Forward, Lessons
@@ -97,6 +97,7 @@ class Run:
         "_keep",
         "_offloader",
         "_saves",
+        "_starts",
         "_staying",
         "_storages",
         "asked",
@@ -125,7 +126,8 @@ class Run:
         self.stream = keeper.offloader.runtime.current_stream(keeper.offloader.device)
         #: What its thread has for an unknown step: the newest bytes, and the name of its forward.
         self.queue, self.forward = queue, Forward(sequence, Lessons())
-        self._saves, self._asks, self._staying = known.plan.saves, known.plan.asks, known.staying
+        self._saves, self._asks = known.plan.saves, known.plan.asks
+        self._staying, self._starts = known.staying, known.starts
         self.keeper, self._offloader, self._keep = keeper, keeper.offloader, keep
         #: How many tensors were packed and unpacked.
         self.packed = self.asked = 0
@@ -180,7 +182,8 @@ class Run:
                     self.miss("more")
                 return None
         staying = self._staying[number]
-        if staying is not None and not (self._due or self.is_over or marks.any_marks()) and _is_like(tensor, staying):
+        is_free = not (self._due or self._starts[number] or self.is_over or marks.any_marks())
+        if staying is not None and is_free and _is_like(tensor, staying):
             self.packed = number + 1  # to stay is right for any tensor, so that nothing else is looked at
             return self._keep(tensor, staying.reason)
         try:
@@ -199,7 +202,9 @@ class Run:
                 if isinstance(found, str):
                     self.miss(found)
                     return None
-                self._due += self.known.starts[number]
+                self._due += self._starts[number]
+                if self.keeper.budget is not None:
+                    self.keeper.budget.note_call(0)
                 is_full = bool(self._due) and self._start_due(autograd_sequence())
             if is_full:
                 self._start_as_room_comes(autograd_sequence())
@@ -215,10 +220,9 @@ class Run:
         fate, kind = save.fate, type(tensor)
         if fate is Fate.DECIDE:
             return None
-        if save.owner < 0:
+        if (staying := self._staying[number]) is not None:
             if marks.any_marks():
                 return "marks"
-            staying = staying_of(save)
             return self._keep(tensor, staying.reason) if _is_like(tensor, staying) else "size"
         if kind is not Tensor:
             return "layout"
@@ -389,8 +393,11 @@ class Run:
             self.asked = rank + 1
             if self.asked == len(self._asks):
                 self.keeper.plans.done(self.known)
-                if self.keeper.budget is not None:
-                    self.keeper.budget.look()
+            if (budget := self.keeper.budget) is not None:
+                if rank == 0 or self.asked == len(self._asks):
+                    budget.look(self.waiting_bytes)
+                else:
+                    budget.note_call(0)
             self._settle(storage, resident=tensor is not None)
             storage.expected = ask.keep
             for number in ask.drop:

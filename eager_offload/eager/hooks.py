@@ -112,6 +112,7 @@ class ThreadState(threading.local):
         queue = self.queues.get(saves)
         if queue is None:
             queue = self.queues.setdefault(saves, saves.new_queue())
+            saves.begin_forward(queue)
         return queue
 
     def forward(self, saves: SavedTensors) -> Forward:

@@ -16,7 +16,7 @@ from eager_offload.tiers.base import Slot, keep_ready
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import tell_after_fork
 
-__all__ = ["Following", "KnownPlan", "Recording", "Staying", "StepPlans", "Turn", "staying_of"]
+__all__ = ["Following", "KnownPlan", "Recording", "Staying", "StepPlans", "Turn"]
 
 #: How many plans are remembered: the forwards of one step may differ, of a generator and a discriminator say.
 _MOST_PLANS = 8
@@ -99,7 +99,7 @@ class Staying(NamedTuple):
     reason: KeepReason
 
 
-def staying_of(save: Save) -> Staying:
+def _staying(save: Save) -> Staying:
     """The same save, as far as a forward that follows looks at it."""
     assert save.reason is not None, "StepPlan.check has looked"
     return Staying(save.nbytes, save.storage_nbytes, save.requires_grad, save.reason)
@@ -120,12 +120,9 @@ class KnownPlan:
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self.starts = starts = plan.starts()
-        #: What stays, by number, but where a copy is to start too.
-        self.staying = [
-            staying_of(save) if save.fate is Fate.KEEP and save.owner < 0 and not due else None
-            for save, due in zip(plan.saves, starts, strict=True)
-        ]
+        self.starts = plan.starts()
+        #: What stays for its own sake, by number.
+        self.staying = [_staying(save) if save.fate is Fate.KEEP and save.owner < 0 else None for save in plan.saves]
         self.footprints = [Footprint(True, 0, save.storage_nbytes, save.storage_nbytes, False) for save in plan.saves]
         self.shared = frozenset(save.owner for save in plan.saves if save.fate is Fate.SHARE)
         #: Slots of runs that are gone, a list for each.

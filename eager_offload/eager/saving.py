@@ -108,6 +108,13 @@ class SavedTensors:
             if budget.begin():
                 self.plans.forget_all()
             queue.limit = budget.keep
+            message = budget.warning()
+        if message:  # the user may turn it into an error
+            self.offloader.warn(message)
+
+    def kept_newest(self, queue: ResidentQueue) -> int:
+        """Bytes of the newest that stay now, of the thread of ``queue``. The lock is held."""
+        return queue.nbytes + sum(run.waiting_bytes for run in self.plans.runs if run.queue is queue)
 
     def begin_step(self, queue: ResidentQueue) -> None:
         """What is saved next is another step's, in the same context; ``queue`` is the calling thread's."""
@@ -149,7 +156,7 @@ class SavedTensors:
         try:
             with offloader.lock:
                 if self.budget is not None:
-                    self.budget.note_call()
+                    self.budget.note_call(queue.nbytes)
                 saved = self._save(tensor, queue, packed_at, forward, mark)
                 if not isinstance(saved, SavedView) or saved.shares:
                     return saved
@@ -205,9 +212,9 @@ class SavedTensors:
         with offloader.crashing():
             with offloader.lock:
                 offloader.poll()
-                if self.budget is not None:
-                    self.budget.look()
                 is_full = self._offloading.start_due(queue, None)
+                if self.budget is not None:
+                    self.budget.look(self.kept_newest(queue))
             if is_full and waits:
                 self._start_as_room_comes(queue, None)
 
@@ -395,7 +402,7 @@ class SavedTensors:
         try:
             if self.budget is not None and view.run is None:
                 with self.offloader.lock:
-                    self.budget.note_call()
+                    self.budget.note_call(0)
             if profiler_is_on():
                 with profiled("unpack"):
                     tensor = self._reloading.unpack(view)

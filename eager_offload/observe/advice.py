@@ -40,6 +40,19 @@ def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
     return found or (_is_fine(stats),)
 
 
+# -- it does not do what it was told to -----------------------------------------------------------------------------
+
+
+def over_budget(stats: OffloadStats, config: OffloadConfig) -> str | None:
+    count = stats.demotions.get("over_budget", 0)
+    if not count or stats.keep_last_bytes:
+        return None  # it has come down since
+    return (
+        f"{count:,} forwards had a peak above device_budget, with nothing kept that may leave: raise it, or take "
+        "smaller windows, a smaller min_bytes or a smaller batch."
+    )
+
+
 # -- it does not offload at all -------------------------------------------------------------------------------------
 
 
@@ -249,7 +262,7 @@ def freed_memory(stats: OffloadStats, config: OffloadConfig) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    *(switched_off, nothing_was_saved, hidden_by_others, failed_writes, no_room, spilled, unpinned),
+    *(switched_off, nothing_was_saved, hidden_by_others, failed_writes, no_room, spilled, unpinned, over_budget),
     *(slow_link, full_window, late_reloads, windows_hold_all),
     *(originals_alive, small_tensors, newest_bytes, other_devices, layouts),
     *(never_asked_for, asked_too_soon, wear, freed_memory),

@@ -269,7 +269,7 @@ class AcceleratorRuntime(Runtime):
         return bool(self._clocks.users) and self._clocks.is_running(stream.device)
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
-        with suppress(NotImplementedError, RuntimeError):  # of a device whose allocator counts nothing
+        with suppress(KeyError, NotImplementedError, RuntimeError):  # of a device whose allocator counts nothing
             return DeviceMemory(*self._api.memory(self._indexed(device)))
         return None
 

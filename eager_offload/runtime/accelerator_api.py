@@ -57,9 +57,12 @@ class AcceleratorApi:
         return torch.Event(device=device, enable_timing=enable_timing)
 
     def memory(self, device: torch.device) -> tuple[int, int]:
-        """Bytes of ``device`` that live tensors take now, and the most that they took so far."""
+        """Bytes of ``device`` that live tensors take now, and the most that they took so far.
+
+        Raises ``KeyError``, ``NotImplementedError`` or ``RuntimeError`` where its allocator does not count them.
+        """
         stats = torch.accelerator.memory_stats(device)
-        return stats.get("allocated_bytes.all.current", 0), stats.get("allocated_bytes.all.peak", 0)
+        return stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]
 
     def free_memory(self, device: torch.device) -> int:
         """Bytes of ``device`` that nobody has, and those that its allocator keeps idle."""

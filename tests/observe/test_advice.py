@@ -126,6 +126,8 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         {},
         ["16.0 MiB", 'keep_last_bytes="4MiB"'],  # 64 MiB would change nothing
     ),
+    ({"demotions": {"over_budget": 3}}, {"device_budget": "20GiB"}, ["3 forwards had a peak above device_budget"]),
+    ({"demotions": {"over_budget": 3}, "keep_last_bytes": 9}, {"device_budget": "20GiB"}, ["Nothing held"]),
     (kept("newest", 4 * GIB), {"device_budget": "20GiB"}, ["Nothing held"]),  # as many as it has room for
     ({**kept("newest", 4 * GIB), "stall_seconds": 10.0}, {}, ["Compute waited"]),
     (kept("device", GIB), {}, ["1.0 GiB", "accelerator"]),

@@ -106,16 +106,24 @@ def test_what_only_a_closed_tier_had_a_budget_for_goes_back_at_once(arena: Arena
 @pytest.mark.filterwarnings("ignore:eager_offload. tier=.host. on a CPU device")
 def test_closing_the_last_offload_gives_all_memory_back() -> None:
     offload = Offload(tier="host", min_bytes=0, keep_last_bytes=0)
+
+    def arenas() -> list[Arena]:
+        return [host_runtime().arena, *(one for one in host._arenas if one.kind == (host_runtime(), False))]
+
+    # Graphs of other tests, whose backward raised, are kept by torch itself, with what was reloaded for them.
+    before = sum(one.used_bytes for one in arenas())
     x = torch.ones(1 << 18, requires_grad=True)
     with offload:
         loss = (x * 2).exp().sin().sum()
     loss.backward()
     del loss
     offload.stats(synchronize=True)
-    shared = [one for one in host._arenas if one.kind == (host_runtime(), False)]
-    assert sum(one.held_bytes for one in shared) > 0
+    assert sum(one.held_bytes for one in arenas()) > 0
+    shared = arenas()
     offload.close()
-    assert sum(one.held_bytes for one in shared) == host_runtime().arena.held_bytes == 0
+    assert sum(one.used_bytes for one in shared) == before
+    assert sum(one.idle_bytes for one in shared) == 0
+    assert before > 0 or sum(one.held_bytes for one in shared) == 0
 
 
 def test_a_tier_that_nobody_closed_takes_its_arena_with_it(system: System) -> None:

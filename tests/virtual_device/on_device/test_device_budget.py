@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -30,19 +31,22 @@ class Training:
         self.batches = torch.Generator().manual_seed(1)
         self.peaks: list[int] = []
 
+    def step(self, around: AbstractContextManager[object]) -> None:
+        batch = torch.randn(ROWS, WIDTH, generator=self.batches).to(NAME)
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        with around:
+            loss = self.model(batch).square().mean()
+        loss.backward()
+        del loss, batch
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        self.peaks.append(torch.accelerator.max_memory_allocated())
+
     def steps(self, count: int, around: AbstractContextManager[object]) -> list[Tensor]:
         for _ in range(count):
-            batch = torch.randn(ROWS, WIDTH, generator=self.batches).to(NAME)
-            torch.accelerator.synchronize()
-            torch.accelerator.reset_peak_memory_stats()
-            with around:
-                loss = self.model(batch).square().mean()
-            loss.backward()
-            del loss, batch
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            torch.accelerator.synchronize()
-            self.peaks.append(torch.accelerator.max_memory_allocated())
+            self.step(around)
         return [parameter.detach().cpu() for parameter in self.model.parameters()]
 
 
@@ -117,7 +121,7 @@ def test_h55_memory_that_the_program_takes_meanwhile_makes_less_stay(
     stats = offload.stats(synchronize=True)
     assert all(torch.equal(one, other) for one, other in zip(actual, without[0], strict=True))
     assert stats.keep_last_bytes <= kept - ballast.nbytes // 2
-    assert max(training.peaks[9:]) <= budget
+    assert max(training.peaks[9:]) <= budget + WINDOW
     assert stats.demotions["over_budget"] >= 1
     assert stats.bytes_out > 0
 
@@ -137,6 +141,81 @@ def test_h55_a_budget_that_cannot_be_kept_is_told_once_and_nothing_stays(
     assert stats.keep_last_bytes == 0
     assert stats.demotions["over_budget"] > 1
     assert all(torch.equal(one, other) for one, other in zip(actual, without[0], strict=True))
+
+
+@pytest.mark.parametrize("plans", [True, False])
+def test_h55_one_context_around_all_steps(
+    plans: bool, budgeted: Callable[..., eo.Offload], without: tuple[list[Tensor], int]
+) -> None:
+    budget = int(without[1] * 0.75)
+    offload, training = budgeted(device_budget=budget, step_plans=plans), Training()
+    with offload:
+        actual = training.steps(12, nullcontext())
+    assert all(torch.equal(one, other) for one, other in zip(actual, without[0], strict=True))
+    assert offload.stats(synchronize=True).bytes_out > 0
+    assert max(training.peaks[8:]) <= budget + WINDOW
+    assert max(training.peaks[8:]) >= budget * 0.85
+
+
+def test_h55_a_higher_peak_before_is_not_taken_for_one_of_the_step(
+    budgeted: Callable[..., eo.Offload], without: tuple[list[Tensor], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device remembers its highest peak only; what is seen at saves and unpacks is a little less."""
+    budget = int(without[1] * 0.75)
+    offload, training = budgeted(device_budget=budget, step_plans=True), Training()
+    training.steps(1, nullcontext())
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: None)
+        assert torch.accelerator.max_memory_allocated() > budget
+        training.steps(8, offload)
+        kept = offload.stats(synchronize=True).keep_last_bytes
+    training.peaks.clear()
+    training.steps(1, offload)
+    assert 0 < kept < without[1] // 2
+    assert training.peaks[0] <= budget + 2 * WINDOW
+    assert offload.stats(synchronize=True).bytes_out > 0
+
+
+def test_counters_that_begin_anew_and_new_threads_change_nothing(
+    budgeted: Callable[..., eo.Offload], without: tuple[list[Tensor], int]
+) -> None:
+    offload, training = budgeted(device_budget=2 * without[1]), Training()
+    for _ in range(4):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(training.step, offload).result()
+        stats = offload.stats(synchronize=True)
+        offload.reset_stats()
+    assert stats.bytes_out == 0, "all of it fits"
+    assert stats.device_budget == 2 * without[1]
+    assert stats.keep_last_bytes > 0
+
+
+def test_evaluations_in_the_context_are_no_forwards_to_learn_from(
+    budgeted: Callable[..., eo.Offload], without: tuple[list[Tensor], int]
+) -> None:
+    budget = int(without[1] * 0.75)
+    offload, training = budgeted(device_budget=budget), Training()
+    for _ in range(6):
+        with offload, torch.no_grad():
+            training.model(torch.ones(ROWS, WIDTH).to(NAME))
+        training.step(offload)
+    assert max(training.peaks) <= budget + WINDOW
+    assert offload.stats(synchronize=True).bytes_out > 0
+
+
+def test_a_warning_that_is_an_error_leaves_what_was_learnt(budgeted: Callable[..., eo.Offload]) -> None:
+    offload, training = budgeted(device_budget=2 * MIB), Training()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training.step(offload)
+        with pytest.raises(RuntimeWarning, match="device_budget=2MiB is not kept"):
+            training.steps(4, offload)
+        training.optimizer.zero_grad()
+        training.steps(2, offload)
+    stats = offload.stats(synchronize=True)
+    assert not stats.is_approximate
+    assert stats.keep_last_bytes == 0
+    assert stats.bytes_out > 0
 
 
 def test_auto_takes_what_is_free(budgeted: Callable[..., eo.Offload], virtual: VirtualDevice) -> None:
