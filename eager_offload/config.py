@@ -47,7 +47,7 @@ _UNITS = {
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _SIZE_ACCEPTED = 'a whole number of bytes, 0 or more, or a text such as "256MiB" or "1.5GB"'
-_BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0 bytes, or a text such as "20GiB"'
+_BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 

@@ -154,7 +154,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("max_inflight_bytes", "0MiB", "more than 0 bytes"),
     ("host_budget", 0, 'more than 0 bytes, or "auto"'),
     ("disk_budget", "0B", 'more than 0 bytes, or "auto"'),
-    ("device_budget", "0B", 'more than 0 bytes, "auto"'),
+    ("device_budget", "0B", "a whole number of bytes, more than 0"),
     ("pin_memory", "yes", 'True, False or "auto"'),
     ("pin_memory", 1, 'True, False or "auto"'),
     ("pin_memory", None, 'True, False or "auto"'),
