@@ -61,7 +61,7 @@ lint: $(STAMP) ## ruff (lint and format) and mypy --strict
 	$(BIN)/mypy
 
 clean: ## remove what the targets above made
-	rm -rf .venv .venv-torch-* build dist *.egg-info demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .virtual_device
+	rm -rf .venv .venv-* build dist *.egg-info demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .virtual_device
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip runs again only when what is installed has changed. The package itself is installed in place: no need for it to.
