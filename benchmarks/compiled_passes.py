@@ -28,8 +28,9 @@ from benchmarks.common import Report, Spread, add_common_options, console, posit
 from benchmarks.simulation.graphs import Halves, halves_of
 from benchmarks.simulation.model import Shape
 from eager_offload.compile import choose, insert_asynchronous, insert_synchronous, ops
-from eager_offload.compile.cost import Rates, roofline
+from eager_offload.compile.cost import roofline
 from eager_offload.compile.order import pin, prefetch, sink_waits
+from eager_offload.machine import Machine
 
 #: Seconds for ten thousand nodes.
 LIMIT, COUNT = 1.0, 10_000
@@ -75,7 +76,7 @@ def sample(halves: Halves) -> Sample:
     config, timed = eo.OffloadConfig(tier="host", min_bytes=0, keep_last_bytes=0), Stopwatch()
     forward, backward, count = halves.forward.graph, halves.backward.graph, halves.num_outputs
     nodes = len(forward.nodes) + len(backward.nodes)
-    estimate = roofline(Rates(1e9, 1e9, 1e9))
+    estimate = roofline(Machine("slow", 1e9, 1e9, 1e9))
     choice = timed("choose", choose, forward, backward, count, config)
     forward, backward = timed("insert", insert_synchronous, forward, backward, count, choice, config)
     forward = timed("take the waiting out", insert_asynchronous, forward)

@@ -15,7 +15,7 @@ import argparse
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from unittest.mock import patch
 
 import torch
@@ -24,13 +24,13 @@ from torch.fx import Graph, Node
 import eager_offload as eo
 from benchmarks.common import Report, Spread, add_common_options, console, positive, table
 from benchmarks.simulate import GIB, LARGE, LIMIT, SEQUENCES, sequences
-from benchmarks.simulation.device import Machine
+from benchmarks.simulation.device import H200
 from benchmarks.simulation.graphs import halves_of, peak_bytes
 from benchmarks.simulation.model import Shape
 from benchmarks.simulation.oracle import Link, floor
 from benchmarks.simulation.player import OURS, Kind, Played, play
 from eager_offload.compile import Choice, prefetch, sink_waits
-from eager_offload.compile.cost import Rates, roofline
+from eager_offload.compile.cost import roofline
 from eager_offload.compile.graphs import nbytes_of
 from eager_offload.config import parse_size
 
@@ -89,12 +89,16 @@ class Simulation:
     def __init__(self, tokens: int, options: argparse.Namespace) -> None:
         self.tokens = tokens
         self.options = options
-        machine = Machine()
-        self.link = Link(machine.link, machine.link)
         #: What the clock has, and what the passes believe.
-        self.truth = Rates(machine.flops, machine.flops / 16, machine.memory)
+        self.truth = replace(H200, single_flops=H200.flops / 16, launch_seconds=0.0)
+        self.link = Link(self.truth.out, self.truth.back)
         wrong = 1.0 + options.wrong
-        self.belief = Rates(machine.flops * wrong, machine.flops / 16 * wrong, machine.memory / wrong)
+        self.belief = replace(
+            self.truth,
+            flops=self.truth.flops * wrong,
+            single_flops=self.truth.single_flops * wrong,
+            memory=self.truth.memory / wrong,
+        )
         self.shape = Shape(options.layers, LARGE.width, LARGE.hidden, LARGE.heads)
         self.halves = halves_of(self.shape, tokens)
         self.saved_bytes = sum(nbytes_of(node.meta["val"]) for node in self.halves.saved())

@@ -15,14 +15,14 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 import torch
 
 import eager_offload as eo
 from benchmarks.common import Report, Spread, add_common_options, console, positive, table
-from benchmarks.simulation.device import Machine, Op, OperatorClock, Scale
+from benchmarks.simulation.device import H200, Op, OperatorClock, Scale
 from benchmarks.simulation.model import Shape, Stack
 from benchmarks.simulation.oracle import Link, Program, best_step, floor, watch
 from eager_offload.config import parse_size
@@ -91,13 +91,13 @@ class Simulation:
     def __init__(self, tokens: int, options: argparse.Namespace) -> None:
         self.tokens = tokens
         self.options = options
-        self.machine = Machine(launch_seconds=options.launch_seconds)
+        self.machine = replace(H200, launch_seconds=options.launch_seconds)
         self.scale = Scale(tokens / SMALL_TOKENS, LARGE.width / SMALL_WIDTH)
         small = Shape(options.layers, SMALL_WIDTH, round(LARGE.hidden / self.scale.width), 1)
         self.model = Stack(small)
         self.data = torch.randn(SMALL_TOKENS, SMALL_WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
         self.min_bytes = self.small(parse_size(options.min_bytes))
-        self.link = Link(self.machine.link, self.machine.link)
+        self.link = Link(self.machine.out, self.machine.back)
         self.program, self.forward_ops, self.expected_hash = self._look()
         largest = max(self.program.nbytes)
         window = options.window_tensors * largest if options.window is None else self.small(parse_size(options.window))
@@ -127,7 +127,7 @@ class Simulation:
         offload.close()
 
     def _runtime(self) -> SimulatedRuntime:
-        bandwidth = self.machine.link / self.scale.nbytes
+        bandwidth = self.machine.out / self.scale.nbytes
         return SimulatedRuntime(
             out_bandwidth=bandwidth, in_bandwidth=bandwidth, launch_seconds=self.machine.launch_seconds
         )

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map
 
 if TYPE_CHECKING:
     import torch._inductor.config as inductor_config
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch._inductor.lowering import make_fallback
     from torch._inductor.virtualized import V
     from torch._prims_common import make_channels_last_strides_for as channels_last_strides
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._ordered_set import OrderedSet
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "CustomGraphPass",
     "CustomInferenceAwareGraphPass",
     "CustomPartitionerFn",
+    "FakeTensorMode",
     "HigherOrderOperator",
     "HookFunctions",
     "HostRegistration",
@@ -124,6 +126,7 @@ __all__ = [
     "top_pack_hook",
     "trace_bans_on_hooks",
     "tree_iter",
+    "tree_map",
     "unseen",
     "version_of",
     "weak_storage",
@@ -179,6 +182,7 @@ PRIVATE_NAMES = {
     "torch.func raises": ("torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable",),
     "torch.func raises in compiled code": ("torch._C._autograd._saved_tensors_hooks_disable",),
     "offload.compile of a module fails": ("torch._dynamo.eval_frame.OptimizedModule",),
+    "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
     "compiling fails": (
         "torch._functorch.partitioners.min_cut_rematerialization_partition",
         "torch._inductor.config",
@@ -612,6 +616,7 @@ _OF_THE_COMPILER = {
     "CustomGraphPass": "torch._inductor.custom_graph_pass",
     "CustomInferenceAwareGraphPass": "torch._inductor.custom_graph_pass",
     "CustomPartitionerFn": "torch._inductor.custom_graph_pass",
+    "FakeTensorMode": "torch._subclasses.fake_tensor",
     "OptimizedModule": "torch._dynamo.eval_frame",
     "OrderedSet": "torch.utils._ordered_set",
     "V": "torch._inductor.virtualized",

@@ -12,6 +12,7 @@ __all__ = [
     "ConfigError",
     "CorruptionError",
     "OffloadError",
+    "PlanError",
     "SavedTensorModifiedError",
     "TransferError",
     "captured",
@@ -36,6 +37,13 @@ class ConfigError(OffloadError, ValueError):
 
 class CapacityError(OffloadError):
     """No tier can take the bytes, and keeping them on the device is forbidden."""
+
+
+class PlanError(OffloadError):
+    """A model cannot be planned without running it: what it does depends on numbers that nobody has before the step.
+
+    The text names the module in which that was met, and the operator.
+    """
 
 
 class TransferError(OffloadError):

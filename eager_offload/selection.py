@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from eager_offload._torch import base_of, is_view, is_wrapper
+from eager_offload._torch import base_of, is_plain_fake, is_view, is_wrapper
 from eager_offload.config import OffloadConfig
 from eager_offload.stats import KeepReason
 
@@ -71,8 +71,8 @@ def reason_to_stay(tensor: Tensor, min_bytes: int, *, preferred: bool = False) -
         tensor: what autograd hands to the pack hook.
         min_bytes: a tensor that occupies fewer bytes stays, unless it is ``preferred``.
     """
-    kind = type(tensor)
-    if kind is not Tensor:
+    # What a tracer puts in the place of a tensor has its kind as a mark: it may be a parameter as well.
+    if type(tensor) is not Tensor and (isinstance(tensor, Parameter) or not is_plain_fake(tensor)):
         # A parameter may be of any subclass, and so may its views.
         is_one = isinstance(tensor, Parameter) or is_parameter(tensor)
         return KeepReason.PARAMETER if is_one else KeepReason.LAYOUT

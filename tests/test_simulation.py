@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from eager_offload.simulation.simulated import SimulatedRuntime
 
 pytest.importorskip("rich", reason="the demo's extra is not installed")
 
-from benchmarks.simulation.device import Machine, OperatorClock, Scale
+from benchmarks.simulation.device import H200, OperatorClock, Scale
 from benchmarks.simulation.oracle import Link, Program, best_step, floor, watch
 
 
@@ -79,7 +81,7 @@ def test_a_program_names_each_storage_once_however_many_views_are_saved() -> Non
 
 
 def test_operators_take_the_time_of_the_large_ones_that_they_stand_for() -> None:
-    machine, scale = Machine(flops=1e6, memory=1e5, link=1.0), Scale(tokens=10.0, width=2.0)
+    machine, scale = replace(H200, flops=1e6, memory=1e5), Scale(tokens=10.0, width=2.0)
     runtime = SimulatedRuntime(launch_seconds=0.0)
     clock = OperatorClock(runtime, machine, scale, jitter=0.0, seed=0)
     tokens, weight = torch.ones(4, 8), torch.ones(8, 8)
@@ -95,7 +97,7 @@ def test_operators_take_the_time_of_the_large_ones_that_they_stand_for() -> None
 
 def test_operator_times_vary_by_the_seed_alone() -> None:
     def seconds(seed: int) -> list[float]:
-        clock = OperatorClock(SimulatedRuntime(), Machine(), Scale(1.0, 1.0), jitter=0.3, seed=seed)
+        clock = OperatorClock(SimulatedRuntime(), H200, Scale(1.0, 1.0), jitter=0.3, seed=seed)
         with clock:
             for _ in range(50):
                 torch.ones(64)
@@ -103,5 +105,5 @@ def test_operator_times_vary_by_the_seed_alone() -> None:
 
     first = seconds(1)
     assert first == seconds(1) != seconds(2)
-    middle = 256 / Machine().memory
+    middle = 256 / H200.memory
     assert all(0.7 * middle <= one <= 1.3 * middle for one in first)

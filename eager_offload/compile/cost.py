@@ -1,17 +1,17 @@
-"""How long operators of a graph take, and how fast its transfers are: estimates that steer, and decide nothing else.
+"""How long operators take, and how fast transfers are: estimates that steer, and decide nothing else.
 
 An operator takes as long as its operations or its bytes take, whichever is longer (the roofline model of Williams,
-Waterman and Patterson). Every operator counts. What depends on the inputs is taken as it was when the graph was traced.
+Waterman and Patterson). Every operator counts. What is asked about is a call: one that a tracer sees as it is made, or
+one that a node of a graph stands for, of which what depends on the inputs is taken as it was when the graph was traced.
 """
 
 from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -20,18 +20,30 @@ from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import flop_registry
 
 from eager_offload import active
-from eager_offload._torch import OpOverload, tree_iter, without_dispatch_modes
+from eager_offload._torch import OpOverload, tree_iter, tree_map, without_dispatch_modes
 from eager_offload.compile import ops
 from eager_offload.compile.graphs import hint
 from eager_offload.config import OffloadConfig
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import OffloadError
+from eager_offload.machine import Machine
 from eager_offload.runtime.base import Direction
 from eager_offload.tiers.disk import Bandwidth, DiskTier
 
-__all__ = ["Estimate", "Rates", "bandwidth_of", "counts_flops", "flops_of", "rates_of", "roofline", "traffic_of"]
+__all__ = [
+    "Call",
+    "Estimate",
+    "bandwidth_of",
+    "counts_flops",
+    "disk_bandwidth",
+    "flops_of",
+    "is_single",
+    "machine_of",
+    "roofline",
+    "traffic_of",
+]
 
-#: Seconds that an operator takes.
+#: Seconds that the operator of a node takes.
 Estimate: TypeAlias = Callable[[Node], float]
 
 #: They hand out memory and leave it as it is.
@@ -45,102 +57,122 @@ _SINGLE_FLOPS_PER_CLOCK = 256
 _UNKNOWN_BANDWIDTH = 1e9
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a device does in a second when it does nothing else."""
+class Call(NamedTuple):
+    """An operator with what it was given and what it returned. Only shapes, strides and types of tensors are asked."""
 
-    flops: float
-    """Operations of products of 16-bit numbers."""
-    single_flops: float
-    """Operations of products of 32-bit numbers."""
-    memory: float
-    """Bytes read and written."""
+    target: Any
+    arguments: tuple[Any, ...]
+    named: Mapping[str, Any]
+    result: Any
 
 
-def roofline(rates: Rates) -> Estimate:
+def roofline(machine: Machine) -> Estimate:
     """Estimates for a device of those rates; the same node is asked for once."""
 
     @cache
     def seconds(node: Node) -> float:
         nbytes = traffic_of(node)
-        if nbytes == 0:
-            return 0.0
-        peak = rates.single_flops if _itemsize(node) >= 4 else rates.flops
-        return max(flops_of(node) / peak, nbytes / rates.memory)
+        return machine.seconds(flops_of(node), nbytes, single=is_single(node)) if nbytes else 0.0
 
     return seconds
 
 
-def traffic_of(node: Node) -> int:
-    """Bytes that ``node`` reads and writes: its inputs and its outputs. Views, and transfers, touch none."""
-    target = node.target
-    if node.op != "call_function" or target in ops.OPERATIONS or target is operator.getitem:
+def traffic_of(call: Call | Node) -> int:
+    """Bytes that ``call`` reads and writes: its inputs and its outputs. Views, and transfers, touch none."""
+    target, arguments, named, result = _as_call(call)
+    if not callable(target) or target in ops.OPERATIONS or target is operator.getitem:
         return 0
     if isinstance(target, OpOverload) and (_is_view(target) or _name(target) in _UNFILLED):
         return 0
-    made = _tensors(node.meta.get("val"))
+    made = _tensors(result)
     if not made and not (isinstance(target, OpOverload) and target._schema.is_mutable):
         return 0  # a size, or another number
-    read = [one.meta.get("val") for one in node.all_input_nodes]
-    return sum(hint(tensor.numel()) * tensor.itemsize for tensor in [*_tensors(read), *made])
+    read = {id(tensor): tensor for tensor in _tensors((arguments, named))}
+    return sum(hint(tensor.numel()) * tensor.itemsize for tensor in [*read.values(), *made])
 
 
-def flops_of(node: Node) -> int:
+def flops_of(call: Call | Node) -> int:
     """Operations of a product, an attention or a convolution by torch's own count; 0 of all else.
 
     Of a causal attention it is half of that: kernels leave out what is masked.
     """
-    if not counts_flops(node):
+    if not counts_flops(call):
         return 0
     # torch's formulas take shapes where the operator takes tensors. Those that depend on the inputs are made numbers
     # first: the formulas compare them, and a comparison of symbols would fix them for good.
-    arguments, named = cast("tuple[Any, Any]", map_aggregate((node.args, node.kwargs), _shape))
-    result = map_aggregate(node.meta.get("val"), _shape)
+    call = _as_call(call)
+    arguments, named, result = cast(
+        "tuple[Any, Any, Any]", tree_map(_shape, (call.arguments, dict(call.named), call.result))
+    )
     try:
-        count = int(_formula(node.target)(*arguments, **named, out_val=result))
+        count = int(_formula(call.target)(*arguments, **named, out_val=result))
     except AssertionError:  # numbers that are not known before it runs do not fit together
         return 0
-    return count // 2 if _is_causal(node) else count
+    return count // 2 if _is_causal(call) else count
 
 
-def counts_flops(node: Node) -> bool:
-    """Whether ``node`` is a product, an attention or a convolution, which compilers leave in one piece."""
-    return node.op == "call_function" and isinstance(node.target, OpOverload) and _formula(node.target) is not None
+def counts_flops(call: Call | Node) -> bool:
+    """Whether ``call`` is a product, an attention or a convolution, which compilers leave in one piece."""
+    return isinstance(call.target, OpOverload) and _formula(call.target) is not None
+
+
+def is_single(call: Call | Node) -> bool:
+    """Whether the numbers that ``call`` multiplies have 32 bits or more; so it is taken where it is given no tensor."""
+    call = _as_call(call)
+    given = next((one for one in tree_iter((call.arguments, call.named)) if isinstance(one, Tensor)), None)
+    return given is None or given.itemsize >= 4
+
+
+def _as_call(call: Call | Node) -> Call:
+    """What a node stands for, with the values that its tracer has left; of one that calls nothing, the target is no
+    function."""
+    if isinstance(call, Call):
+        return call
+    target = call.target if call.op == "call_function" else None
+    arguments, named = cast("tuple[Any, Any]", map_aggregate((call.args, call.kwargs), _value))
+    return Call(target, arguments, named, call.meta.get("val"))
+
+
+def _value(value: Any) -> Any:
+    return value.meta.get("val") if isinstance(value, Node) else value
 
 
 def _tensors(values: object) -> list[Tensor]:
     return [value for value in tree_iter(values) if isinstance(value, Tensor) and value.layout is torch.strided]
 
 
-def _itemsize(node: Node) -> int:
-    """Bytes of a number among those that ``node`` multiplies."""
-    value = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
-    return value.itemsize if isinstance(value, Tensor) else 4
-
-
 def _shape(value: Any) -> Any:
     """What torch's formulas see in place of an argument."""
-    if isinstance(value, Node):
-        value = value.meta.get("val")
     if isinstance(value, Tensor):
         return tuple(hint(size) for size in value.size())
     return hint(value) if isinstance(value, torch.SymInt) else value
 
 
-def _is_causal(node: Node) -> bool:
-    arguments = cast(OpOverload[..., Any], node.target)._schema.arguments
+def _is_causal(call: Call) -> bool:
+    arguments = call.target._schema.arguments
     place = next((number for number, one in enumerate(arguments) if one.name == "is_causal"), None)
     if place is None:
         return False
-    given = node.args[place] if place < len(node.args) else node.kwargs.get("is_causal", arguments[place].default_value)
+    default = arguments[place].default_value
+    given = call.arguments[place] if place < len(call.arguments) else call.named.get("is_causal", default)
     return given is True
+
+
+def _grouped_mm(left: Sequence[int], right: Sequence[int], *_: object, out_val: object = None, **__: object) -> int:
+    """A product for each group: rows, columns or both lie one group behind the other, and groups are disjoint."""
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return 2 * groups * left[-2] * left[-1] * right[-1]
+
+
+#: Those that torch does not count, by name, as its own formulas are.
+_FORMULAS: dict[str, Callable[..., int]] = {"_grouped_mm": _grouped_mm}
 
 
 @cache
 def _formula(target: Any) -> Any:
     # Not every version counts what stands for an attention on a CPU; it is the same one.
     same = getattr(torch.ops.aten, _name(target).replace("_for_cpu", ""), None)
-    return flop_registry.get(target.overloadpacket) or flop_registry.get(same)
+    return flop_registry.get(target.overloadpacket) or flop_registry.get(same) or _FORMULAS.get(_name(target))
 
 
 @cache
@@ -158,17 +190,20 @@ def _name(target: Any) -> str:
 
 
 @cache
-def rates_of(device: torch.device) -> Rates:
-    """What ``device`` does in a second: tried out once on a CPU, elsewhere worked out from what it says of itself."""
+def machine_of(device: torch.device) -> Machine:
+    """What ``device`` does in a second: tried out once on a CPU, elsewhere worked out from what it says of itself.
+
+    Its link is not measured: see :func:`bandwidth_of`.
+    """
     if device.type == "cpu":
         return _measured()
     if device.type == "cuda":
         return _from_properties(torch.cuda.get_device_properties(device))
     # Nothing is known of it: what an accelerator of some years ago did, so that transfers start rather too early.
-    return Rates(flops=1e14, single_flops=2e13, memory=1e12)
+    return Machine(str(device), flops=1e14, single_flops=2e13, memory=1e12)
 
 
-def _from_properties(told: Any) -> Rates:
+def _from_properties(told: Any) -> Machine:
     """Rates of a CUDA device by its properties; those that this torch does not tell are taken as usual ones."""
     generation = max((one for one in _FLOPS_PER_CLOCK if one <= told.major), default=min(_FLOPS_PER_CLOCK))
     clocks = told.multi_processor_count * getattr(told, "clock_rate", 1_700_000) * 1e3
@@ -176,10 +211,11 @@ def _from_properties(told: Any) -> Rates:
     memory = 2 * bus * getattr(told, "memory_clock_rate", 1_600_000) * 1e3
     flops = clocks * _FLOPS_PER_CLOCK[generation]
     single = flops / 2 if torch.backends.cuda.matmul.allow_tf32 else clocks * _SINGLE_FLOPS_PER_CLOCK
-    return Rates(_REACHED_FLOPS * flops, _REACHED_FLOPS * single, _REACHED_MEMORY * memory)
+    name = str(getattr(told, "name", "a CUDA device"))
+    return Machine(name, _REACHED_FLOPS * flops, _REACHED_FLOPS * single, _REACHED_MEMORY * memory)
 
 
-def _measured() -> Rates:
+def _measured() -> Machine:
     """What this CPU does, with the threads that torch has now: a small product and a small copy, a few milliseconds."""
     size, nbytes = 256, 4 << 20
     with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():  # compilers trace without bytes
@@ -187,7 +223,7 @@ def _measured() -> Rates:
         result, target = torch.empty_like(matrix), torch.empty_like(source)
         flops = 2 * size**3 / _least_seconds(lambda: torch.mm(matrix, matrix, out=result))
         memory = 2 * nbytes / _least_seconds(lambda: target.copy_(source))
-    return Rates(flops, flops, memory)
+    return Machine("cpu", flops, flops, memory)
 
 
 def _least_seconds(work: Callable[[], object]) -> float:
@@ -209,7 +245,7 @@ def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float
         with without_dispatch_modes():
             offloader: DeviceOffloader = active.packing(text).offloader_of(device)
             if offloader.tiers[0].name == "disk":
-                disk = _measured_disk(text)
+                disk = disk_bandwidth(text)
                 return disk.write if direction is Direction.OUT else disk.read
             return offloader.runtime.bandwidth(device, direction)
     except (OffloadError, MemoryError, RuntimeError):  # no room to try it: that is no reason not to compile
@@ -217,8 +253,8 @@ def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float
 
 
 @cache
-def _measured_disk(text: str) -> Bandwidth:
-    """Measured in a file of its own: what is tried out is not to be counted as used."""
+def disk_bandwidth(text: str) -> Bandwidth:
+    """Of the disk tier of the configuration ``text``. Measured in a file of its own: what is tried out is not to be counted as used."""
     tier = DiskTier(OffloadConfig.from_text(text).disk_paths, None)
     try:
         return tier.measure()

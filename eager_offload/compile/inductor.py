@@ -22,7 +22,7 @@ from eager_offload._torch import (
 from eager_offload.active import configuration_on_top
 from eager_offload.compile import ops
 from eager_offload.compile.aot_hooks import offload_between
-from eager_offload.compile.cost import bandwidth_of, rates_of, roofline
+from eager_offload.compile.cost import bandwidth_of, machine_of, roofline
 from eager_offload.compile.graphs import has_sparse_values
 from eager_offload.compile.insert import insert_asynchronous_in_place
 from eager_offload.compile.order import pin_in_place, prefetch_in_place, reload_late_in_place, sink_waits_in_place
@@ -121,7 +121,7 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
         if reloads:
             device = reloads[0].args[1]
             bandwidth = bandwidth_of(device, Direction.IN, text)
-            prefetch_in_place(graph, config.size("prefetch_bytes"), bandwidth, roofline(rates_of(device)))
+            prefetch_in_place(graph, config.size("prefetch_bytes"), bandwidth, roofline(machine_of(device)))
         sink_waits_in_place(graph, config.size("max_inflight_bytes"))
 
     def _inner_passes(self) -> list[Any]:

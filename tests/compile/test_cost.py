@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import eager_offload as eo
 from eager_offload.compile import cost, ops
-from eager_offload.compile.cost import Rates, bandwidth_of, flops_of, rates_of, roofline, traffic_of
+from eager_offload.compile.cost import bandwidth_of, flops_of, machine_of, roofline, traffic_of
+from eager_offload.machine import Machine
 from eager_offload.runtime.base import Direction
 from eager_offload.simulation.simulated import SimulatedRuntime
 
@@ -41,13 +42,13 @@ def test_a_product_counts_its_operations_and_everything_its_bytes() -> None:
 def test_the_longer_of_operations_and_bytes_is_what_an_operator_takes() -> None:
     nodes = nodes_of(lambda x, y: torch.mm(x, y), torch.ones(8, 16), torch.ones(16, 4))
     product = nodes["aten.mm.default"]
-    assert roofline(Rates(flops=1e9, single_flops=1024.0, memory=1e9))(product) == 1.0
-    assert roofline(Rates(flops=1e9, single_flops=1e9, memory=float(traffic_of(product))))(product) == 1.0
+    assert roofline(Machine("test", flops=1e9, single_flops=1024.0, memory=1e9))(product) == 1.0
+    assert roofline(Machine("test", flops=1e9, single_flops=1e9, memory=float(traffic_of(product))))(product) == 1.0
 
 
 def test_products_of_halves_go_at_their_own_rate() -> None:
     nodes = nodes_of(torch.mm, torch.ones(8, 16).bfloat16(), torch.ones(16, 4).bfloat16())
-    assert roofline(Rates(flops=2048.0, single_flops=1.0, memory=1e9))(nodes["aten.mm.default"]) == 0.5
+    assert roofline(Machine("test", flops=2048.0, single_flops=1.0, memory=1e9))(nodes["aten.mm.default"]) == 0.5
 
 
 @pytest.mark.parametrize(("is_causal", "part"), [(False, 1), (True, 2)])
@@ -88,8 +89,8 @@ def test_sizes_that_depend_on_the_inputs_are_those_of_the_trace_and_stay_free() 
 
 
 def test_what_a_cpu_does_is_tried_out_once() -> None:
-    rates = rates_of(CPU)
-    assert rates is rates_of(torch.device("cpu"))
+    rates = machine_of(CPU)
+    assert rates is machine_of(torch.device("cpu"))
     assert rates.flops > 1e6
     assert rates.memory > 1e6
 
@@ -112,7 +113,7 @@ def test_what_a_gpu_does_follows_from_its_properties() -> None:
 
 
 def test_an_unknown_device_has_rates_too() -> None:
-    assert rates_of(torch.device("meta")).memory > 0
+    assert machine_of(torch.device("meta")).memory > 0
 
 
 def test_the_bandwidth_is_that_of_the_offload_that_is_active() -> None:

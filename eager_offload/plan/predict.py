@@ -1,0 +1,187 @@
+"""How long a step takes, and how much memory, when some of its storages move: arithmetic on a ``Program``.
+
+[Note: the model]
+Compute runs operators in order. Each direction of the link carries one storage at a time, in the order of saving and in
+that of asking, as the library's schedule has them:
+
+    out    a copy starts when its storage was saved and the link is free. At most ``window`` bytes are on their way, or
+           one storage that is larger; where there is no room, compute waits for the oldest.
+    back   a reload starts when its copy out is over and the link is free, at most ``ahead`` bytes before they are asked
+           for, or one storage that is larger; where it has not arrived, compute waits. The first ones start with backward.
+
+A storage takes its bytes from the operator that makes it until forward has let go of it and its copy is over, and again
+from the start of its reload until backward drops it. One that is asked for before its copy is over stays.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from operator import add
+from typing import NamedTuple
+
+from eager_offload.plan.program import Program
+
+__all__ = ["Moves", "Prediction", "Problem"]
+
+#: For each storage that may move, whether it does.
+Moves = tuple[bool, ...]
+
+
+class Prediction(NamedTuple):
+    """What comes of a decision."""
+
+    step_seconds: float
+    peak_bytes: int
+    moved_bytes: int
+    """That travel, each way."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A step on a device behind a link."""
+
+    program: Program
+    op_seconds: Sequence[float]
+    """How long each operator takes."""
+    out: float
+    back: float
+    """Bytes a second."""
+    window: int
+    """Bytes on their way out: ``max_inflight_bytes``."""
+    ahead: int
+    """Bytes brought back early: ``prefetch_bytes``."""
+
+    @cached_property
+    def begins(self) -> list[float]:
+        """When each operator begins where compute never waits, and at last when the step ends."""
+        return list(accumulate(self.op_seconds, initial=0.0))
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of a step in which compute never waits."""
+        return self.begins[-1]
+
+    @property
+    def forward_seconds(self) -> float:
+        """Of its forward."""
+        return self.begins[self.program.forward_ops]
+
+    @cached_property
+    def by_save(self) -> list[int]:
+        """The storages in the order in which they leave."""
+        storages = self.program.storages
+        return sorted(range(len(storages)), key=lambda number: storages[number].saved)
+
+    @cached_property
+    def by_ask(self) -> list[int]:
+        """The storages in the order in which they are asked for."""
+        storages = self.program.storages
+        return sorted(range(len(storages)), key=lambda number: storages[number].asked)
+
+    def floor_seconds(self, moved_bytes: int) -> float:
+        """Each half of a step takes as long as its compute or as its transfers, whichever is longer."""
+        backward = self.compute_seconds - self.forward_seconds
+        return max(self.forward_seconds, moved_bytes / self.out) + max(backward, moved_bytes / self.back)
+
+    def predict(self, moves: Moves) -> Prediction:
+        """What comes of it where those storages move; see [Note: the model]."""
+        return _Step(self, moves).run()
+
+
+class _Step:
+    """One step on its way."""
+
+    def __init__(self, problem: Problem, moves: Moves) -> None:
+        self.problem, self.moves = problem, moves
+        self.storages = problem.program.storages
+        #: By how much compute is behind one that never waits.
+        self.behind = 0.0
+        self.change = [0] * (len(problem.op_seconds) + 1)
+        #: What is on its way out, the oldest first, with the time at which its copy is over, and how many bytes that is.
+        self.leaving: dict[int, float] = {}
+        self.leaving_bytes = 0
+
+    def run(self) -> Prediction:
+        problem, moves, change = self.problem, self.moves, self.change
+        for number, storage in enumerate(self.storages):
+            change[storage.made] += storage.nbytes
+            if not moves[number]:
+                change[storage.dropped] -= storage.nbytes
+        self._forward()
+        self._backward()
+        assert not self.leaving, "all that moves is asked for"
+        lives = accumulate(change[:-1])
+        peak = max(map(add, lives, problem.program.other_bytes), default=0)
+        moved = sum(storage.moved_bytes for number, storage in enumerate(self.storages) if moves[number])
+        return Prediction(problem.compute_seconds + self.behind, peak, moved)
+
+    def _forward(self) -> None:
+        problem, begins, link_free = self.problem, self.problem.begins, 0.0
+        for number in problem.by_save:
+            if not self.moves[number]:
+                continue
+            storage = self.storages[number]
+            now = begins[storage.saved] + self.behind
+            self._note_left(now)
+            while self.leaving and self.leaving_bytes + storage.moved_bytes > problem.window:
+                over = next(iter(self.leaving.values()))
+                self.behind += over - now
+                now = over
+                self._note_left(now, storage.saved)
+            link_free = max(now, link_free) + storage.moved_bytes / problem.out
+            self.leaving[number] = link_free
+            self.leaving_bytes += storage.moved_bytes
+
+    def _note_left(self, now: float, op: int = 0) -> None:
+        """Copies that are over by ``now``, at operator ``op`` if compute waits there, have given their bytes back."""
+        while self.leaving:
+            number, over = next(iter(self.leaving.items()))
+            if over > now:
+                return
+            self._leave(number)
+            # From that operator on it takes no bytes.
+            begun = min(bisect_left(self.problem.begins, over - self.behind), len(self.problem.op_seconds))
+            self.change[max(begun, self.storages[number].freed, op)] -= self.storages[number].nbytes
+
+    def _leave(self, number: int) -> None:
+        """A storage is not on its way any more."""
+        del self.leaving[number]
+        self.leaving_bytes -= self.storages[number].moved_bytes
+
+    def _backward(self) -> None:
+        problem, begins, storages = self.problem, self.problem.begins, self.storages
+        order = [number for number in problem.by_ask if self.moves[number]]
+        arrives: dict[int, float] = {}
+        link_free, ahead, following = 0.0, 0, 0
+        op = problem.program.forward_ops
+        for place, number in enumerate([-1, *order]):
+            if number >= 0:  # after what the beginning of backward starts
+                op = storages[number].asked
+            now = begins[op] + self.behind
+            self._note_left(now)
+            # As many as fit begin to come back; what is asked for now does in any case.
+            while following < len(order):
+                coming = order[following]
+                storage = storages[coming]
+                if ahead and ahead + storage.moved_bytes > problem.ahead and following >= place:
+                    break
+                following += 1
+                ahead += storage.moved_bytes
+                if coming in self.leaving:  # still here: it stays
+                    self._leave(coming)
+                    self.change[storage.dropped] -= storage.nbytes
+                    arrives[coming] = now
+                    continue
+                link_free = max(now, link_free) + storage.moved_bytes / problem.back
+                arrives[coming] = link_free
+                self.change[op] += storage.nbytes
+                self.change[storage.dropped] -= storage.nbytes
+            if number >= 0:
+                ahead -= storages[number].moved_bytes
+                if arrives[number] > now:
+                    self.behind += arrives[number] - now
+                    self._note_left(arrives[number], op)

@@ -1,0 +1,122 @@
+"""A training step as numbers: what it computes, what it saves, and which bytes live meanwhile. No tensors, no devices.
+
+Operators are counted from 0 through forward and backward. "At operator i" is while it runs, "from operator i on" includes
+it. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from eager_offload.machine import Machine
+from eager_offload.stats import KeepReason
+
+__all__ = ["Ask", "Op", "Program", "Save", "Storage"]
+
+
+class Op(NamedTuple):
+    """One operator."""
+
+    name: str
+    module: int
+    """The number of the module that it belongs to; of an operator of backward, the one whose gradient it computes."""
+    flops: int
+    """Operations of products."""
+    nbytes: int
+    """Read and written."""
+    single: bool
+    """Whether the numbers that it multiplies have 32 bits or more."""
+
+
+class Save(NamedTuple):
+    """One saved tensor, in the order of saving."""
+
+    nbytes: int
+    requires_grad: bool
+    reason: KeepReason | None
+    """Why it stays, whatever is decided; ``None`` for one that may move."""
+    storage: int
+    """The number of its storage among those that may move; -1 where it is none of them."""
+
+
+class Ask(NamedTuple):
+    """One unpack."""
+
+    save: int
+    op: int
+    """The operator that comes next."""
+
+
+class Storage(NamedTuple):
+    """A storage that may move: backward asks for it, and nobody but autograd holds it by then."""
+
+    nbytes: int
+    """That autograd holds."""
+    moved_bytes: int
+    """That travel."""
+    module: int
+    """The number of the module that made it."""
+    made: int
+    """The operator that made it."""
+    freed: int
+    """From this operator on forward does not hold it any more."""
+    saved: int
+    """The operator that came next when it was saved first."""
+    asked: int
+    """The operator that came next when it was asked for first."""
+    dropped: int
+    """From this operator on backward does not hold it any more."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One forward and its backward."""
+
+    modules: tuple[str, ...]
+    """Names of modules, by number; the model's own is empty."""
+    ops: tuple[Op, ...]
+    forward_ops: int
+    """How many of them are forward's."""
+    saves: tuple[Save, ...]
+    asks: tuple[Ask, ...]
+    storages: tuple[Storage, ...]
+    """By the first save."""
+    other_bytes: tuple[int, ...]
+    """At each operator, all bytes but those of ``storages``: parameters, inputs, gradients, what is computed, and what is
+    saved and stays in any case."""
+
+    def seconds(self, machine: Machine) -> list[float]:
+        """How long each operator takes."""
+        return [machine.seconds(op.flops, op.nbytes, single=op.single) for op in self.ops]
+
+    @property
+    def saved_bytes(self) -> dict[KeepReason | None, int]:
+        """Bytes of all saves by the reason why they stay; ``None`` for those that may move."""
+        found: Counter[KeepReason | None] = Counter()
+        for save in self.saves:
+            found[save.reason] += save.nbytes
+        return dict(found)
+
+    @property
+    def movable_bytes(self) -> int:
+        """Bytes of the storages that may move."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    @property
+    def forward_flops(self) -> int:
+        """Operations of products in forward."""
+        return sum(op.flops for op in self.ops[: self.forward_ops])
+
+
+def living(count: int, spans: Sequence[tuple[int, int, int]]) -> list[int]:
+    """Bytes that live at each of ``count`` operators, where each of ``spans`` is bytes, from where and until where."""
+    change = [0] * (count + 1)
+    for nbytes, start, end in spans:
+        if end > start:
+            change[min(start, count)] += nbytes
+            change[min(end, count)] -= nbytes
+    return list(accumulate(change[:count]))
