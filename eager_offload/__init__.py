@@ -8,12 +8,16 @@ from eager_offload.errors import (
     ConfigError,
     CorruptionError,
     OffloadError,
+    PlanError,
     SavedTensorModifiedError,
     TransferError,
 )
+from eager_offload.machine import Machine
 from eager_offload.malloc import release_freed_memory
 from eager_offload.marks import keep, no_offload, prefer_offload
 from eager_offload.offload import Offload
+from eager_offload.plan.plan import Plan, Point
+from eager_offload.plan.planner import plan
 from eager_offload.stats import OffloadStats
 from eager_offload.step_plan import StepPlan
 
@@ -21,15 +25,20 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "CorruptionError",
+    "Machine",
     "Offload",
     "OffloadConfig",
     "OffloadError",
     "OffloadStats",
+    "Plan",
+    "PlanError",
+    "Point",
     "SavedTensorModifiedError",
     "StepPlan",
     "TransferError",
     "keep",
     "no_offload",
+    "plan",
     "prefer_offload",
     "release_freed_memory",
 ]

@@ -254,7 +254,7 @@ def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float
 
 @cache
 def disk_bandwidth(text: str) -> Bandwidth:
-    """Of the disk tier of the configuration ``text``. Measured in a file of its own: what is tried out is not to be counted as used."""
+    """Of the disk tier of the configuration ``text``: measured once, in a file of its own that is counted nowhere."""
     tier = DiskTier(OffloadConfig.from_text(text).disk_paths, None)
     try:
         return tier.measure()

@@ -1,9 +1,9 @@
 """Which storages live while a step is traced, from which operator until which, and what autograd saves of them.
 
 [Note: what would live without autograd]
-The trace's pack hook keeps no tensor that may move, and its unpack hook makes a new one. So a storage dies in the trace
-when forward lets go of it, as it would if it had left; and what stands for it in backward dies when it would be dropped.
-Both are seen by weak references, whose callbacks only append to a queue: the next operator looks through it.
+The trace's pack hook keeps no tensor that may move, and its unpack hook makes a new one. So a storage dies in the
+trace when forward lets go of it, as it would if it had left; and what stands for it in backward dies when it would be
+dropped. Both are seen by weak references, whose callbacks only append to a queue: the next operator looks through it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Saved:
         self._known: torch.UntypedStorage | None = None
         if not is_fake(type(tensor)):
             with without_dispatch_modes():
-                self._known = tensor.untyped_storage().clone()
+                self._known = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]  # no types
         self._copies: dict[torch.dtype, Tensor] = {}
 
     def copy(self, dtype: torch.dtype) -> Tensor:
@@ -176,7 +176,9 @@ def _end(op: int | None, ops: int) -> int:
 
 
 def _storage(block: Block, ops: int) -> Storage:
-    assert block.saved is not None and block.asked is not None and block.freed is not None
+    assert block.saved is not None
+    assert block.asked is not None
+    assert block.freed is not None
     moved = block.nbytes if None in block.moved else min(sum(block.moved.values()), block.nbytes)
     dropped = max(_end(block.dropped, ops), block.asked + 1)
     return Storage(block.nbytes, moved, block.module, block.made, block.freed, block.saved, block.asked, dropped)

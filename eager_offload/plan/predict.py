@@ -7,7 +7,7 @@ that of asking, as the library's schedule has them:
     out    a copy starts when its storage was saved and the link is free. At most ``window`` bytes are on their way, or
            one storage that is larger; where there is no room, compute waits for the oldest.
     back   a reload starts when its copy out is over and the link is free, at most ``ahead`` bytes before they are asked
-           for, or one storage that is larger; where it has not arrived, compute waits. The first ones start with backward.
+           for, or one storage that is larger; where it has not arrived, compute waits. Backward starts the first ones.
 
 A storage takes its bytes from the operator that makes it until forward has let go of it and its copy is over, and again
 from the start of its reload until backward drops it. One that is asked for before its copy is over stays.
@@ -101,7 +101,7 @@ class _Step:
         #: By how much compute is behind one that never waits.
         self.behind = 0.0
         self.change = [0] * (len(problem.op_seconds) + 1)
-        #: What is on its way out, the oldest first, with the time at which its copy is over, and how many bytes that is.
+        #: What is on its way out, the oldest first, with the time at which its copy is over; how many bytes that is.
         self.leaving: dict[int, float] = {}
         self.leaving_bytes = 0
 

@@ -1,11 +1,12 @@
 """A training step as numbers: what it computes, what it saves, and which bytes live meanwhile. No tensors, no devices.
 
-Operators are counted from 0 through forward and backward. "At operator i" is while it runs, "from operator i on" includes
-it. Sizes are bytes.
+Operators are counted from 0 through forward and backward. "At operator i" is while it runs, "from operator i on"
+includes it. Sizes are bytes.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from eager_offload.machine import Machine
 from eager_offload.stats import KeepReason
 
-__all__ = ["Ask", "Op", "Program", "Save", "Storage"]
+__all__ = ["Ask", "Op", "Program", "Save", "Storage", "kind_of", "living"]
 
 
 class Op(NamedTuple):
@@ -86,8 +87,8 @@ class Program:
     storages: tuple[Storage, ...]
     """By the first save."""
     other_bytes: tuple[int, ...]
-    """At each operator, all bytes but those of ``storages``: parameters, inputs, gradients, what is computed, and what is
-    saved and stays in any case."""
+    """At each operator, all bytes but those of ``storages``: parameters, inputs, gradients, what is computed, and what
+    is saved and stays in any case."""
 
     def seconds(self, machine: Machine) -> list[float]:
         """How long each operator takes."""
@@ -110,6 +111,11 @@ class Program:
     def forward_flops(self) -> int:
         """Operations of products in forward."""
         return sum(op.flops for op in self.ops[: self.forward_ops])
+
+
+def kind_of(module: str) -> str:
+    """The name of a module with ``*`` for numbers in it: that of all modules in its place, one in each block."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module) or "(the model itself)"
 
 
 def living(count: int, spans: Sequence[tuple[int, int, int]]) -> list[int]:

@@ -1,0 +1,109 @@
+"""The command line of the planner."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from eager_offload.config import size_text
+from eager_offload.errors import ConfigError, OffloadError
+from eager_offload.machine import MACHINES
+from eager_offload.plan.plan import POLICIES, Plan, Point
+from eager_offload.plan.planner import plan
+
+__all__ = ["main"]
+
+#: Points of the front that is shown.
+_POINTS = 8
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the plan for a model that a function makes.
+
+    Returns:
+        The exit status: 0 where the plan fits, 1 where it does not, 2 where none can be made.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        made = _made(options.function)
+        found = plan(
+            *made[:2],
+            loss=made[2] if len(made) == 3 else None,
+            device=options.device,
+            device_budget=options.budget,
+            optimizer_bytes=options.optimizer_bytes,
+            policy=options.policy,
+        )
+        points = found.front(_POINTS) if options.front else None
+        if options.save:
+            found.save(options.save)
+    except OffloadError as error:
+        print(f"eager_offload.plan: {error}", file=sys.stderr)
+        return 2
+    print(_json(found, points) if options.json else _text(found, points))
+    return 0 if found.fits else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eager_offload.plan",
+        description="Says before the first step what fits, and what is to move. Nothing is run, and models on meta are "
+        "never allocated.",
+    )
+    parser.add_argument(
+        "function",
+        metavar="module:function",
+        help="returns (model, inputs) or (model, inputs, loss); found from here as `python -m` finds modules",
+    )
+    parser.add_argument(
+        "--device", default="here", help=f"here (measured), {', '.join(MACHINES)}; default: %(default)s"
+    )
+    parser.add_argument("--budget", help="bytes of the device, such as 40GiB; default: all that it has")
+    parser.add_argument("--optimizer-bytes", default=0, help="bytes of the states of an optimizer")
+    parser.add_argument("--policy", default=POLICIES[0], choices=POLICIES, help="default: %(default)s")
+    parser.add_argument("--front", action="store_true", help="what other budgets would do")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--save", metavar="FILE", help="write the plan there, for Plan.load")
+    return parser
+
+
+def _made(text: str) -> tuple[Any, ...]:
+    """What the function returns that ``text`` names.
+
+    Raises:
+        ConfigError: there is no such function, or it returns something else.
+    """
+    module, colon, name = text.partition(":")
+    if not (module and colon and name):
+        raise ConfigError(f"{text!r} is not accepted: name a function as module:function")
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{text!r} is not accepted: {error}") from error
+    made = function()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ConfigError(f"{text!r} is not accepted: it returns no (model, inputs) and no (model, inputs, loss)")
+    return made
+
+
+def _text(found: Plan, points: list[Point] | None) -> str:
+    lines = [str(found)]
+    if points is not None:
+        lines += ["", f"{'budget':>11}  {'peak':>11}  {'step':>10}"]
+        for point in points:
+            budget, peak = size_text(point.budget), size_text(point.peak_bytes)
+            lines.append(f"{budget:>11}  {peak:>11}  {point.step_seconds:>8.3f} s")
+    return "\n".join(lines)
+
+
+def _json(found: Plan, points: list[Point] | None) -> str:
+    content = found.to_dict()
+    if points is not None:
+        content["front"] = [point._asdict() for point in points]
+    return json.dumps(content, indent=2)

@@ -1,0 +1,146 @@
+"""``plan``: from a model and its inputs to what a step of it will take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eager_offload.config import OffloadConfig, parse_size
+from eager_offload.errors import ConfigError
+from eager_offload.machine import MACHINES, Machine
+from eager_offload.plan.plan import POLICIES, Plan
+from eager_offload.plan.predict import Problem
+from eager_offload.plan.program import Program
+from eager_offload.plan.solve import Solver
+
+__all__ = ["here", "plan"]
+
+#: The device that this process has.
+_HERE = "here"
+
+
+def plan(
+    model: nn.Module,
+    inputs: object,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    device: str | Machine = _HERE,
+    device_budget: int | str | None = None,
+    optimizer_bytes: int | str = 0,
+    policy: str = "least",
+    config: OffloadConfig | Mapping[str, Any] | None = None,
+) -> Plan:
+    """Says what a training step will take on a device, and which saved tensors are to move, before anything runs.
+
+        plan = eo.plan(model, tokens, device="h200", device_budget="40GiB")
+        print(plan)
+
+    The model is traced as it would run on a CPU: forward and backward on tensors without bytes. A kernel that only an
+    accelerator has is not seen. Neither the model nor random numbers change, and nothing is allocated but for integers
+    and booleans. Times are those of a roofline: see :class:`Machine`.
+
+    Args:
+        model: real, or on ``meta``, in the mode in which it is trained.
+        inputs: what it is called with: a tensor, a tuple or list of arguments, or a mapping of keywords. Integers and
+            booleans in it should be real ones, since models look at masks and the like.
+        loss: makes the loss of what the model returns; ``None``: what it returns itself, or its ``loss``.
+        device: ``"here"``, which is measured; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or ``"rtx4090"``; or a
+            :class:`Machine`.
+        device_budget: bytes of the device that the step may take, or a text such as ``"40GiB"``; ``None``: all that it
+            has.
+        optimizer_bytes: that are there beside parameters and gradients all the time: the states of an optimizer.
+        policy: ``"least"``: the least movement that fits the budget, where compute waits as little as can be;
+            ``"free"``: only what the link hides; ``"max"``: all that may move.
+        config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
+            ``prefetch_bytes`` and ``skip`` are heeded. As for :class:`Offload`.
+
+    Returns:
+        The plan. Where nothing fits, its ``fits`` is false.
+
+    Raises:
+        ConfigError: an unknown device or policy, a size below 0, or a pattern of ``skip`` that matches no module.
+        PlanError: what the model does depends on numbers that nobody has before it runs; the text names the module.
+    """
+    from eager_offload.plan.trace import trace  # it brings in what only tracing needs
+
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={type(model).__name__} is not accepted: model takes a torch.nn.Module")
+    if policy not in POLICIES:
+        raise ConfigError(f"policy={policy!r} is not accepted: policy takes {_or(POLICIES)}")
+    settings = OffloadConfig.from_given(config, {})
+    budget = None if device_budget is None else parse_size(device_budget, "device_budget")
+    standing = parse_size(optimizer_bytes, "optimizer_bytes")
+    machine = _machine(device, settings)
+    program = trace(model, inputs, loss, min_bytes=settings.size("min_bytes"), skip=settings.skip)
+    if standing:
+        program = replace(program, other_bytes=tuple(nbytes + standing for nbytes in program.other_bytes))
+    if budget is None:
+        budget = machine.memory_bytes
+        if not budget:
+            raise ConfigError(f"device_budget=None is not accepted, since the memory of {machine.name} is not known")
+    return _solved(type(model).__name__, machine, budget, policy, program, settings)
+
+
+def _solved(name: str, machine: Machine, budget: int, policy: str, program: Program, settings: OffloadConfig) -> Plan:
+    problem = Problem(
+        program,
+        tuple(program.seconds(machine)),
+        machine.out,
+        machine.back,
+        settings.size("max_inflight_bytes"),
+        settings.size("prefetch_bytes"),
+    )
+    solver = Solver(problem)
+    decide = {"max": solver.all, "free": solver.free, "least": partial(solver.within, budget)}
+    return Plan(name, machine, budget, policy, problem, decide[policy]().moves)
+
+
+def _machine(device: str | Machine, settings: OffloadConfig) -> Machine:
+    """The device that a user names.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if isinstance(device, Machine):
+        return device
+    if device == _HERE:
+        return here(settings)
+    if (found := MACHINES.get(str(device))) is not None:
+        return found
+    raise ConfigError(
+        f"device={device!r} is not accepted: device takes {_or((_HERE, *MACHINES))}, or an eager_offload.Machine"
+    )
+
+
+def here(settings: OffloadConfig) -> Machine:
+    """The device of this process and the tier that it offloads to, measured in about a second: the accelerator and host
+    memory, or the CPU and the disk."""
+    from eager_offload.compile.cost import disk_bandwidth, machine_of
+    from eager_offload.runtime.accelerator import accelerator_runtime
+    from eager_offload.runtime.base import Direction
+    from eager_offload.runtime.host import host_runtime
+    from eager_offload.tiers.limits import host_headroom
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        device, memory_bytes = torch.device("cpu"), host_headroom().nbytes
+    else:
+        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+        module = torch.get_device_module(device)
+        memory_bytes = module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else 0
+    if settings.tier == "disk" or (accelerator is None and settings.tier == "auto"):
+        disk = disk_bandwidth(settings.to_text())
+        out, back = disk.write, disk.read
+    else:
+        runtime = host_runtime() if accelerator is None else accelerator_runtime()
+        out, back = (runtime.bandwidth(device, direction) for direction in (Direction.OUT, Direction.IN))
+    return replace(machine_of(device), name=f"here ({device})", out=out, back=back, memory_bytes=memory_bytes)
+
+
+def _or(names: tuple[str, ...]) -> str:
+    return " or ".join(f'"{name}"' for name in names)

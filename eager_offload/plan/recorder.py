@@ -1,0 +1,270 @@
+"""Writes a step down while it is traced: operators, storages, and what autograd saves and asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from eager_offload import marks
+from eager_offload._torch import (
+    OpOverload,
+    TorchDispatchMode,
+    autograd_sequence,
+    current_autograd_node,
+    is_fake,
+    node_sequence,
+    storage_key,
+    tree_iter,
+    without_dispatch_modes,
+)
+from eager_offload.compile.cost import Call, flops_of, is_single, traffic_of
+from eager_offload.errors import PlanError
+from eager_offload.plan.blocks import Block, Blocks, Saved
+from eager_offload.plan.program import Ask, Op, Program, Save
+from eager_offload.plan.stand_ins import MOST_KNOWN
+from eager_offload.selection import reason_to_stay
+from eager_offload.stats import KeepReason
+
+__all__ = ["Recorder"]
+
+
+class _Kept(NamedTuple):
+    """The handle of a saved tensor that stays."""
+
+    tensor: Tensor
+    save: int
+
+
+class _Moved(NamedTuple):
+    """The handle of one that may move: what it was, and no tensor."""
+
+    saved: Saved
+    save: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
+    """Writes down operators, storages, saves and asks."""
+
+    def __init__(self, min_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
+        self._min_bytes = min_bytes
+        self._blocks = Blocks()
+        self._ops: list[Op] = []
+        self._forward_ops = 0
+        self._saves: list[tuple[Save, Block | None]] = []
+        self._asks: list[Ask] = []
+        self._modules = [""]
+        self._inside = [0]
+        #: The modules whose operators made the autograd nodes with these numbers.
+        self._of_nodes: dict[int, int] = {}
+        self._is_backward = False
+        #: Operators that other operators are made of, and those of the recorder itself, are not counted.
+        self._depth = 0
+        #: Known numbers that something unknown was written over.
+        self._stale: set[int] = set()
+        self._held: list[Tensor] = []
+
+    # -- what there is before -----------------------------------------------------------------------------------------
+
+    def has(self, tensor: Tensor) -> None:
+        """``tensor`` is there from the beginning to the end."""
+        self._held.append(tensor)
+        self._blocks.add(tensor, 0, 0)
+
+    def watch(self, model: nn.Module) -> None:
+        """Names the modules of ``model``, a copy, as they are called."""
+        for name, module in model.named_modules():
+            if module is not model:
+                self._modules.append(name)
+            number = 0 if module is model else len(self._modules) - 1
+            module.register_forward_pre_hook(self._entering(number), prepend=True)
+            module.register_forward_hook(self._leaving)
+
+    def _entering(self, number: int) -> Callable[..., None]:
+        def entering(*_: object) -> None:
+            self._inside.append(number)
+
+        return entering
+
+    def _leaving(self, *_: object) -> None:
+        self._inside.pop()
+
+    def begin_backward(self) -> None:
+        self._is_backward, self._forward_ops = True, len(self._ops)
+
+    def _module(self) -> int:
+        """The number of the module that runs, or whose gradient is computed."""
+        if not self._is_backward:
+            number = self._inside[-1]
+            self._of_nodes[autograd_sequence() - 1] = number
+            return number
+        node = current_autograd_node()
+        number = self._of_nodes.get(-1 if node is None else node_sequence(node), self._inside[-1])
+        self._inside[-1] = number
+        return number
+
+    def error(self, what: str) -> PlanError:
+        """What is raised where tracing meets a number that nobody has."""
+        name = self._modules[self._inside[-1]]
+        where = f"module {name!r}" if name else "the model itself"
+        when = "backward of " if self._is_backward else ""
+        return PlanError(
+            f"{when}{where} {what}. A plan is made without computing anything: what a step does may depend on shapes, "
+            "and on integers and booleans among the inputs, but on no other numbers"
+        )
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if self._depth:
+            return func(*args, **named)
+        self._blocks.note_deaths(len(self._ops))
+        self._depth += 1
+        try:
+            result = self._run(func, args, named)
+        finally:
+            self._depth -= 1
+        self._write_down(Call(func, args, named, result))
+        return result
+
+    def _run(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Runs an operator: on fakes, or on known numbers."""
+        tensors = [one for one in tree_iter((args, named)) if isinstance(one, Tensor)]
+        known = all(self._has_numbers(one) for one in tensors) and torch.Tag.nondeterministic_seeded not in func.tags
+        try:
+            result = _called(func, args, named)
+        except Exception as error:
+            if known and tensors:
+                return self._computed(func, args, named)
+            raise self.error(_said(func, error)) from error
+        made = [one for one in tree_iter(result) if isinstance(one, Tensor)]
+        if known and all(_may_be_known(one) for one in made):
+            return self._computed(func, args, named)
+        if func._schema.is_mutable:
+            self._stale.update(storage_key(one.untyped_storage()) for one in tensors if not is_fake(type(one)))
+        return result
+
+    def _computed(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        with without_dispatch_modes():
+            return func(*args, **named)
+
+    def _has_numbers(self, tensor: Tensor) -> bool:
+        return not is_fake(type(tensor)) and storage_key(tensor.untyped_storage()) not in self._stale
+
+    def _write_down(self, call: Call) -> None:
+        op, module = len(self._ops), self._module()
+        for one in tree_iter(call.result):
+            if isinstance(one, Tensor):
+                self._blocks.add(one, op, module)
+        nbytes = traffic_of(call)
+        if nbytes:
+            name = call.target._schema.name.removeprefix("aten::")
+            self._ops.append(Op(name, module, flops_of(call), nbytes, is_single(call)))
+
+    # -- autograd -----------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> _Kept | _Moved:
+        """A handle of what autograd saves; called while the operator that saves it is recorded."""
+        self._depth += 1
+        try:
+            return self._pack(tensor)
+        finally:
+            self._depth -= 1
+
+    def _pack(self, tensor: Tensor) -> _Kept | _Moved:
+        op = len(self._ops)
+        self._blocks.note_deaths(op)
+        mark = marks.mark_of(tensor.untyped_storage()) if marks.any_marks() else None
+        reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is marks.Mark.PREFER)
+        if reason is None and (mark is marks.Mark.KEEP or marks.in_no_offload_region()):
+            reason = KeepReason.MARKED if mark is marks.Mark.KEEP else KeepReason.REGION
+        block = None
+        if reason is None or reason is KeepReason.SMALL:
+            block = self._blocks.add(tensor, op, self._inside[-1])
+        if reason is None and (block is None or block.nbytes % tensor.itemsize or tensor.is_conj() or tensor.is_neg()):
+            reason = KeepReason.LAYOUT
+        goes_along = reason is KeepReason.SMALL and block is not None and block.saved is not None and tensor.numel() > 0
+        number = len(self._saves)
+        self._saves.append((Save(tensor.nbytes, tensor.requires_grad, None if goes_along else reason, -1), block))
+        if block is None or not (goes_along or reason is None):
+            with _as_it_is(tensor):
+                return _Kept(tensor if tensor.is_leaf else tensor.detach(), number)
+        saved = self._blocks.save(block, tensor, op)
+        return _Moved(saved, number, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, handle: _Kept | _Moved) -> Tensor:
+        """The saved tensor, or one like it."""
+        op = len(self._ops)
+        self._blocks.note_deaths(op)
+        self._asks.append(Ask(handle.save, op))
+        if isinstance(handle, _Kept):
+            return handle.tensor
+        self._depth += 1
+        try:
+            whole = self._blocks.ask(handle.saved, handle.dtype, op)
+            with _as_it_is(whole):
+                return whole.as_strided(handle.size, handle.stride, handle.offset)
+        finally:
+            self._depth -= 1
+
+    # -- what came of it ----------------------------------------------------------------------------------------------
+
+    def program(self) -> Program:
+        """What was written down."""
+        self._blocks.note_deaths(len(self._ops))
+        numbers, storages, other_bytes = self._blocks.result(len(self._ops))
+        saves = tuple(
+            save if save.reason is not None else save._replace(storage=-1 if block is None else numbers.get(block, -1))
+            for save, block in self._saves
+        )
+        modules = tuple(self._modules)
+        return Program(modules, tuple(self._ops), self._forward_ops, saves, tuple(self._asks), storages, other_bytes)
+
+
+def _as_it_is(tensor: Tensor) -> AbstractContextManager[object]:
+    """Where what is made of a tensor with known numbers has them too."""
+    return nullcontext() if is_fake(type(tensor)) else without_dispatch_modes()
+
+
+def _may_be_known(tensor: Tensor) -> bool:
+    """Whether a result is computed where all that it follows from is known: numbers that steer, not activations."""
+    if tensor.nbytes > MOST_KNOWN:
+        return False
+    return tensor.numel() <= 1 or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+
+
+def _called(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """What ``func`` returns for tensors that may be fake."""
+    if func._schema.name == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
+        # torch's rule for tensors without bytes takes bfloat16 alone, its kernels others too.
+        left, right = (one.to(torch.bfloat16) for one in args[:2])
+        return func(left, right, *args[2:], **named).to(args[0].dtype)
+    return func(*args, **named)
+
+
+#: What torch raises where an operator's result depends on numbers, and what that is.
+_QUESTIONS = {
+    "DataDependentOutputException": "asks for the value of a tensor",
+    "DynamicOutputShapeException": "makes a tensor whose size depends on the numbers in another",
+}
+
+
+def _said(func: OpOverload[..., Any], error: Exception) -> str:
+    name = func._schema.name.removeprefix("aten::")
+    what = _QUESTIONS.get(type(error).__name__)
+    return f"{what} ({name})" if what else f"calls {name}, which cannot be traced ({type(error).__name__}: {error})"
