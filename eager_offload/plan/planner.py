@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,8 +95,8 @@ def _solved(name: str, machine: Machine, budget: int, policy: str, program: Prog
         settings.size("prefetch_bytes"),
     )
     solver = Solver(problem)
-    decide = {"max": solver.all, "free": solver.free, "least": partial(solver.within, budget)}
-    return Plan(name, machine, budget, policy, problem, decide[policy]().moves)
+    decision = solver.within(budget) if policy == "least" else solver.free() if policy == "free" else solver.all()
+    return Plan(name, machine, budget, policy, problem, decision.moves)
 
 
 def _machine(device: str | Machine, settings: OffloadConfig) -> Machine:

@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
     def _run(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Runs an operator: on fakes, or on known numbers."""
         tensors = [one for one in tree_iter((args, named)) if isinstance(one, Tensor)]
-        known = all(self._has_numbers(one) for one in tensors) and torch.Tag.nondeterministic_seeded not in func.tags
+        known = all(self._has_numbers(one) for one in tensors)
         try:
             result = _called(func, args, named)
         except Exception as error:
@@ -153,7 +153,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
                 return self._computed(func, args, named)
             raise self.error(_said(func, error)) from error
         made = [one for one in tree_iter(result) if isinstance(one, Tensor)]
-        if known and all(_may_be_known(one) for one in made):
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if known and all(_may_be_known(one) and (one.numel() <= 1 or not is_random) for one in made):
             return self._computed(func, args, named)
         if func._schema.is_mutable:
             self._stale.update(storage_key(one.untyped_storage()) for one in tensors if not is_fake(type(one)))
