@@ -90,6 +90,10 @@ class Offload:
     ) -> None:
         self._begin(OffloadConfig.from_given(config, fields), runtime, around_tier)
         if plan is not None:
+            if not isinstance(plan, StepPlan):
+                raise ConfigError(
+                    f"plan={plan!r} is not accepted: plan takes a StepPlan, as step_plan() or StepPlan.load returns it"
+                )
             if self.config.device_budget is not None:
                 raise ConfigError(
                     "plan=... does not go with device_budget, which says what moves: leave one of them out"

@@ -104,7 +104,7 @@ class Plan:
     def kept_bytes(self) -> int:
         """That could leave the device, and stay."""
         storages = self.problem.program.storages
-        return sum(one.nbytes for one, moves in zip(storages, self.moves, strict=True) if not moves)
+        return sum(one.nbytes for number, one in enumerate(storages) if number not in self._returning)
 
     @property
     def least_budget(self) -> int:
@@ -138,16 +138,20 @@ class Plan:
     def rows(self) -> list[Row]:
         """What modules of each kind save that may move, the largest first."""
         program, found = self.problem.program, dict[str, Row]()
-        for storage, moves in zip(program.storages, self.moves, strict=True):
+        for number, storage in enumerate(program.storages):
             kind = kind_of(program.modules[storage.module])
             row = found.get(kind, Row(kind, 0, 0, 0))
-            kept, moved = (0, storage.moved_bytes) if moves else (storage.nbytes, 0)
+            kept, moved = (0, storage.moved_bytes) if number in self._returning else (storage.nbytes, 0)
             found[kind] = Row(kind, row.storages + 1, row.kept_bytes + kept, row.moved_bytes + moved)
         return sorted(found.values(), key=lambda row: (-row.kept_bytes - row.moved_bytes, row.kind))
 
     @cached_property
     def _prediction(self) -> Prediction:
         return self.problem.predict(self.moves)
+
+    @cached_property
+    def _returning(self) -> frozenset[int]:
+        return self.problem.returning(self.moves)
 
     @cached_property
     def _solver(self) -> Solver:

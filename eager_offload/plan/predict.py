@@ -37,7 +37,7 @@ class Prediction(NamedTuple):
     step_seconds: float
     peak_bytes: int
     moved_bytes: int
-    """That travel, each way."""
+    """That travel out and back; what is asked for before its copy is over is none of them."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,12 @@ class Problem:
         """What comes of it where those storages move; see [Note: the model]."""
         return _Step(self, moves).run()
 
+    def returning(self, moves: Moves) -> frozenset[int]:
+        """The storages that travel out and back where those move."""
+        step = _Step(self, moves)
+        step.run()
+        return frozenset(step.returning)
+
 
 class _Step:
     """One step on its way."""
@@ -104,6 +110,8 @@ class _Step:
         #: What is on its way out, the oldest first, with the time at which its copy is over; how many bytes that is.
         self.leaving: dict[int, float] = {}
         self.leaving_bytes = 0
+        #: What has come back.
+        self.returning: list[int] = []
 
     def run(self) -> Prediction:
         problem, moves, change = self.problem, self.moves, self.change
@@ -116,7 +124,7 @@ class _Step:
         assert not self.leaving, "all that moves is asked for"
         lives = accumulate(change[:-1])
         peak = max(map(add, lives, problem.program.other_bytes), default=0)
-        moved = sum(storage.moved_bytes for number, storage in enumerate(self.storages) if moves[number])
+        moved = sum(self.storages[number].moved_bytes for number in self.returning)
         return Prediction(problem.compute_seconds + self.behind, peak, moved)
 
     def _forward(self) -> None:
@@ -176,6 +184,7 @@ class _Step:
                     self.change[storage.dropped] -= storage.nbytes
                     arrives[coming] = now
                     continue
+                self.returning.append(coming)
                 link_free = max(now, link_free) + storage.moved_bytes / problem.back
                 arrives[coming] = link_free
                 self.change[op] += storage.nbytes

@@ -1,4 +1,4 @@
-"""A traced step is the real one: the same saves, in the same order, for the same reasons; and nothing is left behind."""
+"""A traced step is the real one: the same saves in the same order, for the same reasons. And nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,0 +1,33 @@
+"""What a user gives to the command: models on meta."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.plan.programs import Stack
+
+
+def eight_billion() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """As many parameters as a Llama of 8 billion has in its blocks, and 4096 tokens."""
+    with torch.device("meta"):
+        model = Stack(32, 4096, 32, 8, 14_336).to(torch.bfloat16)
+        tokens = torch.empty(4096, 4096, dtype=torch.bfloat16)
+    return model, tokens, lambda returned: returned.float()
+
+
+def nothing() -> None:
+    """Forgot to return."""
+
+
+def questions() -> tuple[nn.Module, Tensor]:
+    """Asks for a number."""
+
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x)
+            return out.sum() * out.max().item()
+
+    return nn.Sequential(Asks(4, 4)), torch.ones(2, 4)

@@ -1,0 +1,65 @@
+"""``python -m eager_offload.plan``, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import eager_offload as eo
+from eager_offload.plan.command import main
+
+ROOT = Path(__file__).parents[2]
+MODELS = "tests.plan.models_of_a_user"
+GIB = 1 << 30
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "eager_offload.plan", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_model_of_8b_on_meta_is_planned_in_a_fresh_process(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    device = ("--device", "h200", "--budget", "32GiB")
+    done = run(f"{MODELS}:eight_billion", *device, "--front", "--json", "--save", str(saved))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    parameters = 2 * 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+    assert told["fits"] is True
+    assert 2 * parameters < told["peak_bytes"] <= 32 * GIB, "with gradients"
+    assert told["moved_bytes"] > 0
+    assert len(told["front"]) == 8
+    assert told["front"][0]["budget"] == told["least_budget"]
+    assert eo.Plan.load(saved).to_dict() == {name: value for name, value in told.items() if name != "front"}
+
+
+def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{MODELS}:eight_billion", "--device", "rtx4090", "--front"]) == 1
+    told = capsys.readouterr().out
+    assert "Stack on rtx4090" in told
+    assert "does not fit: a peak of" in told
+    assert len(told.partition("budget")[2].splitlines()) == 9
+    for function, said in (
+        (f"{MODELS}:questions", "module '0' asks for the value of a tensor"),
+        (f"{MODELS}:nothing", "returns no (model, inputs)"),
+        (f"{MODELS}:other", "is not accepted: module"),
+        ("no_such_module:function", "No module named 'no_such_module'"),
+        (MODELS, "name a function as module:function"),
+    ):
+        assert main([function, "--device", "h200"]) == 2
+        assert said in capsys.readouterr().err
+    assert main([f"{MODELS}:questions", "--device", "h300"]) == 2
+    with pytest.raises(SystemExit):
+        main(["--policy", "most"])

@@ -1,0 +1,279 @@
+"""``eo.plan``: what a user gives, what comes back, and every error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import eager_offload as eo
+from eager_offload.compile.cost import Call, flops_of
+from eager_offload.machine import MACHINES
+from tests.plan.programs import Stack, slow, small
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+#: Has everything move that may, in windows that a small model fills.
+CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "16KiB", "prefetch_bytes": "16KiB"}
+
+
+@pytest.fixture(scope="module")
+def everything_fits() -> eo.Plan:
+    model, x = small()
+    return eo.plan(model, x, device=slow(), config=CONFIG)
+
+
+def test_a_plan_says_what_fits_and_what_moves(everything_fits: eo.Plan) -> None:
+    plan = everything_fits
+    assert plan.fits
+    assert plan.device_budget == 1 << 30, "all that the device has"
+    assert plan.moved_bytes == 0
+    assert plan.kept_bytes == plan.problem.program.movable_bytes
+    assert plan.step_seconds == plan.compute_seconds == plan.floor_seconds
+    assert 0 < plan.least_budget < plan.peak_bytes
+
+
+def test_a_budget_is_held_by_the_least_movement(everything_fits: eo.Plan) -> None:
+    model, x = small()
+    budget = (everything_fits.peak_bytes + everything_fits.least_budget) // 2
+    plan = eo.plan(model, x, device=slow(), device_budget=budget, config=CONFIG)
+    everything = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    assert plan.fits
+    assert plan.peak_bytes <= budget
+    assert 0 < plan.moved_bytes < everything.moved_bytes
+    assert plan.moved_bytes + plan.kept_bytes == everything.moved_bytes
+    assert everything.kept_bytes == 0
+    assert plan.floor_seconds <= plan.step_seconds
+    exact = eo.plan(model, x, device=slow(), device_budget=plan.least_budget, config=CONFIG)
+    assert exact.fits
+    below = eo.plan(model, x, device=slow(), device_budget=plan.least_budget - 1, config=CONFIG)
+    assert not below.fits, "which is no error"
+    assert below.least_budget == plan.least_budget
+
+
+def test_free_moves_what_the_link_hides() -> None:
+    model, x = small()
+    fast, none = (
+        eo.plan(model, x, device=slow(out=rate, back=rate), policy="free", config=CONFIG) for rate in (1e8, 1)
+    )
+    assert fast.step_seconds == pytest.approx(fast.compute_seconds)
+    assert fast.moved_bytes > 0
+    assert none.moved_bytes == 0
+
+
+def test_states_of_an_optimizer_are_there_all_the_time(everything_fits: eo.Plan) -> None:
+    model, x = small()
+    plan = eo.plan(model, x, device=slow(), optimizer_bytes="1MiB", config=CONFIG)
+    assert plan.peak_bytes == everything_fits.peak_bytes + (1 << 20)
+
+
+def test_the_front_goes_from_the_least_budget_to_where_nothing_moves(everything_fits: eo.Plan) -> None:
+    points = everything_fits.front(5)
+    assert len(points) == 5
+    assert points[0].budget == everything_fits.least_budget
+    assert points[-1].step_seconds == everything_fits.compute_seconds
+    assert all(point.peak_bytes <= point.budget for point in points)
+    budgets, seconds = [point.budget for point in points], [point.step_seconds for point in points]
+    assert budgets == sorted(budgets)
+    assert seconds == sorted(seconds, reverse=True)
+    with pytest.raises(eo.ConfigError, match="points=1 is not accepted"):
+        everything_fits.front(1)
+
+
+def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
+    model, x = small()
+    text = str(eo.plan(model, x, device=slow(), policy="max", config=CONFIG))
+    assert text.startswith("Stack on slow: 0.001 TFLOP/s")
+    assert "fits: a peak of" in text
+    assert "1.000 times one without transfers" in str(everything_fits)
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith("blocks")}
+    assert rows["blocks.*.gate"][1] == "2"
+    assert rows["blocks.*.gate"][-2:] == ["8.0", "KiB"]
+    assert "device does not" not in text
+    assert repr(everything_fits).startswith("<Plan of Stack on slow: fits, ")
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_plan_is_the_same_plan(everything_fits: eo.Plan, tmp_path: Path) -> None:
+    model, x = small()
+    plan = eo.plan(model, x, device="h100", device_budget=everything_fits.least_budget, config=CONFIG)
+    plan.save(tmp_path / "plan.json")
+    loaded = eo.Plan.load(tmp_path / "plan.json")
+    assert str(loaded) == str(plan)
+    assert loaded.to_dict() == plan.to_dict()
+    assert loaded.front(3) == plan.front(3)
+
+
+def _set(*path: Any, to: Any) -> Callable[[Any], None]:
+    def change(content: Any) -> None:
+        for one in path[:-1]:
+            content = content[one]
+        content[path[-1]] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("format", to=7),
+        _set("policy", to="most"),
+        _set("device_budget", to=-1),
+        _set("device_budget", to="1GiB"),
+        _set("moves", to=[]),
+        _set("moves", 0, to=-1),
+        _set("machine", "flops", to=0),
+        _set("machine", "speed", to=1),
+        _set("program", to=[]),
+        _set("program", "forward_ops", to=10**6),
+        _set("program", "storages", 0, 0, to=-5),
+        _set("program", "storages", 0, 6, to=10**6),
+        _set("program", "saves", 0, 2, to="because"),
+        _set("program", "asks", 0, 0, to=10**6),
+        _set("program", "ops", 0, 1, to=10**6),
+        _set("program", "other_bytes", to=[1]),
+    ],
+)
+def test_a_file_with_other_numbers_is_an_error(
+    change: Callable[[Any], None], everything_fits: eo.Plan, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    everything_fits.save(path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(eo.ConfigError, match=r"plan\.json' holds no plan that this version can read"):
+        eo.Plan.load(path)
+
+
+def test_a_file_that_is_no_plan_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for text in ("", "[1]", "{}", "\x00"):
+        path.write_text(text)
+        with pytest.raises(eo.ConfigError, match="holds no plan"):
+            eo.Plan.load(path)
+    with pytest.raises(FileNotFoundError):
+        eo.Plan.load(tmp_path / "other.json")
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"device": "h300"}, 'device=\'h300\' is not accepted: device takes "here" or "h200"'),
+        ({"device": 3}, "device=3 is not accepted"),
+        ({"device_budget": -1}, "device_budget=-1 is not accepted"),
+        ({"device_budget": "much"}, "device_budget='much' is not accepted"),
+        ({"optimizer_bytes": -1}, "optimizer_bytes=-1 is not accepted"),
+        ({"policy": "most"}, 'policy=\'most\' is not accepted: policy takes "least" or "free" or "max"'),
+        ({"config": {"min_byte": 1}}, "unknown field 'min_byte'"),
+        ({"config": {"skip": ["head"]}}, "head"),
+        ({"device": slow(memory_bytes=0)}, "the memory of slow is not known"),
+    ],
+)
+def test_what_cannot_be_planned_is_an_error_that_repeats_it(fields: dict[str, Any], said: str) -> None:
+    model, x = small()
+    with pytest.raises(eo.ConfigError) as caught:
+        eo.plan(model, x, **{"device": "h200", **fields})
+    assert said in str(caught.value)
+
+
+def test_a_function_is_no_model_and_a_wrapper_of_processes_says_so() -> None:
+    with pytest.raises(eo.ConfigError, match="model takes a torch"):
+        eo.plan(torch.sin, torch.ones(1), device="h200")  # type: ignore[arg-type]
+
+    class Wrapper(nn.Linear):
+        def __deepcopy__(self, memo: object) -> Wrapper:
+            raise TypeError("cannot pickle a process group")
+
+    with pytest.raises(eo.PlanError, match=r"the model cannot be copied, .* cannot pickle a process group"):
+        eo.plan(Wrapper(2, 2), torch.ones(1, 2), device="h200")
+    with pytest.raises(eo.PlanError, match=r"a tensor of the layout torch\.sparse_coo"):
+        eo.plan(nn.Linear(2, 2), torch.eye(2).to_sparse(), device="h200")
+
+
+def test_an_offload_takes_no_plan_of_this_kind(everything_fits: eo.Plan) -> None:
+    with pytest.raises(eo.ConfigError, match="plan takes a StepPlan"):
+        eo.Offload(plan=everything_fits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["flops", "single_flops", "memory", "out", "back", "memory_bytes", "launch_seconds"])
+def test_a_machine_with_a_rate_below_nothing_is_an_error(field: str) -> None:
+    for value in (-1, float("nan"), "fast"):
+        with pytest.raises(eo.ConfigError, match=f"{field}=.* is not accepted"):
+            slow(**{field: value})
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_devices_that_have_a_name_are_in_the_order_of_their_speed() -> None:
+    assert list(MACHINES) == ["h200", "h100", "a100", "l40s", "rtx4090"]
+    assert MACHINES["h200"].flops / MACHINES["h200"].out == 11_500
+    for machine in MACHINES.values():
+        assert 0.9e14 < machine.flops < 1e15
+        assert machine.single_flops < machine.flops
+        assert 20 << 30 < machine.memory_bytes < 150 << 30
+        assert machine.name in str(machine)
+
+
+def test_the_device_that_is_here_is_measured() -> None:
+    plan = eo.plan(*small(), config=CONFIG)
+    assert plan.machine.name == "here (cpu)"
+    assert plan.machine.out > 1e6
+    assert plan.machine.memory_bytes > 1 << 20
+    assert plan.fits
+
+
+def test_a_product_of_groups_counts_its_operations() -> None:
+    rows, weights = torch.empty(12, 8, device="meta"), torch.empty(3, 8, 4, device="meta")
+    ends = torch.tensor([2, 5, 12], dtype=torch.int32, device="meta")
+    target = torch.ops.aten._grouped_mm.default
+    result = torch.empty(12, 4, device="meta")
+    assert flops_of(Call(target, (rows, weights, ends), {}, result)) == 2 * 12 * 8 * 4
+    columns = Call(target, (rows.t(), torch.empty(12, 4, device="meta"), ends), {}, torch.empty(3, 8, 4, device="meta"))
+    assert flops_of(columns) == 2 * 12 * 8 * 4
+
+
+# -- what the link hides ----------------------------------------------------------------------------------------------
+
+
+def hidden_share(tokens: int, layers: int, window: int) -> tuple[float, float]:
+    """Of what a Llama of 8 billion parameters saves, what is planned to move for free, and what the formula gives."""
+    width, shared, inner, ratio = 4096, 1024, 14_336, 11_500
+    with torch.device("meta"):
+        model = Stack(layers, width, 32, 8, inner).to(torch.bfloat16)
+        x = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    # Products alone take time.
+    device = eo.Machine("ratio", ratio * 52e9, ratio * 52e9, 1e18, 52e9, 52e9, 1 << 50)
+    config = {"max_inflight_bytes": window, "prefetch_bytes": window}
+    plan = eo.plan(model, x, device=device, policy="free", config=config)
+    assert plan.step_seconds == pytest.approx(plan.compute_seconds)
+    program = plan.problem.program
+    flops = 2 * (2 * width**2 + 2 * width * shared + 3 * width * inner) + 2 * tokens * width
+    nbytes = 12 * width + 4 * shared + 8 * inner
+    assert program.forward_flops == tokens * layers * flops
+    assert program.movable_bytes == pytest.approx(tokens * layers * nbytes, rel=1 / layers)
+    return plan.moved_bytes / program.movable_bytes, flops / nbytes / ratio
+
+
+def test_what_an_8b_llama_moves_for_free_is_what_the_formula_gives() -> None:
+    share, formula = hidden_share(32 << 10, 16, 4 << 30)
+    assert share == pytest.approx(formula, abs=0.02 + 1 / 16)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tokens", [8 << 10, 32 << 10, 128 << 10])
+def test_what_an_8b_llama_moves_for_free_is_what_the_formula_gives_at_every_length(tokens: int) -> None:
+    # Windows of one layer: what attention hides was saved in a burst before it.
+    share, formula = hidden_share(tokens, 64, tokens * (12 * 4096 + 4 * 1024 + 8 * 14_336))
+    assert share == pytest.approx(formula, abs=0.02)
