@@ -56,6 +56,7 @@ def gradient(x: Tensor, depth: int = 4) -> Tensor:
 PUBLIC = [
     *("CapacityError", "ConfigError", "CorruptionError", "Offload", "OffloadConfig", "OffloadError", "OffloadStats"),
     *("SavedTensorModifiedError", "TransferError", "keep", "no_offload", "prefer_offload"),
+    *("Machine", "Plan", "PlanError", "plan"),
 ]
 
 

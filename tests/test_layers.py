@@ -22,9 +22,10 @@ BELOW = {
         "step_plan",
     },
     "compile": {"engine", "tiers", "runtime", "stats", "selection", "marks", "active"},
+    "plan": {"compile", "tiers", "runtime", "stats", "selection", "marks", "skipping"},
     "simulation": {"runtime", "tiers"},
 }
-LEAVES = {"_torch", "config", "errors", "live_bytes", "malloc"}
+LEAVES = {"_torch", "config", "errors", "live_bytes", "machine", "malloc"}
 
 
 def imports() -> dict[str, set[str]]:
