@@ -141,7 +141,8 @@ class Blocks:
         if block.asked is None:
             block.asked = op
         copy = saved.copy(dtype)
-        self._watch(copy.untyped_storage(), block)
+        storage = copy.untyped_storage()
+        self._by_key[storage_key(storage)] = block, self._watch(storage, block)  # so that no view of it is another's
         return copy
 
     def _watch(self, owner: Any, block: Block) -> weakref.ref[Any]:

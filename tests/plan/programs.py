@@ -13,7 +13,7 @@ from eager_offload.machine import Machine
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import Op, Program, Storage
 
-__all__ = ["Block", "Stack", "chain", "problems", "slow"]
+__all__ = ["Block", "Stack", "chain", "least_moved", "problems", "slow", "small", "wide"]
 
 
 def chain(
@@ -101,6 +101,11 @@ class Stack(nn.Module):
 def small() -> tuple[nn.Module, Tensor]:
     """A small one, and what it is called with."""
     return Stack(2, 32, 4, 2, 64), torch.randn(16, 32)
+
+
+def wide() -> tuple[nn.Module, Tensor]:
+    """One whose activations are larger than its parameters."""
+    return Stack(3, 32, 4, 2, 64), torch.randn(256, 32)
 
 
 def least_moved(problem: Problem, budget: int) -> int:

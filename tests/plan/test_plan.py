@@ -14,17 +14,17 @@ from torch import nn
 import eager_offload as eo
 from eager_offload.compile.cost import Call, flops_of
 from eager_offload.machine import MACHINES
-from tests.plan.programs import Stack, slow, small
+from tests.plan.programs import Stack, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Has everything move that may, in windows that a small model fills.
-CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "16KiB", "prefetch_bytes": "16KiB"}
+CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
 
 
 @pytest.fixture(scope="module")
 def everything_fits() -> eo.Plan:
-    model, x = small()
+    model, x = wide()
     return eo.plan(model, x, device=slow(), config=CONFIG)
 
 
@@ -39,7 +39,7 @@ def test_a_plan_says_what_fits_and_what_moves(everything_fits: eo.Plan) -> None:
 
 
 def test_a_budget_is_held_by_the_least_movement(everything_fits: eo.Plan) -> None:
-    model, x = small()
+    model, x = wide()
     budget = (everything_fits.peak_bytes + everything_fits.least_budget) // 2
     plan = eo.plan(model, x, device=slow(), device_budget=budget, config=CONFIG)
     everything = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
@@ -57,7 +57,7 @@ def test_a_budget_is_held_by_the_least_movement(everything_fits: eo.Plan) -> Non
 
 
 def test_free_moves_what_the_link_hides() -> None:
-    model, x = small()
+    model, x = wide()
     fast, none = (
         eo.plan(model, x, device=slow(out=rate, back=rate), policy="free", config=CONFIG) for rate in (1e8, 1)
     )
@@ -67,7 +67,7 @@ def test_free_moves_what_the_link_hides() -> None:
 
 
 def test_states_of_an_optimizer_are_there_all_the_time(everything_fits: eo.Plan) -> None:
-    model, x = small()
+    model, x = wide()
     plan = eo.plan(model, x, device=slow(), optimizer_bytes="1MiB", config=CONFIG)
     assert plan.peak_bytes == everything_fits.peak_bytes + (1 << 20)
 
@@ -86,14 +86,14 @@ def test_the_front_goes_from_the_least_budget_to_where_nothing_moves(everything_
 
 
 def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
-    model, x = small()
+    model, x = wide()
     text = str(eo.plan(model, x, device=slow(), policy="max", config=CONFIG))
     assert text.startswith("Stack on slow: 0.001 TFLOP/s")
     assert "fits: a peak of" in text
     assert "1.000 times one without transfers" in str(everything_fits)
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith("blocks")}
-    assert rows["blocks.*.gate"][1] == "2"
-    assert rows["blocks.*.gate"][-2:] == ["8.0", "KiB"]
+    assert rows["blocks.*.gate"][1] == "3"
+    assert rows["blocks.*.gate"][-2:] == ["192.0", "KiB"]
     assert "device does not" not in text
     assert repr(everything_fits).startswith("<Plan of Stack on slow: fits, ")
 
@@ -102,7 +102,7 @@ def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
 
 
 def test_a_saved_plan_is_the_same_plan(everything_fits: eo.Plan, tmp_path: Path) -> None:
-    model, x = small()
+    model, x = wide()
     plan = eo.plan(model, x, device="h100", device_budget=everything_fits.least_budget, config=CONFIG)
     plan.save(tmp_path / "plan.json")
     loaded = eo.Plan.load(tmp_path / "plan.json")
@@ -181,7 +181,7 @@ def test_a_file_that_is_no_plan_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_an_error_that_repeats_it(fields: dict[str, Any], said: str) -> None:
-    model, x = small()
+    model, x = wide()
     with pytest.raises(eo.ConfigError) as caught:
         eo.plan(model, x, **{"device": "h200", **fields})
     assert said in str(caught.value)
@@ -227,7 +227,7 @@ def test_the_devices_that_have_a_name_are_in_the_order_of_their_speed() -> None:
 
 
 def test_the_device_that_is_here_is_measured() -> None:
-    plan = eo.plan(*small(), config=CONFIG)
+    plan = eo.plan(*wide(), config=CONFIG)
     assert plan.machine.name == "here (cpu)"
     assert plan.machine.out > 1e6
     assert plan.machine.memory_bytes > 1 << 20

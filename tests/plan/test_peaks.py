@@ -1,0 +1,79 @@
+"""The predicted peak of a step that moves nothing is the most bytes that live in a real one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eager_offload._torch import OpOverload, TorchDispatchMode, storage_key, tree_iter
+from eager_offload.config import parse_size
+from eager_offload.plan.predict import Problem
+from eager_offload.plan.trace import trace
+from tests.plan.programs import slow, small
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Live(TorchDispatchMode):
+    """The bytes of all storages that operators have made and that live, and the most that there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = set(storages((args, kwargs)))
+        result = func(*args, **(kwargs or {}))
+        for key, storage in storages(result).items():
+            if key not in self._live and key not in given:
+                self._live[key] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, key)
+        self.peak = max(self.peak, sum(self._live.values()))
+        return result
+
+
+def storages(values: object) -> dict[int, torch.UntypedStorage]:
+    found = (one.untyped_storage() for one in tree_iter(values) if isinstance(one, Tensor))
+    return {storage_key(storage): storage for storage in found}
+
+
+def peaks(model: nn.Module, inputs: Any, step: Callable[[], Tensor], min_bytes: int) -> tuple[int, int]:
+    """The predicted one, and the real one."""
+    program = trace(model, inputs, min_bytes=min_bytes)
+    problem = Problem(program, program.seconds(slow()), 1.0, 1.0, 1, 1)
+    there = storages([*model.parameters(), *model.buffers(), *tree_iter(inputs)])
+    with Live() as live:
+        step().backward()
+    real = sum(storage.nbytes() for storage in there.values()) + live.peak
+    return problem.predict((False,) * len(program.storages)).peak_bytes, real
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1 << 10, 1 << 30])
+def test_the_peak_of_a_small_model_is_the_real_one(min_bytes: int) -> None:
+    model, x = small()
+    predicted, real = peaks(model, x, lambda: model(x), min_bytes)
+    assert predicted == real
+
+
+@pytest.mark.parametrize("name", ["Llama", *(pytest.param(one, marks=pytest.mark.long) for one in ("T5", "GPT-2"))])
+def test_the_peak_of_a_real_architecture_is_the_real_one(name: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("peft", reason="peft is not installed")
+    from tests.real_models.models import ARCHITECTURES
+    from tests.real_models.training import MIN_BYTES
+
+    model, batch = ARCHITECTURES[name].build().train(), ARCHITECTURES[name].batch()
+    predicted, real = peaks(model, batch, lambda: model(**batch).loss, parse_size(MIN_BYTES))
+    assert predicted == real
