@@ -120,6 +120,7 @@ def _nothing_left_behind() -> Iterator[None]:
         stack.enter_context(without_dispatch_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.device("cpu"))  # whatever default the caller has
         device = torch.accelerator.current_accelerator()
         if device is not None and torch.is_autocast_enabled(device.type):  # what stands for it is on the CPU
             stack.enter_context(torch.autocast("cpu", torch.get_autocast_dtype(device.type)))

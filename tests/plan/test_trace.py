@@ -263,6 +263,15 @@ def test_a_model_on_meta_is_planned_as_a_real_one() -> None:
     assert {one.device.type for one in other.parameters()} == {"meta"}
 
 
+def test_the_callers_default_device_and_modes_are_none_of_the_traces() -> None:
+    model, x = small()
+    expected = trace(model, x, min_bytes=0)
+    with torch.device("meta"), torch.inference_mode():
+        assert trace(model, x, min_bytes=0) == expected
+    with torch.autograd.graph.save_on_cpu():
+        assert trace(model, x, min_bytes=0) == expected
+
+
 def test_tied_parameters_and_views_of_one_are_one_storage() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
