@@ -12,10 +12,19 @@ from tests.plan.programs import Stack
 
 def eight_billion() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
     """As many parameters as a Llama of 8 billion has in its blocks, and 4096 tokens."""
+    return *blocks(32), lambda returned: returned.float()
+
+
+def two_blocks() -> tuple[nn.Module, Tensor]:
+    """Two of those blocks."""
+    return blocks(2)
+
+
+def blocks(count: int) -> tuple[nn.Module, Tensor]:
     with torch.device("meta"):
-        model = Stack(32, 4096, 32, 8, 14_336).to(torch.bfloat16)
+        model = Stack(count, 4096, 32, 8, 14_336).to(torch.bfloat16)
         tokens = torch.empty(4096, 4096, dtype=torch.bfloat16)
-    return model, tokens, lambda returned: returned.float()
+    return model, tokens
 
 
 def nothing() -> None:

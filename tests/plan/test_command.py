@@ -33,20 +33,26 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_model_of_8b_on_meta_is_planned_in_a_fresh_process(tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     device = ("--device", "h200", "--budget", "32GiB")
-    done = run(f"{MODELS}:eight_billion", *device, "--front", "--json", "--save", str(saved))
+    done = run(f"{MODELS}:eight_billion", *device, "--json", "--save", str(saved))
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     parameters = 2 * 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
     assert told["fits"] is True
     assert 2 * parameters < told["peak_bytes"] <= 32 * GIB, "with gradients"
     assert told["moved_bytes"] > 0
+    assert eo.Plan.load(saved).to_dict() == told
+
+
+def test_the_front_is_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{MODELS}:two_blocks", "--device", "a100", "--front", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
     assert len(told["front"]) == 8
     assert told["front"][0]["budget"] == told["least_budget"]
-    assert eo.Plan.load(saved).to_dict() == {name: value for name, value in told.items() if name != "front"}
+    assert told["front"][-1]["step_seconds"] == told["step_seconds"] == told["compute_seconds"]
 
 
 def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{MODELS}:eight_billion", "--device", "rtx4090", "--front"]) == 1
+    assert main([f"{MODELS}:two_blocks", "--device", "rtx4090", "--budget", "1GiB", "--front"]) == 1
     told = capsys.readouterr().out
     assert "Stack on rtx4090" in told
     assert "does not fit: a peak of" in told
