@@ -7,7 +7,8 @@ that of asking, as the library's schedule has them:
     out    a copy starts when its storage was saved and the link is free. At most ``window`` bytes are on their way, or
            one storage that is larger; where there is no room, compute waits for the oldest.
     back   a reload starts when its copy out is over and the link is free, at most ``ahead`` bytes before they are asked
-           for, or one storage that is larger; where it has not arrived, compute waits. Backward starts the first ones.
+           for, or one storage that is larger, and none with 0; where it has not arrived, compute waits. Backward starts
+           the first ones.
 
 A storage takes its bytes from the operator that makes it until forward has let go of it and its copy is over, and again
 from the start of its reload until backward drops it. One that is asked for before its copy is over stays.
@@ -175,7 +176,8 @@ class _Step:
             while following < len(order):
                 coming = order[following]
                 storage = storages[coming]
-                if ahead and ahead + storage.moved_bytes > problem.ahead and following >= place:
+                is_full = not problem.ahead or (ahead and ahead + storage.moved_bytes > problem.ahead)
+                if is_full and following >= place:
                     break
                 following += 1
                 ahead += storage.moved_bytes

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import OpOverload, TorchDispatchMode, storage_key, tree_iter
+from eager_offload._torch import OpOverload, TorchDispatchMode, storage_key, tree_iter, without_dispatch_modes
 from eager_offload.config import parse_size
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.trace import trace
-from tests.plan.programs import slow, small
+from eager_offload.selection import reason_to_stay
+from tests.plan.programs import slow, small, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,6 +59,59 @@ def peaks(model: nn.Module, inputs: Any, step: Callable[[], Tensor], min_bytes: 
         step().backward()
     real = sum(storage.nbytes() for storage in there.values()) + live.peak
     return problem.predict((False,) * len(program.storages)).peak_bytes, real
+
+
+class Away:
+    """A storage that has left, until the last graph lets go of it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        with without_dispatch_modes():
+            self.host = storage.clone()
+        self.origin = weakref.ref(storage)  # its address may have a new owner
+        self.back: torch.UntypedStorage | None = None
+
+    def storage(self) -> torch.UntypedStorage:
+        if self.back is None:
+            self.back = torch.empty(self.host.nbytes(), dtype=torch.uint8).untyped_storage()
+            with without_dispatch_modes():
+                self.back.copy_(self.host)
+        return self.back
+
+
+def emptied(model: nn.Module, x: Tensor, min_bytes: int) -> int:
+    """The real peak where all that may move leaves at once and comes back when it is asked for."""
+    away = weakref.WeakValueDictionary[int, Away]()
+    kept = storages(x)
+
+    def pack(tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        if reason_to_stay(tensor, min_bytes) is not None or storage_key(storage) in kept:
+            return tensor if tensor.is_leaf else tensor.detach()
+        one = away.get(storage_key(storage))
+        if one is None or one.origin() is not storage:
+            one = away[storage_key(storage)] = Away(storage)
+        return one, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def unpack(handle: Any) -> Tensor:
+        if isinstance(handle, Tensor):
+            return handle
+        one, dtype, *place = handle
+        storage = one.storage()
+        with without_dispatch_modes():
+            return torch.empty(0, dtype=dtype).set_(storage, *place)
+
+    with Live() as live:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            loss = model(x)
+        loss.backward()
+    return live.peak + sum(one.nbytes() for one in storages([*model.parameters(), x]).values())
+
+
+def test_the_peak_where_everything_moves_at_once_is_the_real_one() -> None:
+    model, x = wide()
+    program = trace(model, x, min_bytes=1 << 10)
+    problem = Problem(program, program.seconds(slow()), 1e30, 1e30, 1 << 50, 0)
+    assert problem.predict((True,) * len(program.storages)).peak_bytes == emptied(model, x, 1 << 10)
 
 
 @pytest.mark.parametrize("min_bytes", [0, 1 << 10, 1 << 30])
