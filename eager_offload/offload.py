@@ -92,8 +92,8 @@ class Offload:
         if plan is not None:
             if not isinstance(plan, StepPlan):
                 raise ConfigError(
-                    f"plan={plan!r} is not accepted: plan takes a StepPlan, as step_plan() or StepPlan.load returns it; "
-                    "to keep to the budget of an eo.Plan, give device_budget"
+                    f"plan={plan!r} is not accepted: plan takes a StepPlan, as step_plan() or StepPlan.load returns "
+                    "it; to keep to the budget of an eo.Plan, give device_budget"
                 )
             if self.config.device_budget is not None:
                 raise ConfigError(
