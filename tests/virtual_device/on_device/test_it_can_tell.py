@@ -260,12 +260,21 @@ def graphs_that_differ(virtual: VirtualDevice, regime: Regime, runs: int) -> int
     for seed in range(runs):
         values = graph(seed, None)
         offload = Offload(tier="host", keep_last_bytes=0, min_bytes=0)
-        with regime(virtual), offload:
-            moved = graph(seed, offload)
-        stats = offload.stats()
-        assert stats.bytes_out == stats.bytes_in > 0
-        offload.close()
-        differ += not all(torch.equal(one, other) for one, other in zip(values, moved, strict=True))
+        try:
+            with regime(virtual), offload:
+                moved = graph(seed, offload)
+            stats = offload.stats()
+            assert stats.bytes_out == stats.bytes_in > 0
+            offload.close()
+            torch.accelerator.synchronize()
+        except RuntimeError as error:
+            if "asynchronously" not in str(error):
+                raise
+            print(error)  # what a copy met that something should have waited for, the end of its memory say
+            offload.close()
+            differ += 1
+        else:
+            differ += not all(torch.equal(one, other) for one, other in zip(values, moved, strict=True))
     return differ
 
 
