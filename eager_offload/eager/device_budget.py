@@ -80,9 +80,9 @@ class _Window:
     #: How many calls there were before, and how many bytes had left.
     calls: int
     departed: int
-    #: The most that was used in it, and that stayed.
+    #: The most that was used in it, and that stayed; ``None`` where that was not seen.
     peak: int = 0
-    kept: int = 0
+    kept: int | None = None
 
 
 class DeviceBudget:
@@ -119,20 +119,25 @@ class DeviceBudget:
         """Bytes of the newest saved tensors that may stay."""
         return self._allowance.keep
 
-    def note_call(self, kept: int) -> None:
-        """Something is saved or unpacked, while ``kept`` bytes of the newest stay."""
+    def note_call(self) -> bool:
+        """Something is saved or unpacked; whether to ``look``."""
         self._calls += 1
-        if self._forwards < _FIRST or self._calls % _NOW_AND_THEN == 0:
-            self.look(kept)
+        return self._forwards < _FIRST or self._calls % _NOW_AND_THEN == 0
 
-    def look(self, kept: int) -> None:
-        """Sees how much is used now, and was since the forward began, while ``kept`` bytes of the newest stay."""
+    def look(self, kept: int | None = None) -> None:
+        """Sees how much is used now, and was since the forward began.
+
+        Args:
+            kept: bytes of the newest that stay, at a moment when nothing else waits to leave.
+        """
         window, memory = self._window, self._offloader.runtime.memory(self._offloader.device)
         assert memory is not None
         seen = memory.used
         if memory.peak is not None and memory.peak > (window.began.peak or 0):
             seen = memory.peak
-        window.peak, window.kept = max(window.peak, seen), max(window.kept, kept)
+        window.peak = max(window.peak, seen)
+        if kept is not None:
+            window.kept = max(window.kept or 0, kept)
         self._tell_counters(seen)
 
     def begin(self) -> bool:
@@ -144,12 +149,13 @@ class DeviceBudget:
             # Later it may be what another thread has going.
             growth = now.used - last.began.used if self._forwards < _FIRST else 0
             moved = self._departed != last.departed
+            kept = before if last.kept is None else min(last.kept, before)
             self._forwards += 1
             if last.peak > self._allowance.budget:
                 self._offloader.accounts.counters.demote("over_budget")
-                if not last.kept and self._unkept == "":
+                if kept == 0 and self._unkept == "":
                     self._unkept = self._why(last.peak, moved=moved)
-            self._allowance.adapt(last.peak, last.kept, growth, moved=moved)
+            self._allowance.adapt(last.peak, kept, growth, moved=moved)
         self._window = self._new_window(now)
         return self.keep != before
 

@@ -52,6 +52,9 @@ class Adopter(Keeper, Protocol):
     plans: StepPlans
     budget: DeviceBudget | None
 
+    def kept_newest(self) -> int:
+        """Bytes of the newest that stay now, of all threads. The lock is held."""
+
     def begin_step(self, queue: ResidentQueue) -> None:
         """What is saved next is another step's, in the same context; ``queue`` is the calling thread's."""
 
@@ -203,8 +206,8 @@ class Run:
                     self.miss(found)
                     return None
                 self._due += self._starts[number]
-                if self.keeper.budget is not None:
-                    self.keeper.budget.note_call(0)
+                if self.keeper.budget is not None and self.keeper.budget.note_call():
+                    self.keeper.budget.look()
                 is_full = bool(self._due) and self._start_due(autograd_sequence())
             if is_full:
                 self._start_as_room_comes(autograd_sequence())
@@ -394,10 +397,10 @@ class Run:
             if self.asked == len(self._asks):
                 self.keeper.plans.done(self.known)
             if (budget := self.keeper.budget) is not None:
-                if rank == 0 or self.asked == len(self._asks):
-                    budget.look(self.waiting_bytes)
-                else:
-                    budget.note_call(0)
+                if rank == 0:  # all that has to leave has begun to
+                    budget.look(self.keeper.kept_newest())
+                elif budget.note_call() or self.asked == len(self._asks):
+                    budget.look()
             self._settle(storage, resident=tensor is not None)
             storage.expected = ask.keep
             for number in ask.drop:

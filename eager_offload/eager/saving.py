@@ -38,6 +38,7 @@ from eager_offload.selection import Footprint, footprint, root_of
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import StepRecorder
 from eager_offload.tiers.base import Slot
+from eager_offload.tiers.finalizers import Living
 
 __all__ = ["SavedTensors", "Tracked"]
 
@@ -78,6 +79,7 @@ class SavedTensors:
         self.order = self._reloading.order
         self._lessons = Lessons(config.small_step_bytes)
         self._queue_bytes = config.delay_bytes
+        self._queues: Living[ResidentQueue] = Living()
         self._learns_what_stays = config.learns_what_stays
         self._keys = itertools.count(1)
         self._names: dict[Hashable, StorageRecord] = {}
@@ -86,7 +88,9 @@ class SavedTensors:
 
     def new_queue(self) -> ResidentQueue:
         """A queue of the newest bytes, for one thread."""
-        return ResidentQueue(self._queue_bytes if self.budget is None else self.budget.keep)
+        queue = ResidentQueue(self._queue_bytes if self.budget is None else self.budget.keep)
+        self._queues.add(queue)
+        return queue
 
     def new_forward(self, sequence: int, recorder: StepRecorder | None) -> Forward:
         """A forward, for one thread; ``sequence`` names it in the prefetch order."""
@@ -112,9 +116,9 @@ class SavedTensors:
         if message:  # the user may turn it into an error
             self.offloader.warn(message)
 
-    def kept_newest(self, queue: ResidentQueue) -> int:
-        """Bytes of the newest that stay now, of the thread of ``queue``. The lock is held."""
-        return queue.nbytes + sum(run.waiting_bytes for run in self.plans.runs if run.queue is queue)
+    def kept_newest(self) -> int:
+        """Bytes of the newest that stay now, of all threads. The lock is held."""
+        return sum(queue.nbytes for queue in self._queues) + sum(run.waiting_bytes for run in self.plans.runs)
 
     def begin_step(self, queue: ResidentQueue) -> None:
         """What is saved next is another step's, in the same context; ``queue`` is the calling thread's."""
@@ -155,8 +159,8 @@ class SavedTensors:
             return KeepReason.REGION
         try:
             with offloader.lock:
-                if self.budget is not None:
-                    self.budget.note_call(queue.nbytes)
+                if self.budget is not None and self.budget.note_call():
+                    self.budget.look()
                 saved = self._save(tensor, queue, packed_at, forward, mark)
                 if not isinstance(saved, SavedView) or saved.shares:
                     return saved
@@ -214,7 +218,7 @@ class SavedTensors:
                 offloader.poll()
                 is_full = self._offloading.start_due(queue, None)
                 if self.budget is not None:
-                    self.budget.look(self.kept_newest(queue))
+                    self.budget.look(self.kept_newest())
             if is_full and waits:
                 self._start_as_room_comes(queue, None)
 
@@ -402,7 +406,8 @@ class SavedTensors:
         try:
             if self.budget is not None and view.run is None:
                 with self.offloader.lock:
-                    self.budget.note_call(0)
+                    if self.budget.note_call():
+                        self.budget.look()
             if profiler_is_on():
                 with profiled("unpack"):
                     tensor = self._reloading.unpack(view)
