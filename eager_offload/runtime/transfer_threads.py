@@ -24,6 +24,8 @@ _PAUSE_SECONDS = 0.05
 #: Seconds for which a transfer thread without work does not want to be woken; a small part of what a transfer takes
 #: that is worth its while.
 _DOZE_SECONDS = 2e-4
+#: Seconds for which a process that ends waits for the copy that is under way.
+_STOP_SECONDS = 10.0
 
 
 class HostEvent:
@@ -143,7 +145,7 @@ class TransferThread:
         # What the thread is at or has not come to; only the thread itself takes out, when it is done. `None` ends it.
         self._items: deque[HostEvent | None] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
-        self._dozes = self._sleeps = False
+        self._dozes = self._sleeps = self._stops = False
         self._pausing = threading.Lock()
         #: The one that carries out what is enqueued: an `OwnThread` that was started for it, or a caller without one.
         self._thread: threading.Thread | None = None
@@ -185,12 +187,19 @@ class TransferThread:
             thread.join()
 
     def stop_pausing(self) -> None:
-        """Has nothing called in pauses any more, and waits for what is being called: the process is about to end.
+        """Calls nothing in pauses any more and ends the thread after what it is at: the process is about to end.
 
-        What frees tensors when the interpreter is gone ends the process with an error: their destructors, in C++, want
-        its lock back, and a daemon thread that does not get it is taken down in the midst of them.
+        What frees tensors, as the end of a copy does, when the interpreter is gone ends the process with an error:
+        their destructors, in C++, want its lock back, and a daemon thread that does not get it is taken down in the
+        midst of them.
         """
         self.pauses = lambda: None
+        thread = self._thread
+        if isinstance(thread, OwnThread) and not self.is_current():
+            self._stops = True  # what it has not come to stays: a later wait starts another one
+            self._bell.put(None)
+            thread.join(_STOP_SECONDS)
+            self._stops = False
         with self._pausing:
             return
 
@@ -271,7 +280,7 @@ class TransferThread:
     def _carry_out(self) -> None:
         items, ends = self._items, False
         while True:
-            while items:
+            while items and not self._stops:
                 event = items[0]
                 if event is None:
                     self._pause()
@@ -282,6 +291,10 @@ class TransferThread:
                     event.carry_out()
                 del event
                 items.popleft()
+            if self._stops:
+                with self._lock.lock:
+                    self._former, self._thread = threading.current_thread(), None
+                return
             if not ends:
                 ends = self._rest_until_idle()
             elif self._end_turn():
@@ -292,7 +305,7 @@ class TransferThread:
         self._dozes = True
         self._rest(_DOZE_SECONDS)
         self._dozes = False
-        if self._items:
+        if self._items or self._stops:
             return False
         self._sleeps = True
         rung = self._rest(_PAUSE_SECONDS)
