@@ -106,7 +106,7 @@ def offload_modules(offload: Offload) -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Module.__call__ = inner  # type: ignore[method-assign]
+        nn.Module.__call__ = inner  # type: ignore[method-assign]  # what was there
 
 
 def _fields(settings: Sequence[str]) -> dict[str, Any]:

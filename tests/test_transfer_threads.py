@@ -100,7 +100,7 @@ def test_h28_before_a_process_ends_a_pause_is_waited_for_and_no_other_begins(
     assert begun.wait(60)
     opener = threading.Timer(0.05, opened.set)
     opener.start()
-    runtime.stop_pausing()
+    runtime.stop()
     assert pauses == ["over"]
     opener.join()
     runtime.synchronize(out.submit(lambda: None))

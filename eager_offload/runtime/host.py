@@ -83,10 +83,10 @@ class HostRuntime(Runtime):
         self._out.close()
         self._in.close()
 
-    def stop_pausing(self) -> None:
-        """The process is about to end; see ``TransferThread.stop_pausing``."""
-        self._out.stop_pausing()
-        self._in.stop_pausing()
+    def stop(self) -> None:
+        """The process is about to end; see ``TransferThread.stop``."""
+        self._out.stop()
+        self._in.stop()
 
     def poll_when_idle(self, pollable: Pollable) -> None:
         self._polled.add(pollable)
@@ -219,5 +219,5 @@ def host_runtime() -> HostRuntime:
     with _runtime_lock.lock:
         if _runtime is None:
             _runtime = HostRuntime()
-            atexit.register(_runtime.stop_pausing)
+            atexit.register(_runtime.stop)
         return _runtime

@@ -186,7 +186,7 @@ class TransferThread:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def stop_pausing(self) -> None:
+    def stop(self) -> None:
         """Calls nothing in pauses any more and ends the thread after what it is at: the process is about to end.
 
         What frees tensors, as the end of a copy does, when the interpreter is gone ends the process with an error:
