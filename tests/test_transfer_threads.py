@@ -100,12 +100,45 @@ def test_h28_before_a_process_ends_a_pause_is_waited_for_and_no_other_begins(
     assert begun.wait(60)
     opener = threading.Timer(0.05, opened.set)
     opener.start()
-    runtime.stop()
+    out.stop()
     assert pauses == ["over"]
     opener.join()
     runtime.synchronize(out.submit(lambda: None))
     out.close()
     assert pauses == ["over"]
+
+
+ENDS = textwrap.dedent("""
+    import atexit, threading
+
+    def look():  # the last of all that happens at exit, since it was registered first
+        print([thread.name for thread in threading.enumerate() if thread.name.startswith("eager_offload")], sorted(carried_out))
+
+    carried_out = []
+    atexit.register(look)
+
+    import time
+    from functools import partial
+    from eager_offload.runtime.transfer_threads import TransferThread
+
+    def work(thread, begun):
+        begun.set()
+        while not thread._stops:
+            time.sleep(1e-3)
+        carried_out.append(thread.name)
+
+    threads = [TransferThread("eager_offload-out"), TransferThread("eager_offload-write")]
+    for thread in threads:
+        begun = threading.Event()
+        thread.submit(partial(work, thread, begun))
+        thread.submit(partial(carried_out.append, "what was still to come"))
+        begun.wait()
+""")
+
+
+def test_h28_the_threads_end_before_the_interpreter_does_with_what_they_are_at() -> None:
+    ran = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "[] ['eager_offload-out', 'eager_offload-write']\n", "")
 
 
 def test_h40_a_poll_waits_for_nobody_who_is_inside() -> None:

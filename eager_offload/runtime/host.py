@@ -7,7 +7,6 @@ moves release the interpreter's lock.
 
 from __future__ import annotations
 
-import atexit
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -82,11 +81,6 @@ class HostRuntime(Runtime):
     def close(self) -> None:
         self._out.close()
         self._in.close()
-
-    def stop(self) -> None:
-        """The process is about to end; see ``TransferThread.stop``."""
-        self._out.stop()
-        self._in.stop()
 
     def poll_when_idle(self, pollable: Pollable) -> None:
         self._polled.add(pollable)
@@ -219,5 +213,4 @@ def host_runtime() -> HostRuntime:
     with _runtime_lock.lock:
         if _runtime is None:
             _runtime = HostRuntime()
-            atexit.register(_runtime.stop)
         return _runtime

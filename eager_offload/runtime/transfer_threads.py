@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -134,6 +136,7 @@ class TransferThread:
         #: for the lock: so a thread that holds it can begin nothing, with no ``Offload``.
         self._lock = ForkSafeLock()
         self._reset()
+        _threads.add(self)
 
     def __repr__(self) -> str:
         return self.name
@@ -187,12 +190,7 @@ class TransferThread:
             thread.join()
 
     def stop(self) -> None:
-        """Calls nothing in pauses any more and ends the thread after what it is at: the process is about to end.
-
-        What frees tensors, as the end of a copy does, when the interpreter is gone ends the process with an error:
-        their destructors, in C++, want its lock back, and a daemon thread that does not get it is taken down in the
-        midst of them.
-        """
+        """Calls nothing in pauses any more and ends the thread after what it is at: the process is about to end."""
         self.pauses = lambda: None
         thread = self._thread
         if isinstance(thread, OwnThread) and not self.is_current():
@@ -341,6 +339,21 @@ class TransferThread:
                 self._thread, self._former = self._former, None
                 return False
         return True
+
+
+#: All of the process.
+_threads: weakref.WeakSet[TransferThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Ends them before the interpreter ends.
+
+    The end of a copy frees tensors. Their destructors, in C++, give the interpreter's lock away and want it back; once
+    the interpreter is gone, a daemon thread that wants it is taken down in their midst, and that aborts the process.
+    """
+    for thread in list(_threads):
+        thread.stop()
 
 
 def _forget_locals(error: BaseException) -> None:
