@@ -112,7 +112,8 @@ ENDS = textwrap.dedent("""
     import atexit, threading
 
     def look():  # the last of all that happens at exit, since it was registered first
-        print([thread.name for thread in threading.enumerate() if thread.name.startswith("eager_offload")], sorted(carried_out))
+        alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("eager_offload")]
+        print(alive, sorted(carried_out))
 
     carried_out = []
     atexit.register(look)
