@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 
@@ -255,13 +256,10 @@ def test_three_figures_reach_the_file_a_step_is_traced_and_a_line_ends_it(
 
 
 def test_three_figures_reach_tensorboard(tmp_path: Path) -> None:
-    events = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
-    )
     board = importlib.import_module("lightning.pytorch.loggers").TensorBoardLogger(tmp_path, name="", version="")
     fit(MAIN, Steps, tmp_path, OffloadCallback(**fields(tmp_path)), batches=3, logger=board, log_every_n_steps=1)
     board.finalize("success")
-    found = events.EventAccumulator(str(tmp_path)).Reload()
+    found = EventAccumulator(str(tmp_path)).Reload()
     for name in ("offload/device_peak_mib", "offload/moved_mib", "offload/stall_seconds"):
         assert [one.step for one in found.Scalars(name)] == [0, 1, 2]
     assert all(one.value > 0 for one in found.Scalars("offload/device_peak_mib"))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -162,15 +163,12 @@ class Tracker(TrainerCallback):
 
 
 def test_three_figures_reach_tensorboard(tmp_path: Path) -> None:
-    events = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
-    )
     given = arguments(tmp_path, max_steps=3)
     given.report_to = ["tensorboard"]
     callback = OffloadTrainerCallback(fields(tmp_path))
     Trainer(llama(), args=given, train_dataset=Tokens(), callbacks=[callback]).train()
     (written,) = tmp_path.rglob("events.out.tfevents.*")
-    found = events.EventAccumulator(str(written)).Reload()
+    found = EventAccumulator(str(written)).Reload()
     shown = {name: found.Scalars(name) for name in found.Tags()["scalars"] if "offload/" in name}
     assert {name[name.index("offload/") :] for name in shown} == THREE
     assert all([one.step for one in points] == [1, 2, 3] for points in shown.values())
