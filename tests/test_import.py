@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 import eager_offload as eo
-import eager_offload.integrations
 from eager_offload._torch import OTHER_VERSIONS, PRIVATE_NAMES
 
 pytestmark = pytest.mark.xdist_group("import")
 
 PACKAGE = Path(eo.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-INTEGRATIONS = sorted(Path(eager_offload.integrations.__file__).parent.glob("*.py"))
+INTEGRATIONS = sorted((PACKAGE / "integrations").glob("*.py"))
 #: Everything that a user may have and that the core does not need.
 FOREIGN = {"accelerate", "expecttest", "hypothesis", "lightning", "matplotlib", "pytest", "pytorch_lightning", "rich"}
 FOREIGN |= {"pandas", "scipy", "torchvision", "transformers", "trl"}
@@ -111,7 +110,7 @@ def test_importing_brings_in_nothing_but_the_package_and_the_standard_library(im
 
 
 def test_what_the_package_asks_for_is_torch_with_what_that_brings_and_psutil() -> None:
-    roots = {name.partition(".")[0] for source in SOURCES for name, _ in imports(source)}
+    roots = {name.partition(".")[0] for source in {*SOURCES} - {*INTEGRATIONS} for name, _ in imports(source)}
     assert roots - sys.stdlib_module_names == {"torch", "psutil", "jinja2", "eager_offload"}  # torch brings jinja2
 
 
@@ -120,7 +119,7 @@ def test_an_integration_asks_for_its_own_framework_alone(source: Path) -> None:
     own = {source.stem} if source.stem in FOREIGN else set()
     own |= {"pytorch_lightning"} if source.stem == "lightning" else set()
     own |= {"trl", "peft", "accelerate"} if source.stem == "transformers" else set()  # what its users combine it with
-    roots = {name.partition(".")[0] for name, _ in imports(source, relative=True)}
+    roots = {name.partition(".")[0] for name, _ in imports(source)}
     assert roots - sys.stdlib_module_names <= own | {"torch", "eager_offload"}
     assert list(private_names_of_torch(source)) == []
 
@@ -150,17 +149,20 @@ def test_what_observes_is_imported_by_what_a_user_calls_and_by_nothing_below() -
         for source in SOURCES
         if any(name.startswith("eager_offload.observe") for name, _ in imports(source))
     }
-    assert {one for one in importers if not one.startswith("observe/")} == {"doctor.py", "offload.py", "report.py"}
+    assert {one for one in importers if not one.startswith("observe/")} == {
+        "doctor.py",
+        "integrations/metrics.py",
+        "offload.py",
+        "report.py",
+    }
 
 
-def imports(source: Path, *, relative: bool = False) -> Iterator[tuple[str, list[str]]]:
-    """The modules that a file imports, with the names that it takes from each; those beside it are left out."""
+def imports(source: Path) -> Iterator[tuple[str, list[str]]]:
+    """The modules that a file imports, with the names that it takes from each."""
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            if relative and node.level == 1:
-                continue
             assert node.level == 0, f"{source}: a relative import"
             assert node.module is not None
             yield node.module, [alias.name for alias in node.names]
@@ -177,7 +179,7 @@ OF_OBJECTS = {
 
 def private_names_of_torch(source: Path) -> Iterator[str]:
     """What a file imports from, or reaches into, torch under a name that begins with an underscore."""
-    for module, names in imports(source, relative=True):
+    for module, names in imports(source):
         if module.partition(".")[0] == "torch":
             yield from (f"{module}.{name}" for name in names if private(f"{module}.{name}"))
             if not names and private(module):

@@ -13,8 +13,6 @@ import griffe
 _ROLE = re.compile(r":(?:class|func|meth|attr|mod|exc):`(?P<short>~?)(?P<name>[\w.]+)`")
 #: ``    one, another: what both are``, and the lines that go on with it.
 _JOINT_ITEM = re.compile(r"^ {4}\*{0,2}[a-z]\w*(?:,\s+\*{0,2}[a-z]\w*)+: .*\n(?: {8}.*\n)*", re.MULTILINE)
-#: Where the source of the integrations is, and as what it is installed.
-_PLACE, _INSTALLED = "integrations.", "eager_offload.integrations."
 
 
 class Roles(griffe.Extension):
@@ -34,7 +32,6 @@ def _link(role: re.Match[str], obj: griffe.Object) -> str:
         scope = obj if obj.is_class else obj.parent
         inside = scope is not None and scope.is_class and name in scope.members
         name = f"{scope.path if inside else 'eager_offload'}.{name}"
-    name = name.replace(_INSTALLED, _PLACE)
     return f'<autoref identifier="{name}" optional><code>{shown}</code></autoref>'
 
 

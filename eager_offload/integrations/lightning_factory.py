@@ -13,6 +13,6 @@ def callbacks() -> list[Any]:
     """Where ``EAGER_OFFLOAD=1`` an ``OffloadCallback`` that the ``EAGER_OFFLOAD_*`` variables configure; else none."""
     if not switched_on(False):
         return []
-    from .lightning import CallbackFromEnvironment
+    from eager_offload.integrations.lightning import CallbackFromEnvironment
 
     return [CallbackFromEnvironment()]

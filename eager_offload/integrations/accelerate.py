@@ -17,10 +17,9 @@ from torch import nn
 
 from eager_offload import ConfigError, Offload
 from eager_offload.config import FIELDS, OffloadFields
-
-from .calls import OffloadedCalls, is_training, warn_of_what_hides
-from .metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
-from .settings import Given, missing, offload_from
+from eager_offload.integrations.calls import OffloadedCalls, is_training, warn_of_what_hides
+from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
+from eager_offload.integrations.settings import Given, missing, offload_from
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped]  # has no types

@@ -21,11 +21,10 @@ from typing import Any, Unpack
 
 from eager_offload import ConfigError, Offload
 from eager_offload.config import OffloadFields
+from eager_offload.integrations.calls import warn_of_what_hides
+from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
+from eager_offload.integrations.settings import Given, missing, offload_from
 from eager_offload.tiers.ranks import tell_local_ranks
-
-from .calls import warn_of_what_hides
-from .metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
-from .settings import Given, missing, offload_from
 
 __all__ = ["OffloadCallback"]
 

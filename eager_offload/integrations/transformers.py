@@ -21,10 +21,9 @@ from torch import nn
 from eager_offload import ConfigError, Offload
 from eager_offload.config import OffloadFields, switched_on
 from eager_offload.errors import warn
-
-from .calls import OffloadedCalls, is_training
-from .metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
-from .settings import Given, missing, offload_from
+from eager_offload.integrations.calls import OffloadedCalls, is_training
+from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
+from eager_offload.integrations.settings import Given, missing, offload_from
 
 try:
     from accelerate.state import AcceleratorState  # type: ignore[import-untyped]  # has no types
