@@ -7,13 +7,13 @@ import copy
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from eager_offload.errors import OffloadError, reentered
 from eager_offload.runtime.base import Hop
+from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock, OwnThread
 
 __all__ = ["HostEvent", "TransferThread"]
@@ -342,7 +342,7 @@ class TransferThread:
 
 
 #: All of the process.
-_threads: weakref.WeakSet[TransferThread] = weakref.WeakSet()
+_threads: Living[TransferThread] = Living()
 
 
 @atexit.register
@@ -352,7 +352,7 @@ def _stop_all() -> None:
     The end of a copy frees tensors. Their destructors, in C++, give the interpreter's lock away and want it back; once
     the interpreter is gone, a daemon thread that wants it is taken down in their midst, and that aborts the process.
     """
-    for thread in list(_threads):
+    for thread in _threads:
         thread.stop()
 
 
