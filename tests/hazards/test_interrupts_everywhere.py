@@ -18,7 +18,7 @@ import ast
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -112,10 +112,10 @@ class Walk:
         self._only = only
         self._entries = entries
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Any:
         sys.settrace(self._enter)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: object) -> Any:
         sys.settrace(None)
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
@@ -166,22 +166,33 @@ def gradient(around: AbstractContextManager[Any], settle: Callable[[], object]) 
     return x.grad
 
 
-@contextmanager
-def interrupted_at(point: Point, occurrence: int) -> Iterator[list[Point]]:
-    """Raises at one point, the time that is given; yields where it did."""
-    seen, raised = 0, []
+class InterruptedAt(Walk):
+    """Raises at one point, the time that is given; yields where it did.
 
-    def reached(found: Point) -> None:
-        nonlocal seen
-        if not raised and found == point:
-            seen += 1
-            if seen == occurrence:
+    No generator: from Python 3.12 on its frame leads back to the one that threw the interrupt into it, which holds the
+    interrupt, which holds all that it went through.
+    """
+
+    def __init__(self, point: Point, occurrence: int) -> None:
+        super().__init__(self._at, point.code)
+        self._point, self._left = point, occurrence
+        self._raised: list[Point] = []
+
+    def __enter__(self) -> list[Point]:
+        super().__enter__()
+        return self._raised
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        super().__exit__()
+        return kind is KeyboardInterrupt
+
+    def _at(self, found: Point) -> None:
+        if found == self._point and not self._raised:
+            self._left -= 1
+            if not self._left:
                 sys.settrace(None)
-                raised.append(found)
+                self._raised.append(found)
                 raise KeyboardInterrupt
-
-    with suppress(KeyboardInterrupt), Walk(reached, point.code):
-        yield raised
 
 
 class Trials:
@@ -209,7 +220,7 @@ class Trials:
 
     def run(self, point: Point, occurrence: int) -> bool:
         """One trial; whether the point was reached. Where and when bytes arrive differs from one step to the next."""
-        with interrupted_at(point, occurrence) as raised:
+        with InterruptedAt(point, occurrence) as raised:
             gradient(self.offload, self.settle)
         try:
             assert hooks_are_gone(), "the hooks are still there"
