@@ -165,7 +165,10 @@ def test_h23_checkpointing_inside_the_context(kind: str, inside: bool, backend: 
         # The four inputs, and what the loss itself saves, unless it is asked for before anything else is saved.
         inputs = (4 if inside else 5) * BOUNDARY
         most = inputs + (4 * 3 * BOUNDARY if kind == "selective" else 0)
-        assert 0.9 * inputs <= stats.bytes_out <= most, stats
+        # On a device of its own speed, a copy may not have begun when backward asks for it.
+        late = stats.kept_bytes.get("newest", 0) if torch.accelerator.is_available() else 0
+        assert 0.9 * inputs <= stats.bytes_out + late, stats
+        assert 0 < stats.bytes_out <= most, stats
         assert stats.foreign_hooks == 0, "checkpointing is no stranger"
 
 

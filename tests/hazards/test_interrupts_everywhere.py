@@ -15,6 +15,7 @@ What is left out, and what may stay of an interrupt there:
 from __future__ import annotations
 
 import ast
+import dis
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -86,6 +87,12 @@ def without_signals(path: str) -> frozenset[int]:
     )
 
 
+@cache
+def jumps_back(code: CodeType) -> frozenset[int]:
+    """Offsets of jumps back. They look for signals once they have jumped, and CPython 3.12 has no handler for them."""
+    return frozenset(one.offset for one in dis.get_instructions(code) if one.opname == "JUMP_BACKWARD")
+
+
 def has_lines(code: CodeType) -> bool:
     """Whether every line of ``code`` counts. Of what the objects of a process share it is the entries of functions.
 
@@ -128,8 +135,9 @@ class Walk:
         return self._step
 
     def _step(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line" and frame.f_lineno not in without_signals(frame.f_code.co_filename):
-            self._reached(Point(frame.f_code, frame.f_lineno))
+        code, line = frame.f_code, frame.f_lineno
+        if event == "line" and line not in without_signals(code.co_filename) and frame.f_lasti not in jumps_back(code):
+            self._reached(Point(code, line))
         return self._step
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -137,11 +138,12 @@ def live(directory: Path, names: Sequence[str], thorough: bool) -> None:
 def main() -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    import eager_offload.compile.inductor  # noqa: F401  # the first `with` in a process with a compiler imports it
-
     number, directory, *names = (word for word in sys.argv[1:] if word != "--thorough")
-    for name in names:
-        scenario(name)  # imported here, once for all ranks
+    # Imported once for all ranks, by a process of one thread: this one's rendezvous has threads, and a rank forked
+    # while one of them holds a lock waits for it for ever. The first `with` in a process with a compiler imports
+    # Inductor's part.
+    modules = dict.fromkeys(f"tests.ranks.{name.partition('.')[0]}" for name in names)
+    multiprocessing.set_forkserver_preload(["eager_offload.compile.inductor", "tests.ranks.launch", *modules])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -150,11 +152,11 @@ def main() -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        start_method="fork",
+        start_method="forkserver",
         local_addr="localhost",
     )
     elastic_launch(config, live)(Path(directory), names, "--thorough" in sys.argv)
 
 
 if __name__ == "__main__":
-    main()
+    importlib.import_module("tests.ranks.launch").main()  # under its name in this package, by which ranks import it
