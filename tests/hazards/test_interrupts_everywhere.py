@@ -88,9 +88,15 @@ def without_signals(path: str) -> frozenset[int]:
 
 
 @cache
-def jumps_back(code: CodeType) -> frozenset[int]:
-    """Offsets of jumps back. They look for signals once they have jumped, and CPython 3.12 has no handler for them."""
-    return frozenset(one.offset for one in dis.get_instructions(code) if one.opname == "JUMP_BACKWARD")
+def after_jumps_back(code: CodeType) -> frozenset[int]:
+    """Where CPython 3.12 calls a trace in the midst of a jump back.
+
+    What a trace raises there is looked up at the jump, for which the table of handlers has none, not even a ``with``
+    around it. A signal is looked for once it has jumped, and finds them.
+    """
+    if sys.version_info < (3, 12):
+        return frozenset()
+    return frozenset(one.argval for one in dis.get_instructions(code) if one.opname == "JUMP_BACKWARD")
 
 
 def has_lines(code: CodeType) -> bool:
@@ -136,7 +142,11 @@ class Walk:
 
     def _step(self, frame: FrameType, event: str, arg: object) -> Any:
         code, line = frame.f_code, frame.f_lineno
-        if event == "line" and line not in without_signals(code.co_filename) and frame.f_lasti not in jumps_back(code):
+        if (
+            event == "line"
+            and line not in without_signals(code.co_filename)
+            and frame.f_lasti not in after_jumps_back(code)
+        ):
             self._reached(Point(code, line))
         return self._step
 
