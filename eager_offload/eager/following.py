@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from eager_offload.runtime.base import Layout
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import is_parameter, root_of
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import Fate, Save
+from eager_offload.step_plan import Ask, Fate, Save
 from eager_offload.tiers.base import Slot
 
 __all__ = ["Adopter", "Run"]
@@ -120,7 +120,7 @@ class Run:
         known: KnownPlan,
         slots: list[Slot | None],
         keeper: Adopter,
-        keep: Callable[[Tensor, KeepReason], KeptTensor],
+        keep: Callable[[Tensor, KeepReason, int], KeptTensor],
         queue: ResidentQueue,
         sequence: int,
     ) -> None:
@@ -184,10 +184,10 @@ class Run:
                     self.miss("more")
                 return None
         staying = self._staying[number]
-        is_free = not (self._due or self._starts[number] or self.is_over or marks.any_marks())
-        if staying is not None and is_free and _is_like(tensor, staying):
+        is_free = staying is not None and not (self._due or self._starts[number] or self.is_over or marks.any_marks())
+        if is_free and _is_like(tensor, staying):
             self.packed = number + 1  # to stay is right for any tensor, so that nothing else is looked at
-            return self._keep(tensor, staying.reason)
+            return self._keep(tensor, staying.reason, staying.nbytes)
         try:
             with offloader.lock:
                 if self.is_over:
@@ -225,7 +225,7 @@ class Run:
         if (staying := self._staying[number]) is not None:
             if marks.any_marks():
                 return "marks"
-            return self._keep(tensor, staying.reason) if _is_like(tensor, staying) else "size"
+            return self._keep(tensor, staying.reason, staying.nbytes) if _is_like(tensor, staying) else "size"
         if kind is not Tensor:
             return "layout"
         try:
@@ -364,7 +364,8 @@ class Run:
 
     def unpack(self, view: SavedView) -> Tensor | None:
         """The saved tensor again, for the stream that is current now; ``None`` where the step is unknown by now."""
-        offloader, rank, storage = self._offloader, self.asked, cast("FollowedStorage", view.storage)
+        offloader, rank = self._offloader, self.asked
+        storage: Any = view.storage  # `Any` in place of a `cast`, which would be a call
         with offloader.lock:
             offloader.poll()
             if self.is_over:
@@ -403,7 +404,7 @@ class Run:
                 return tensor
             reload = storage.reload
             assert reload is not None
-        return self._wait_for(view, storage, reload, keep=ask.keep)
+        return self._wait_for(view, storage, reload, ask)
 
     def is_out_of_memory(self, view: SavedView) -> None:
         """The device had none for what ``view`` needs: from here on the step is unknown."""
@@ -412,7 +413,7 @@ class Run:
                 self.miss("memory")
             self.keeper.adopt_view(view, self)
 
-    def _wait_for(self, view: SavedView, storage: FollowedStorage, reload: Reload, *, keep: bool) -> Tensor:
+    def _wait_for(self, view: SavedView, storage: FollowedStorage, reload: Reload, ask: Ask) -> Tensor:
         """What was brought back belongs to autograd from here on, unless more of it is asked for soon."""
         offloader, target = self._offloader, reload.target
         try:
@@ -421,8 +422,9 @@ class Run:
                 offloader.take_up(reload.transfer)
                 first_byte = int(target.storage_offset())
                 tensor = view.over(target.untyped_storage(), first_byte)
-                if not keep:
-                    self._hand_over(storage, reload, Returned(weak_storage(target.untyped_storage()), first_byte))
+                if not ask.keep:
+                    serves = None if ask.last else Returned(weak_storage(target.untyped_storage()), first_byte)
+                    self._hand_over(storage, reload, serves)
                 return tensor
         except BaseException:
             with offloader.lock:
