@@ -152,7 +152,7 @@ def clear_mark(storage: torch.UntypedStorage) -> None:
 
 def in_force() -> bool:
     """Whether anything that a user has said may concern what the calling thread saves."""
-    return _region.depth > 0 or any_marks()
+    return _region.depth > 0 or (bool(_marks) and any_marks())
 
 
 def any_marks() -> bool:

@@ -139,7 +139,8 @@ class HostRuntime(Runtime):
 
     def wait(self, stream: Any, event: Any) -> None:
         if stream is _COMPUTE:
-            self.synchronize(event)
+            if not event.done or event.error is not None:
+                event.result()
         elif not event.done:
             stream.submit(event.wait)
 
