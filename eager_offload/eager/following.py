@@ -183,9 +183,11 @@ class Run:
                 if not (self.is_over or self.is_complete):
                     self.miss("more")
                 return None
-        staying = self._staying[number]
-        is_free = staying is not None and not (self._due or self._starts[number] or self.is_over or marks.any_marks())
-        if is_free and _is_like(tensor, staying):
+        if (
+            (staying := self._staying[number]) is not None
+            and not (self._due or self._starts[number] or self.is_over or marks.any_marks())
+            and _is_like(tensor, staying)
+        ):
             self.packed = number + 1  # to stay is right for any tensor, so that nothing else is looked at
             return self._keep(tensor, staying.reason, staying.nbytes)
         try:
@@ -364,13 +366,14 @@ class Run:
 
     def unpack(self, view: SavedView) -> Tensor | None:
         """The saved tensor again, for the stream that is current now; ``None`` where the step is unknown by now."""
-        offloader, rank = self._offloader, self.asked
-        storage: Any = view.storage  # `Any` in place of a `cast`, which would be a call
+        offloader = self._offloader
         with offloader.lock:
             offloader.poll()
             if self.is_over:
                 self.keeper.adopt_view(view, self)
                 return None
+            rank = self.asked
+            storage: Any = view.storage  # `Any` in place of a `cast`, which would be a call
             if offloader.is_crashed or rank == len(self._asks) or self._asks[rank].save != view.number:
                 self.miss("interrupt" if offloader.is_crashed else "order")
                 return None

@@ -289,7 +289,7 @@ class Arena:
             self._is_changing = False
             self._drain()
             self._is_changing = True
-            extent = slabs.extents.allocate(size)
+            extent = None if alone else slabs.extents.allocate(size)
         if extent is None:
             self._is_changing = False
             memory = self._new_memory(size, limit)
@@ -439,7 +439,7 @@ class Arena:
     def _recover(self) -> None:
         """See [Note: interrupted changes]."""
         records = [cast(HostSlotRecord, record) for record in self._records]
-        records = [record for record in records if record() is not None or record.fences]
+        records = [one for one in records if one() is not None or one.fences]  # what was ready is free
         self._records, self._ready, self._ready_bytes = set(records), {}, 0
         slabs = {record.slab for record in records}
         for kind, all_of_kind in self._slabs.items():
