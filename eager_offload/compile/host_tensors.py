@@ -168,8 +168,7 @@ def _begin_region(offloader: DeviceOffloader, region: str, *, waits: bool) -> in
 
 def _send(stands_for: HostBytes, slot: Slot, source: Tensor) -> None:
     offloader, storage = stands_for.offloader, source.untyped_storage()
-    transfer = Transfer(slot, stands_for.nbytes, stands_for.record.counters, stands_for.record)
-    transfer.watch(storage)
+    transfer = Transfer(slot, stands_for.nbytes, stands_for.record.counters, stands_for.record, storage)
     offloader.hold(transfer.nbytes)
     stream = offloader.runtime.current_stream(offloader.device)
     offloader.offload(flat_bytes(source), slot, stream, transfer, at_once=True)

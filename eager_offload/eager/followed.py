@@ -64,10 +64,6 @@ class FollowedStorage(SavedStorage, CountedBytes):
         assert saves is not None, "a handle of the run holds them"
         return saves
 
-    def leave(self) -> None:
-        super().leave()
-        self.run.waiting_bytes -= self.footprint.nbytes
-
     def stay(self, reason: KeepReason) -> None:
         if self.state is State.WAITING:
             self.saves.offloader.resident_bytes -= self.footprint.nbytes
@@ -98,11 +94,6 @@ class FollowedStorage(SavedStorage, CountedBytes):
         if not (self.is_gone or self.asked):
             run.unasked[self.counters] += self.logical_bytes
         self.release_source()
-
-    def ask(self, *, resident: bool) -> None:
-        if not self.asked and self.state is State.AWAY:
-            self.run.unasked[self.counters] -= self.logical_bytes
-        super().ask(resident=resident)
 
     def forget(self) -> None:
         """It is asked for the last time, or taken over by the engine: the run's record counts it no more."""

@@ -19,8 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ from eager_offload.runtime.base import Layout
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import is_parameter, root_of
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import Fate, Save
+from eager_offload.step_plan import Ask, Fate, Save
 from eager_offload.tiers.base import Slot
 
 __all__ = ["Adopter", "Run"]
@@ -121,7 +120,7 @@ class Run:
         known: KnownPlan,
         slots: list[Slot | None],
         keeper: Adopter,
-        keep: Callable[[Tensor, KeepReason], KeptTensor],
+        keep: Callable[[Tensor, KeepReason, int], KeptTensor],
         queue: ResidentQueue,
         sequence: int,
     ) -> None:
@@ -184,16 +183,18 @@ class Run:
                 if not (self.is_over or self.is_complete):
                     self.miss("more")
                 return None
-        staying = self._staying[number]
-        is_free = not (self._due or self._starts[number] or self.is_over or marks.any_marks())
-        if staying is not None and is_free and _is_like(tensor, staying):
+        if (
+            (staying := self._staying[number]) is not None
+            and not (self._due or self._starts[number] or self.is_over or marks.any_marks())
+            and _is_like(tensor, staying)
+        ):
             self.packed = number + 1  # to stay is right for any tensor, so that nothing else is looked at
-            return self._keep(tensor, staying.reason)
+            return self._keep(tensor, staying.reason, staying.nbytes)
         try:
             with offloader.lock:
                 if self.is_over:
                     return None
-                if offloader.is_capturing():
+                if offloader.can_capture and offloader.is_capturing():
                     self.miss("capture")
                     return None
                 if offloader.is_crashed or offloader.accounts.observer is not None:
@@ -226,7 +227,7 @@ class Run:
         if (staying := self._staying[number]) is not None:
             if marks.any_marks():
                 return "marks"
-            return self._keep(tensor, staying.reason) if _is_like(tensor, staying) else "size"
+            return self._keep(tensor, staying.reason, staying.nbytes) if _is_like(tensor, staying) else "size"
         if kind is not Tensor:
             return "layout"
         try:
@@ -240,7 +241,7 @@ class Run:
             return "requires_grad"
         if offloader.runtime.current_stream(offloader.device) != self.stream:
             return "stream"
-        if marks.any_marks() or marks.in_no_offload_region():
+        if marks.in_force():
             return "marks"
         if not address or address % tensor.itemsize or tensor.layout is not torch.strided:
             return "layout"
@@ -357,39 +358,29 @@ class Run:
         assert slot is not None
         storage.started = (self.queue, sequence, version_of(storage.aliases[0]))
         storage.slot = slot
-        transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage)
-        transfer.watch(source)
+        transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage, source)
+        self.record.waiting_bytes -= storage.footprint.nbytes
         self._offloader.offload(storage.source_bytes(), slot, self.stream, transfer)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def unpack(self, view: SavedView) -> Tensor | None:
         """The saved tensor again, for the stream that is current now; ``None`` where the step is unknown by now."""
-        try:
-            return self._unpack(view)
-        except (torch.OutOfMemoryError, MemoryError):
-            with self._offloader.lock:
-                if not self.is_over:
-                    self.miss("memory")
-                self.keeper.adopt_view(view, self)
-            raise
-
-    def _unpack(self, view: SavedView) -> Tensor | None:
         offloader = self._offloader
         with offloader.lock:
             offloader.poll()
-            stream = offloader.runtime.current_stream(offloader.device)
             if self.is_over:
                 self.keeper.adopt_view(view, self)
                 return None
             rank = self.asked
+            storage: Any = view.storage  # `Any` in place of a `cast`, which would be a call
             if offloader.is_crashed or rank == len(self._asks) or self._asks[rank].save != view.number:
                 self.miss("interrupt" if offloader.is_crashed else "order")
                 return None
-            if stream != self.stream:
+            if offloader.runtime.current_stream(offloader.device) != self.stream:
                 self.miss("stream")
                 return None
-            storage, ask = cast(FollowedStorage, view.storage), self._asks[rank]
+            ask = self._asks[rank]
             tensor = self._resident(view, storage)
             if tensor is None and storage.reload is None:
                 self._bring(storage, "reload")
@@ -401,34 +392,42 @@ class Run:
                     budget.look(self.keeper.kept_newest())
                 elif budget.note_call() or self.asked == len(self._asks):
                     budget.look()
-            self._settle(storage, resident=tensor is not None)
+            self._settle(storage, resident=tensor is not None, last=ask.last)
             storage.expected = ask.keep
             for number in ask.drop:
                 self._expect_no_more(number)
-            with suppress(torch.OutOfMemoryError, MemoryError):  # what is needed now may still fit
+            try:
                 for number in ask.bring:
                     self._expect(number)
-            if ask.last:
-                self._let_go(storage)
+            except (torch.OutOfMemoryError, MemoryError):
+                pass  # what is needed now may still fit
             if tensor is not None:
                 if not ask.keep:
                     storage.drop_reload()
                 return tensor
             reload = storage.reload
             assert reload is not None
-        return self._wait_for(view, storage, reload, keep=ask.keep)
+        return self._wait_for(view, storage, reload, ask)
 
-    def _wait_for(self, view: SavedView, storage: FollowedStorage, reload: Reload, *, keep: bool) -> Tensor:
+    def is_out_of_memory(self, view: SavedView) -> None:
+        """The device had none for what ``view`` needs: from here on the step is unknown."""
+        with self._offloader.lock:
+            if not self.is_over:
+                self.miss("memory")
+            self.keeper.adopt_view(view, self)
+
+    def _wait_for(self, view: SavedView, storage: FollowedStorage, reload: Reload, ask: Ask) -> Tensor:
         """What was brought back belongs to autograd from here on, unless more of it is asked for soon."""
-        offloader = self._offloader
+        offloader, target = self._offloader, reload.target
         try:
             offloader.wait(reload.transfer, self.stream, "reload")
             with offloader.lock:
                 offloader.take_up(reload.transfer)
-                first_byte = int(reload.target.storage_offset())
-                tensor = view.over(reload.target.untyped_storage(), first_byte)
-                if not keep:
-                    self._hand_over(storage, reload, Returned(weak_storage(tensor.untyped_storage()), first_byte))
+                first_byte = int(target.storage_offset())
+                tensor = view.over(target.untyped_storage(), first_byte)
+                if not ask.keep:
+                    serves = None if ask.last else Returned(weak_storage(target.untyped_storage()), first_byte)
+                    self._hand_over(storage, reload, serves)
                 return tensor
         except BaseException:
             with offloader.lock:
@@ -470,12 +469,15 @@ class Run:
     def _bring(self, storage: FollowedStorage, what: str) -> None:
         """Starts a reload into a new target."""
         assert storage.slot is not None
-        layout = Layout(storage.footprint.nbytes, storage.alignment_offset)
+        layout = self.known.layouts[storage.number]
+        if storage.alignment_offset:
+            layout = Layout(layout.nbytes, storage.alignment_offset)
         storage.reload = Reload(*self._offloader.reload(storage.slot, layout, self.stream, what))
         self.record.returning[storage.reload.transfer] = None
 
-    def _settle(self, storage: FollowedStorage, *, resident: bool) -> None:
-        """Settles what became of a storage, the first time that it is asked for."""
+    def _settle(self, storage: FollowedStorage, *, resident: bool, last: bool) -> None:
+        """Settles what became of a storage that is asked for, the first time; ``last``: autograd lets go of it now."""
+        record = self.record
         if storage.state is State.LEAVING and self._offloader.runtime.holds_copies_back:
             leaving = self._offloader.copy_out_of(storage)
             if leaving is not None and self._offloader.cancel(leaving):
@@ -483,8 +485,19 @@ class Run:
                 storage.stay(KeepReason.NEWEST)
         if storage.state is State.WAITING:  # backward has come to it, so that to move it now would be in vain
             storage.stay(KeepReason.NEWEST)
-        elif storage.state is not State.KEPT:
+        elif storage.state is not State.KEPT and not storage.asked:
+            if storage.state is State.AWAY:
+                record.unasked[storage.counters] -= storage.logical_bytes
             storage.ask(resident=resident)
+        if last:
+            live = record.counters.live
+            live.without_offload -= storage.autograd_bytes
+            record.autograd_bytes -= storage.autograd_bytes
+            storage.autograd_bytes = 0
+            if storage.state is State.KEPT:
+                live.kept -= storage.device_bytes
+                record.kept_bytes -= storage.device_bytes
+                storage.device_bytes = 0
 
     def _expect(self, number: int) -> None:
         """The storage of save ``number`` is asked for soon."""
@@ -502,17 +515,6 @@ class Run:
         if storage is not None:
             storage.expected = False
             storage.drop_reload()
-
-    def _let_go(self, storage: FollowedStorage) -> None:
-        """Autograd has asked for a storage for the last time, and is about to let go of it."""
-        record, live = self.record, self.record.counters.live
-        live.without_offload -= storage.autograd_bytes
-        record.autograd_bytes -= storage.autograd_bytes
-        storage.autograd_bytes = 0
-        if storage.state is State.KEPT:
-            live.kept -= storage.device_bytes
-            record.kept_bytes -= storage.device_bytes
-            storage.device_bytes = 0
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

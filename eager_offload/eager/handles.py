@@ -71,8 +71,14 @@ class Keeper(Protocol):
 class Follower(Protocol):
     """A forward that follows a step plan."""
 
+    #: The saved tensors that it belongs to.
+    keeper: Any
+
     def unpack(self, view: SavedView) -> Tensor | None:
         """The saved tensor again, for the stream that is current now; ``None`` where the step is unknown by now."""
+
+    def is_out_of_memory(self, view: SavedView) -> None:
+        """The device had none for what ``view`` needs: from here on the step is unknown."""
 
 
 class KeptTensor:
@@ -313,7 +319,8 @@ class SavedView:
         return self.storage.number != self.number or self.storage.forward is not self.forward
 
     def unpack(self) -> Tensor:
-        return self.storage.saves.unpack(self)
+        saves: Keeper = self.storage.saves if self.run is None else self.run.keeper
+        return saves.unpack(self)
 
     def check_version(self) -> None:
         """Raises where autograd's own check would, were no hooks installed."""

@@ -61,7 +61,7 @@ _MOST_SAVES = 1 << 16
 _sequences = itertools.count(1)
 
 
-class ThreadState(threading.local):
+class ThreadState:
     """What one thread has going with one ``Offload``."""
 
     def __init__(self) -> None:
@@ -129,6 +129,13 @@ class ThreadState(threading.local):
         return forward
 
 
+class _Threads(threading.local):
+    """Each thread's own state."""
+
+    def __init__(self) -> None:
+        self.state = ThreadState()
+
+
 class Hooks:
     """The pack hook of one ``Offload``, and what it needs to decide."""
 
@@ -140,13 +147,18 @@ class Hooks:
         self._saves: dict[torch.device, SavedTensors] = {}
         #: The plan that the first forward is to follow.
         self.given: StepPlan | None = None
-        self.thread = ThreadState()
+        self._threads = _Threads()
 
     def restart(self) -> None:
         """Forgets what every thread has going: the offloaders were closed."""
         for saves in self._saves.values():
             saves.plans.close()
-        self._saves, self.thread = {}, ThreadState()
+        self._saves, self._threads = {}, _Threads()
+
+    @property
+    def thread(self) -> ThreadState:
+        """The calling thread's."""
+        return self._threads.state
 
     def drop_crashed(self) -> None:
         """Crashed offloaders are replaced by new ones."""
@@ -200,7 +212,7 @@ class Hooks:
     def _pack(self, tensor: Tensor) -> KeptTensor | SavedView | WrappedTensor:
         if self._accounts.lock._is_owned():  # see [Note: reentry] in tiers/forking.py
             raise reentered()
-        thread = self.thread
+        thread = self._threads.state
         thread.packed += 1
         if thread.recorder is not None:
             thread.end_recording()
@@ -208,8 +220,7 @@ class Hooks:
             thread.may_follow = False
             self._begin_run(tensor, thread)
         if (run := thread.run) is not None:
-            handle = run.pack(tensor)
-            if handle is not None:
+            if (handle := run.pack(tensor)) is not None:
                 return handle
             if run.is_over:
                 thread.run = None
@@ -338,8 +349,9 @@ class Hooks:
         for saves, queue in list(thread.queues.items()):
             saves.flush(queue, waits=waits)
 
-    def _keep(self, tensor: Tensor, reason: KeepReason) -> KeptTensor:
-        accounts, nbytes = self._accounts, logical_bytes(tensor)
+    def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int | None = None) -> KeptTensor:
+        """The handle of a tensor that stays; ``nbytes`` are its bytes, where the caller has asked for them."""
+        accounts, nbytes = self._accounts, logical_bytes(tensor) if nbytes is None else nbytes
         # A leaf is held itself, so that `leaf.data = ...` stays visible, and as autograd does: see the note in
         # ownership.py. See that in handles.py for why nothing else is.
         held = tensor if tensor.is_leaf else tensor.detach() if type(tensor) is Tensor else detached(tensor)

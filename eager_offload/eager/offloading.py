@@ -84,9 +84,8 @@ class Offloading:
         source = self._gather(saved) if area.gathered else saved.source_bytes()
         if source is None:
             return
-        transfer = Transfer(slot, area.nbytes, self.offloader.accounts.counters, saved.record)
-        if not area.gathered:
-            transfer.watch(storage)
+        watched = None if area.gathered else storage
+        transfer = Transfer(slot, area.nbytes, self.offloader.accounts.counters, saved.record, watched)
         saved.record.leaving = transfer
         saved.slot = slot  # before: once the copy is over, the bytes are nowhere else
         keepalive = saved.aliases[0] if area.gathered else None

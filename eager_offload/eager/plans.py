@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from eager_offload.errors import warn
+from eager_offload.runtime.base import Layout
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import Footprint
 from eager_offload.stats import KeepReason
@@ -123,7 +124,9 @@ class KnownPlan:
         self.starts = plan.starts()
         #: What stays for its own sake, by number.
         self.staying = [_staying(save) if save.fate is Fate.KEEP and save.owner < 0 else None for save in plan.saves]
+        #: Of the storages that leave, which do whole, and of what they come back to.
         self.footprints = [Footprint(True, 0, save.storage_nbytes, save.storage_nbytes, False) for save in plan.saves]
+        self.layouts = [Layout(save.storage_nbytes) for save in plan.saves]
         self.shared = frozenset(save.owner for save in plan.saves if save.fate is Fate.SHARE)
         #: Slots of runs that are gone, a list for each.
         self.idle: deque[list[Slot]] = deque(maxlen=_MOST_READY)

@@ -31,13 +31,16 @@ class Reloading:
 
     def unpack(self, view: SavedView) -> Tensor:
         """The saved tensor again, for the stream that is current now; brings back early what is expected next."""
+        run = view.run
         try:
-            if view.run is not None and (tensor := view.run.unpack(view)) is not None:
+            if run is not None and (tensor := run.unpack(view)) is not None:
                 return tensor
             return self._unpack(view)
         except (torch.OutOfMemoryError, MemoryError):
             pass
         # Not while the error is handled, whose frames hold what is to go.
+        if run is not None:
+            run.is_out_of_memory(view)
         self._offloader.make_room(partial(self._drop_all_but, view.storage.record.key))
         return self._unpack(view)
 

@@ -468,7 +468,7 @@ class SavedTensors:
         before: Turn | None,
         queue: ResidentQueue,
         sequence: int,
-        keep: Callable[[Tensor, KeepReason], KeptTensor],
+        keep: Callable[[Tensor, KeepReason, int], KeptTensor],
     ) -> Run | Recording | None:
         """What a forward follows whose first save is ``tensor``, or what writes down what it does, if anything.
 

@@ -30,6 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +149,7 @@ class DeviceOffloader:
         """
         if self.lock._is_owned():  # see [Note: reentry] in tiers/forking.py
             raise reentered()
-        if self.is_capturing():
+        if self.can_capture and self.is_capturing():
             raise captured(what)
 
     def is_capturing(self) -> bool:
@@ -170,6 +171,14 @@ class DeviceOffloader:
         except BaseException:
             self.crash()
             raise
+
+    @cached_property
+    def _stream_out(self) -> Stream:
+        return self.runtime.transfer_stream(self.device, Direction.OUT)
+
+    @cached_property
+    def _stream_in(self) -> Stream:
+        return self.runtime.transfer_stream(self.device, Direction.IN)
 
     # -- out --------------------------------------------------------------------------------------------------------
 
@@ -295,9 +304,8 @@ class DeviceOffloader:
             # The disk tier serves several runtimes. For the use that another one made of a slot there is nothing to
             # wait for: its thread holds the slot while it reads or writes it, so that it is given anew only afterwards.
             after += [fence.event for fence in fences if fence.runtime is runtime and not fence.passed()]
-        stream = runtime.transfer_stream(self.device, Direction.OUT)
         try:
-            self._enqueue(self._out, transfer, slot, source, slot, stream, "offload", after, key, keepalive)
+            self._enqueue(self._out, transfer, slot, source, slot, self._stream_out, "offload", after, key, keepalive)
         except OffloadError as error:
             self._fail(transfer, error.with_traceback(None))
 
@@ -354,10 +362,9 @@ class DeviceOffloader:
         # [Note: the block's last owner] An allocator hands out a block whose last owner's kernels may still be queued
         # on `stream`. The transfer stream writes to it, so it waits for an event recorded after the allocation.
         allocated = runtime.record(stream)
-        back = runtime.transfer_stream(self.device, Direction.IN)
-        transfer = Transfer(slot, target.nbytes, counters)
+        transfer = Transfer(slot, layout.nbytes, counters)
         transfer.held_after = held_after
-        self._enqueue(self._in, transfer, target, slot, slot, back, what, (allocated, *after), key)
+        self._enqueue(self._in, transfer, target, slot, slot, self._stream_in, what, (allocated, *after), key)
         counters.bytes_in += slot.record.carried
         self.hold(transfer.nbytes)
         return target, transfer

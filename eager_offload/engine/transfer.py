@@ -85,8 +85,10 @@ class CountedBytes:
         self.device_bytes = nbytes if device_bytes is None else device_bytes
         self.autograd_bytes = self.device_bytes if autograd_bytes is None else autograd_bytes
         self.beside_bytes = 0
-        counters.live.without_offload += self.autograd_bytes
-        counters.note_live()
+        live = counters.live
+        live.without_offload += self.autograd_bytes
+        if live.without_offload > counters.without_offload_bytes_peak:
+            counters.without_offload_bytes_peak = live.without_offload
         self.state, self.shared_bytes, self.asked, self.is_gone = State.WAITING, 0, False, False
         counters.kept(reason, nbytes)
 
@@ -178,7 +180,14 @@ class Transfer:
         "tier",
     )
 
-    def __init__(self, slot: Slot, nbytes: int, counters: Counters, record: CountedBytes | None = None) -> None:
+    def __init__(
+        self,
+        slot: Slot,
+        nbytes: int,
+        counters: Counters,
+        record: CountedBytes | None = None,
+        source: torch.UntypedStorage | None = None,
+    ) -> None:
         #: When the copy is over; `None` before it has started.
         self.event: Event = None
         #: Of its slot, which only the copy and the owner of the bytes hold.
@@ -193,10 +202,8 @@ class Transfer:
         self.moved = slot.nbytes
         #: Whose bytes leave; `None` for those that come back.
         self.record = record
-        #: What is copied out, and where it had its bytes: see [Note: memory that is replaced] in `offloader.py`.
+        #: What is copied out, and where it had its bytes, which it has to have there until the copy is over: see
+        #: [Note: memory that is replaced] in `offloader.py`. None of these for elements that were gathered.
         self.source: Callable[[], torch.UntypedStorage | None] | None = None
-        self.address = self.source_nbytes = 0
-
-    def watch(self, storage: torch.UntypedStorage) -> None:
-        """``storage`` is copied, and has to have its bytes where they are now until the copy is over."""
-        self.source, self.address, self.source_nbytes = weak_storage(storage), storage.data_ptr(), storage.nbytes()
+        if source is not None:
+            self.source, self.address, self.source_nbytes = weak_storage(source), source.data_ptr(), source.nbytes()

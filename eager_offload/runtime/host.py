@@ -54,7 +54,7 @@ class HostRuntime(Runtime):
     tensor, and a ``cast`` is a call too.
     """
 
-    copies_hold_their_ends = True  # see _Move
+    copies_hold_their_ends = True  # the thread has them until it is done
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,8 @@ class HostRuntime(Runtime):
 
     def wait(self, stream: Any, event: Any) -> None:
         if stream is _COMPUTE:
-            event.result()
+            if not event.done or event.error is not None:
+                event.result()
         elif not event.done:
             stream.submit(event.wait)
 
@@ -142,15 +143,16 @@ class HostRuntime(Runtime):
         return done
 
     def synchronize(self, event: Any) -> None:
-        event.result()
+        if not event.done or event.error is not None:
+            event.result()
 
     def copy(self, dst: Any, src: Any, stream: Any, after: Sequence[Any] = ()) -> Event:
         pending: Sequence[HostEvent] = ()
         for event in after:  # no comprehension, which would be a call
             if not event.done:
                 pending = (*pending, event)
-        work = _Move(src.read, dst, src, pending) if type(dst) is Tensor else _Move(dst.write, src, dst, pending)
-        submitted: HostEvent = stream.submit(work)
+        call, tensor, slot = (src.read, dst, src) if type(dst) is Tensor else (dst.write, src, dst)
+        submitted: HostEvent = stream.submit(partial(carry, call, tensor, slot, pending))
         return submitted
 
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
@@ -170,26 +172,14 @@ def _poll_all(pollables: Living[Pollable]) -> bool:
     return all(polled)
 
 
-class _Move:
-    """A copy on a transfer thread. It owns its tensor and slot until it is done."""
-
-    __slots__ = ("_after", "_call", "_slot", "_tensor")
-
-    def __init__(self, call: Callable[[Tensor], None], tensor: Tensor, slot: Slot, after: Sequence[HostEvent]) -> None:
-        self._call, self._tensor, self._slot, self._after = call, tensor, slot, after
-
-    def __call__(self) -> None:
-        for event in self._after:
-            event.wait()
-        carry(self._call, self._tensor, self._slot)
-
-
-def carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> None:
-    """Has ``slot`` written or read, on the thread that does it.
+def carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot, after: Sequence[HostEvent] = ()) -> None:
+    """Has ``slot`` written or read, on the thread that does it, once ``after`` is over.
 
     Raises:
         OffloadError: whatever went wrong; a ``TransferError`` that tells its cause, where the tier raised another.
     """
+    for event in after:
+        event.wait()
     try:
         call(tensor)
     except OffloadError:

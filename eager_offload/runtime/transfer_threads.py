@@ -155,17 +155,21 @@ class TransferThread:
         #: The one that stepped down last; for a moment it still runs.
         self._former: threading.Thread | None = None
 
-    def submit(self, work: Callable[[], None]) -> HostEvent:
+    def submit(self, work: Callable[[], None] | None) -> HostEvent:
         """Enqueues an operation; the event is over when that is, and carries what it raised."""
         event = HostEvent(self, work)
-        self._put(event)
+        # Put first and look at the thread then; the thread says that it rests, or steps down, and looks for work then.
+        # One of the two sees the other.
+        self._items.append(event)
+        if self._sleeps:
+            self._bell.put(None)  # one too many only makes the thread look once more
+        elif self._thread is None:
+            self._start()
         return event
 
     def record(self) -> HostEvent:
         """Enqueues a new event, which is over when everything enqueued before it is."""
-        event = HostEvent(self)
-        self._put(event)
-        return event
+        return self.submit(None)
 
     def is_current(self) -> bool:
         """Whether the calling thread is the one that carries the operations out."""
@@ -210,15 +214,6 @@ class TransferThread:
                 event.complete(OffloadError("this transfer was under way in the parent process when it forked"))
 
     # -- on the threads that enqueue ----------------------------------------------------------------------------------
-
-    def _put(self, event: HostEvent) -> None:
-        # Put first and look at the thread then; the thread says that it rests, or steps down, and looks for work then.
-        # One of the two sees the other.
-        self._items.append(event)
-        if self._sleeps:
-            self._bell.put(None)  # one too many only makes the thread look once more
-        elif self._thread is None:
-            self._start()
 
     def _start(self) -> None:
         """See [Note: no thread to be had]."""

@@ -55,6 +55,11 @@ class Arena:
 
     Slots that die are taken up at the next call of any method; ``drain()`` is the call that does nothing else.
 
+    [Note: ready]
+    Leases come and go with every reload, in the sizes of the step before. So one that has died, of a slab that it
+    shared, is *ready*: it goes on being counted, and serves the next lease of its size as it is. All other methods
+    take up what is ready, and so does a lease for which there would have to be new memory otherwise.
+
     [Note: rest]
     After a graph is gone there may be no further call, so an arena of leases can be told to ``rest()``: it gives back
     what is idle and lets go of the other slabs, each of which is then held by the leases in it alone and goes back to
@@ -108,6 +113,10 @@ class Arena:
         self.returned: deque[FinalizerRecord[Slot]] = deque()
         #: Of what is alive; see [Note: finalizers] in ``finalizers.py``.
         self._records: set[FinalizerRecord[Slot]] = set()
+        #: Where leases in shared slabs end up, and by size those that are ready, with their bytes.
+        self._ended: deque[FinalizerRecord[Slot]] = deque()
+        self._ready: dict[int, list[FinalizerRecord[Slot]]] = {}
+        self._ready_bytes = 0
         self._new_slabs()
         #: Bytes of all slabs; of what is alive, as it was asked for; by which slabs of one slot are larger than that.
         self._held = self._used = self._slack = 0
@@ -184,13 +193,21 @@ class Arena:
             if self._rests:
                 self._wakes()
                 self._rests = False
-            slab, extent = self._cut(nbytes, None, None)
+            former: Any = self._ready_for(nbytes)
+            slab, extent = self._cut(nbytes, None, None) if former is None else (former.slab, former.extent)
             assert not extent.fences, "memory that streams copy to and memory for leases come from different arenas"
-            view: Any = slab.buffer[extent.start - slab.start :][:nbytes]
+            start = extent.start - slab.start
+            view: Any = slab.buffer[start : start + nbytes]
             # The storage holds this very view until it is freed, so the view's death is the storage's.
-            record = HostSlotRecord(view, self.returned.append)
+            record = HostSlotRecord(view, (self.returned if slab.kind == "whole" else self._ended).append)
             record.nbytes, record.fences = nbytes, ()
-            self._register(record, slab, extent, None)
+            if former is None:
+                self._register(record, slab, extent, None)
+            else:
+                record.slab, record.extent, record.quota = slab, extent, None
+                self._records.add(record)
+                self._records.discard(former)
+                self._is_changing = False
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def drain(self) -> None:
@@ -268,6 +285,11 @@ class Arena:
         self._is_changing = True
         fitting = self._fitting(size, nbytes) if alone else size
         extent = None if fitting is None else slabs.extents.allocate(fitting)
+        if extent is None and self._ready:
+            self._is_changing = False
+            self._drain()
+            self._is_changing = True
+            extent = None if alone else slabs.extents.allocate(size)
         if extent is None:
             self._is_changing = False
             memory = self._new_memory(size, limit)
@@ -278,6 +300,24 @@ class Arena:
             extent = slabs.extents.allocate(size)
             assert extent is not None
         return slabs.slab_at(extent.start), extent
+
+    def _ready_for(self, nbytes: int) -> FinalizerRecord[Slot] | None:
+        """A ready lease of ``nbytes`` bytes, for another one; the change goes on until that is registered."""
+        if self._is_changing or self._ready_bytes > self._idle_bytes or self.is_closed:
+            self._drain()
+        self._is_changing, ended = True, self._ended
+        while ended:
+            record: Any = ended.popleft()
+            if record.slab.is_left:
+                self.returned.append(record)
+            elif record in self._records:  # else it was taken up meanwhile
+                self._ready.setdefault(record.nbytes, []).append(record)
+                self._ready_bytes += record.nbytes
+        if same := self._ready.get(nbytes):
+            self._ready_bytes -= nbytes
+            return same.pop()
+        self._is_changing = False
+        return None
 
     def _fitting(self, size: int, nbytes: int) -> int | None:
         """The size of the idle slab that serves a request which gets one of its own; ``None`` for a new one."""
@@ -333,6 +373,14 @@ class Arena:
     def _drain(self) -> None:
         if self._is_changing:
             self._recover()
+        if self._ended or self._ready:
+            self._is_changing = True
+            while self._ended:
+                self.returned.append(self._ended.popleft())
+            for same in self._ready.values():
+                self.returned.extend(same)
+            self._ready, self._ready_bytes = {}, 0
+            self._is_changing = False
         while self.returned:
             record: Any = self.returned[0]
             if record in self._records:
@@ -391,6 +439,8 @@ class Arena:
     def _recover(self) -> None:
         """See [Note: interrupted changes]."""
         records = [cast(HostSlotRecord, record) for record in self._records]
+        records = [one for one in records if one() is not None or one.fences]  # what was ready is free
+        self._records, self._ready, self._ready_bytes = set(records), {}, 0
         slabs = {record.slab for record in records}
         for kind, all_of_kind in self._slabs.items():
             taken = [record.extent for record in records if record.slab.kind == kind and not record.slab.is_left]

@@ -157,8 +157,8 @@ def _observing(caller: FrameType) -> bool:
     return caller.f_globals["__name__"].endswith(".observer")
 
 
-#: What a pack and an unpack call of a runtime and a tier.
-CALLS = ["copy", "record", "wait", "query", "synchronize", "allocate", "current_stream", "transfer_stream", "reserve"]
+#: What a pack and an unpack call of a runtime and a tier, each time.
+CALLS = ["copy", "record", "wait", "query", "synchronize", "allocate", "current_stream", "reserve"]
 
 
 def owner_of(name: str, backend: Backend) -> type:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from linecache import getline
 from pathlib import Path
 from types import FrameType
@@ -102,6 +102,37 @@ def test_h10_an_interrupt_at_any_line_loses_no_room_and_no_fence(
         tier.close()
         assert tier.used_bytes == tier.held_bytes == 0, number
         assert is_gone(), number
+
+
+def test_h10_an_interrupt_at_any_line_hands_no_lease_out_twice() -> None:
+    def lease_again(arena: Arena) -> None:
+        leases = [arena.lease(nbytes) for nbytes in (8192, 8192, 70_000)]
+        for _ in range(3):
+            del leases[0]
+            leases.append(arena.lease(8192))
+            del leases[0]
+            leases.append(arena.lease(100))
+
+    with interrupted_at(0) as lines:
+        lease_again(Arena(System(), slab_bytes=MIB))
+    for number in one_in(3, list(range(1, lines[0] + 1))):
+        system = System()
+        arena = Arena(system, slab_bytes=MIB, idle_bytes=MIB)
+        kept = arena.lease(8192).copy_(noise(8192, 99))
+        with suppress(KeyboardInterrupt), interrupted_at(number):
+            lease_again(arena)
+        leases = [(arena.lease(nbytes), seed) for seed, nbytes in enumerate((8192, 100, 8192, 70_000, 8192, 8192))]
+        for lease, seed in leases:
+            lease.copy_(noise(lease.numel(), seed))
+        assert all(torch.equal(lease, noise(lease.numel(), seed)) for lease, seed in leases), number
+        assert torch.equal(kept, noise(8192, 99)), number
+        assert arena.used_bytes == 8192 + sum(lease.numel() for lease, _ in leases), number
+        del lease, kept
+        leases.clear()
+        assert arena.used_bytes == 0, number
+        arena.close()
+        assert arena.held_bytes == 0, number
+        assert not system.alive, number
 
 
 def test_h10_a_use_that_goes_on_holds_up_the_next_owner_of_its_bytes_after_an_interrupt() -> None:

@@ -112,6 +112,61 @@ def test_h40_what_is_leased_after_a_rest_has_slabs_of_its_own() -> None:
     assert len(system.alive) == arena.held_bytes == 0
 
 
+def test_a_lease_that_has_died_serves_the_next_one_of_its_size() -> None:
+    system = System()
+    arena = Arena(system, slab_bytes=MIB)
+    one, other = arena.lease(70_000), arena.lease(PAGE)
+    place, live = one.data_ptr(), other.copy_(noise(PAGE, 1))
+    for seed in range(5):
+        del one
+        smaller = arena.lease(2 * PAGE).copy_(noise(2 * PAGE, seed))
+        one = arena.lease(70_000)
+        assert one.data_ptr() == place
+        one.copy_(noise(70_000, seed))
+        assert torch.equal(smaller, noise(2 * PAGE, seed))
+        assert torch.equal(live, noise(PAGE, 1))
+        del smaller
+    assert arena.used_bytes == 70_000 + PAGE
+    del one, other, live
+    assert arena.used_bytes == 0
+    assert arena.idle_bytes == arena.held_bytes
+    assert len(system.sizes) == 1
+
+
+def test_what_is_ready_is_used_up_before_there_is_new_memory() -> None:
+    arena = Arena(System(), slab_bytes=MIB)
+    leases = [arena.lease(16 << 10) for _ in range(64)]
+    held = arena.held_now
+    leases.clear()
+    leases = [arena.lease(16 << 10), *[arena.lease(32 << 10) for _ in range(8)]]
+    assert arena.held_now == held
+
+
+def test_what_is_ready_is_bounded_as_what_is_idle_is() -> None:
+    arena = Arena(System(), slab_bytes=MIB, idle_bytes=MIB)
+    leases = [arena.lease(200_000) for _ in range(40)]
+    assert arena.held_now > 7 * MIB
+    leases.clear()
+    for _ in range(2):
+        arena.lease(200_000)
+    assert arena.held_now <= 2 * MIB
+
+
+def test_h40_a_lease_of_before_a_rest_serves_none_after_it() -> None:
+    system = System()
+    arena = Arena(system, slab_bytes=MIB)
+    before = arena.lease(PAGE)
+    arena.rest()
+    del before
+    after = arena.lease(PAGE).copy_(noise(PAGE, 1))
+    again = arena.lease(PAGE).copy_(noise(PAGE, 2))
+    assert torch.equal(after, noise(PAGE, 1))
+    assert torch.equal(again, noise(PAGE, 2))
+    assert len(system.alive) == 1
+    del after, again
+    assert arena.used_bytes == 0
+
+
 FORKED = """
 import os, signal, threading, torch
 from eager_offload.tiers.arena import Arena, anonymous_slab

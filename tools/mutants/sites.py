@@ -52,7 +52,7 @@ _RELEASES = {
 #: Where each condition under which a function returns a text is a guard.
 _GUARDED = "eager_offload/eager/following.py"
 #: Queues in which records of what has died land.
-_QUEUES = {"_kept", "_orphans", "finalized", "leases", "returned", "slots"}
+_QUEUES = {"_ended", "_kept", "_orphans", "finalized", "leases", "returned", "slots"}
 #: What else has a method of such a name, and is about threads rather than bytes.
 _OTHERS = ("_lock", "_permits")
 
