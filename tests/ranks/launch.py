@@ -24,7 +24,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from tests.compiler_caches import environment_with_graphs
+from tests.compiler_caches import environment_with_graphs, with_machine_code
 
 __all__ = ["ROOT", "Ranks", "end", "launch", "started", "torchrun"]
 
@@ -63,7 +63,8 @@ def launch(number: int, directory: Path, scenarios: Sequence[str], *, thorough: 
     command = [sys.executable, "-m", "tests.ranks.launch", str(number), str(directory), *scenarios]
     command += ["--thorough"] * thorough
     # What one rank has compiled, the others and later runs of the launch find.
-    with started(command, TORCHINDUCTOR_CACHE_DIR=str(directory / "compiled")) as process:
+    compiled = directory / "compiled"
+    with with_machine_code(compiled), started(command, TORCHINDUCTOR_CACHE_DIR=str(compiled)) as process:
         output = process.communicate(timeout=LIFETIME + 20)[0]
     (directory / "output").write_text(output)
 

@@ -20,7 +20,9 @@ from eager_offload.runtime.base import Direction, Event
 from eager_offload.tiers.base import Slot
 from tests.virtual_device import NAME, VirtualDevice
 
-RUNS = pytest.mark.parametrize("runs", [3, pytest.param(20, marks=pytest.mark.long)])
+RUNS = pytest.mark.parametrize(
+    "runs", [pytest.param(3, marks=pytest.mark.short), pytest.param(8, marks=pytest.mark.long)]
+)
 WIDTH, LAYERS, STEPS = 64, 3, 2
 
 # -- what is trained --------------------------------------------------------------------------------------------------
