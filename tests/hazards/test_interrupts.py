@@ -168,7 +168,7 @@ def owner_of(name: str, backend: Backend) -> type:
     return next(kind for kind in type(backend.runtime).__mro__ if name in vars(kind))
 
 
-@pytest.mark.sampled(5)  # which is prime to the number of each choice: a run meets all of them
+@pytest.mark.sampled(5, quick=True)  # prime to the number of each choice: a run meets all of them
 @pytest.mark.parametrize("regime", [REGIMES[0], REGIMES[2], REGIMES[3]], ids=str)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", CALLS)

@@ -143,7 +143,8 @@ class Workplace:
             # A mutant may have the size and the second of the one before: no bytecode is kept.
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
-            "TESTS_SEED": "0",  # the same cases for every mutant
+            "TESTS_SEED": "0",  # the same searches for every mutant
+            "TESTS_WHOLE": "1",  # and all cases
         }
 
 
