@@ -16,8 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 #: Graphs are compiled here and now, and not found where another test, or an earlier run, has left them.
@@ -72,18 +71,17 @@ def move_machine_code() -> Callable[[bool], None] | None:
     return end
 
 
-@contextmanager
-def with_machine_code(directory: Path) -> Iterator[dict[str, str]]:
-    """The environment of processes that keep their graphs in ``directory``, and find the machine code of the run there.
+def give_machine_code(directory: Path) -> dict[str, str]:
+    """The environment of processes that keep their graphs in ``directory`` and find the machine code of the run there."""
+    if _DIRECTORY in os.environ:
+        _link(Path(os.environ[_DIRECTORY]), directory)
+    return {**environment_with_graphs(), _DIRECTORY: str(directory)}
 
-    What they add to that is the run's, if the block passes.
-    """
-    runs = os.environ.get(_DIRECTORY)
-    if runs is not None:
-        _link(Path(runs), directory)
-    yield {**environment_with_graphs(), _DIRECTORY: str(directory)}
-    if runs is not None:
-        _link(directory, Path(runs))
+
+def take_machine_code(directory: Path) -> None:
+    """What processes have added in ``directory`` is the run's; they have to have ended well."""
+    if _DIRECTORY in os.environ:
+        _link(directory, Path(os.environ[_DIRECTORY]))
 
 
 def _link(source: Path, target: Path) -> None:

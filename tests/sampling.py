@@ -3,8 +3,8 @@
 A *sampled* test (``@pytest.mark.sampled(3)``) has more cases than a run has time for: one case in three is run, and
 the seed says with which the counting begins. So each run takes others, and none is left out for ever. With ``shift=1``
 it begins one case later: tests of the same cases with different shifts share them out. With ``quick=True`` that is so
-in the quick suite alone (``-m "not long"``); other runs take all cases. A *search* draws fresh programs for some
-seconds, after a fixed set that is the same in every run.
+in the quick suite alone (``-m "not long"``, without ``TESTS_QUICK=0``): other runs take all cases. A *search* draws
+fresh programs for some seconds, after a fixed set that is the same in every run.
 
 The seed is new in each run, and stands in its first lines and, where something failed, in its last ones.
 
@@ -31,7 +31,7 @@ __all__ = ["announce", "draw_seed", "leave_out", "one_in", "run_seed", "search",
 
 T = TypeVar("T")
 
-_SEED, _WHOLE = "TESTS_SEED", "TESTS_WHOLE"
+_SEED, _WHOLE, _QUICK = "TESTS_SEED", "TESTS_WHOLE", "TESTS_QUICK"
 
 
 def draw_seed() -> None:
@@ -60,7 +60,7 @@ def leave_out(items: list[pytest.Item], named: Sequence[str], marks: str = "") -
     """
     if _whole() or any("::" in name for name in named):
         return []
-    quick = "not long" in marks
+    quick = "not long" in marks and os.environ.get(_QUICK, "1") != "0"
     cases: defaultdict[tuple[str, int, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("sampled")

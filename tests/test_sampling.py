@@ -67,12 +67,16 @@ def test_whoever_names_a_test_or_asks_for_all_gets_all_cases(taken: object, monk
     assert list(one_in(4, range(10))) == list(spread(2, range(10))) == list(range(10))
 
 
-def test_what_is_sampled_in_the_quick_suite_is_whole_in_the_long_one(taken: object) -> None:
+def test_what_is_sampled_in_the_quick_suite_is_whole_in_the_long_one(
+    taken: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert callable(taken)
     run = taken(0, marks="not gpu and not short")
     counts = [sum(name.startswith(f"test_{kind}") for name in run) for kind in ("many", "others", "quickly")]
     assert counts == [3, 3, 8]
     assert sum(name.startswith("test_quickly") for name in taken(0)) == 3
+    monkeypatch.setenv("TESTS_QUICK", "0")
+    assert sum(name.startswith("test_quickly") for name in taken(0)) == 8
 
 
 def test_values_are_spread_and_each_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from eager_offload._torch import CustomPartitionerFn, min_cut_rematerialization_
 from eager_offload.compile.hooks import hook_pair
 from eager_offload.compile.inductor import OrderTransfers, Partitioner
 from eager_offload.compile.revision import revision
-from tests.compiler_caches import with_machine_code
+from tests.compiler_caches import give_machine_code, take_machine_code
 
 _PROGRAM = """
 import json, sys
@@ -79,11 +79,8 @@ OTHERS = ({"min_bytes": 300}, {"keep_last_bytes": 300}, {"prefetch_bytes": 1 << 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_what_was_made_serves_the_same_in_another_process_and_nothing_else(tmp_path: Path) -> None:
-    with with_machine_code(tmp_path) as environment:
-        check_what_is_kept({**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    environment = {**give_machine_code(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
-
-def check_what_is_kept(environment: dict[str, str]) -> None:
     def process(*cases: dict[str, Any]) -> list[dict[str, Any]]:
         """What each case said; all processes share one cache."""
         command = [sys.executable, "-c", _PROGRAM, json.dumps([{**FIELDS, **case} for case in cases])]
@@ -107,6 +104,7 @@ def check_what_is_kept(environment: dict[str, str]) -> None:
 
     for hit in process({"region": True}, OTHERS[0]):
         assert hit["aot_hits"] == 1
+    take_machine_code(tmp_path)
 
 
 def test_the_revision_knows_the_sources() -> None:

@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.compile.compiled import fresh_compiler
-from tests.compiler_caches import with_machine_code
+from tests.compiler_caches import give_machine_code, take_machine_code
 from tests.hazards.programs import leaf
 
 activation_offloading = pytest.importorskip(
@@ -237,6 +237,7 @@ def test_9_a_cache_serves_what_was_compiled_without_the_marks(tmp_path: Path) ->
         found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
         return found
 
-    with with_machine_code(tmp_path) as environment:
-        assert run("without", environment) == {"hits": 0, "marked": 0}
-        assert run("with", environment) == {"hits": 1, "marked": 0}
+    environment = give_machine_code(tmp_path)
+    assert run("without", environment) == {"hits": 0, "marked": 0}
+    assert run("with", environment) == {"hits": 1, "marked": 0}
+    take_machine_code(tmp_path)

@@ -24,7 +24,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from tests.compiler_caches import environment_with_graphs, with_machine_code
+from tests.compiler_caches import environment_with_graphs, give_machine_code, take_machine_code
 
 __all__ = ["ROOT", "Ranks", "end", "launch", "started", "torchrun"]
 
@@ -64,8 +64,10 @@ def launch(number: int, directory: Path, scenarios: Sequence[str], *, thorough: 
     command += ["--thorough"] * thorough
     # What one rank has compiled, the others and later runs of the launch find.
     compiled = directory / "compiled"
-    with with_machine_code(compiled), started(command, TORCHINDUCTOR_CACHE_DIR=str(compiled)) as process:
+    with started(command, **give_machine_code(compiled)) as process:
         output = process.communicate(timeout=LIFETIME + 20)[0]
+    if process.returncode == 0:
+        take_machine_code(compiled)
     (directory / "output").write_text(output)
 
 
