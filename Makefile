@@ -31,11 +31,11 @@ demo: $(DEMO) ## train a small language model four ways; a table and demo/memory
 docs: $(STAMP) ## the documentation into site/, which opens from the folder; any warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean $(ARGS)
 
-test: $(STAMP) ## the tests, under 10 minutes on 2 cores; TESTS_SEED=N samples as another run did
+test: $(STAMP) ## the tests, about 5 minutes on 2 cores; TESTS_SEED=N samples as another run did
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not long and not gpu" $(ARGS)
 
-test-full: $(STAMP) ## the long ones too, under 40 minutes; TESTS_WHOLE=1 leaves no sampled case out
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu" $(ARGS)
+test-full: $(STAMP) ## the long ones too, under 30 minutes; TESTS_WHOLE=1 leaves no sampled case out
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not short" $(ARGS)
 
 gpu: ## the tests and benchmarks that need an accelerator, under 10 minutes, with PYTHON's own torch and nothing installed
 	$(PYTHON) -m tests.gpu
@@ -61,7 +61,7 @@ lint: $(STAMP) ## ruff (lint and format) and mypy --strict
 	$(BIN)/mypy
 
 clean: ## remove what the targets above made
-	rm -rf .venv .venv-* build dist *.egg-info demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .virtual_device
+	rm -rf .venv .venv-* build dist *.egg-info demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .virtual_device .compiled
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip runs again only when what is installed has changed. The package itself is installed in place: no need for it to.

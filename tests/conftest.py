@@ -15,7 +15,11 @@ from tests.budgets import SecondsOfModules
 from tests.compiler_caches import keep_no_graphs, move_machine_code
 from tests.sampling import announce, draw_seed, leave_out
 
-keep_no_graphs()  # before anything imports torch
+# Tensors of tests are small: a second thread of an operator would only spin, and a compiler's would import torch again.
+for _threads in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+    os.environ.setdefault(_threads, "1")
+keep_no_graphs()  # before anything imports torch, and with it names a directory
+_end_of_machine_code = move_machine_code()
 # No test asks a hub of models or data for anything.
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
@@ -44,6 +48,7 @@ if "tests.virtual_device.plugin" in sys.modules:
     _BACKENDS["virtual"] = VirtualBackend
     _PARAMS = ["virtual"]
 _passed = pytest.StashKey[bool]()
+_all_passed = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -58,12 +63,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # A user's program goes on where a pass of the library fails; a test does not.
     config.addinivalue_line("filterwarnings", "error:eager_offload. a compiled graph is not offloaded:RuntimeWarning")
     # Before pytest chooses where the directories of tests are.
-    for remove in (move_to_a_disk(), move_machine_code()):
-        if remove is not None:
-            config.add_cleanup(remove)
+    if (remove := move_to_a_disk()) is not None:
+        config.add_cleanup(remove)
+    if (end := _end_of_machine_code) is not None:
+        config.add_cleanup(lambda: end(config.stash.get(_all_passed, False)))
     draw_seed()  # before there are workers, which have to collect the same tests
     if not hasattr(config, "workerinput") and "virtual" not in _BACKENDS:  # whose suites have a test each
         config.pluginmanager.register(SecondsOfModules())
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_all_passed] = exitstatus == pytest.ExitCode.OK
 
 
 def pytest_report_header() -> str:
@@ -73,7 +83,7 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # After -k and -m: what they leave is what is sampled.
-    config.hook.pytest_deselected(items=leave_out(items, config.args))
+    config.hook.pytest_deselected(items=leave_out(items, config.args, config.option.markexpr))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:

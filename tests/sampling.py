@@ -2,8 +2,9 @@
 
 A *sampled* test (``@pytest.mark.sampled(3)``) has more cases than a run has time for: one case in three is run, and
 the seed says with which the counting begins. So each run takes others, and none is left out for ever. With ``shift=1``
-it begins one case later: tests of the same cases with different shifts share them out. A *search* draws fresh programs
-for some seconds, after a fixed set that is the same in every run.
+it begins one case later: tests of the same cases with different shifts share them out. With ``quick=True`` that is so
+in the quick suite alone (``-m "not long"``, without ``TESTS_QUICK=0``): other runs take all cases. A *search* draws
+fresh programs for some seconds, after a fixed set that is the same in every run.
 
 The seed is new in each run, and stands in its first lines and, where something failed, in its last ones.
 
@@ -30,7 +31,7 @@ __all__ = ["announce", "draw_seed", "leave_out", "one_in", "run_seed", "search",
 
 T = TypeVar("T")
 
-_SEED, _WHOLE = "TESTS_SEED", "TESTS_WHOLE"
+_SEED, _WHOLE, _QUICK = "TESTS_SEED", "TESTS_WHOLE", "TESTS_QUICK"
 
 
 def draw_seed() -> None:
@@ -49,19 +50,21 @@ def announce() -> str:
     return f"sampled cases and searches follow from {_SEED}={run_seed()}{' (all cases)' if _whole() else ''}"
 
 
-def leave_out(items: list[pytest.Item], named: Sequence[str]) -> list[pytest.Item]:
+def leave_out(items: list[pytest.Item], named: Sequence[str], marks: str = "") -> list[pytest.Item]:
     """Takes out of ``items`` those cases of sampled tests that are not this run's, and returns them.
 
     Args:
         items: what was collected; it is changed.
         named: what the command line asks for.
+        marks: the marks that it asks for.
     """
     if _whole() or any("::" in name for name in named):
         return []
+    quick = "not long" in marks and os.environ.get(_QUICK, "1") != "0"
     cases: defaultdict[tuple[str, int, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("sampled")
-        if marker is not None:
+        if marker is not None and (quick or not marker.kwargs.get("quick", False)):
             cases[item.nodeid.partition("[")[0], marker.args[0], marker.kwargs.get("shift", 0)].append(item)
     out: set[pytest.Item] = set()
     for (_, stride, shift), every in cases.items():

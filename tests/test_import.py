@@ -232,6 +232,7 @@ def without(missing: str, program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_without_numpy_it_warns_of_nothing_that_torch_alone_does_not() -> None:
     expected = without("numpy", "import torch").stderr
     offloading = TRAINING.replace("torch.optim.SGD([x], lr=0.1)", "")  # torch's optimizers want it

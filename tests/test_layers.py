@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -28,6 +29,7 @@ BELOW = {
 LEAVES = {"_torch", "config", "errors", "live_bytes", "machine", "malloc"}
 
 
+@functools.cache
 def imports() -> dict[str, set[str]]:
     """By module, the modules of the package that it imports, wherever in it the import stands."""
     paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}

@@ -15,11 +15,10 @@ import eager_offload as eo
 from eager_offload import malloc
 
 #: Trains nothing: makes many blocks, frees every one but the last, and says whether they stayed resident.
-PROGRAM = """
-import sys, psutil, torch
-from eager_offload import release_freed_memory
-if not release_freed_memory(*eval(sys.argv[1])):
-    sys.exit("it was refused")
+MEMORY = """
+if not eo.release_freed_memory({arguments}):
+    print("it was refused", flush=True)
+    os._exit(0)
 me, mib = psutil.Process(), 1 << 20
 blocks = []
 for _ in range(3):  # as an allocator meets them in training: again and again
@@ -30,51 +29,65 @@ for _ in range(3):  # as an allocator meets them in training: again and again
     blocks.clear()
     left = me.memory_info().rss - before
     del last
-print("it goes back" if grown > 100 * mib and left < 16 * mib else "it stays", file=sys.stderr)
+print("it goes back" if grown > 100 * mib and left < 16 * mib else "it stays", flush=True)
 """
-
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this setting")
 
 
-def run(arguments: str) -> str:
-    command = [sys.executable, "-c", PROGRAM, arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stderr.strip()
+#: The advice of a process that offloads, where it has made a call before or none.
+ADVICE = """
+offload, x = eo.Offload(keep_last_bytes=0), torch.randn(1 << 23, requires_grad=True)
+with offload: loss = x.sigmoid().exp().square().sum()
+loss.backward()
+stats = offload.stats(synchronize=True)
+print(stats.keeps_freed_memory, any("release_freed_memory()" in one for one in stats.advice), flush=True)
+"""
+PROGRAMS = [
+    *(MEMORY.format(arguments=arguments) for arguments in ("", "'2MiB'", "'4GiB'")),
+    ADVICE,
+    "eo.release_freed_memory()" + ADVICE,
+]
+#: Each in a fork of its own, since the setting is one of the whole process.
+FORKS = f"""
+import os, sys, psutil, torch, eager_offload as eo
+for program in {PROGRAMS!r}:
+    if os.fork() == 0:
+        exec(program)
+        os._exit(0)
+    os.wait()
+"""
 
 
-@glibc
-@pytest.mark.parametrize("arguments", ["()", "('2MiB',)"])
-def test_what_is_freed_goes_back_at_once(arguments: str) -> None:
-    assert run(arguments) == "it goes back"
-
-
-@glibc
-def test_a_threshold_beyond_what_the_c_library_counts_with_is_none_for_smaller_blocks() -> None:
-    """4 GiB would wrap around to 0 in its int, and every small block would become a mapping of its own."""
-    assert run("('4GiB',)") in ("it stays", "it was refused")
-
-
-@glibc
-@pytest.mark.parametrize(
-    ("environment", "calls", "keeps"),
-    [({}, "", True), ({}, "release_freed_memory();", False), ({"MALLOC_TRIM_THRESHOLD_": "65536"}, "", False)],
-)
-def test_the_advice_on_a_cpu_names_it_where_it_would_change_something(
-    environment: dict[str, str], calls: str, keeps: bool
-) -> None:
-    """Of the very process, since it is a setting of one."""
-    program = (
-        f"import torch, eager_offload as eo; eo.{calls or 'Offload'}\n"
-        "offload, x = eo.Offload(keep_last_bytes=0), torch.randn(1 << 23, requires_grad=True)\n"
-        "with offload: loss = x.sigmoid().exp().square().sum()\n"
-        "loss.backward()\n"
-        "stats = offload.stats(synchronize=True)\n"
-        "print(stats.keeps_freed_memory, any('release_freed_memory()' in one for one in stats.advice))"
-    )
+def said(program: str, **environment: str) -> list[str]:
+    """The lines that a process prints which has none of the settings of malloc but these."""
     others = {name: value for name, value in os.environ.items() if name not in malloc._OTHERWISE}
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=others | environment
-    )
-    assert ran.stdout.split() == [str(keeps)] * 2, ran.stderr
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=others | environment)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def forks() -> list[str]:
+    return said(FORKS)
+
+
+@glibc
+def test_what_is_freed_goes_back_at_once(forks: list[str]) -> None:
+    assert forks[:2] == ["it goes back", "it goes back"]
+
+
+@glibc
+def test_a_threshold_beyond_what_the_c_library_counts_with_is_none_for_smaller_blocks(forks: list[str]) -> None:
+    """4 GiB would wrap around to 0 in its int, and every small block would become a mapping of its own."""
+    assert forks[2] in ("it stays", "it was refused")
+
+
+@glibc
+def test_the_advice_on_a_cpu_names_it_where_it_would_change_something(forks: list[str]) -> None:
+    assert forks[3:] == ["True True", "False False"]
+    by_the_environment = said("import torch, eager_offload as eo" + ADVICE, MALLOC_TRIM_THRESHOLD_="65536")
+    assert by_the_environment == ["False False"]
 
 
 def test_a_bad_threshold_is_refused_before_anything_is_changed() -> None:

@@ -122,6 +122,7 @@ def test_a_site_inside_another_is_one_of_its_own() -> None:
     assert len(mutants("self._events.record(compute).wait_on(stream)\n")) == 2
 
 
+@pytest.mark.long
 def test_every_mutant_of_the_library_is_another_program_that_compiles() -> None:
     sites = find(PACKAGE)
     texts = {path: (ROOT / path).read_text() for path in {site.path for site in sites}}

@@ -22,6 +22,11 @@ def test_many(case):
 def test_others(case):
     assert True
 
+@pytest.mark.sampled(3, quick=True)
+@pytest.mark.parametrize("case", range(8))
+def test_quickly(case):
+    assert True
+
 def test_one():
     assert True
 """
@@ -33,10 +38,10 @@ def taken(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> object:
     items = pytester.getitems(SAMPLED)
     monkeypatch.delenv("TESTS_WHOLE", raising=False)
 
-    def taken(seed: int, *named: str) -> set[str]:
+    def taken(seed: int, *named: str, marks: str = "not long and not gpu") -> set[str]:
         monkeypatch.setenv("TESTS_SEED", str(seed))
         left = list(items)
-        out = leave_out(left, named)
+        out = leave_out(left, named, marks)
         assert {*left, *out} == {*items}
         return {item.name for item in left}
 
@@ -48,7 +53,7 @@ def test_every_case_is_run_by_one_of_as_many_seeds_as_the_stride(taken: object) 
     runs = [taken(seed) for seed in (5, 6, 7)]
     assert all("test_one" in run for run in runs)
     sampled = [run - {"test_one"} for run in runs]
-    assert sum(map(len, sampled)) == len(set.union(*sampled)) == 16
+    assert sum(map(len, sampled)) == len(set.union(*sampled)) == 24
     for run in sampled:
         many, others = ({name[-2] for name in run if name.startswith(f"test_{kind}")} for kind in ("many", "others"))
         assert not many & others, "a shift takes other cases"
@@ -56,10 +61,22 @@ def test_every_case_is_run_by_one_of_as_many_seeds_as_the_stride(taken: object) 
 
 def test_whoever_names_a_test_or_asks_for_all_gets_all_cases(taken: object, monkeypatch: pytest.MonkeyPatch) -> None:
     assert callable(taken)
-    assert len(taken(0, "tests/test_many.py::test_many")) == 17
+    assert len(taken(0, "tests/test_many.py::test_many")) == 25
     monkeypatch.setenv("TESTS_WHOLE", "1")
-    assert len(taken(0)) == 17
+    assert len(taken(0)) == 25
     assert list(one_in(4, range(10))) == list(spread(2, range(10))) == list(range(10))
+
+
+def test_what_is_sampled_in_the_quick_suite_is_whole_in_the_long_one(
+    taken: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert callable(taken)
+    run = taken(0, marks="not gpu and not short")
+    counts = [sum(name.startswith(f"test_{kind}") for name in run) for kind in ("many", "others", "quickly")]
+    assert counts == [3, 3, 8]
+    assert sum(name.startswith("test_quickly") for name in taken(0)) == 3
+    monkeypatch.setenv("TESTS_QUICK", "0")
+    assert sum(name.startswith("test_quickly") for name in taken(0)) == 8
 
 
 def test_values_are_spread_and_each_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from eager_offload._torch import CustomPartitionerFn, min_cut_rematerialization_
 from eager_offload.compile.hooks import hook_pair
 from eager_offload.compile.inductor import OrderTransfers, Partitioner
 from eager_offload.compile.revision import revision
-from tests.compiler_caches import environment_with_graphs
+from tests.compiler_caches import give_machine_code, take_machine_code
 
 _PROGRAM = """
 import json, sys
@@ -79,8 +79,7 @@ OTHERS = ({"min_bytes": 300}, {"keep_last_bytes": 300}, {"prefetch_bytes": 1 << 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_what_was_made_serves_the_same_in_another_process_and_nothing_else(tmp_path: Path) -> None:
-    environment = {**environment_with_graphs(), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environment = {**give_machine_code(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
     def process(*cases: dict[str, Any]) -> list[dict[str, Any]]:
         """What each case said; all processes share one cache."""
@@ -105,6 +104,7 @@ def test_what_was_made_serves_the_same_in_another_process_and_nothing_else(tmp_p
 
     for hit in process({"region": True}, OTHERS[0]):
         assert hit["aot_hits"] == 1
+    take_machine_code(tmp_path)
 
 
 def test_the_revision_knows_the_sources() -> None:
@@ -115,35 +115,46 @@ def test_the_revision_knows_the_sources() -> None:
     assert text in call.meta["user_cache_hash"]
 
 
-_REVISION = "import eager_offload.compile.revision as one; print(one.revision()); print(one.__file__)"
+#: Says the revision of the package in each place, in a fork of a process that has torch and nothing of the package.
+_REVISIONS = """
+import os, sys
+import torch
+for place in sys.argv[1:]:
+    if os.fork() == 0:
+        sys.path.insert(0, place)
+        import eager_offload.compile.revision as one
+        print(one.revision(), one.__file__.startswith(place), flush=True)
+        os._exit(0)
+    os.wait()
+"""
 
 
 def test_a_changed_source_is_another_revision_in_a_folder_and_in_an_archive(tmp_path: Path) -> None:
     package = Path(eo.__file__).parent
-    copied = tmp_path / "copied"
-    shutil.copytree(package, copied / package.name, ignore=shutil.ignore_patterns("__pycache__"))
 
-    def packed(name: str) -> str:
-        return shutil.make_archive(str(tmp_path / name), "zip", copied)
+    def copied(name: str) -> Path:
+        ignored = shutil.ignore_patterns("__pycache__")
+        return Path(shutil.copytree(package, tmp_path / name / package.name, ignore=ignored))
 
-    def revision_of(place: object) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(place)}
-        command = [sys.executable, "-c", _REVISION]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        said, file = done.stdout.splitlines()
-        assert file.startswith(str(place))
-        return said
-
-    before = revision_of(copied)
-    assert before == revision_of(packed("same"))
-    with open(copied / package.name / "compile" / "order.py", "a") as source:
+    for name in ("whole", "changed", "compiled"):
+        copied(name)
+    with open(tmp_path / "changed" / package.name / "compile" / "order.py", "a") as source:
         source.write("# changed\n")
-    changed = revision_of(copied)
-    assert changed == revision_of(packed("changed")) != before
-    py_compile.compile(str(ops := copied / package.name / "compile" / "ops.py"), cfile=str(ops.with_suffix(".pyc")))
+    ops = tmp_path / "compiled" / package.name / "compile" / "ops.py"
+    py_compile.compile(str(ops), cfile=str(ops.with_suffix(".pyc")))
     ops.unlink()
-    assert revision_of(copied) == f"eager_offload {eo.__version__}", "not all of the sources are there"
+    packed = [shutil.make_archive(str(tmp_path / name), "zip", tmp_path / name) for name in ("whole", "changed")]
+    places = [str(tmp_path / name) for name in ("whole", "changed", "compiled")] + packed
+    command = [sys.executable, "-c", _REVISIONS, *places]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = [line.rpartition(" ") for line in done.stdout.splitlines()]
+    assert [one[2] for one in said] == ["True"] * 5, done.stderr
+    whole, changed, compiled, *archives = [one[0] for one in said]
+    assert archives == [whole, changed]
+    assert whole != changed
+    assert compiled == f"eager_offload {eo.__version__}", "not all of the sources are there"
 
 
 class Split(CustomPartitionerFn):

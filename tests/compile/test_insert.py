@@ -271,6 +271,7 @@ def test_complex_values_move() -> None:
     assert choice.groups
 
 
+@pytest.mark.long
 def test_the_passes_have_docstrings_that_draw_and_import_nothing_before_they_are_asked_for() -> None:
     program = (
         "import sys, eager_offload.compile as passes; before = set(sys.modules); passes.choose; "

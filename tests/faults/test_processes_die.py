@@ -174,6 +174,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return run(KILLS + FORKS + TWO, tmp_path_factory.mktemp("spills"), 20).splitlines()
 
 
+@pytest.mark.short
 def test_h28_a_process_that_is_killed_at_any_operation_leaves_nothing(
     said: list[str], record_property: Callable[[str, object], None]
 ) -> None:

@@ -19,6 +19,7 @@ from tools.soak.census import compare
 from tools.soak.faults import Fault, FaultyFile
 
 
+@pytest.mark.long
 def test_h25_a_short_soak_is_exact_and_flat(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     command = [sys.executable, "-m", "tools.soak", "--minutes", "0.05", "--disk-path", str(tmp_path)]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280)

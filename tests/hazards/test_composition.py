@@ -38,6 +38,7 @@ def test_h22_nothing_moves_where_nothing_is_saved(
     assert stats.empty_forwards == 0, "a validation pass is no mistake"
 
 
+@pytest.mark.sampled(3, quick=True)
 @pytest.mark.parametrize("outside_in", [True, False], ids=["mode outside", "mode inside"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_h22_a_validation_pass_between_steps_changes_nothing(

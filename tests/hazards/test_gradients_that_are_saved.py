@@ -85,6 +85,7 @@ def named(case: NamedTuple) -> str:
     return str(case[0]).replace(" ", "_")
 
 
+@pytest.mark.sampled(5, quick=True)
 @pytest.mark.parametrize("keeps", KEPT)
 @pytest.mark.parametrize("case", SAVED, ids=named)
 def test_h34_what_becomes_the_gradient_is_seen_by_nobody_else(case: Saved, keeps: str, backend: Backend) -> None:

@@ -44,6 +44,7 @@ def test_h02_two_forwards_and_then_the_backward_of_the_first(backend: Backend) -
     same_gradients(program, backend)
 
 
+@pytest.mark.sampled(5, quick=True)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_h02_three_graphs_in_any_order(order: tuple[int, ...], backend: Backend) -> None:
     def program(offload: Around) -> object:
@@ -326,6 +327,7 @@ def test_h20_a_wrong_hint_leaves_nothing_resident(regime: Regime, backend: Backe
     assert_moved(assert_settled(offload))
 
 
+@pytest.mark.sampled(5, quick=True)
 @pytest.mark.parametrize("retained", [False, True])
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
 def test_h50_an_order_that_nobody_knows_reads_hardly_more_than_is_asked_for(

@@ -75,6 +75,7 @@ def undisturbed(steps: int) -> object:
     return [trainer.step(nullcontext(), seed) for seed in range(steps)], trainer.state
 
 
+@pytest.mark.sampled(3, quick=True)
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("kind", FAULTS)
@@ -167,6 +168,7 @@ def owner_of(name: str, backend: Backend) -> type:
     return next(kind for kind in type(backend.runtime).__mro__ if name in vars(kind))
 
 
+@pytest.mark.sampled(5, quick=True)  # prime to the number of each choice: a run meets all of them
 @pytest.mark.parametrize("regime", [REGIMES[0], REGIMES[2], REGIMES[3]], ids=str)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", CALLS)

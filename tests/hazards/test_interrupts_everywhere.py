@@ -296,10 +296,11 @@ def no_finalizer_fails() -> Iterator[None]:
     assert not failed, failed
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("kind", [DiskBackend, SimulatedBackend])
 def test_h10_h39_an_interrupt_at_any_point_is_harmless(kind: type[Backend]) -> None:
     with kind() as backend, no_finalizer_fails():
-        run_all(backend, stride=6)
+        run_all(backend, stride=20)
         backend.assert_nothing_is_held()
 
 

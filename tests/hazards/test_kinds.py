@@ -110,6 +110,7 @@ def values_of(tensor: Tensor) -> list[Tensor]:
     return [] if tensor.is_meta else [tensor.clone()]
 
 
+@pytest.mark.sampled(3, quick=True)
 @pytest.mark.parametrize("case", PAYLOADS, ids=named)
 def test_h12_every_kind_of_tensor_comes_back_or_stays_for_a_reason(case: Payload, backend: Backend) -> None:
     seen: list[list[object]] = []

@@ -213,6 +213,7 @@ def step(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, (x, w))
 
 
+@pytest.mark.sampled(5, quick=True)
 @pytest.mark.parametrize("inside", [False, True], ids=["around the trace", "in what is traced"])
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_h44_make_fx_traces_forward_and_backward(mode: str, inside: bool, backend: Backend) -> None:

@@ -157,6 +157,7 @@ def run_together(backend: Backend, jobs: list[Callable[[], object]]) -> list[obj
     return results
 
 
+@pytest.mark.sampled(3, quick=True)
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["each its own", "one for both"])
 def test_h29_two_threads(shared: bool, regime: Regime, backend: Backend) -> None:

@@ -117,6 +117,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.sampled(5, quick=True)
 @pytest.mark.parametrize("case", MODELS, ids=named)
 def test_h31_modules_that_save_in_their_own_ways(case: Model, backend: Backend) -> None:
     # Normalization saves its statistics and writes to them in the next step; a GRU writes to one third of a storage,

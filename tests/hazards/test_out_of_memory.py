@@ -197,6 +197,7 @@ class Refusing:
         return self._allocate(layout, device, stream)
 
 
+@pytest.mark.sampled(3, quick=True)
 @pytest.mark.parametrize("consecutive", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize("regime", REGIMES[:2], ids=str)
 def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Backend) -> None:

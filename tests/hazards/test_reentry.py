@@ -79,6 +79,7 @@ def count(offload: Offload, call: Callable[[Offload], None], outcomes: Counter[s
         outcomes[next((short for reason, short in reasons.items() if reason in str(error)), str(error))] += 1
 
 
+@pytest.mark.sampled(3, quick=True)
 @pytest.mark.parametrize(
     "call", [adds_up, train, save_only, Offload.reset_stats, Offload.close], ids=lambda c: c.__name__
 )

@@ -265,21 +265,23 @@ RARE_WAYS = ("small", "marked", "region", "budget")
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.short
 def test_random_programs_are_exact_on_the_cpu_device() -> None:
-    explore(DiskBackend, ["disk", "disk", "host"], st.just({}), 100)
+    explore(DiskBackend, ["disk", "disk", "host"], st.just({}), 60)
 
 
+@pytest.mark.short
 def test_random_programs_are_exact_and_in_order_on_simulated_streams() -> None:
-    explore(Simulated, ["host", "host", "disk"], RATES, 100)
+    explore(Simulated, ["host", "host", "disk"], RATES, 60)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)  # a minute on a quiet machine
 def test_many_random_programs_are_exact_on_the_cpu_device() -> None:
-    explore(DiskBackend, ["disk", "disk", "host"], st.just({}), 400, seconds=20)
+    explore(DiskBackend, ["disk", "disk", "host"], st.just({}), 400, seconds=10)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)  # a minute on a quiet machine
 def test_many_random_programs_are_exact_and_in_order_on_simulated_streams() -> None:
-    explore(Simulated, ["host", "host", "disk"], RATES, 400, seconds=20)
+    explore(Simulated, ["host", "host", "disk"], RATES, 400, seconds=10)

@@ -25,7 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from tests.compiler_caches import environment_with_graphs
+from tests.compiler_caches import environment_with_graphs, give_machine_code, take_machine_code
 
 __all__ = ["ROOT", "Ranks", "end", "launch", "started", "torchrun"]
 
@@ -64,8 +64,11 @@ def launch(number: int, directory: Path, scenarios: Sequence[str], *, thorough: 
     command = [sys.executable, "-m", "tests.ranks.launch", str(number), str(directory), *scenarios]
     command += ["--thorough"] * thorough
     # What one rank has compiled, the others and later runs of the launch find.
-    with started(command, TORCHINDUCTOR_CACHE_DIR=str(directory / "compiled")) as process:
+    compiled = directory / "compiled"
+    with started(command, **give_machine_code(compiled)) as process:
         output = process.communicate(timeout=LIFETIME + 20)[0]
+    if process.returncode == 0:
+        take_machine_code(compiled)
     (directory / "output").write_text(output)
 
 

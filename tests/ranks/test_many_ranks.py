@@ -73,6 +73,7 @@ def assert_passed(directory: Path, scenario: str, number: int) -> None:
     assert all(one.exists() for one in found), f"the ranks ended before:\n{(directory / 'output').read_text()[-4000:]}"
 
 
+@pytest.mark.short
 @pytest.mark.xdist_group("two ranks")
 @pytest.mark.parametrize("scenario", QUICK)
 def test_h06_two_ranks(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:

@@ -195,6 +195,7 @@ MEETINGS = [
 ]
 
 
+@pytest.mark.sampled(4, quick=True)
 @pytest.mark.parametrize(("haste", "regime"), MEETINGS, ids=str)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_training_step_is_exact_and_every_call_of_it_is_ordered(

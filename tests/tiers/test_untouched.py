@@ -46,6 +46,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
+@pytest.mark.sampled(5, quick=True)
 @pytest.mark.parametrize("file_type", [Watched, Cached])
 @pytest.mark.parametrize("phase", [0, 64])
 @pytest.mark.parametrize("parts", TOUCHED.values(), ids=TOUCHED.keys())

@@ -31,12 +31,13 @@ _OTHERS = sorted({str(path.relative_to(ROOT)) for path in ROOT.glob("tests/hazar
 
 #: What runs together in one process: arguments for pytest.
 QUICK = {
-    "device": ["-m", "not long", HERE],
+    # Of the device's budget one test in several regimes.
+    "device": ["-m", "not long", "-k", "not test_device_budget or below_the_budget", HERE],
     "hazards": ["-m", "not long", "-k", "virtual", *_HAZARDS, "tests/test_contract.py"],
-    "scenarios": ["-m", "gpu", "tests/gpu"],
 }
 LONG = {
-    "device, the long ones": ["-m", "long", HERE],
+    "scenarios": ["-m", "gpu", "tests/gpu"],
+    "the whole device": ["-m", "not short", HERE],
     "gpu": ["-m", "gpu", "tests/runtime/test_accelerator_gpu.py", "tests/observe/test_doctor_accelerator.py"],
     "other hazards": ["-k", "virtual", *_OTHERS],
 }
@@ -70,6 +71,13 @@ def run(arguments: list[str], **environ: str) -> str:
 
 
 @pytest.mark.timeout(1800)  # many tests, each of which has a time limit of its own
-@pytest.mark.parametrize("group", [*QUICK, *(pytest.param(group, marks=pytest.mark.long) for group in LONG)])
+@pytest.mark.parametrize(
+    "group",
+    [
+        pytest.param("device", marks=pytest.mark.short),
+        "hazards",
+        *(pytest.param(group, marks=pytest.mark.long) for group in LONG),
+    ],
+)
 def test_on_the_virtual_device(group: str) -> None:
     assert " passed" in run({**QUICK, **LONG}[group])

@@ -143,7 +143,8 @@ class Workplace:
             # A mutant may have the size and the second of the one before: no bytecode is kept.
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
-            "TESTS_SEED": "0",  # the same cases for every mutant
+            "TESTS_SEED": "0",  # the same searches for every mutant
+            "TESTS_QUICK": "0",  # and all cases that the quick suite samples
         }
 
 

@@ -51,6 +51,7 @@ def _heard_late(call: Callable[..., object], *arguments: object) -> bool:
     return False
 
 
+@pytest.mark.short
 def test_random_programs_are_exact() -> None:
     explore(VirtualBackend, TIERS, st.sampled_from([*PACES.values()]), 40, fits=fits)
 
