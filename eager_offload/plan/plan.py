@@ -279,7 +279,14 @@ def _program(content: Mapping[str, Any]) -> Program:
     modules = tuple(map(str, content["modules"]))
     ops = tuple(Op(str(one[0]), _whole(one[1]), _whole(one[2]), _whole(one[3]), bool(one[4])) for one in content["ops"])
     saves = tuple(
-        Save(_whole(one[0]), bool(one[1]), None if one[2] is None else KeepReason(one[2]), int(one[3]))
+        Save(
+            _whole(one[0]),
+            bool(one[1]),
+            None if one[2] is None else KeepReason(one[2]),
+            int(one[3]),
+            *map(_whole, one[4:7]),
+            bool(one[7]),
+        )
         for one in content["saves"]
     )
     asks = tuple(Ask(*map(_whole, one)) for one in content["asks"])
@@ -290,7 +297,9 @@ def _program(content: Mapping[str, Any]) -> Program:
     fits = fits and all(
         number < len(modules) for number in [*(op.module for op in ops), *(one.module for one in storages)]
     )
-    fits = fits and all(-1 <= save.storage < len(storages) for save in saves)
+    fits = fits and all(-1 <= save.storage < len(storages) and save.op <= count for save in saves)
+    fits = fits and [save.op for save in saves] == sorted(save.op for save in saves)
+    fits = fits and [ask.op for ask in asks] == sorted(ask.op for ask in asks)
     fits = fits and all(ask.save < len(saves) and ask.op <= count for ask in asks)
     for one in storages:
         fits = fits and one.made <= one.saved <= forward <= one.asked < one.dropped <= max(count, one.asked + 1)
