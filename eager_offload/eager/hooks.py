@@ -140,6 +140,8 @@ class Hooks:
         self._saves: dict[torch.device, SavedTensors] = {}
         #: The plan that the first forward is to follow.
         self.given: StepPlan | None = None
+        #: Whether a planner has made it.
+        self.is_computed = False
         self.thread = ThreadState()
 
     def restart(self) -> None:
@@ -277,7 +279,7 @@ class Hooks:
         if isinstance(saves, SavedTensors) and given is not None:
             self.given = None
             with self._accounts.lock:
-                saves.plans.give(given)
+                saves.plans.give(given, is_computed=self.is_computed)
 
     def followed(self, device: torch.device | None) -> StepPlan | None:
         """The plan that was followed last on ``device``, or where that is ``None`` on any."""

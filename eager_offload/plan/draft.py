@@ -9,6 +9,8 @@ program says instead of what autograd does. A storage that is to stay weighs not
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from eager_offload.errors import ConfigError
 from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.program import Save, Storage
@@ -16,10 +18,21 @@ from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import StepPlan, StepRecorder
 
-__all__ = ["draft"]
+__all__ = ["Rehearsal", "draft"]
 
 #: Reasons that a step plan can give: the others are looked at in each step.
 _FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.SMALL})
+
+
+class Rehearsal(NamedTuple):
+    """What came of a step plan that the library has followed on a simulated device: see ``rehearse.py``."""
+
+    step_seconds: float
+    peak_bytes: int
+    returning: tuple[int, ...]
+    """The numbers of the storages that went out and came back, in order."""
+    released: tuple[int, ...]
+    """For each storage the save before which its memory had gone; -1 where that was later than the last."""
 
 
 def draft(problem: Problem, moves: Moves) -> StepPlan | None:

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from torch import Tensor
 from eager_offload import active
 from eager_offload._torch import without_dispatch_modes, without_torch_function
 from eager_offload.offload import Offload
+from eager_offload.plan.draft import Rehearsal
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import Storage
 from eager_offload.simulation.checker import Checker
@@ -37,7 +38,7 @@ from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate, Save, StepPlan
 
-__all__ = ["Rehearsal", "rehearse"]
+__all__ = ["rehearse"]
 
 #: Bytes of all stand-ins together, at most.
 _STAGE_BYTES = 32 << 20
@@ -45,15 +46,6 @@ _STAGE_BYTES = 32 << 20
 _HOST_BYTES = 1 << 40
 #: What stands for all saves that stay in any case: a byte, below ``min_bytes``.
 _SMALL_BYTES, _MIN_BYTES = 1, 2
-
-
-class Rehearsal(NamedTuple):
-    """What came of it."""
-
-    step_seconds: float
-    peak_bytes: int
-    released: tuple[int, ...]
-    """For each storage the save before which its memory had gone; -1 where that was later than the last."""
 
 
 def rehearse(problem: Problem, plan: StepPlan, launch_seconds: float = 0.0) -> Rehearsal | None:
@@ -86,6 +78,11 @@ class _Made(torch.autograd.Function):
         return torch.empty(nbytes, dtype=torch.float8_e5m2, device="cpu")
 
 
+def _made(root: Tensor, nbytes: int) -> Tensor:
+    made: Tensor = _Made.apply(root, nbytes)  # type: ignore[no-untyped-call]  # torch declares no types for it
+    return made
+
+
 class _Stage:
     """One step of stand-ins."""
 
@@ -109,6 +106,9 @@ class _Stage:
         self._returned: dict[int, list[Tensor]] = defaultdict(list)
         self._saved = 0
         self._released: dict[int, int] = {}
+        self._returning = set[int]()
+        #: What forward has made.
+        self._originals: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._peak = 0.0
         # By operator.
         storages = program.storages
@@ -153,15 +153,19 @@ class _Stage:
         if stats.plan_misses or stats.followed_forwards != 1:
             return None
         released = tuple(self._released.get(number, -1) for number in range(len(program.storages)))
-        return Rehearsal(seconds, round(self._peak), released)
+        return Rehearsal(seconds, round(self._peak), tuple(sorted(self._returning)), released)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _forward(self, op: int) -> None:
-        for number in self._freed.get(op, ()):
-            self._tensors.pop(number, None)
+        freed = self._freed.get(op, ())
+        for number in freed:
+            if self._program.saves[self._saves_of[number][-1]].op < op:
+                self._tensors.pop(number, None)
         for number in self._saves.get(op, ()):
             self._save(number)
+        for number in freed:
+            self._tensors.pop(number, None)
         if op < self._program.forward_ops:
             for number in self._made.get(op, ()):
                 self._make(number)
@@ -169,16 +173,17 @@ class _Stage:
 
     def _make(self, number: int) -> None:
         """What forward makes, and holds until it lets go of it."""
-        storage = self._program.storages[number]
-        if number in self._tensors or storage.freed <= storage.made:
-            return
-        nbytes = self._nbytes(storage.nbytes)
+        if number in self._originals:
+            return  # a save that came before its operator was written down
+        nbytes = self._nbytes(self._program.storages[number].nbytes)
         if self._program.saves[self._saves_of[number][0]].requires_grad:
-            tensor = _Made.apply(self._root, nbytes)
+            tensor = _made(self._root, nbytes)
         else:
             tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._observer.allocated(tensor, self._runtime.default_stream, "forward")
-        weakref.finalize(tensor.untyped_storage(), partial(self._gone, number))
+        storage = tensor.untyped_storage()
+        self._originals[number] = weakref.ref(storage)
+        weakref.finalize(storage, partial(self._gone, number))
         self._tensors[number] = tensor
 
     def _gone(self, number: int) -> None:
@@ -189,7 +194,7 @@ class _Stage:
         save = self._program.saves[number]
         if save.node != self._node:
             self._node = save.node
-            _Made.apply(self._root, 0)  # its number is larger than that of the one before
+            _made(self._root, 0)  # its number is larger than that of the one before
         tensor = self._small
         if save.storage >= 0:
             self._make(save.storage)
@@ -216,6 +221,8 @@ class _Stage:
                 tensor = active.unpack(handle)
                 if (storage := self._program.saves[ask.save].storage) >= 0:
                     self._returned[storage].append(tensor)
+                    if tensor.untyped_storage() is not self._originals[storage]():
+                        self._returning.add(storage)
         self._run(op)
 
     # -- either -------------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ class HostRuntime(Runtime):
     tensor, and a ``cast`` is a call too.
     """
 
+    knows_time = True
     copies_hold_their_ends = True  # see _Move
 
     def __init__(self) -> None:

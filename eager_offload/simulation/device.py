@@ -96,6 +96,8 @@ class SimulatedDevice(Runtime):
     loop that polls never ends.
     """
 
+    knows_time = True
+
     def __init__(
         self,
         *,
