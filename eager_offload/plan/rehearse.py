@@ -117,8 +117,9 @@ class _Stage:
         self._dropped = _by_op(one.dropped for one in storages)
         self._saves = _by_op(one.op for one in program.saves)
         self._asks = _by_op(one.op for one in program.asks)
-        #: By storage, the saves of it.
+        #: By storage, the saves of it, and the last ask for it.
         self._saves_of = _by_op(one.storage for one in program.saves)
+        self._last_ask = {program.saves[ask.save].storage: at for at, ask in enumerate(program.asks)}
 
     def play(self) -> Rehearsal | None:
         program, runtime = self._program, self._runtime
@@ -215,15 +216,24 @@ class _Stage:
             for save in self._saves_of[number]:
                 self._handles.pop(save, None)
         for at in self._asks.get(op, ()):
-            ask = self._program.asks[at]
-            handle = self._handles.get(ask.save)
-            if handle is not None:
-                tensor = active.unpack(handle)
-                if (storage := self._program.saves[ask.save].storage) >= 0:
-                    self._returned[storage].append(tensor)
-                    if tensor.untyped_storage() is not self._originals[storage]():
-                        self._returning.add(storage)
+            self._ask(at)
         self._run(op)
+
+    def _ask(self, at: int) -> None:
+        save = self._program.saves[self._program.asks[at].save]
+        if save.node != self._node:  # what the node before was given went with it, unless somebody else has it
+            self._node = save.node
+            for storage in [one for one in self._returned if self._last_ask[one] >= at]:
+                del self._returned[storage]
+        handle = self._handles.get(self._program.asks[at].save)
+        if handle is None:
+            return
+        tensor = active.unpack(handle)
+        if save.storage >= 0:
+            self._returned[save.storage].append(tensor)
+            if tensor.untyped_storage() is not self._originals[save.storage]():
+                self._returning.add(save.storage)
+        del tensor
 
     # -- either -------------------------------------------------------------------------------------------------------
 
