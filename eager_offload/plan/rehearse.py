@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eager_offload import active
+from eager_offload import active, marks
 from eager_offload._torch import without_dispatch_modes, without_torch_function
 from eager_offload.offload import Offload
 from eager_offload.plan.draft import Rehearsal
@@ -49,11 +49,13 @@ _SMALL_BYTES, _MIN_BYTES = 1, 2
 
 
 def rehearse(problem: Problem, plan: StepPlan, launch_seconds: float = 0.0) -> Rehearsal | None:
-    """Runs a step that follows ``plan``; ``None`` where something around the caller keeps it from being followed.
+    """Runs a step that follows ``plan``; ``None`` where forwards follow none: tensors are marked.
 
     Args:
         launch_seconds: what each call costs the host; 0 where the host is the device, and waits for each operator.
     """
+    if marks.any_marks():
+        return None  # what is marked is looked at in each step: no forward follows a plan
     with _by_itself():
         return _Stage(problem, plan, launch_seconds).play()
 
