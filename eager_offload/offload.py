@@ -531,7 +531,7 @@ def _with_plan(
 def _shown(value: object) -> object:
     """A field's value as a user would write it."""
     if isinstance(value, tuple):
-        return [str(one) for one in value] if len(value) > 1 else str(value[0])
+        return str(value[0]) if len(value) == 1 else [str(one) for one in value]
     return size_literal(value) if type(value) is int else value
 
 

@@ -333,6 +333,8 @@ class Hooks:
         thread = self.thread
         if (run := thread.run) is not None:
             run.leave(waits=waits, is_outermost=is_outermost)
+            if run.is_over:
+                run.keeper.plans.tell()
             if is_outermost or run.is_over:
                 thread.run = None
         if is_outermost:
