@@ -11,6 +11,9 @@ from eager_offload.plan.solve import Solver
 
 __all__ = ["Outcome", "RehearsedSolver"]
 
+#: So many times a decision is made anew that does not keep to its budget in rehearsal.
+_REVISIONS = 4
+
 
 class Outcome(NamedTuple):
     """A decision, and what comes of it: in rehearsal, or where there was none by arithmetic."""
@@ -22,7 +25,7 @@ class Outcome(NamedTuple):
 
 
 class RehearsedSolver:
-    """A solver whose decisions are rehearsed before they are given out, and revised once where they do not hold.
+    """A solver whose decisions are rehearsed before they are given out, and revised where they do not hold.
 
     Args:
         launch_seconds: as for ``rehearse``.
@@ -35,12 +38,14 @@ class RehearsedSolver:
 
     def within(self, budget: int) -> Outcome:
         """The fastest that is known whose peak is at most ``budget``; where there is none, that of the least peak."""
-        first = self._solver.within(budget)
-        best = self.of(first.moves)
-        if (over := best.peak_bytes - budget) > 0:
-            revised = self.of(self._solver.within(min(first.prediction.peak_bytes, budget) - over).moves)
-            best = min(best, revised, self.least, key=lambda one: (max(one.peak_bytes - budget, 0), one.step_seconds))
-        return best
+        aim = budget
+        for _ in range(1 + _REVISIONS):
+            decision = self._solver.within(aim)
+            found = self.of(decision.moves)
+            if (over := found.peak_bytes - budget) <= 0:
+                return found
+            aim = min(decision.prediction.peak_bytes, aim) - over
+        return self.least
 
     def free(self) -> Outcome:
         """That which moves most of those in which compute never waits, by arithmetic."""
