@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
 
-__all__ = ["MACHINES", "Machine"]
+__all__ = ["LAUNCH_SECONDS", "MACHINES", "Machine"]
 
 #: Bytes a second of a link that nobody has measured: a slow one, so that what comes over it is asked for early.
 _UNKNOWN_BANDWIDTH = 1e9
@@ -77,7 +77,7 @@ GIB = 1 << 30
 #: Of a data sheet's figure, what training reaches: of the operations of products, and of the bytes of memory.
 _PRODUCTS, _MEMORY = 0.6, 0.8
 #: Seconds of the host for one operator of eager code.
-_LAUNCH = 5e-6
+LAUNCH_SECONDS = 5e-6
 #: Bytes a second of 16 lanes each way, out of pinned memory: 63 and 31.5 GB/s less what packets take, as copies of
 #: 256 MiB reach it.
 _PCIE_5, _PCIE_4 = 52e9, 26e9
@@ -85,7 +85,9 @@ _PCIE_5, _PCIE_4 = 52e9, 26e9
 
 def _device(name: str, flops: float, single: float, memory: float, link: float, gib: float) -> Machine:
     """By the figures of a data sheet: dense products, and what torch says is the capacity of its memory."""
-    return Machine(name, _PRODUCTS * flops, _PRODUCTS * single, _MEMORY * memory, link, link, int(gib * GIB), _LAUNCH)
+    return Machine(
+        name, _PRODUCTS * flops, _PRODUCTS * single, _MEMORY * memory, link, link, int(gib * GIB), LAUNCH_SECONDS
+    )
 
 
 #: By the names that a plan takes.
@@ -94,7 +96,9 @@ MACHINES = {
     for machine in (
         # NVIDIA H200 Tensor Core GPU, data sheet (SXM): 1,979 TFLOP/s in bf16 with sparsity, half of that dense; 67 in
         # fp32; 4.8 TB/s. Of the operations what benchmarks/README.md takes: 11,500 in the time of a byte.
-        Machine("h200", 11_500 * _PCIE_5, _PRODUCTS * 67e12, _MEMORY * 4.8e12, _PCIE_5, _PCIE_5, 139 * GIB, _LAUNCH),
+        Machine(
+            "h200", 11_500 * _PCIE_5, _PRODUCTS * 67e12, _MEMORY * 4.8e12, _PCIE_5, _PCIE_5, 139 * GIB, LAUNCH_SECONDS
+        ),
         # NVIDIA H100 Tensor Core GPU, data sheet (SXM): the same cores; 3.35 TB/s, 80 GB.
         _device("h100", 989.5e12, 67e12, 3.35e12, _PCIE_5, 79.0),
         # NVIDIA A100 80GB Tensor Core GPU, data sheet (SXM): 312 TFLOP/s dense; 19.5 in fp32; 2,039 GB/s, 80 GB.

@@ -31,8 +31,8 @@ from eager_offload.nothing_moved import why
 from eager_offload.observe.tracing import Tracing
 from eager_offload.runtime.base import Runtime
 from eager_offload.skipping import SkippedModules
-from eager_offload.stats import Accounts, KeepReason, OffloadStats
-from eager_offload.step_plan import StepPlan
+from eager_offload.stats import Accounts, KeepReason, OffloadStats, PlanOutcome
+from eager_offload.step_plan import ComputedPlan, StepPlan
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.forking import can_begin_nothing
 
@@ -40,6 +40,12 @@ __all__ = ["Offload"]
 
 #: How many forwards a plain loop runs before it is looked at whether anything moved.
 _LOOKED_AT = 3
+#: The fields that a plan has been made for.
+_PLANNED = ("min_bytes", "max_inflight_bytes", "prefetch_bytes", "skip")
+_NOTHING_TO_FOLLOW = (
+    "the plan that was given has no step plan, since none can say what this model does: its settings hold, and what "
+    "moves is decided as without it"
+)
 #: Of an object, what the library has not put there: its attributes, and what its slots hold.
 _Added: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
@@ -67,8 +73,10 @@ class Offload:
         config: an :class:`OffloadConfig`, beside which no variable is asked; or a mapping of its fields, as from a
             file. What neither this nor ``fields`` give, the ``EAGER_OFFLOAD_<FIELD>`` variables do, else the defaults.
             ``EAGER_OFFLOAD=0`` makes the context do nothing, ``=1`` does away with ``enabled=False``.
-        plan: what the first forward follows, as :meth:`step_plan` has returned it for a like one. Where it does not
-            fit, a warning says so, once, and that forward is decided as any first one. A copy of this object has none.
+        plan: what :func:`eager_offload.plan` has made: its settings hold, beside those that are given here, and every
+            forward follows it from the first one on. Or what the first forward follows, as :meth:`step_plan` has
+            returned it for a like one. Where it does not fit, a warning says so, once, and the forward is decided as
+            any first one. A copy of this object has none.
         runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For proof and planning with
             ``eager_offload.simulation.simulated``; training leaves it out.
         around_tier: stands something in front of each tier that is opened, such as the token bucket of
@@ -83,31 +91,45 @@ class Offload:
         self,
         config: OffloadConfig | Mapping[str, Any] | None = None,
         *,
-        plan: StepPlan | None = None,
+        plan: StepPlan | ComputedPlan | None = None,
         runtime: Runtime | None = None,
         around_tier: Callable[[Tier], Tier] | None = None,
         **fields: Unpack[OffloadFields],
     ) -> None:
-        self._begin(OffloadConfig.from_given(config, fields), runtime, around_tier)
+        if isinstance(plan, ComputedPlan):
+            self._begin(_with_plan(plan, config, fields), runtime, around_tier)
+        else:
+            self._begin(OffloadConfig.from_given(config, fields), runtime, around_tier)
         if plan is not None:
-            if not isinstance(plan, StepPlan):
-                raise ConfigError(
-                    f"plan={plan!r} is not accepted: plan takes a StepPlan, as step_plan() or StepPlan.load returns "
-                    "it; to keep to the budget of an eo.Plan, give device_budget"
-                )
-            if self.config.device_budget is not None:
-                raise ConfigError(
-                    "plan=... does not go with device_budget, which says what moves: leave one of them out"
-                )
-            if self.config.step_plans is False:
-                raise ConfigError(
-                    "plan=... does not go with step_plans=False, which follows none: leave one of them out"
-                )
-            plan.check()
-            self._hooks.given = plan
+            self._take(plan)
         if self.config.enabled:
             with unseen():
                 self._offloaders.open_what_is_named()
+
+    def _take(self, plan: StepPlan | ComputedPlan) -> None:
+        """Has forwards follow ``plan``."""
+        if not isinstance(plan, StepPlan | ComputedPlan):
+            raise ConfigError(
+                f"plan={plan!r} is not accepted: plan takes what eager_offload.plan or Plan.load returns, or a "
+                "StepPlan of step_plan() or StepPlan.load"
+            )
+        if self.config.device_budget is not None:
+            raise ConfigError("plan=... does not go with device_budget, which says what moves: leave one of them out")
+        if self.config.step_plans is False:
+            raise ConfigError("plan=... does not go with step_plans=False, which follows none: leave one of them out")
+        given = plan
+        if isinstance(plan, ComputedPlan):
+            self._accounts.counters.plan = PlanOutcome(plan.peak_bytes, plan.step_seconds)
+            self._hooks.is_computed = True
+            if not plan.step_plans:
+                self._warn_once("plan", _NOTHING_TO_FOLLOW)
+                return
+            (given,) = plan.step_plans
+        assert isinstance(given, StepPlan)
+        given.check()
+        if not given.slots:
+            self._warned.add("nothing")  # moves, as it is to be
+        self._hooks.given = given
 
     def _begin(
         self, config: OffloadConfig, runtime: Runtime | None, around_tier: Callable[[Tier], Tier] | None
@@ -483,10 +505,33 @@ class Offload:
             warn(message)
 
 
+def _with_plan(
+    plan: ComputedPlan, config: OffloadConfig | Mapping[str, Any] | None, fields: OffloadFields
+) -> OffloadConfig:
+    """The settings of a plan, with those that a user gives beside it.
+
+    Raises:
+        ConfigError: one of them contradicts the plan.
+    """
+    planned = {name: getattr(plan.config, name) for name in _PLANNED}
+    if config is None:
+        config = plan.config
+    elif isinstance(config, Mapping):
+        config = {**planned, **config}
+    found = OffloadConfig.from_given(config, fields)
+    for name, value in planned.items():
+        if (given := getattr(found, name)) != value:
+            raise ConfigError(
+                f"{name}={_shown(given)!r} does not go with plan=..., which was made for {name}={_shown(value)!r}: "
+                f"leave it out, or plan with config={{{name!r}: ...}}"
+            )
+    return found
+
+
 def _shown(value: object) -> object:
     """A field's value as a user would write it."""
     if isinstance(value, tuple):
-        return [str(one) for one in value] if len(value) > 1 else str(value[0])
+        return str(value[0]) if len(value) == 1 else [str(one) for one in value]
     return size_literal(value) if type(value) is int else value
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
@@ -26,6 +26,7 @@ __all__ = [
     "Observer",
     "OffloadStats",
     "OnDevice",
+    "PlanOutcome",
     "Waiting",
     "kept_by_graph",
 ]
@@ -49,6 +50,30 @@ class KeepReason(StrEnum):
     BUDGET = "budget"
     FAILED = "failed"
     """Its copy failed, or there was no memory on its device to gather its elements in before they leave."""
+
+
+@dataclass(frozen=True)
+class PlanOutcome:
+    """What a computed plan has predicted, and what came of it; sizes in bytes, times in seconds."""
+
+    predicted_peak_bytes: int
+    """That a step takes of the device at most."""
+    predicted_step_seconds: float
+    """Of forward and backward."""
+    peak_bytes: int | None = None
+    """The most that the device's allocator had handed out in a step that followed the plan; ``None`` where it has none
+    that remembers (a CPU), or had handed out more before."""
+    step_seconds: float | None = None
+    """The median of the last steps that followed it: from where the ``with`` was entered until the last tensor was
+    asked for. ``None`` on an accelerator, whose time the host does not know without waiting."""
+
+    def __str__(self) -> str:
+        peak = "" if self.peak_bytes is None else f", measured {size_text(self.peak_bytes)}"
+        seconds = "" if self.step_seconds is None else f", measured {self.step_seconds:,.4g} s"
+        return (
+            f"a peak of {size_text(self.predicted_peak_bytes)}{peak}; a step of {self.predicted_step_seconds:,.4g} s"
+            f"{seconds}"
+        )
 
 
 @dataclass(frozen=True)
@@ -121,6 +146,8 @@ class OffloadStats:
     plan_misses: dict[str, int] = field(default_factory=dict)
     """How often one of them went on as an unknown one, by what differed from the plan: ``size``, ``share``, ``order``,
     ``fewer``, ``more`` and others."""
+    plan: PlanOutcome | None = None
+    """What the plan of :func:`eager_offload.plan` that was given has predicted, beside what was measured."""
     device_budget: int = 0
     """Bytes of the device that training may take, as ``device_budget`` came to; 0 where nothing bounds it. This and
     ``keep_last_bytes`` are of the device that was used last."""
@@ -144,6 +171,10 @@ class OffloadStats:
     """What it ran with; no field, and not compared."""
     _advise: ClassVar[Callable[[OffloadStats, OffloadConfig], tuple[str, ...]]]
     """The rules of ``observe/advice.py``, which puts them here: nothing below imports what observes."""
+
+    def __post_init__(self) -> None:
+        if isinstance(plan := cast(object, self.plan), dict):  # as ``to_dict`` has it
+            object.__setattr__(self, "plan", PlanOutcome(**plan))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as JSON can hold them; ``OffloadStats(**stats.to_dict())`` is equal to ``stats``."""
@@ -176,6 +207,8 @@ class OffloadStats:
         if self.compiled_regions:
             graphs, runs = _number(self.compiled_graphs, "graph"), _number(self.compiled_regions, "run")
             lines.append(f"compiled   {graphs}, {runs}")
+        if self.plan is not None:
+            lines.append(f"planned    {self.plan}")
         if self.plan_misses:
             found = (f"{name} {count:,}" for name, count in sorted(self.plan_misses.items()))
             lines.append(
@@ -236,7 +269,7 @@ class OffloadStats:
 class Counters:
     """The counters behind :class:`OffloadStats`. Plain attributes; callers that write them hold the accounts' lock."""
 
-    def __init__(self, live: LiveBytes | None = None) -> None:
+    def __init__(self, live: LiveBytes | None = None, plan: PlanOutcome | None = None) -> None:
         self.live = LiveBytes() if live is None else live
         self.live.poll()
         self.steps = 0
@@ -267,6 +300,7 @@ class Counters:
         self.foreign_hooks = 0
         self.followed_forwards = 0
         self.plan_misses: dict[str, int] = {}
+        self.plan = plan
         self.device_budget = 0
         self.device_memory_peak = 0
         self.keep_last_bytes = 0

@@ -19,11 +19,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eager_offload.config import size_text
+from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError
 from eager_offload.stats import KeepReason
 
-__all__ = ["Ask", "Fate", "Save", "StepPlan", "StepRecorder", "Totals"]
+__all__ = ["Ask", "ComputedPlan", "Fate", "Save", "StepPlan", "StepRecorder", "Totals"]
 
 #: The form of the file that ``StepPlan.save`` writes.
 _FORMAT = 1
@@ -245,6 +245,28 @@ class StepPlan:
             lines.append(f"{span:>13}  {what:<18}{nbytes:>12}  {start:>13}  {release:>13}".rstrip())
             first += count
         return "\n".join(lines)
+
+
+class ComputedPlan:
+    """What a planner has worked out, as far as an ``Offload`` follows it; sizes in bytes, times in seconds."""
+
+    config: OffloadConfig
+    """The settings that it was made for."""
+
+    @property
+    def step_plans(self) -> tuple[StepPlan, ...]:
+        """What forwards follow from the first one on."""
+        raise NotImplementedError
+
+    @property
+    def peak_bytes(self) -> int:
+        """That the step takes of the device at most."""
+        raise NotImplementedError
+
+    @property
+    def step_seconds(self) -> float:
+        """Of forward and backward."""
+        raise NotImplementedError
 
 
 def _row(number: int, save: Save) -> tuple[str, str, str, str]:

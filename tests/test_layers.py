@@ -23,7 +23,10 @@ BELOW = {
         "step_plan",
     },
     "compile": {"engine", "tiers", "runtime", "stats", "selection", "marks", "active"},
-    "plan": {"compile", "tiers", "runtime", "stats", "selection", "marks", "skipping"},
+    "plan": {
+        *("compile", "tiers", "runtime", "stats", "schedule", "selection", "marks", "skipping", "active"),
+        *("step_plan", "offload", "simulation"),
+    },
     "simulation": {"runtime", "tiers"},
 }
 LEAVES = {"_torch", "config", "errors", "live_bytes", "machine", "malloc"}

@@ -526,8 +526,6 @@ class Run:
 
     def miss(self, what: str) -> None:
         """The step differs from the plan by ``what``. The lock is held."""
-        misses = self._offloader.accounts.counters.plan_misses
-        misses[what] = misses.get(what, 0) + 1
         self.turn.settle(None)
         self.keeper.plans.missed(self.known, what)
         self.keeper.adopt(self)

@@ -147,6 +147,8 @@ class Hooks:
         self._saves: dict[torch.device, SavedTensors] = {}
         #: The plan that the first forward is to follow.
         self.given: StepPlan | None = None
+        #: Whether a planner has made it.
+        self.is_computed = False
         self._threads = _Threads()
 
     def restart(self) -> None:
@@ -288,7 +290,7 @@ class Hooks:
         if isinstance(saves, SavedTensors) and given is not None:
             self.given = None
             with self._accounts.lock:
-                saves.plans.give(given)
+                saves.plans.give(given, is_computed=self.is_computed)
 
     def followed(self, device: torch.device | None) -> StepPlan | None:
         """The plan that was followed last on ``device``, or where that is ``None`` on any."""
@@ -342,6 +344,8 @@ class Hooks:
         thread = self.thread
         if (run := thread.run) is not None:
             run.leave(waits=waits, is_outermost=is_outermost)
+            if run.is_over:
+                run.keeper.plans.tell()
             if is_outermost or run.is_over:
                 thread.run = None
         if is_outermost:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
+from statistics import median
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from eager_offload.errors import warn
-from eager_offload.runtime.base import Layout
+from eager_offload.runtime.base import Layout, Runtime
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import Footprint
-from eager_offload.stats import KeepReason
+from eager_offload.stats import Accounts, KeepReason, PlanOutcome
 from eager_offload.step_plan import Fate, Save, StepPlan, StepRecorder
 from eager_offload.tiers.base import Slot, keep_ready
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import tell_after_fork
 
-__all__ = ["Following", "KnownPlan", "Recording", "Staying", "StepPlans", "Turn"]
+__all__ = ["Following", "KnownPlan", "Recording", "Staying", "StepMeasures", "StepPlans", "Turn"]
 
 #: How many plans are remembered: the forwards of one step may differ, of a generator and a discriminator say.
 _MOST_PLANS = 8
@@ -37,6 +40,8 @@ _MOST_DECIDED = 8
 _MOST_IN_VAIN = 4
 #: So many forwards in a row that differ from a plan, and it is forgotten.
 _MOST_MISSES = 3
+#: Of so many steps the median time is told.
+_MEASURED = 15
 
 
 class Following(Protocol):
@@ -119,8 +124,10 @@ class Recording(StepRecorder):
 class KnownPlan:
     """A plan, and what the runs that follow it need of it."""
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, *, is_computed: bool = False) -> None:
         self.plan = plan
+        #: Whether a planner has made it: it says what is to stay, and no recorded one comes in its place.
+        self.is_computed = is_computed
         self.starts = plan.starts()
         #: What stays for its own sake, by number.
         self.staying = [_staying(save) if save.fate is Fate.KEEP and save.owner < 0 else None for save in plan.saves]
@@ -161,19 +168,55 @@ class KnownPlan:
         self.idle.clear()
 
 
+class StepMeasures:
+    """How long the last steps of a device took, and what they took of its memory. Numbers; waits for nothing."""
+
+    def __init__(self, runtime: Runtime, device: torch.device) -> None:
+        self._runtime, self._device = runtime, device
+        self._began: float | None = None
+        self._peak: int | None = None
+        self._seconds: deque[float] = deque(maxlen=_MEASURED)
+
+    def begin(self) -> None:
+        """A forward begins."""
+        memory = self._runtime.memory(self._device)
+        self._peak = None if memory is None else memory.peak
+        self._began = self._now()
+
+    def end(self, outcome: PlanOutcome) -> PlanOutcome:
+        """Its backward has asked for all that it needs; ``outcome`` with what that says."""
+        memory, now = self._runtime.memory(self._device), self._now()
+        if memory is not None and memory.peak is not None and self._peak is not None and memory.peak > self._peak:
+            outcome = replace(outcome, peak_bytes=max(memory.peak, outcome.peak_bytes or 0))
+        if now is not None and self._began is not None:
+            self._seconds.append(now - self._began)
+            outcome = replace(outcome, step_seconds=median(self._seconds))
+        self._began = None
+        return outcome
+
+    def _now(self) -> float | None:
+        runtime = self._runtime
+        return runtime.clock(runtime.current_stream(self._device)) if runtime.knows_time else None
+
+
 class StepPlans:
     """The plans of one device, the latest last. Callers hold the offloader's lock.
 
     Args:
         policy: the config's ``step_plans``.
+        accounts: where misses and what came of a computed plan are counted.
+        measures: what is known of a step of the device.
     """
 
-    def __init__(self, policy: bool | str) -> None:
+    def __init__(self, policy: bool | str, accounts: Accounts, measures: StepMeasures) -> None:
+        self._accounts, self._measures = accounts, measures
         #: After how many forwards that are alike one is recorded, to be followed by the next; ``None``: never.
         self._alike = None if policy is False else 0 if policy is True else _ALIKE - 1
         self._known: list[KnownPlan] = []
         #: What the user has given, until a forward has followed it whole or differed from it.
         self._given: KnownPlan | None = None
+        #: Whether that was, at any time, one that a planner has made.
+        self._follows_computed = False
         #: How many forwards are to be recorded of which it is not known which plan is theirs.
         self._unclear = 0
         #: Where several plans begin alike: how many forwards follow none after the next miss and by now, and whether
@@ -196,7 +239,7 @@ class StepPlans:
         """The slots are the parent's: no run goes on in the child, and what a run gives back serves none there."""
         for known in self._known:
             known.is_forgotten, known.next = True, None
-        self._known = [KnownPlan(known.plan) for known in self._known]
+        self._known = [KnownPlan(known.plan, is_computed=known.is_computed) for known in self._known]
         for run in self.runs:
             run.is_over = True
 
@@ -237,12 +280,12 @@ class StepPlans:
             found = run.release_slots() or found
         return found
 
-    def add(self, plan: StepPlan) -> KnownPlan:
-        """Takes in a plan, in place of what was known of forwards like that."""
+    def add(self, plan: StepPlan, *, is_computed: bool = False) -> KnownPlan:
+        """Takes in a plan, in place of what was known of forwards like that; one that was computed stays."""
         for known in self._known:
-            if known.plan == plan:
+            if known.plan == plan or (known.is_computed and known.plan.is_like(plan)):
                 return known
-        new, others = KnownPlan(plan), []
+        new, others = KnownPlan(plan, is_computed=is_computed), []
         for known in self._known:
             if known.plan.is_like(plan):
                 new.next = known.next
@@ -262,9 +305,15 @@ class StepPlans:
         self._in_vain = 0 if plan is not None else self._in_vain + 1
         recording.turn.settle(None if plan is None else self.add(plan))
 
-    def give(self, plan: StepPlan) -> None:
-        """Takes in a plan that the user has."""
-        self._given = self.add(plan)
+    def give(self, plan: StepPlan, *, is_computed: bool) -> None:
+        """Takes in a plan that the user has, or a planner has made."""
+        self._follows_computed |= is_computed
+        self._given = self.add(plan, is_computed=is_computed)
+
+    def enter(self) -> None:
+        """A forward is about to begin."""
+        if self._follows_computed:
+            self._measures.begin()
 
     def fitting(self, tensor: Tensor, before: Turn | None) -> KnownPlan | None:
         """The plan of a forward whose first save is ``tensor``, if it is known.
@@ -315,7 +364,7 @@ class StepPlans:
     def begin(self, known: KnownPlan) -> bool:
         """A forward is about to follow ``known``; ``False`` if it is to be decided anew, and recorded."""
         known.followed += 1
-        if known.followed % _DECIDE_AGAIN == 0:
+        if known.followed % _DECIDE_AGAIN == 0 and not known.is_computed:
             known.release_idle()  # it takes as much again
             return False
         self._known.remove(known)
@@ -331,9 +380,14 @@ class StepPlans:
         self._next_pause = max(self._next_pause // 2, 1)
         if known is self._given:
             self._given = None
+        counters = self._accounts.counters
+        if known.is_computed and counters.plan is not None:
+            counters.plan = self._measures.end(counters.plan)
 
     def missed(self, known: KnownPlan, what: str) -> None:
         """A forward has differed from ``known`` by ``what``; when several have in a row it is forgotten."""
+        misses = self._accounts.counters.plan_misses
+        misses[what] = misses.get(what, 0) + 1
         known.misses += 1
         self._unclear = _UNCLEAR  # there may be several kinds that begin alike
         nbytes = known.plan.saves[0].nbytes

@@ -25,7 +25,7 @@ from eager_offload.eager.following import Run
 from eager_offload.eager.handles import KeptTensor, SavedStorage, SavedView, StorageRecord, ViewRecord
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.ownership import own_until_taken
-from eager_offload.eager.plans import KnownPlan, Recording, StepPlans, Turn
+from eager_offload.eager.plans import KnownPlan, Recording, StepMeasures, StepPlans, Turn
 from eager_offload.eager.reloading import Reloading
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import State, Transfer
@@ -70,7 +70,7 @@ class SavedTensors:
         self.offloader = offloader
         self.device, self._runtime, self._accounts = offloader.device, offloader.runtime, offloader.accounts
         self._offloading = Offloading(offloader)
-        self.plans = StepPlans(config.step_plans)
+        self.plans = StepPlans(config.step_plans, self._accounts, StepMeasures(self._runtime, self.device))
         budget, keep = config.device_budget, config.delay_bytes
         #: What bounds the device; ``None`` for nothing.
         self.budget = None if budget is None else DeviceBudget(offloader, budget, keep)
@@ -105,6 +105,7 @@ class SavedTensors:
     def begin_forward(self, queue: ResidentQueue) -> None:
         """A forward begins on the thread of ``queue``: a budget says how many of the newest bytes stay in it."""
         offloader, budget = self.offloader, self.budget
+        self.plans.enter()
         if budget is None or offloader.is_crashed or offloader.is_capturing():
             return
         with offloader.lock, offloader.crashing():

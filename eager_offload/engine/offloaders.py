@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -128,7 +129,9 @@ class Offloaders:
         """Starts counting anew, with the peaks at what is held now."""
         with self._accounts.lock:
             self.snapshot_peaks()  # what was written so far is not counted any more
-            counters = self._accounts.counters = Counters(self._accounts.counters.live)
+            before = self._accounts.counters
+            plan = None if before.plan is None else replace(before.plan, peak_bytes=None, step_seconds=None)
+            counters = self._accounts.counters = Counters(before.live, plan)
             counters.note_resident(sum(offloader.resident_bytes for offloader in self.all()))
             counters.inflight_bytes_peak = max((offloader.inflight_bytes for offloader in self.all()), default=0)
             for tier in self.tiers():

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eager_offload.config import size_text
+from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine
-from eager_offload.plan.predict import Moves, Prediction, Problem
+from eager_offload.plan.decide import Outcome, RehearsedSolver
+from eager_offload.plan.draft import Rehearsal, draft
+from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.program import Ask, Op, Program, Save, Storage, kind_of
-from eager_offload.plan.solve import Decision, Solver
 from eager_offload.stats import KeepReason
+from eager_offload.step_plan import ComputedPlan, Fate, StepPlan
 
 __all__ = ["POLICIES", "Plan", "Point"]
 
@@ -49,11 +51,12 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(ComputedPlan):
     """What a step of a model is to move on a device, and what comes of it; :func:`eager_offload.plan` makes one.
 
-    ``print`` shows it: whether it fits, its peak, its time, and what is moved of each kind of module. All of it is
-    predicted, by arithmetic on shapes: nothing was run. Sizes are bytes, times seconds.
+    ``print`` shows it: whether it fits, its peak, its time, and what is moved of each kind of module. The model was not
+    run: its step was traced, and the library itself was rehearsed with it on a simulated device, whose peak and time
+    these are. ``Offload(plan=plan)`` does the same in training. Sizes are bytes, times seconds.
     """
 
     model: str
@@ -68,6 +71,25 @@ class Plan:
     """The step as numbers."""
     moves: Moves
     """For each storage that may move, whether it does."""
+    config: OffloadConfig
+    """The settings of the ``Offload`` that follows it."""
+    rehearsal: Rehearsal | None
+    """What came of it in rehearsal; ``None`` where no step plan can say what this model does. Then peak and time are
+    worked out from the order of transfers alone."""
+
+    @cached_property
+    def step_plans(self) -> tuple[StepPlan, ...]:
+        """What ``Offload(plan=...)`` follows from the first step on; empty where no step plan can say it: backward runs
+        inside of forward, or twice, or tensors are marked by ``eo.keep`` or ``eo.prefer_offload``."""
+        drafted = None if self.rehearsal is None else draft(self.problem, self.moves)
+        if drafted is None or self.rehearsal is None:
+            return ()
+        program, released = self.problem.program, self.rehearsal.released
+        saves = (
+            replace(save, release=released[program.saves[number].storage]) if save.fate is Fate.OFFLOAD else save
+            for number, save in enumerate(drafted.saves)
+        )
+        return (replace(drafted, saves=tuple(saves)),)
 
     @property
     def fits(self) -> bool:
@@ -78,12 +100,12 @@ class Plan:
     def peak_bytes(self) -> int:
         """Of parameters, gradients, inputs, activations and what is on its way, at most. Optimizer states count where
         they were named; memory that kernels take for themselves, and what an allocator cannot hand out, do not."""
-        return self._prediction.peak_bytes
+        return self._outcome.peak_bytes
 
     @property
     def step_seconds(self) -> float:
         """Forward and backward, with what compute waits for transfers."""
-        return self._prediction.step_seconds
+        return self._outcome.step_seconds
 
     @property
     def compute_seconds(self) -> float:
@@ -98,7 +120,8 @@ class Plan:
     @property
     def moved_bytes(self) -> int:
         """That leave the device in forward, and come back in backward."""
-        return self._prediction.moved_bytes
+        storages = self.problem.program.storages
+        return sum(storages[number].moved_bytes for number in self._returning)
 
     @property
     def kept_bytes(self) -> int:
@@ -109,7 +132,7 @@ class Plan:
     @property
     def least_budget(self) -> int:
         """The least ``device_budget`` that a plan fits."""
-        return self._solver.least.prediction.peak_bytes
+        return self._solver.least.peak_bytes
 
     def front(self, points: int = 16) -> list[Point]:
         """The best plans for budgets from ``least_budget`` to where nothing has to move, in that order.
@@ -122,17 +145,17 @@ class Plan:
         """
         if type(points) is not int or points < 2:
             raise ConfigError(f"points={points!r} is not accepted: points takes a whole number, 2 or more")
-        nothing = self.problem.predict((False,) * len(self.moves))
+        nothing = self._solver.of((False,) * len(self.moves))
         low, high = self.least_budget, max(nothing.peak_bytes, self.least_budget)
         found: list[Point] = []
-        best: Decision | None = None
+        best: Outcome | None = None
         for step in range(points):
             budget = low + (high - low) * step // (points - 1)
-            decision = self._solver.within(budget)
-            if best is not None and best.prediction.step_seconds <= decision.prediction.step_seconds:
-                decision = best  # what fits less fits here
-            best = decision
-            found.append(Point(budget, decision.prediction.peak_bytes, decision.prediction.step_seconds))
+            outcome = self._solver.within(budget)
+            if best is not None and best.step_seconds <= outcome.step_seconds:
+                outcome = best  # what fits less fits here
+            best = outcome
+            found.append(Point(budget, outcome.peak_bytes, outcome.step_seconds))
         return found
 
     def rows(self) -> list[Row]:
@@ -146,16 +169,22 @@ class Plan:
         return sorted(found.values(), key=lambda row: (-row.kept_bytes - row.moved_bytes, row.kind))
 
     @cached_property
-    def _prediction(self) -> Prediction:
-        return self.problem.predict(self.moves)
+    def _outcome(self) -> Outcome:
+        """What comes of it."""
+        if (rehearsal := self.rehearsal) is not None:
+            return Outcome(self.moves, rehearsal.step_seconds, rehearsal.peak_bytes, rehearsal)
+        predicted = self.problem.predict(self.moves)
+        return Outcome(self.moves, predicted.step_seconds, predicted.peak_bytes, None)
 
     @cached_property
     def _returning(self) -> frozenset[int]:
+        if self.rehearsal is not None:
+            return frozenset(self.rehearsal.returning)
         return self.problem.returning(self.moves)
 
     @cached_property
-    def _solver(self) -> Solver:
-        return Solver(self.problem)
+    def _solver(self) -> RehearsedSolver:
+        return RehearsedSolver(self.problem, self.machine.launch_seconds)
 
     # -- for a reader -------------------------------------------------------------------------------------------------
 
@@ -222,6 +251,8 @@ class Plan:
             "max_inflight_bytes": problem.window,
             "prefetch_bytes": problem.ahead,
             "moves": [int(one) for one in self.moves],
+            "config": self.config.to_text(),
+            "rehearsal": self.rehearsal,
             "program": asdict(problem.program),
         }
         Path(path).write_text(json.dumps(content, separators=(",", ":")), "utf-8")
@@ -256,8 +287,14 @@ class Plan:
         moves = tuple(bool(_whole(one)) for one in content["moves"])
         if len(moves) != len(program.storages):
             raise ValueError(f"{len(moves)} decisions on {len(program.storages)} storages")
-        budget = _whole(content["device_budget"])
-        return cls(str(content["model"]), machine, budget, content["policy"], problem, moves)
+        budget, config = _whole(content["device_budget"]), OffloadConfig.from_text(content["config"])
+        rehearsal = content["rehearsal"]
+        if rehearsal is not None:
+            rehearsal = _rehearsal(rehearsal, len(program.storages))
+        found = cls(str(content["model"]), machine, budget, content["policy"], problem, moves, config, rehearsal)
+        if rehearsal is not None and not found.step_plans:
+            raise ValueError("it was rehearsed, and there is no step plan")
+        return found
 
 
 def _seconds(value: float) -> str:
@@ -270,6 +307,34 @@ def _whole(value: object) -> int:
     return value
 
 
+def _save(content: Sequence[Any]) -> Save:
+    nbytes, requires_grad, reason, storage, storage_nbytes, op, node, is_alive = content
+    return Save(
+        _whole(nbytes),
+        bool(requires_grad),
+        None if reason is None else KeepReason(reason),
+        int(storage),
+        _whole(storage_nbytes),
+        _whole(op),
+        _whole(node),
+        bool(is_alive),
+    )
+
+
+def _rehearsal(content: Sequence[Any], storages: int) -> Rehearsal:
+    """The rehearsal of a file.
+
+    Raises:
+        ValueError: its numbers do not fit together.
+    """
+    seconds, peak, returning, released = content
+    fits = type(seconds) in (int, float) and seconds >= 0 and len(released) == storages
+    fits = fits and all(type(one) is int and one >= -1 for one in released)
+    if not fits or any(_whole(one) >= storages for one in returning):
+        raise ValueError("the numbers of its rehearsal do not fit together")
+    return Rehearsal(float(seconds), _whole(peak), tuple(returning), tuple(released))
+
+
 def _program(content: Mapping[str, Any]) -> Program:
     """The program of a file.
 
@@ -278,10 +343,7 @@ def _program(content: Mapping[str, Any]) -> Program:
     """
     modules = tuple(map(str, content["modules"]))
     ops = tuple(Op(str(one[0]), _whole(one[1]), _whole(one[2]), _whole(one[3]), bool(one[4])) for one in content["ops"])
-    saves = tuple(
-        Save(_whole(one[0]), bool(one[1]), None if one[2] is None else KeepReason(one[2]), int(one[3]))
-        for one in content["saves"]
-    )
+    saves = tuple(_save(one) for one in content["saves"])
     asks = tuple(Ask(*map(_whole, one)) for one in content["asks"])
     storages = tuple(Storage(*map(_whole, one)) for one in content["storages"])
     other_bytes = tuple(map(_whole, content["other_bytes"]))
@@ -290,7 +352,9 @@ def _program(content: Mapping[str, Any]) -> Program:
     fits = fits and all(
         number < len(modules) for number in [*(op.module for op in ops), *(one.module for one in storages)]
     )
-    fits = fits and all(-1 <= save.storage < len(storages) for save in saves)
+    fits = fits and all(-1 <= save.storage < len(storages) and save.op <= count for save in saves)
+    fits = fits and [save.op for save in saves] == sorted(save.op for save in saves)
+    fits = fits and [ask.op for ask in asks] == sorted(ask.op for ask in asks)
     fits = fits and all(ask.save < len(saves) and ask.op <= count for ask in asks)
     for one in storages:
         fits = fits and one.made <= one.saved <= forward <= one.asked < one.dropped <= max(count, one.asked + 1)

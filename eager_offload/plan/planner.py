@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError
-from eager_offload.machine import MACHINES, Machine
+from eager_offload.machine import LAUNCH_SECONDS, MACHINES, Machine
+from eager_offload.plan.decide import RehearsedSolver
 from eager_offload.plan.plan import POLICIES, Plan
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import Program
-from eager_offload.plan.solve import Solver
 
 __all__ = ["here", "plan"]
 
@@ -56,7 +56,8 @@ def plan(
         policy: ``"least"``: the least movement that fits the budget, where compute waits as little as can be;
             ``"free"``: only what the link hides; ``"max"``: all that may move.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
-            ``prefetch_bytes`` and ``skip`` are heeded. As for :class:`Offload`.
+            ``prefetch_bytes`` and ``skip`` are heeded, and ``device_budget`` where that is not given here. As for
+            :class:`Offload`, which has all of them from ``plan=...``.
 
     Returns:
         The plan. Where nothing fits, its ``fits`` is false.
@@ -71,7 +72,10 @@ def plan(
         raise ConfigError(f"model={type(model).__name__} is not accepted: model takes a torch.nn.Module")
     if policy not in POLICIES:
         raise ConfigError(f"policy={policy!r} is not accepted: policy takes {_or(POLICIES)}")
-    settings = OffloadConfig.from_given(config, {})
+    given = OffloadConfig.from_given(config, {})
+    settings = replace(given, device_budget=None)
+    if device_budget is None and isinstance(given.device_budget, int):
+        device_budget = given.device_budget
     budget = None if device_budget is None else parse_size(device_budget, "device_budget")
     standing = parse_size(optimizer_bytes, "optimizer_bytes")
     machine = _machine(device, settings)
@@ -94,9 +98,9 @@ def _solved(name: str, machine: Machine, budget: int, policy: str, program: Prog
         settings.size("max_inflight_bytes"),
         settings.size("prefetch_bytes"),
     )
-    solver = Solver(problem)
-    decision = solver.within(budget) if policy == "least" else solver.free() if policy == "free" else solver.all()
-    return Plan(name, machine, budget, policy, problem, decision.moves)
+    solver = RehearsedSolver(problem, machine.launch_seconds)
+    found = solver.within(budget) if policy == "least" else solver.free() if policy == "free" else solver.all()
+    return Plan(name, machine, budget, policy, problem, found.moves, settings, found.rehearsal)
 
 
 def _machine(device: str | Machine, settings: OffloadConfig) -> Machine:
@@ -138,7 +142,14 @@ def here(settings: OffloadConfig) -> Machine:
     else:
         runtime = host_runtime() if accelerator is None else accelerator_runtime()
         out, back = (runtime.bandwidth(device, direction) for direction in (Direction.OUT, Direction.IN))
-    return replace(machine_of(device), name=f"here ({device})", out=out, back=back, memory_bytes=memory_bytes)
+    return replace(
+        machine_of(device),
+        name=f"here ({device})",
+        out=out,
+        back=back,
+        memory_bytes=memory_bytes,
+        launch_seconds=0.0 if accelerator is None else LAUNCH_SECONDS,
+    )
 
 
 def _or(names: tuple[str, ...]) -> str:

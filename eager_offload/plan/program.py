@@ -42,6 +42,14 @@ class Save(NamedTuple):
     """Why it stays, whatever is decided; ``None`` for one that may move."""
     storage: int
     """The number of its storage among those that may move; -1 where it is none of them."""
+    storage_nbytes: int = 0
+    """Bytes of its storage, of whichever kind."""
+    op: int = 0
+    """The operator that comes next."""
+    node: int = 0
+    """The number of the autograd node that saves it: what one operator saves has one."""
+    is_alive: bool = False
+    """Whether somebody holds its storage, whole, when backward asks for it, so that to move it frees nothing."""
 
 
 class Ask(NamedTuple):

@@ -65,6 +65,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._inside = [0]
         #: The modules whose operators made the autograd nodes with these numbers.
         self._of_nodes: dict[int, int] = {}
+        #: Those that have saved something, by autograd's number, in order.
+        self._nodes: dict[int, int] = {}
         self._is_backward = False
         #: Operators that other operators are made of, and those of the recorder itself, are not counted.
         self._depth = 0
@@ -200,8 +202,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if reason is None and (block is None or block.nbytes % tensor.itemsize or tensor.is_conj() or tensor.is_neg()):
             reason = KeepReason.LAYOUT
         goes_along = reason is KeepReason.SMALL and block is not None and block.saved is not None and tensor.numel() > 0
-        number = len(self._saves)
-        self._saves.append((Save(tensor.nbytes, tensor.requires_grad, None if goes_along else reason, -1), block))
+        number, stays = len(self._saves), None if goes_along else reason
+        whole = tensor.nbytes if block is None and reason is KeepReason.LAYOUT else tensor.untyped_storage().nbytes()
+        self._nodes.setdefault(autograd_sequence(), len(self._nodes))
+        node = self._nodes[autograd_sequence()]
+        self._saves.append((Save(tensor.nbytes, tensor.requires_grad, stays, -1, whole, op, node), block))
         if block is None or not (goes_along or reason is None):
             with _as_it_is(tensor):
                 return _Kept(tensor if tensor.is_leaf else tensor.detach(), number)
@@ -230,11 +235,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._blocks.note_deaths(len(self._ops))
         numbers, storages, other_bytes = self._blocks.result(len(self._ops))
         saves = tuple(
-            save if save.reason is not None else save._replace(storage=-1 if block is None else numbers.get(block, -1))
+            save if save.reason is not None or block is None else _of_block(save, block, numbers.get(block, -1))
             for save, block in self._saves
         )
         modules = tuple(self._modules)
         return Program(modules, tuple(self._ops), self._forward_ops, saves, tuple(self._asks), storages, other_bytes)
+
+
+def _of_block(save: Save, block: Block, number: int) -> Save:
+    """A save that may move by its kind; ``number`` is -1 where its storage does not."""
+    is_alive = number < 0 and block.asked is not None and None in block.moved
+    return save._replace(storage=number, is_alive=is_alive)
 
 
 def _as_it_is(tensor: Tensor) -> AbstractContextManager[object]:

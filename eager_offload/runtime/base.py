@@ -100,6 +100,8 @@ class Runtime(abc.ABC):
     holds_copies_back: ClassVar[bool] = False
     #: Whether streams of such a device may be captured into graphs, so that ``is_capturing`` has to be asked.
     can_capture: ClassVar[bool] = False
+    #: Whether ``clock`` tells when a stream comes to what is enqueued next.
+    knows_time: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Event, object]] = deque()

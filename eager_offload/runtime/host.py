@@ -54,6 +54,7 @@ class HostRuntime(Runtime):
     tensor, and a ``cast`` is a call too.
     """
 
+    knows_time = True
     copies_hold_their_ends = True  # the thread has them until it is done
 
     def __init__(self) -> None:

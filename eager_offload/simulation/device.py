@@ -96,6 +96,8 @@ class SimulatedDevice(Runtime):
     loop that polls never ends.
     """
 
+    knows_time = True
+
     def __init__(
         self,
         *,
@@ -104,6 +106,7 @@ class SimulatedDevice(Runtime):
         in_bandwidth: float = 2.5e8,
         launch_seconds: float = 1e-6,
         at_once: bool = False,
+        host_waits: bool = False,
         jitter: float = 0.0,
         seed: int = 0,
     ) -> None:
@@ -113,6 +116,7 @@ class SimulatedDevice(Runtime):
             out_bandwidth, in_bandwidth: bytes a second from the device, and to it.
             launch_seconds: what each call costs the host.
             at_once: carry copies out when they are enqueued, not as late as possible.
+            host_waits: the host waits for each operator, as where it computes itself.
             jitter: every operator takes its time multiplied by a number from ``1 - jitter`` to ``1 + jitter``.
             seed: of that number.
         """
@@ -127,6 +131,7 @@ class SimulatedDevice(Runtime):
         self.faults: list[Violation] = []
         self._bandwidths = {Direction.OUT: out_bandwidth, Direction.IN: in_bandwidth}
         self._at_once = at_once
+        self._host_waits = host_waits
         self._jitter = jitter
         self._random = random.Random(seed)
         self._lock = threading.RLock()
@@ -163,6 +168,8 @@ class SimulatedDevice(Runtime):
         with self._lock:
             self._launch()
             self._occupy(stream, seconds, what, nbytes)
+            if self._host_waits:
+                self.now = max(self.now, stream.tail)
 
     def synchronize_all(self) -> None:
         """Carries out all that is pending and waits for it. Failed transfers stay with their events."""
@@ -237,6 +244,8 @@ class SimulatedDevice(Runtime):
             if stream.is_transfer:
                 stream.push(event)
             else:
+                if self._host_waits:
+                    self.now = max(self.now, event.time)
                 self._carry_out(event.stream, event.position)
                 event.raise_failure()
 

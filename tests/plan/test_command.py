@@ -48,7 +48,8 @@ def test_the_front_is_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> Non
     told = json.loads(capsys.readouterr().out)
     assert len(told["front"]) == 8
     assert told["front"][0]["budget"] == told["least_budget"]
-    assert told["front"][-1]["step_seconds"] == told["step_seconds"] == told["compute_seconds"]
+    assert told["front"][-1]["step_seconds"] == told["step_seconds"]
+    assert told["step_seconds"] == pytest.approx(told["compute_seconds"], rel=1e-3), "and the host's first call"
 
 
 def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,8 +46,8 @@ def test_a_budget_is_held_by_the_least_movement(everything_fits: eo.Plan) -> Non
     assert plan.fits
     assert plan.peak_bytes <= budget
     assert 0 < plan.moved_bytes < everything.moved_bytes
-    assert plan.moved_bytes + plan.kept_bytes == everything.moved_bytes
-    assert everything.kept_bytes == 0
+    assert plan.moved_bytes + plan.kept_bytes == everything.moved_bytes + everything.kept_bytes
+    assert everything.kept_bytes < everything.moved_bytes / 16, "what backward asks for before its copy is over"
     assert plan.floor_seconds <= plan.step_seconds
     exact = eo.plan(model, x, device=slow(), device_budget=plan.least_budget, config=CONFIG)
     assert exact.fits
@@ -139,6 +139,15 @@ def _set(*path: Any, to: Any) -> Callable[[Any], None]:
         _set("program", "asks", 0, 0, to=10**6),
         _set("program", "ops", 0, 1, to=10**6),
         _set("program", "other_bytes", to=[1]),
+        _set("program", "saves", 0, 5, to=10**6),
+        _set("program", "saves", 0, to=[1, True, None, -1]),
+        _set("config", to='{"min_byte": 1}'),
+        _set("rehearsal", to=[1.0]),
+        _set("rehearsal", 0, to="soon"),
+        _set("rehearsal", 1, to=-1),
+        _set("rehearsal", 2, to=[10**6]),
+        _set("rehearsal", 3, to=[]),
+        _set("program", "asks", to=[]),
     ],
 )
 def test_a_file_with_other_numbers_is_an_error(
@@ -201,11 +210,6 @@ def test_a_function_is_no_model_and_a_wrapper_of_processes_says_so() -> None:
         eo.plan(nn.Linear(2, 2), torch.eye(2).to_sparse(), device="h200")
 
 
-def test_an_offload_takes_no_plan_of_this_kind(everything_fits: eo.Plan) -> None:
-    with pytest.raises(eo.ConfigError, match="plan takes a StepPlan"):
-        eo.Offload(plan=everything_fits)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("field", ["flops", "single_flops", "memory", "out", "back", "memory_bytes", "launch_seconds"])
 def test_a_machine_with_a_rate_below_nothing_is_an_error(field: str) -> None:
     for value in (-1, float("nan"), "fast"):
@@ -257,7 +261,7 @@ def hidden_share(tokens: int, layers: int, window: int) -> tuple[float, float]:
     device = eo.Machine("ratio", ratio * 52e9, ratio * 52e9, 1e18, 52e9, 52e9, 1 << 50)
     config = {"max_inflight_bytes": window, "prefetch_bytes": window}
     plan = eo.plan(model, x, device=device, policy="free", config=config)
-    assert plan.step_seconds == pytest.approx(plan.compute_seconds)
+    assert plan.step_seconds == pytest.approx(plan.compute_seconds, rel=1e-3)
     program = plan.problem.program
     flops = 2 * (2 * width**2 + 2 * width * shared + 3 * width * inner) + 2 * tokens * width
     nbytes = 12 * width + 4 * shared + 8 * inner

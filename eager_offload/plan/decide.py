@@ -1,0 +1,78 @@
+"""Which decision is given out: the solver's, once the library has rehearsed it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from eager_offload.plan.draft import Rehearsal, draft
+from eager_offload.plan.predict import Moves, Problem
+from eager_offload.plan.solve import Solver
+
+__all__ = ["Outcome", "RehearsedSolver"]
+
+#: So many times a decision is made anew that does not keep to its budget in rehearsal.
+_REVISIONS = 4
+
+
+class Outcome(NamedTuple):
+    """A decision, and what comes of it: in rehearsal, or where there was none by arithmetic."""
+
+    moves: Moves
+    step_seconds: float
+    peak_bytes: int
+    rehearsal: Rehearsal | None
+
+
+class RehearsedSolver:
+    """A solver whose decisions are rehearsed before they are given out, and revised where they do not hold.
+
+    Args:
+        launch_seconds: as for ``rehearse``.
+    """
+
+    def __init__(self, problem: Problem, launch_seconds: float) -> None:
+        self.problem, self._launch_seconds = problem, launch_seconds
+        self._solver = Solver(problem)
+        self._known: dict[Moves, Outcome] = {}
+
+    def within(self, budget: int) -> Outcome:
+        """The fastest that is known whose peak is at most ``budget``; where there is none, that of the least peak."""
+        aim = budget
+        for _ in range(1 + _REVISIONS):
+            decision = self._solver.within(aim)
+            found = self.of(decision.moves)
+            if (over := found.peak_bytes - budget) <= 0:
+                return found
+            aim = min(decision.prediction.peak_bytes, aim) - over
+        return self.least
+
+    def free(self) -> Outcome:
+        """That which moves most of those in which compute never waits, by arithmetic."""
+        return self.of(self._solver.free().moves)
+
+    def all(self) -> Outcome:
+        """Everything moves that may."""
+        return self.of(self._solver.all().moves)
+
+    @cached_property
+    def least(self) -> Outcome:
+        """That of the least peak that is known."""
+        return min(self.of(self._solver.least.moves), self.all(), key=lambda one: (one.peak_bytes, one.step_seconds))
+
+    def of(self, moves: Moves) -> Outcome:
+        """What comes of a decision."""
+        found = self._known.get(moves)
+        if found is None:
+            found = self._known[moves] = self._rehearsed(moves)
+        return found
+
+    def _rehearsed(self, moves: Moves) -> Outcome:
+        from eager_offload.plan.rehearse import rehearse  # it brings in the simulation
+
+        plan = draft(self.problem, moves)
+        rehearsal = None if plan is None else rehearse(self.problem, plan, self._launch_seconds)
+        if rehearsal is not None:
+            return Outcome(moves, rehearsal.step_seconds, rehearsal.peak_bytes, rehearsal)
+        predicted = self.problem.predict(moves)
+        return Outcome(moves, predicted.step_seconds, predicted.peak_bytes, None)

@@ -1,0 +1,138 @@
+"""From a decision to the step plan that carries it out: the library's own schedule, on numbers.
+
+[Note: the same schedule]
+What becomes of each save, when its copy starts and which unpack brings what back is worked out by what does so in
+training: ``ResidentQueue``, ``PrefetchOrder`` and ``StepRecorder``, which hold numbers only. They are told what a
+program says instead of what autograd does. A storage that is to stay weighs nothing in the prefetch order: the room of
+``prefetch_bytes`` is for what comes back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from eager_offload.errors import ConfigError
+from eager_offload.plan.predict import Moves, Problem
+from eager_offload.plan.program import Save, Storage
+from eager_offload.schedule import PrefetchOrder, ResidentQueue
+from eager_offload.stats import KeepReason
+from eager_offload.step_plan import StepPlan, StepRecorder
+
+__all__ = ["Rehearsal", "draft"]
+
+#: Reasons that a step plan can give: the others are looked at in each step.
+_FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.SMALL})
+
+
+class Rehearsal(NamedTuple):
+    """What came of a step plan that the library has followed on a simulated device: see ``rehearse.py``."""
+
+    step_seconds: float
+    peak_bytes: int
+    returning: tuple[int, ...]
+    """The numbers of the storages that went out and came back, in order."""
+    released: tuple[int, ...]
+    """For each storage the save before which its memory had gone; -1 where that was later than the last."""
+
+
+def draft(problem: Problem, moves: Moves) -> StepPlan | None:
+    """What a forward and its backward do where those storages move; ``None`` where no step plan can say it."""
+    program = problem.program
+    if any(ask.op < program.forward_ops for ask in program.asks):
+        return None  # a backward inside of forward
+    plan = _Draft(problem, moves).plan()
+    if plan is None:
+        return None
+    try:
+        plan.check()
+    except ConfigError:  # a graph that is asked twice, or one that asks for what it has not saved
+        return None
+    return plan
+
+
+class _Draft:
+    """One step on its way. The recorder's name of a followed save is its number, and that of a storage its first."""
+
+    def __init__(self, problem: Problem, moves: Moves) -> None:
+        self._program, self._moves = problem.program, moves
+        self._recorder, self._queue = StepRecorder(), ResidentQueue(0)
+        self._order = PrefetchOrder(problem.ahead)
+        #: By storage, its first and its last save.
+        self._first: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        for number, save in enumerate(self._program.saves):
+            if self._is_followed(save):
+                self._first.setdefault(save.storage, number)
+                self._last[save.storage] = number
+
+    def plan(self) -> StepPlan | None:
+        for number, save in enumerate(self._program.saves):
+            self._save(number, save)
+        self._start_due(None)
+        self._ask()
+        return self._recorder.plan()
+
+    def _is_followed(self, save: Save) -> bool:
+        """Whether the storage of a save stays or leaves as the decision says: it does as a whole."""
+        return save.storage >= 0 and _is_whole(self._program.storages[save.storage])
+
+    def _save(self, number: int, save: Save) -> None:
+        recorder = self._recorder
+        if not self._is_followed(save):
+            if save.storage >= 0:
+                self._start_due(save.node)  # a part leaves by itself, by the rules of an unknown step
+            recorder.keep(save.nbytes, save.requires_grad, _reason(save), save.storage_nbytes)
+            return
+        first, last = self._first[save.storage], self._last[save.storage]
+        storage, moves = self._program.storages[save.storage], self._moves[save.storage]
+        nbytes = storage.nbytes if number == first else 0
+        if number != first:
+            if first in self._queue:
+                self._queue.postpone(first, save.node)
+                self._queue.saved_again(first, number)
+        else:
+            if moves:
+                self._queue.push(
+                    first, storage.nbytes, save.node, urgent=True, last_save=last if last > first else None
+                )
+            self._start_due(save.node)
+        recorder.take(number, first, save.nbytes, save.requires_grad, nbytes, nbytes)
+        self._order.add(number, first, storage.nbytes if moves else 0, 0)
+
+    def _start_due(self, node: int | None) -> None:
+        while (first := self._queue.due(node)) is not None:
+            self._queue.discard(first)
+            self._recorder.started(first)
+
+    def _ask(self) -> None:
+        """Backward. The handles of a node go when the next one begins."""
+        saves, order = self._program.saves, self._order
+        asks = [ask.save for ask in self._program.asks if self._is_followed(saves[ask.save])]
+        order.arrange(0, asks)
+        asked: list[int] = []
+        for number in asks:
+            save = saves[number]
+            if asked and saves[asked[-1]].node != save.node:
+                for gone in asked:
+                    order.remove(gone)
+                asked = []
+            first = self._first[save.storage]
+            looked = order.unpacked(number)
+            bring = [one for one in looked.bring if self._moves[saves[one].storage]]
+            kept = None if self._moves[save.storage] else KeepReason.NEWEST
+            self._recorder.asked(number, first, bring, looked.drop, order.holds(first), kept)
+            if number not in asked:
+                asked.append(number)
+
+
+def _is_whole(storage: Storage) -> bool:
+    return storage.moved_bytes == storage.nbytes
+
+
+def _reason(save: Save) -> KeepReason | None:
+    """Why a save stays in each step like this one; ``None`` where that is decided anew in each."""
+    if save.is_alive:
+        return KeepReason.ALIVE
+    # A small part of a storage may be one of what leaves, in another step.
+    is_known = save.reason in _FOLLOWED and (save.reason is not KeepReason.SMALL or save.storage_nbytes == save.nbytes)
+    return save.reason if is_known else None

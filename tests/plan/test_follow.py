@@ -1,0 +1,267 @@
+"""``Offload(plan=eo.plan(...))``: followed from the first step on; a plan that does not fit changes no bit."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import eager_offload as eo
+from eager_offload.runtime.base import DeviceMemory
+from eager_offload.stats import PlanOutcome
+from eager_offload.step_plan import Fate
+from tests.hazards.programs import assert_identical
+from tests.plan.on_stage import Stage, gradients
+from tests.plan.programs import Stack, slow, wide
+from tests.sampling import search
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
+
+
+@pytest.fixture(scope="module")
+def half() -> eo.Plan:
+    """One in which about half of all that may move does."""
+    model, x = wide()
+    most = eo.plan(model, x, device=slow(), config=CONFIG)
+    plan = eo.plan(model, x, device=slow(), device_budget=(most.peak_bytes + most.least_budget) // 2, config=CONFIG)
+    fates = {save.fate for save in plan.step_plans[0].saves}
+    assert fates == {Fate.KEEP, Fate.SHARE, Fate.OFFLOAD}
+    return plan
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return wide()[0]
+
+
+def train(model: nn.Module, offload: eo.Offload | None, seed: int, rows: int = 256) -> list[Tensor]:
+    torch.manual_seed(seed)
+    x = torch.randn(rows, 32)
+    return gradients(model, lambda: model(x), offload)
+
+
+def on_disk(path: Path, **fields: Any) -> eo.Offload:
+    return eo.Offload(tier="disk", disk_path=path, **fields)
+
+
+# -- one that fits -----------------------------------------------------------------------------------------------------
+
+
+def test_every_step_follows_it_from_the_first_one_on(half: eo.Plan, model: nn.Module, tmp_path: Path) -> None:
+    (step_plan,) = half.step_plans
+    offload = eo.Offload(half.config, tier="disk", disk_path=tmp_path, plan=half)
+    for seed in range(20):  # and none is decided anew
+        assert_identical(train(model, None, seed), train(model, offload, seed))
+    stats = offload.stats(synchronize=True)
+    assert (stats.followed_forwards, stats.plan_misses) == (20, {})
+    assert offload.step_plan() == step_plan
+    assert stats.bytes_out == 20 * sum(step_plan.slots) > 0, "what is to leave, and nothing else"
+    assert stats.offloaded_bytes + stats.kept_bytes["newest"] > 0
+    offload.close()
+
+
+def test_a_plan_that_was_loaded_is_followed_too(half: eo.Plan, model: nn.Module, tmp_path: Path) -> None:
+    half.save(tmp_path / "plan.json")
+    offload = on_disk(tmp_path, plan=eo.Plan.load(tmp_path / "plan.json"))
+    assert offload.config.min_bytes == 1 << 10, "its settings"
+    assert_identical(train(model, None, 0), train(model, offload, 0))
+    assert offload.stats().followed_forwards == 1
+    assert offload.stats(synchronize=True).bytes_out == sum(half.step_plans[0].slots)
+    offload.close()
+
+
+def test_where_nothing_has_to_move_nothing_does_and_nobody_is_warned(model: nn.Module, tmp_path: Path) -> None:
+    plan = eo.plan(model, wide()[1], device=slow(), config=CONFIG)
+    offload = on_disk(tmp_path, plan=plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(5):
+            assert_identical(train(model, None, seed), train(model, offload, seed))
+        offload.close()
+    stats = offload.stats()
+    assert (stats.followed_forwards, stats.plan_misses, stats.bytes_out) == (5, {}, 0)
+
+
+def test_a_step_that_differs_in_between_leaves_the_plan_in_force(
+    half: eo.Plan, model: nn.Module, tmp_path: Path
+) -> None:
+    """The last batch of an epoch is a smaller one; what was recorded meanwhile does not take the plan's place."""
+    offload, followed = on_disk(tmp_path, plan=half, step_plans=True), 0
+    for epoch in range(4):
+        for seed, rows in enumerate([256] * 8 + [128]):
+            expected = train(model, None, 10 * epoch + seed, rows)
+            assert_identical(expected, train(model, offload, 10 * epoch + seed, rows))
+        now = offload.step_plan()
+        followed = offload.stats().followed_forwards
+        assert now is not None
+    assert_identical(train(model, None, 99), train(model, offload, 99))
+    assert offload.stats().followed_forwards > followed
+    assert offload.step_plan() == half.step_plans[0]
+    assert offload.stats().bytes_out > 0
+    offload.close()
+
+
+# -- what came of it ---------------------------------------------------------------------------------------------------
+
+
+def test_stats_have_what_was_predicted_beside_what_was_measured(half: eo.Plan, tmp_path: Path) -> None:
+    model, x = wide()
+    stage = Stage(slow())
+    offload = stage.offload(plan=half)
+    predicted = PlanOutcome(half.peak_bytes, half.step_seconds)
+    assert offload.stats().plan == predicted, "nothing was measured"
+    assert "planned    a peak of" in str(offload.stats())
+    for _ in range(3):
+        step = stage.step(offload, model, x, lambda: model(x))
+    found = offload.stats()
+    assert found.plan is not None
+    assert found.plan.peak_bytes is None, "the simulated device remembers no peak"
+    assert found.plan.step_seconds == pytest.approx(step.seconds, rel=0.05)
+    assert f"measured {found.plan.step_seconds:,.4g} s" in str(found)
+    assert eo.OffloadStats(**found.to_dict()) == found
+    offload.reset_stats()
+    assert offload.stats().plan == predicted
+    assert eo.Offload().stats().plan is None
+
+
+def test_the_peak_is_that_of_the_allocator_where_one_remembers_it(
+    half: eo.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = wide()
+    stage, peaks = Stage(slow()), iter([100, 700, 700, 700, 700, 900, 900, 900])
+    monkeypatch.setattr(stage.runtime, "memory", lambda device: DeviceMemory(50, next(peaks)))
+    offload, found = stage.offload(plan=half), []
+    for _ in range(4):
+        stage.step(offload, model, x, lambda: model(x))
+        plan = offload.stats().plan
+        assert plan is not None
+        found.append(plan.peak_bytes)
+    assert found == [700, 700, 900, 900]
+
+
+# -- one that does not -------------------------------------------------------------------------------------------------
+
+
+class Other(nn.Module):
+    """The same operators in another order, or other ones."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = 2 if how == "a layer less" else 3
+        self.how, self.inner = how, Stack(layers, 32, 4, 2, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "another beginning":
+            x = x.double().float().sin() * self.inner.blocks[0].first.weight
+        for block in self.inner.blocks:
+            if self.how == "another order":
+                normed = block.second(x)
+                x = x + block.down(torch.nn.functional.silu(block.gate(normed)) * block.up(normed))
+            x = block(x)
+        if self.how == "another end":
+            x = x * x.exp().cos()
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("how", "rows", "misses"),
+    [
+        ("another batch", 128, {"size": 1}),
+        ("another beginning", 256, {"size": 1}),
+        ("another order", 256, None),
+        ("another end", 256, None),
+        ("a layer less", 256, {"fewer": 1}),
+    ],
+)
+@pytest.mark.parametrize("where", ["simulated", "disk"])
+def test_a_plan_of_another_model_is_noticed_once_and_trains_exactly(
+    how: str, rows: int, misses: dict[str, int] | None, where: str, half: eo.Plan, tmp_path: Path
+) -> None:
+    model = Other(how)
+    stage = Stage(slow())
+    offload = stage.offload(plan=half) if where == "simulated" else on_disk(tmp_path, plan=half)
+    with pytest.warns(RuntimeWarning, match="does not fit this model: the first forward differs from it") as caught:
+        assert_identical(train(model, None, 0, rows), train(model, offload, 0, rows))
+    assert len(caught) == 1
+    found = offload.stats().plan_misses
+    assert sum(found.values()) == 1, "at the first save that differs"
+    assert misses is None or found == misses
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(1, 8):
+            assert_identical(train(model, None, seed, rows), train(model, offload, seed, rows))
+    assert offload.stats(synchronize=True).bytes_out > 0
+    offload.close()
+
+
+def test_any_decision_and_any_steps_train_exactly() -> None:
+    model, x = wide()
+    every = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    count = len(every.moves)
+
+    def check(steps: list[tuple[str, int]], numbers: set[int]) -> None:
+        plan = replace(every, moves=tuple(number in numbers for number in range(count)))
+        offload = Stage(slow()).offload(plan=plan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for seed, (how, rows) in enumerate([("", 256), *steps, ("", 256)]):
+                other = Other(how)
+                assert_identical(train(other, None, seed, rows), train(other, offload, seed, rows))
+        stats = offload.stats(synchronize=True)
+        assert stats.followed_forwards > 0
+        assert stats.offloaded_bytes > 0 or not numbers
+        assert stats.saved_bytes == stats.offloaded_bytes + stats.shared_bytes + sum(stats.kept_bytes.values())
+        offload.close()
+
+    how = st.sampled_from(["", "a layer less", "another order", "another end"])
+    steps = st.lists(st.tuples(how, st.sampled_from([64, 256])), max_size=4)
+    search(check, steps, st.sets(st.integers(0, count - 1)), fixed=8, seconds=2.0)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"min_bytes": "2KiB"}, "min_bytes='2KiB' does not go with plan"),
+        ({"max_inflight_bytes": 1}, "max_inflight_bytes='1B' does not go with plan"),
+        ({"prefetch_bytes": "1GiB"}, "prefetch_bytes='1GiB' does not go with plan"),
+        ({"skip": ["blocks.0"]}, "skip='blocks.0' does not go with plan"),
+        ({"config": eo.OffloadConfig()}, "min_bytes='1MiB' does not go with plan"),
+        ({"config": {"min_bytes": 1}}, "min_bytes='1B' does not go with plan"),
+        ({"device_budget": "1GiB"}, "does not go with device_budget"),
+        ({"step_plans": False}, "does not go with step_plans=False"),
+    ],
+)
+def test_fields_that_contradict_a_plan_are_errors(given: dict[str, Any], said: str, half: eo.Plan) -> None:
+    with pytest.raises(eo.ConfigError) as caught:
+        eo.Offload(plan=half, **given)
+    assert said in str(caught.value)
+
+
+def test_fields_that_do_not_contradict_it_are_taken(half: eo.Plan) -> None:
+    for given in ({"min_bytes": 1024}, {"config": {"verify": True}}, {"config": half.config}, {"host_budget": "1GiB"}):
+        found = eo.Offload(plan=half, **given).config  # type: ignore[arg-type]
+        assert (found.min_bytes, found.max_inflight_bytes) == (1 << 10, 64 << 10)
+    assert eo.Offload(plan=half, config={"verify": True}).config.verify
+    with pytest.raises(eo.ConfigError, match=r"plan takes what eager_offload\.plan or Plan\.load returns"):
+        eo.Offload(plan="plan.json")  # type: ignore[arg-type]
+
+
+def test_a_budget_among_the_settings_is_that_of_the_plan() -> None:
+    model, x = wide()
+    plan = eo.plan(model, x, device=slow(), config={**CONFIG, "device_budget": "1MiB"})
+    assert plan.device_budget == 1 << 20
+    assert plan.config.device_budget is None
+    eo.Offload(plan=plan)
