@@ -102,6 +102,12 @@ class Recomputing:
             any(op.flops for op in ops),
         )
 
+    def gone(self, names: Sequence[str]) -> frozenset[int]:
+        """The storages that are not saved any more where those modules are computed again."""
+        modules = self._program.modules
+        calls = [one.call for one in self.candidates if modules[one.call.module] in names]
+        return frozenset(number for number in self._saves_of if self._goes(number, calls)) if calls else frozenset()
+
     def _goes(self, storage: int, calls: Sequence[ModuleCall]) -> bool:
         """Whether a storage is made in one of ``calls`` and saved in them alone."""
         made = self._program.storages[storage].made
