@@ -16,7 +16,7 @@ from eager_offload._torch import module_call, own_call, set_module_call
 from eager_offload.errors import ConfigError
 from eager_offload.marks import no_offload
 
-__all__ = ["SkippedModules"]
+__all__ = ["SkippedModules", "plain_name"]
 
 #: Parts of names that wrappers put in: of torch.compile, of DDP, of FSDP and of checkpointing.
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -176,11 +176,15 @@ class _Call:
             set_module_call(module, self._inner)
 
 
+def plain_name(name: str) -> str:
+    """The name of a module without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def _matching(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     modules: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        modules.setdefault(plain, []).append(module)
+        modules.setdefault(plain_name(name), []).append(module)
     names = [name for name in modules if name]
     found: dict[int, nn.Module] = {}
     for pattern in patterns:

@@ -9,6 +9,7 @@ dropped. Both are seen by weak references, whose callbacks only append to a queu
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -121,6 +122,11 @@ class Blocks:
         self.all.append(block)
         return block
 
+    def made_between(self, begin: int, end: int) -> list[Block]:
+        """Those that the operators from ``begin`` until ``end`` have made."""
+        first = bisect_left(self.all, begin, key=_made)
+        return self.all[first : bisect_left(self.all, end, lo=first, key=_made)]
+
     def save(self, block: Block, tensor: Tensor, op: int) -> Saved:
         """A graph saves ``tensor``, of ``block``, which may move."""
         saved = None if block.weak_saved is None else block.weak_saved()
@@ -170,6 +176,10 @@ class Blocks:
             for one in others
         ]
         return numbers, storages, tuple(living(ops, spans))
+
+
+def _made(block: Block) -> int:
+    return block.made
 
 
 def _end(op: int | None, ops: int) -> int:

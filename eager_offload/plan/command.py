@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             device_budget=options.budget,
             optimizer_bytes=options.optimizer_bytes,
             policy=options.policy,
+            recompute=options.recompute,
         )
         points = found.front(_POINTS) if options.front else None
         if options.save:
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", help="bytes of the device, such as 40GiB; default: all that it has")
     parser.add_argument("--optimizer-bytes", default=0, help="bytes of the states of an optimizer")
     parser.add_argument("--policy", default=POLICIES[0], choices=POLICIES, help="default: %(default)s")
+    parser.add_argument("--recompute", action="store_true", help="modules may be computed again in backward")
     parser.add_argument("--front", action="store_true", help="what other budgets would do")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--save", metavar="FILE", help="write the plan there, for Plan.load")

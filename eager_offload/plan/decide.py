@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from eager_offload.plan.draft import Rehearsal, draft
 from eager_offload.plan.predict import Moves, Problem
-from eager_offload.plan.solve import Solver
+from eager_offload.plan.recompute import Candidate
+from eager_offload.plan.solve import Decision, Solver
 
 __all__ = ["Outcome", "RehearsedSolver"]
 
@@ -22,6 +23,8 @@ class Outcome(NamedTuple):
     step_seconds: float
     peak_bytes: int
     rehearsal: Rehearsal | None
+    again: tuple[Candidate, ...] = ()
+    """The modules that are computed again."""
 
 
 class RehearsedSolver:
@@ -29,11 +32,13 @@ class RehearsedSolver:
 
     Args:
         launch_seconds: as for ``rehearse``.
+        recompute: whether modules may be computed again. A step in which some are is not rehearsed here: it has to be
+            traced first, see ``revise.py``.
     """
 
-    def __init__(self, problem: Problem, launch_seconds: float) -> None:
+    def __init__(self, problem: Problem, launch_seconds: float, *, recompute: bool = False) -> None:
         self.problem, self._launch_seconds = problem, launch_seconds
-        self._solver = Solver(problem)
+        self._solver = Solver(problem, recompute=recompute)
         self._known: dict[Moves, Outcome] = {}
 
     def within(self, budget: int) -> Outcome:
@@ -41,7 +46,7 @@ class RehearsedSolver:
         aim = budget
         for _ in range(1 + _REVISIONS):
             decision = self._solver.within(aim)
-            found = self.of(decision.moves)
+            found = self._outcome(decision)
             if (over := found.peak_bytes - budget) <= 0:
                 return found
             aim = min(decision.prediction.peak_bytes, aim) - over
@@ -49,19 +54,30 @@ class RehearsedSolver:
 
     def free(self) -> Outcome:
         """That which moves most of those in which compute never waits, by arithmetic."""
-        return self.of(self._solver.free().moves)
+        return self._outcome(self._solver.free())
 
     def all(self) -> Outcome:
         """Everything moves that may."""
-        return self.of(self._solver.all().moves)
+        return self._outcome(self._solver.all())
 
     @cached_property
     def least(self) -> Outcome:
         """That of the least peak that is known."""
-        return min(self.of(self._solver.least.moves), self.all(), key=lambda one: (one.peak_bytes, one.step_seconds))
+        return min(self._outcome(self._solver.least), self.all(), key=lambda one: (one.peak_bytes, one.step_seconds))
 
-    def of(self, moves: Moves) -> Outcome:
+    @property
+    def nothing(self) -> Outcome:
+        """Nothing moves."""
+        return self._of((False,) * len(self.problem.program.storages))
+
+    def _outcome(self, decision: Decision) -> Outcome:
         """What comes of a decision."""
+        if decision.again:
+            predicted = decision.prediction
+            return Outcome(decision.moves, predicted.step_seconds, predicted.peak_bytes, None, decision.again)
+        return self._of(decision.moves[: len(self.problem.program.storages)])
+
+    def _of(self, moves: Moves) -> Outcome:
         found = self._known.get(moves)
         if found is None:
             found = self._known[moves] = self._rehearsed(moves)

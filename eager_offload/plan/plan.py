@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine
+from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.decide import Outcome, RehearsedSolver
 from eager_offload.plan.draft import Rehearsal, draft
 from eager_offload.plan.predict import Moves, Problem
-from eager_offload.plan.program import Ask, Op, Program, Save, Storage, kind_of
+from eager_offload.plan.program import Ask, ModuleCall, Op, Program, Save, Storage, kind_of
+from eager_offload.plan.recompute import Recomputing
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import ComputedPlan, Fate, StepPlan
 
@@ -48,6 +53,7 @@ class Row(NamedTuple):
     storages: int
     kept_bytes: int
     moved_bytes: int
+    recomputed_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,11 @@ class Plan(ComputedPlan):
     rehearsal: Rehearsal | None
     """What came of it in rehearsal; ``None`` where no step plan can say what this model does. Then peak and time are
     worked out from the order of transfers alone."""
+
+    again: tuple[str, ...] = ()
+    """The names of the modules that are computed again in backward: see :meth:`apply`."""
+    whole: Problem | None = None
+    """The step in which nothing is computed again, where something may be."""
 
     @cached_property
     def step_plans(self) -> tuple[StepPlan, ...]:
@@ -109,8 +120,8 @@ class Plan(ComputedPlan):
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and backward without any transfer."""
-        return self.problem.compute_seconds
+        """Forward and backward without any transfer, and with nothing computed again."""
+        return self._whole.compute_seconds
 
     @property
     def floor_seconds(self) -> float:
@@ -130,6 +141,32 @@ class Plan(ComputedPlan):
         return sum(one.nbytes for number, one in enumerate(storages) if number not in self._returning)
 
     @property
+    def recomputed_bytes(self) -> int:
+        """That could leave the device, and are computed again in place of being saved."""
+        storages = self._whole.program.storages
+        return sum(storages[number].nbytes for number in self._recomputed)
+
+    @contextmanager
+    def apply(self, model: nn.Module) -> Iterator[None]:
+        """Puts ``torch.utils.checkpoint`` around the modules that are computed again, and takes it off afterwards.
+
+            with plan.apply(model):
+                train(model)
+
+        The checkpoints are not reentrant and keep the state of random numbers. Parameters, hooks and ``state_dict`` of
+        the model stay as they are, and its copies have no checkpoints. May be entered in several threads, and more
+        than once. Where nothing is to be computed again it does nothing.
+
+        Args:
+            model: the one that was planned, or one like it, wrapped or not.
+
+        Raises:
+            ConfigError: a module is not there.
+        """
+        with checkpointed(model, self.again):
+            yield
+
+    @property
     def least_budget(self) -> int:
         """The least ``device_budget`` that a plan fits."""
         return self._solver.least.peak_bytes
@@ -145,7 +182,7 @@ class Plan(ComputedPlan):
         """
         if type(points) is not int or points < 2:
             raise ConfigError(f"points={points!r} is not accepted: points takes a whole number, 2 or more")
-        nothing = self._solver.of((False,) * len(self.moves))
+        nothing = self._solver.nothing
         low, high = self.least_budget, max(nothing.peak_bytes, self.least_budget)
         found: list[Point] = []
         best: Outcome | None = None
@@ -165,8 +202,16 @@ class Plan(ComputedPlan):
             kind = kind_of(program.modules[storage.module])
             row = found.get(kind, Row(kind, 0, 0, 0))
             kept, moved = (0, storage.moved_bytes) if number in self._returning else (storage.nbytes, 0)
-            found[kind] = Row(kind, row.storages + 1, row.kept_bytes + kept, row.moved_bytes + moved)
-        return sorted(found.values(), key=lambda row: (-row.kept_bytes - row.moved_bytes, row.kind))
+            found[kind] = row._replace(
+                storages=row.storages + 1, kept_bytes=row.kept_bytes + kept, moved_bytes=row.moved_bytes + moved
+            )
+        for number in self._recomputed:
+            storage = self._whole.program.storages[number]
+            kind = kind_of(self._whole.program.modules[storage.module])
+            row = found.get(kind, Row(kind, 0, 0, 0))
+            nbytes = row.recomputed_bytes + storage.nbytes
+            found[kind] = row._replace(storages=row.storages + 1, recomputed_bytes=nbytes)
+        return sorted(found.values(), key=lambda row: (-sum(row[2:]), row.kind))
 
     @cached_property
     def _outcome(self) -> Outcome:
@@ -184,7 +229,16 @@ class Plan(ComputedPlan):
 
     @cached_property
     def _solver(self) -> RehearsedSolver:
-        return RehearsedSolver(self.problem, self.machine.launch_seconds)
+        return RehearsedSolver(self._whole, self.machine.launch_seconds, recompute=self.whole is not None)
+
+    @property
+    def _whole(self) -> Problem:
+        return self.problem if self.whole is None else self.whole
+
+    @cached_property
+    def _recomputed(self) -> frozenset[int]:
+        """The storages of the whole step that are computed again."""
+        return Recomputing(self._whole).gone(self.again)
 
     # -- for a reader -------------------------------------------------------------------------------------------------
 
@@ -196,21 +250,24 @@ class Plan(ComputedPlan):
             f"least that a plan fits is {size_text(self.least_budget)}",
             f"step: {_seconds(self.step_seconds)}, {self.step_seconds / (self.compute_seconds or 1):.3f} times one "
             f"without transfers; floor {_seconds(self.floor_seconds)}",
-            f"of {size_text(self.problem.program.movable_bytes)} that may move, {size_text(self.moved_bytes)} "
-            f"{'move' if self.moved_bytes else 'do'} and {size_text(self.kept_bytes)} stay",
+            f"of {size_text(self._whole.program.movable_bytes)} that may move, {size_text(self.moved_bytes)} "
+            f"{'move' if self.moved_bytes else 'do'} and {size_text(self.kept_bytes)} stay"
+            + (f"; {size_text(self.recomputed_bytes)} are computed again" if self.again else ""),
         ]
         rows = self.rows()
         if rows:
             shown, others = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
             if others:
                 kept, moved = sum(row.kept_bytes for row in others), sum(row.moved_bytes for row in others)
-                storages = sum(row.storages for row in others)
-                shown.append(Row(f"{len(others)} other kinds", storages, kept, moved))
+                storages, again = (sum(column) for column in zip(*((row[1], row[4]) for row in others), strict=True))
+                shown.append(Row(f"{len(others)} other kinds", storages, kept, moved, again))
             width = max(len(row.kind) for row in shown)
-            lines += ["", f"{'module':<{width}}  {'storages':>8}  {'stay':>11}  {'move':>11}"]
+            title = f"  {'again':>11}" if self.again else ""
+            lines += ["", f"{'module':<{width}}  {'storages':>8}  {'stay':>11}  {'move':>11}{title}"]
             for row in shown:
                 stay, move = size_text(row.kept_bytes), size_text(row.moved_bytes)
-                lines.append(f"{row.kind:<{width}}  {row.storages:>8,}  {stay:>11}  {move:>11}")
+                last = f"  {size_text(row.recomputed_bytes):>11}" if self.again else ""
+                lines.append(f"{row.kind:<{width}}  {row.storages:>8,}  {stay:>11}  {move:>11}{last}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -235,6 +292,8 @@ class Plan(ComputedPlan):
             "floor_seconds": self.floor_seconds,
             "kept_bytes": self.kept_bytes,
             "moved_bytes": self.moved_bytes,
+            "recomputed_bytes": self.recomputed_bytes,
+            "again": list(self.again),
             "least_budget": self.least_budget,
             "modules": [row._asdict() for row in self.rows()],
         }
@@ -254,6 +313,8 @@ class Plan(ComputedPlan):
             "config": self.config.to_text(),
             "rehearsal": self.rehearsal,
             "program": asdict(problem.program),
+            "again": list(self.again),
+            "whole": None if self.whole is None else asdict(self.whole.program),
         }
         Path(path).write_text(json.dumps(content, separators=(",", ":")), "utf-8")
 
@@ -276,22 +337,24 @@ class Plan(ComputedPlan):
         if content["policy"] not in POLICIES:
             raise ValueError(f"the policy {content['policy']!r}")
         machine, program = Machine(**content["machine"]), _program(content["program"])
-        problem = Problem(
-            program,
-            tuple(program.seconds(machine)),
-            machine.out,
-            machine.back,
-            _whole(content["max_inflight_bytes"]),
-            _whole(content["prefetch_bytes"]),
-        )
+        windows = _whole(content["max_inflight_bytes"]), _whole(content["prefetch_bytes"])
+        problem = Problem(program, tuple(program.seconds(machine)), machine.out, machine.back, *windows)
+        again, whole = tuple(map(str, content["again"])), None
+        if content["whole"] is not None:
+            program = _program(content["whole"])
+            whole = replace(problem, program=program, op_seconds=tuple(program.seconds(machine)))
+        if not {*again} <= {*program.modules}:
+            raise ValueError(f"{again!r} are none of its modules")
         moves = tuple(bool(_whole(one)) for one in content["moves"])
-        if len(moves) != len(program.storages):
-            raise ValueError(f"{len(moves)} decisions on {len(program.storages)} storages")
+        if len(moves) != len(problem.program.storages):
+            raise ValueError(f"{len(moves)} decisions on {len(problem.program.storages)} storages")
         budget, config = _whole(content["device_budget"]), OffloadConfig.from_text(content["config"])
         rehearsal = content["rehearsal"]
         if rehearsal is not None:
-            rehearsal = _rehearsal(rehearsal, len(program.storages))
-        found = cls(str(content["model"]), machine, budget, content["policy"], problem, moves, config, rehearsal)
+            rehearsal = _rehearsal(rehearsal, len(problem.program.storages))
+        found = cls(
+            str(content["model"]), machine, budget, content["policy"], problem, moves, config, rehearsal, again, whole
+        )
         if rehearsal is not None and not found.step_plans:
             raise ValueError("it was rehearsed, and there is no step plan")
         return found
@@ -335,6 +398,15 @@ def _rehearsal(content: Sequence[Any], storages: int) -> Rehearsal:
     return Rehearsal(float(seconds), _whole(peak), tuple(returning), tuple(released))
 
 
+def _call(
+    module: object, begin: object, end: object, first: object, last: object, inputs: Any, rest: object
+) -> ModuleCall:
+    numbers = [_whole(one) for one in (module, begin, end, first, last)]
+    return ModuleCall(
+        numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], tuple(map(_whole, inputs)), _whole(rest)
+    )
+
+
 def _program(content: Mapping[str, Any]) -> Program:
     """The program of a file.
 
@@ -359,6 +431,13 @@ def _program(content: Mapping[str, Any]) -> Program:
     for one in storages:
         fits = fits and one.made <= one.saved <= forward <= one.asked < one.dropped <= max(count, one.asked + 1)
         fits = fits and one.made <= one.freed <= one.asked <= count and 0 < one.moved_bytes <= one.nbytes
+    arguments = tuple(Storage(*map(_whole, one)) for one in content["arguments"])
+    fits = fits and all(one.made <= one.freed <= count and one.module < len(modules) for one in arguments)
+    calls = tuple(_call(*one) for one in content["calls"])
+    known = len(storages) + len(arguments)
+    for call in calls:
+        fits = fits and call.module < len(modules) and call.begin <= call.end <= forward
+        fits = fits and call.first_save < call.last_save <= len(saves) and all(one < known for one in call.inputs)
     if not fits:
         raise ValueError("its numbers do not fit together")
-    return Program(modules, ops, forward, saves, asks, storages, other_bytes)
+    return Program(modules, ops, forward, saves, asks, storages, other_bytes, calls, arguments)

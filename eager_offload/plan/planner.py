@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ from eager_offload.machine import LAUNCH_SECONDS, MACHINES, Machine
 from eager_offload.plan.decide import RehearsedSolver
 from eager_offload.plan.plan import POLICIES, Plan
 from eager_offload.plan.predict import Problem
-from eager_offload.plan.program import Program
+from eager_offload.plan.ranks import agreed
+from eager_offload.plan.revise import computing_again
 
 __all__ = ["here", "plan"]
 
@@ -32,6 +33,7 @@ def plan(
     device_budget: int | str | None = None,
     optimizer_bytes: int | str = 0,
     policy: str = "least",
+    recompute: bool = False,
     config: OffloadConfig | Mapping[str, Any] | None = None,
 ) -> Plan:
     """Says what a training step will take on a device, and which saved tensors are to move, before anything runs.
@@ -55,9 +57,14 @@ def plan(
         optimizer_bytes: that are there beside parameters and gradients all the time: the states of an optimizer.
         policy: ``"least"``: the least movement that fits the budget, where compute waits as little as can be;
             ``"free"``: only what the link hides; ``"max"``: all that may move.
+        recompute: whether modules may be computed again in backward, where that takes less time than moving what they
+            save: :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
             ``prefetch_bytes`` and ``skip`` are heeded, and ``device_budget`` where that is not given here. As for
             :class:`Offload`, which has all of them from ``plan=...``.
+
+    Where ``torch.distributed`` has a process group of several ranks, all of them have to call it together. They get one
+    plan, by what rank 0 gives and for the least of their budgets; an error of one is an error of all.
 
     Returns:
         The plan. Where nothing fits, its ``fits`` is false.
@@ -66,38 +73,83 @@ def plan(
         ConfigError: an unknown device or policy, a size below 0, or a pattern of ``skip`` that matches no module.
         PlanError: what the model does depends on numbers that nobody has before it runs; the text names the module.
     """
+
+    def ask() -> _Asked:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model={type(model).__name__} is not accepted: model takes a torch.nn.Module")
+        if policy not in POLICIES:
+            raise ConfigError(f"policy={policy!r} is not accepted: policy takes {_or(POLICIES)}")
+        if recompute and policy != "least":
+            raise ConfigError(
+                f"recompute={recompute!r} is not accepted: with policy={policy!r} nothing is computed again"
+            )
+        given = OffloadConfig.from_given(config, {})
+        settings = replace(given, device_budget=None)
+        named = given.device_budget if device_budget is None and given.device_budget != "auto" else device_budget
+        budget = None if named is None else parse_size(named, "device_budget")
+        standing = parse_size(optimizer_bytes, "optimizer_bytes")
+        machine = _machine(device, settings)
+        if budget is None:
+            budget = machine.memory_bytes
+            if not budget:
+                raise ConfigError(
+                    f"device_budget=None is not accepted, since the memory of {machine.name} is not known"
+                )
+        return _Asked(settings, machine, budget, standing)
+
+    return agreed(ask, lambda asked: _made(asked, model, inputs, loss, policy, recompute=recompute))
+
+
+class _Asked(NamedTuple):
+    """What a user asks for."""
+
+    settings: OffloadConfig
+    machine: Machine
+    budget: int
+    #: Bytes of the states of an optimizer.
+    standing: int
+
+    def with_budget(self, budget: int) -> _Asked:
+        return self._replace(budget=budget)
+
+
+def _made(
+    asked: _Asked,
+    model: nn.Module,
+    inputs: object,
+    loss: Callable[[Any], Tensor] | None,
+    policy: str,
+    *,
+    recompute: bool,
+) -> Plan:
     from eager_offload.plan.trace import trace  # it brings in what only tracing needs
 
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model={type(model).__name__} is not accepted: model takes a torch.nn.Module")
-    if policy not in POLICIES:
-        raise ConfigError(f"policy={policy!r} is not accepted: policy takes {_or(POLICIES)}")
-    given = OffloadConfig.from_given(config, {})
-    settings = replace(given, device_budget=None)
-    if device_budget is None and isinstance(given.device_budget, int):
-        device_budget = given.device_budget
-    budget = None if device_budget is None else parse_size(device_budget, "device_budget")
-    standing = parse_size(optimizer_bytes, "optimizer_bytes")
-    machine = _machine(device, settings)
-    program = trace(model, inputs, loss, min_bytes=settings.size("min_bytes"), skip=settings.skip)
-    if standing:
-        program = replace(program, other_bytes=tuple(nbytes + standing for nbytes in program.other_bytes))
-    if budget is None:
-        budget = machine.memory_bytes
-        if not budget:
-            raise ConfigError(f"device_budget=None is not accepted, since the memory of {machine.name} is not known")
-    return _solved(type(model).__name__, machine, budget, policy, program, settings)
+    settings, machine, budget = asked.settings, asked.machine, asked.budget
 
+    def traced(again: Sequence[str] = ()) -> Problem:
+        program = trace(model, inputs, loss, min_bytes=settings.size("min_bytes"), skip=settings.skip, again=again)
+        if asked.standing:
+            program = replace(program, other_bytes=tuple(nbytes + asked.standing for nbytes in program.other_bytes))
+        seconds = tuple(program.seconds(machine))
+        windows = settings.size("max_inflight_bytes"), settings.size("prefetch_bytes")
+        return Problem(program, seconds, machine.out, machine.back, *windows)
 
-def _solved(name: str, machine: Machine, budget: int, policy: str, program: Program, settings: OffloadConfig) -> Plan:
-    problem = Problem(
-        program,
-        tuple(program.seconds(machine)),
-        machine.out,
-        machine.back,
-        settings.size("max_inflight_bytes"),
-        settings.size("prefetch_bytes"),
-    )
+    name, problem = type(model).__name__, traced()
+    if recompute:
+        again = computing_again(problem, traced, budget, machine.launch_seconds)
+        found = again.outcome
+        return Plan(
+            name,
+            machine,
+            budget,
+            policy,
+            again.problem,
+            found.moves,
+            settings,
+            found.rehearsal,
+            again.names,
+            again.whole,
+        )
     solver = RehearsedSolver(problem, machine.launch_seconds)
     found = solver.within(budget) if policy == "least" else solver.free() if policy == "free" else solver.all()
     return Plan(name, machine, budget, policy, problem, found.moves, settings, found.rehearsal)

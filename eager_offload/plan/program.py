@@ -16,7 +16,7 @@ from typing import NamedTuple
 from eager_offload.machine import Machine
 from eager_offload.stats import KeepReason
 
-__all__ = ["Ask", "Op", "Program", "Save", "Storage", "kind_of", "living"]
+__all__ = ["Ask", "ModuleCall", "Op", "Program", "Save", "Storage", "kind_of", "living"]
 
 
 class Op(NamedTuple):
@@ -81,6 +81,26 @@ class Storage(NamedTuple):
     """From this operator on backward does not hold it any more."""
 
 
+class ModuleCall(NamedTuple):
+    """A call of a module in forward that may be computed again in backward: it is the only call of that module, writes
+    to nothing that was there before, and nobody has said of what it saves whether that is to move."""
+
+    module: int
+    """The number of the module."""
+    begin: int
+    """Its first operator."""
+    end: int
+    """The operator after its last one."""
+    first_save: int
+    """The number of its first save."""
+    last_save: int
+    """That of the first save after it."""
+    inputs: tuple[int, ...]
+    """Its arguments: numbers of the storages that may move, and beyond those of ``Program.arguments``."""
+    scratch_bytes: int
+    """That it takes at most for what is neither there before it nor saved by it."""
+
+
 @dataclass(frozen=True)
 class Program:
     """One forward and its backward."""
@@ -97,6 +117,11 @@ class Program:
     other_bytes: tuple[int, ...]
     """At each operator, all bytes but those of ``storages``: parameters, inputs, gradients, what is computed, and what
     is saved and stays in any case."""
+    calls: tuple[ModuleCall, ...] = ()
+    """In the order in which they begin; what runs inside of another comes after it."""
+    arguments: tuple[Storage, ...] = ()
+    """Arguments of theirs that autograd does not save and a checkpoint would; each is a part of ``other_bytes``, and is
+    saved and asked for nowhere."""
 
     def seconds(self, machine: Machine) -> list[float]:
         """How long each operator takes."""

@@ -24,6 +24,7 @@ from eager_offload._torch import (
 from eager_offload.compile.cost import Call, flops_of, is_single, traffic_of
 from eager_offload.errors import PlanError
 from eager_offload.plan.blocks import Block, Blocks, Saved
+from eager_offload.plan.calls import Calls, written_by
 from eager_offload.plan.program import Ask, Op, Program, Save
 from eager_offload.plan.stand_ins import MOST_KNOWN
 from eager_offload.selection import reason_to_stay
@@ -63,6 +64,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._asks: list[Ask] = []
         self._modules = [""]
         self._inside = [0]
+        self._calls = Calls(self._blocks)
         #: The modules whose operators made the autograd nodes with these numbers.
         self._of_nodes: dict[int, int] = {}
         #: Those that have saved something, by autograd's number, in order.
@@ -87,17 +89,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             if module is not model:
                 self._modules.append(name)
             number = 0 if module is model else len(self._modules) - 1
-            module.register_forward_pre_hook(self._entering(number), prepend=True)
+            module.register_forward_pre_hook(self._entering(number), prepend=True, with_kwargs=True)
             module.register_forward_hook(self._leaving)
 
     def _entering(self, number: int) -> Callable[..., None]:
-        def entering(*_: object) -> None:
+        def entering(module: nn.Module, arguments: Any, named: Any) -> None:
             self._inside.append(number)
+            op = len(self._ops)
+            self._blocks.note_deaths(op)
+            self._calls.enter(number, op, len(self._saves), (arguments, named), is_backward=self._is_backward)
 
         return entering
 
     def _leaving(self, *_: object) -> None:
         self._inside.pop()
+        if not self._is_backward:
+            self._calls.leave(len(self._ops), len(self._saves))
 
     def begin_backward(self) -> None:
         self._is_backward, self._forward_ops = True, len(self._ops)
@@ -171,6 +178,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def _write_down(self, call: Call) -> None:
         op, module = len(self._ops), self._module()
+        for one in written_by(call):
+            self._calls.write(op, one)
         for one in tree_iter(call.result):
             if isinstance(one, Tensor):
                 self._blocks.add(one, op, module)
@@ -196,6 +205,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is marks.Mark.PREFER)
         if reason is None and (mark is marks.Mark.KEEP or marks.in_no_offload_region()):
             reason = KeepReason.MARKED if mark is marks.Mark.KEEP else KeepReason.REGION
+        if mark is not None or marks.in_no_offload_region():
+            self._calls.decided(len(self._saves))
         block = None
         if reason is None or reason is KeepReason.SMALL:
             block = self._blocks.add(tensor, op, self._inside[-1])
@@ -239,7 +250,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             for save, block in self._saves
         )
         modules = tuple(self._modules)
-        return Program(modules, tuple(self._ops), self._forward_ops, saves, tuple(self._asks), storages, other_bytes)
+        calls, arguments = self._calls.result(numbers, len(self._ops))
+        ops, asks = tuple(self._ops), tuple(self._asks)
+        return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, calls, arguments)
 
 
 def _of_block(save: Save, block: Block, number: int) -> Save:

@@ -1,38 +1,40 @@
-"""Which storages are to move: the least movement that fits a budget, or only what the link hides.
+"""Which storages are to move, and which modules to be computed again: the least that fits a budget.
 
 [Note: the search]
 What a decision costs ``predict`` tells in a millisecond or so; the question is of which ones to ask. Compute waits
 where storages leave or come back faster than the link carries them. A decision that has the link carry what it can,
 all of the time, moves most without a wait: walking through backward, a storage may move if it can be back in time,
-and through forward it does if those before it leave room in the window (``_paced``). Were the link faster by some
+and through forward it does if those before it leave room in the window (``paced``). Were the link faster by some
 factor, the pace, more would move: by that one number decisions go from what the link hides to everything. What else
-is larger by the pace (the windows, the way back) makes several families of decisions (``_WAYS``), and in each the
+is larger by the pace (the windows, the way back) makes several families of decisions (``WAYS``), and in each the
 least pace that fits a budget is found by bisection. The best of those are made better: what fits beside is kept, the
 newest first, which backward asks for before it could have been away; and storages are exchanged, singly and in pairs,
 from there and from decisions a few storages beside it. Of two that take as long the one that moves less is better.
+
+Where modules may be computed again, they are in one order (``chain``): those first that take the fewest seconds for
+each byte, the calls of one kind evenly over the model, and attention only after all that multiplies nothing. So one
+more number, how many of them, leads from none to all. Few numbers are tried roughly, then those about the best; from
+there the search goes on as above, with modules among what is exchanged.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import random
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
+from eager_offload.plan.chain import chain
+from eager_offload.plan.paced import WAYS, Way, least_pace, of_all_paces
 from eager_offload.plan.predict import Moves, Prediction, Problem
+from eager_offload.plan.recompute import Candidate, Recomputing, Shape
 
 __all__ = ["Decision", "Solver"]
 
-#: By how much faster than it is the link is taken to be.
-_PACES = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 20.0)
-#: How closely a pace is searched for.
-_BISECTIONS = 12
 #: Single storages that are tried in vain before no more are kept.
 _TRIES = 16
-#: Predictions that one search may ask for, times the storages there are, and the least for a search among many.
+#: Predictions that one search may ask for, times the flags there are, and the least for a search among many.
 _WORK, _LEAST_WORK = 60_000, 120
 #: With how many of the decisions that are best to begin with a search begins.
 _STARTS = 6
@@ -40,28 +42,22 @@ _STARTS = 6
 _KICKS = 200
 #: Of a step's time, what is no difference.
 _EQUAL = 1e-9
-
-
-class _Way(NamedTuple):
-    """What a pace makes larger by which power of itself; see [Note: the search]."""
-
-    window: float
-    """The bytes on their way out."""
-    back: float
-    """The rate of the way back; infinite where nothing there is too late."""
-    ahead: float
-    """The bytes brought back early."""
-
-
-_WAYS = tuple(_Way(*one) for one in itertools.product((0.0, 1.0), (0.0, 1.0), (0.0, 1.0, 8.0)))
-_WAYS += _Way(0.0, math.inf, 0.0), _Way(1.0, math.inf, 0.0)
+#: How many modules are computed again: numbers that are tried at first, and how many of the best are gone on with.
+_SAMPLES, _BEST_AGAIN = 8, 2
+#: How numbers of modules are compared: by these families, and that closely.
+_ROUGH_WAYS = (Way(0.0, 0.0, 0.0), Way(1.0, 1.0, 1.0))
+_ROUGH_BISECTIONS = 7
+#: Operators in all steps with checkpoints that are remembered.
+_REMEMBERED = 2_000_000
 
 
 class Decision(NamedTuple):
-    """Which storages move, and what comes of it."""
+    """Which storages move, which modules are computed again, and what comes of it."""
 
     moves: Moves
+    """Beyond the storages of the step come the ``Program.arguments``, where modules may be computed again."""
     prediction: Prediction
+    again: tuple[Candidate, ...] = ()
 
 
 class _Cost(NamedTuple):
@@ -75,10 +71,15 @@ class _Cost(NamedTuple):
 class Solver:
     """Searches among the decisions for one problem. What it has asked of once it knows for every budget."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, recompute: bool = False) -> None:
         self.problem = problem
-        self._count = len(problem.program.storages)
-        self._known: dict[Moves, Prediction] = {}
+        self._recomputing = Recomputing(problem)
+        self._calls = self._recomputing.candidates if recompute else []
+        #: Arguments of calls are storages too where such a call is computed again.
+        self._count = len(problem.program.storages) + (len(problem.program.arguments) if self._calls else 0)
+        #: By flags: for each storage whether it moves, then for each call whether it is computed again.
+        self._known: dict[Moves, Decision] = {}
+        self._shapes: dict[Moves, Shape] = {}
         self._asked = 0
 
     # -- what a user asks for -----------------------------------------------------------------------------------------
@@ -98,7 +99,8 @@ class Solver:
         if budget < self.least.prediction.peak_bytes:
             return self.least
         fitting = [one for one in self._candidates if one.prediction.peak_bytes <= budget]
-        fitting += [one for way in _WAYS if (one := self._slowest(budget, way)) is not None]
+        for again in self._agains(budget, cost):
+            fitting += self._of_least_paces(again, budget, WAYS)
         starts = {self._filled(start, cost) for start in [*sorted(fitting, key=cost)[:_STARTS], self.least]}
         return self._best_of(starts, cost)
 
@@ -114,7 +116,7 @@ class Solver:
 
     def all(self) -> Decision:
         """Everything moves that may."""
-        return self._decision((True,) * self._count)
+        return self._all(self._none)
 
     @cached_property
     def least(self) -> Decision:
@@ -124,88 +126,133 @@ class Solver:
             found = decision.prediction
             return _Cost(found.peak_bytes, found.step_seconds, found.moved_bytes)
 
-        return self._best_of(sorted(self._candidates, key=cost)[:_STARTS], cost)
+        found = [*self._candidates, *(self._all(again) for again in self._agains(0, cost))]
+        return self._best_of(sorted(found, key=cost)[:_STARTS], cost)
 
-    # -- the search ---------------------------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------------------------
 
-    def _decision(self, moves: Moves) -> Decision:
-        found = self._known.get(moves)
+    @property
+    def _none(self) -> Moves:
+        return (False,) * len(self._calls)
+
+    def _decision(self, flags: Moves) -> Decision:
+        found = self._known.get(flags)
         if found is None:
-            self._asked += 1
-            found = self._known[moves] = self.problem.predict(moves)
-        return Decision(moves, found)
+            again = self._outermost(flags[self._count :])
+            shape = self._shape(again)
+            moves = tuple(flags[number] for number in shape.numbers)
+            plain = [False] * self._count
+            for number, one in zip(shape.numbers, moves, strict=True):
+                plain[number] = one
+            known = self._known.get((*plain, *again))
+            if known is None:
+                self._asked += 1
+                calls = tuple(itertools.compress(self._calls, again))
+                known = Decision(tuple(plain), shape.problem.predict(moves), calls)
+                self._known[(*plain, *again)] = known
+            found = self._known[flags] = known
+        return found
+
+    def _flags(self, decision: Decision) -> Moves:
+        return (*decision.moves, *(one in decision.again for one in self._calls))
+
+    def _outermost(self, again: Moves) -> Moves:
+        """Without the calls inside of others that are computed again."""
+        if not any(again):
+            return again
+        found, end = [False] * len(again), -1
+        for place, (one, candidate) in enumerate(zip(again, self._calls, strict=True)):
+            if one and candidate.call.begin >= end:
+                found[place], end = True, candidate.call.end
+        return tuple(found)
+
+    def _shape(self, again: Moves) -> Shape:
+        """The step where those calls are computed again."""
+        found = self._shapes.get(again)
+        if found is None:
+            found = self._recomputing.shape(itertools.compress(self._calls, again))
+            if len(self._shapes) * len(self.problem.op_seconds) > _REMEMBERED:
+                self._shapes.clear()
+            self._shapes[again] = found
+        return found
+
+    def _spread(self, again: Moves, moves: Moves) -> Decision:
+        """The decision of which the step with those calls has ``moves``."""
+        flags = [False] * self._count
+        for number, one in zip(self._shape(again).numbers, moves, strict=True):
+            flags[number] = one
+        return self._decision((*flags, *again))
+
+    def _all(self, again: Moves) -> Decision:
+        return self._decision((*(True,) * self._count, *again))
+
+    @cached_property
+    def _newest(self) -> list[int]:
+        """The storages, and arguments, of which the newest come first."""
+        count = len(self.problem.program.storages)
+        return [*reversed(self.problem.by_save), *reversed(range(count, self._count))]
+
+    # -- where to begin -----------------------------------------------------------------------------------------------
 
     @cached_property
     def _candidates(self) -> list[Decision]:
         """Decisions to begin with: nothing, everything, and those of a link of every pace."""
-        nothing = (False,) * self._count
-        found = {nothing: self._decision(nothing), (True,) * self._count: self.all()}
-        for pace in _PACES:
-            for way in _WAYS:
-                moves = self._paced(pace, way)
-                found[moves] = self._decision(moves)
-        return list(found.values())
+        count = len(self.problem.program.storages)
+        found = [(False,) * count, (True,) * count, *of_all_paces(self.problem)]
+        return [self._spread(self._none, moves) for moves in dict.fromkeys(found)]
 
-    def _slowest(self, budget: int, way: _Way) -> Decision | None:
-        """What a link of about the least pace has moving that makes it fit ``budget``; ``None`` where none does."""
-        low, high = _PACES[0], _PACES[-1]
-        found: Decision | None = None
-        for _ in range(_BISECTIONS):
-            pace = math.sqrt(low * high)
-            decision = self._decision(self._paced(pace, way))
-            if decision.prediction.peak_bytes <= budget:
-                found, high = decision, pace
-            else:
-                low = pace
+    def _of_least_paces(self, again: Moves, budget: int, ways: Iterable[Way], **named: int) -> list[Decision]:
+        problem = self._shape(again).problem
+        found = (least_pace(problem, budget, way, **named) for way in ways)
+        return [self._spread(again, moves) for moves in found if moves is not None]
+
+    @cached_property
+    def _chain(self) -> list[Moves]:
+        """What is computed again where it is one call more each time."""
+        places = {one: place for place, one in enumerate(self._calls)}
+        flags, found = list(self._none), [self._none]
+        for candidate in chain(self._calls):
+            flags[places[candidate]] = True
+            again = self._outermost(tuple(flags))
+            if again != found[-1]:
+                found.append(again)
         return found
 
-    def _paced(self, pace: float, way: _Way) -> Moves:
-        """What moves where the link is faster by ``pace`` and compute never waits."""
-        problem, storages = self.problem, self.problem.program.storages
-        moves, in_time = [False] * self._count, self._in_time(pace, way)
-        rate, window = problem.out * pace, problem.window * pace**way.window
-        free, leaving, leaving_bytes = 0.0, deque[tuple[float, int]](), 0
-        for number in problem.by_save:
-            now, nbytes = problem.begins[storages[number].saved], storages[number].moved_bytes
-            while leaving and leaving[0][0] <= now:
-                leaving_bytes -= leaving.popleft()[1]
-            if in_time[number] and (leaving_bytes + nbytes <= window or not leaving):
-                moves[number] = True
-                free = max(free, now) + nbytes / rate
-                leaving.append((free, nbytes))
-                leaving_bytes += nbytes
-        return tuple(moves)
+    def _agains(self, budget: int, cost: Callable[[Decision], _Cost]) -> list[Moves]:
+        """What to compute again, the best numbers of calls by a rough look, and nothing."""
+        known: dict[int, _Cost] = {}
 
-    def _in_time(self, pace: float, way: _Way) -> list[bool]:
-        """What comes back in time, if all of it moves and has left."""
-        problem, storages = self.problem, self.problem.program.storages
-        found = [way.back == math.inf] * self._count
-        if all(found):
-            return found
-        rate, ahead = problem.back * pace**way.back, problem.ahead * pace**way.ahead
-        free = room_since = problem.forward_seconds
-        coming, coming_bytes = deque[tuple[float, int]](), 0
-        for number in problem.by_ask:
-            wanted, nbytes = problem.begins[storages[number].asked], storages[number].moved_bytes
-            while coming and coming_bytes + nbytes > ahead:
-                since, gone = coming.popleft()
-                room_since, coming_bytes = max(room_since, since), coming_bytes - gone
-            arrives = max(free, room_since) + nbytes / rate
-            if arrives <= wanted:
-                found[number] = True
-                free = arrives
-                coming.append((wanted, nbytes))
-                coming_bytes += nbytes
-        return found
+        def rough(number: int) -> _Cost:
+            if number not in known:
+                again = self._chain[number]
+                found = [self._all(again), self._decision((*(False,) * self._count, *again))]
+                found += self._of_least_paces(again, budget, _ROUGH_WAYS, bisections=_ROUGH_BISECTIONS)
+                known[number] = min(map(cost, found))
+            return known[number]
+
+        last = len(self._chain) - 1
+        gap = max(last // _SAMPLES, 1)
+        for number in {*range(0, last + 1, gap), last}:
+            rough(number)
+        while gap > 1:
+            gap = (gap + 1) // 2
+            best = min(known, key=rough)
+            for number in (best - gap, best + gap):
+                if 0 <= number <= last:
+                    rough(number)
+        best_of_all = sorted(known, key=rough)[:_BEST_AGAIN]
+        return [self._chain[number] for number in dict.fromkeys([*best_of_all, 0])]
+
+    # -- the search ---------------------------------------------------------------------------------------------------
 
     def _filled(self, start: Decision, cost: Callable[[Decision], _Cost]) -> Decision:
         """Keeps more of what ``start`` moves, the newest first, as long as that makes it better."""
         best = start
-        order = [number for number in reversed(self.problem.by_save) if start.moves[number]]
+        order = [number for number in self._newest if start.moves[number]]
         # As many of them at once as can be: halves of what is left, then single ones.
         size, at, vain = len(order), 0, 0
         while at < len(order) and vain < _TRIES:
-            changed = self._decision(_flipped(best.moves, order[at : at + size]))
+            changed = self._flipped(best, order[at : at + size])
             if cost(changed) <= cost(best):
                 best, at = changed, at + size
             elif size > 1:
@@ -216,18 +263,19 @@ class Solver:
 
     def _best_of(self, starts: Iterable[Decision], cost: Callable[[Decision], _Cost]) -> Decision:
         """What comes of the best of ``starts`` within the work that a search may take."""
-        end = self._asked + max(_WORK // max(self._count, 1) ** 2, _LEAST_WORK)
+        count = self._count + len(self._calls)
+        end = self._asked + max(_WORK // max(count, 1) ** 2, _LEAST_WORK)
         best = min([self._refined(start, cost, end) for start in sorted(starts, key=cost)], key=cost)
-        chance = random.Random(self._count)  # the same for the same problem
-        for _ in range(_KICKS if self._count > 2 else 0):
+        chance = random.Random(count)  # the same for the same problem
+        for _ in range(_KICKS if count > 2 else 0):
             if self._asked >= end:
                 break
-            kicked = _flipped(best.moves, chance.sample(range(self._count), chance.randint(2, min(self._count, 5))))
-            best = min(best, self._refined(self._decision(kicked), cost, end), key=cost)
+            kicked = self._flipped(best, chance.sample(range(count), chance.randint(2, min(count, 5))))
+            best = min(best, self._refined(kicked, cost, end), key=cost)
         return best
 
     def _refined(self, start: Decision, cost: Callable[[Decision], _Cost], end: int) -> Decision:
-        """Exchanges single storages and pairs as long as that makes it better.
+        """Exchanges single flags and pairs as long as that makes it better.
 
         Args:
             end: how many predictions may have been asked for.
@@ -237,7 +285,7 @@ class Solver:
         while improved and self._asked < end:
             improved = False
             for changes in self._exchanges():
-                changed = self._decision(_flipped(best.moves, changes))
+                changed = self._flipped(best, changes)
                 if cost(changed) < cost(best):
                     best, improved = changed, True
                     break
@@ -246,14 +294,14 @@ class Solver:
         return best
 
     def _exchanges(self) -> Iterator[tuple[int, ...]]:
-        """Single storages to keep or to move instead, then pairs."""
-        order = list(reversed(self.problem.by_save))
+        """Single storages to keep or to move instead, single calls, then pairs."""
+        order = [*self._newest, *range(self._count, self._count + len(self._calls))]
         yield from ((number,) for number in order)
         yield from itertools.combinations(order, 2)
 
-
-def _flipped(moves: Moves, numbers: Iterable[int]) -> Moves:
-    changed = list(moves)
-    for number in numbers:
-        changed[number] = not changed[number]
-    return tuple(changed)
+    def _flipped(self, decision: Decision, numbers: Iterable[int]) -> Decision:
+        """``decision`` with some of its flags the other way."""
+        flags = list(self._flags(decision))
+        for number in numbers:
+            flags[number] = not flags[number]
+        return self._decision(tuple(flags))

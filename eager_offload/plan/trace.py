@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from eager_offload._torch import FakeTensorMode, without_dispatch_modes
 from eager_offload.errors import PlanError
+from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.program import Program
 from eager_offload.plan.recorder import Recorder
 from eager_offload.plan.stand_ins import StandIns
@@ -40,6 +41,7 @@ def trace(
     *,
     min_bytes: int,
     skip: Sequence[str] = (),
+    again: Sequence[str] = (),
 ) -> Program:
     """One training step of ``model`` as numbers.
 
@@ -49,6 +51,7 @@ def trace(
         loss: makes the loss of what the model returns; ``None``: that itself, or its ``loss``.
         min_bytes: a smaller saved tensor stays.
         skip: patterns of the names of modules that keep what they save.
+        again: names of modules that are computed again, as :meth:`Plan.apply` has them.
 
     Raises:
         ConfigError: a pattern matches no module.
@@ -64,7 +67,10 @@ def trace(
         recorder.watch(traced)
         try:
             with recorder:
-                with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+                with (
+                    torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
+                    checkpointed(traced, again),
+                ):
                     total = _loss_of(traced(*arguments, **named), made_loss)
                 recorder.begin_backward()
                 total.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it

@@ -1,0 +1,125 @@
+"""Which calls of modules may be computed again, and what that would take: written down while a step is traced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eager_offload._torch import tree_iter
+from eager_offload.compile.cost import Call
+from eager_offload.plan.blocks import Block, Blocks
+from eager_offload.plan.program import ModuleCall, Storage, living
+
+__all__ = ["Calls", "written_by"]
+
+#: They change what these arguments hold, and their schemas do not say so.
+_STATISTICS = ("running_mean", "running_var")
+
+
+@dataclass
+class _Open:
+    """A call of a module in forward."""
+
+    module: int
+    begin: int
+    first_save: int
+    inputs: list[Block]
+    end: int = -1
+    last_save: int = -1
+
+
+class Calls:
+    """The calls of modules in forward."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._all: list[_Open] = []
+        self._open: list[_Open] = []
+        self._times: Counter[int] = Counter()
+        #: What was written to, and by which operator; saves of which somebody has said whether they are to move.
+        self._writes: list[tuple[int, Block]] = []
+        self._decided: list[int] = []
+
+    def enter(self, module: int, op: int, save: int, arguments: object, *, is_backward: bool) -> None:
+        """``module`` is called; in backward where the model itself computes it again."""
+        self._times[module] += 1
+        if is_backward:
+            return
+        given = (self._blocks.of(one) for one in tree_iter(arguments) if isinstance(one, Tensor))
+        call = _Open(module, op, save, list(dict.fromkeys(block for block in given if block is not None)))
+        self._all.append(call)
+        self._open.append(call)
+
+    def leave(self, op: int, save: int) -> None:
+        """The call that was entered last has returned."""
+        call = self._open.pop()
+        call.end, call.last_save = op, save
+
+    def write(self, op: int, tensor: Tensor) -> None:
+        """Operator ``op`` writes to ``tensor``."""
+        if (block := self._blocks.of(tensor)) is not None:
+            self._writes.append((op, block))
+
+    def decided(self, save: int) -> None:
+        """Somebody has said of that save whether it is to move."""
+        self._decided.append(save)
+
+    def result(self, numbers: Mapping[Block, int], ops: int) -> tuple[tuple[ModuleCall, ...], tuple[Storage, ...]]:
+        """Those that may be computed again, once all is over, and what a checkpoint of them would save besides.
+
+        Args:
+            numbers: of the storages that may move.
+            ops: how many operators there are.
+        """
+        calls = [call for call in self._all if self._may_run_again(call)]
+        held = dict.fromkeys(
+            block
+            for call in calls
+            for block in call.inputs
+            if block not in numbers and block.saved is None and block.freed is not None and block.freed < ops
+        )
+        known = {**numbers, **{block: len(numbers) + place for place, block in enumerate(held)}}
+        arguments = (
+            Storage(one.nbytes, one.nbytes, one.module, one.made, one.freed or 0, one.made, one.made, one.made)
+            for one in held
+        )
+        return tuple(self._finished(call, numbers, known, ops) for call in calls), tuple(arguments)
+
+    def _may_run_again(self, call: _Open) -> bool:
+        """Whether it would do the same once more, and what it saves is the planner's to decide about.
+
+        What it was given has to be there as it was, so nobody may write to that, before backward at least.
+        """
+        if call.module == 0 or call.end < 0 or self._times[call.module] > 1 or call.first_save == call.last_save:
+            return False
+        if any(call.first_save <= save < call.last_save for save in self._decided):
+            return False
+        given = set(call.inputs)
+        return not any(
+            op >= call.begin and block.made < call.begin and (op < call.end or block in given)
+            for op, block in self._writes
+        )
+
+    def _finished(self, call: _Open, numbers: Mapping[Block, int], known: Mapping[Block, int], ops: int) -> ModuleCall:
+        made = [
+            (one.nbytes, one.made - call.begin, (ops if one.freed is None else one.freed) - call.begin)
+            for one in self._blocks.made_between(call.begin, call.end)
+            if one not in numbers
+        ]
+        scratch = max(living(call.end - call.begin, made), default=0)
+        inputs = tuple(sorted(known[block] for block in call.inputs if block in known))
+        return ModuleCall(call.module, call.begin, call.end, call.first_save, call.last_save, inputs, scratch)
+
+
+def written_by(call: Call) -> Iterator[Tensor]:
+    """The arguments that an operator writes to."""
+    arguments = call.target._schema.arguments
+    for place, one in enumerate(arguments):
+        is_written = one.alias_info is not None and one.alias_info.is_write
+        if is_written or one.name in _STATISTICS:
+            given = call.arguments[place] if place < len(call.arguments) else call.named.get(one.name)
+            yield from (tensor for tensor in tree_iter(given) if isinstance(tensor, torch.Tensor))

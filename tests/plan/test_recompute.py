@@ -1,0 +1,464 @@
+"""What is computed again: decided near the best, predicted as it is traced, applied as plain checkpoints are."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import eager_offload as eo
+from eager_offload.plan.apply import checkpointed
+from eager_offload.plan.chain import chain
+from eager_offload.plan.predict import Prediction, Problem
+from eager_offload.plan.program import Ask, ModuleCall, Op, Program, Save, Storage
+from eager_offload.plan.recompute import Recomputing
+from eager_offload.plan.solve import Solver
+from eager_offload.plan.trace import trace
+from tests.plan.programs import Stack, slow, wide
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
+#: On it moving is dear, and computing is not.
+FAR = slow(out=1e6, back=1e6)
+
+
+# -- the decision -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def modules(draw: st.DrawFn, most: int) -> Problem:
+    """Steps of modules, each of which makes and saves one storage, and of which each may be computed again."""
+    count = draw(st.integers(1, most))
+    saves, calls, storages, ops, seconds = [], [], [], list[Op](), list[float]()
+    for number in range(count):
+        begin = len(ops)
+        for _ in range(draw(st.integers(1, 3))):
+            ops.append(Op("mul", number + 1, draw(st.integers(0, 1)), 1, True))
+            seconds.append(draw(st.integers(1, 50)) / 10)
+        saves.append(Save(1, False, None, number, len(ops)))
+        calls.append(ModuleCall(number + 1, begin, len(ops), number, number + 1, (), draw(st.integers(0, 3))))
+    forward = len(ops)
+    asks: list[Ask] = []
+    for number in reversed(range(count)):
+        nbytes = draw(st.integers(1, 20))
+        asks.append(Ask(number, len(ops)))
+        for _ in range(draw(st.integers(1, 2))):
+            ops.append(Op("mul", number + 1, 0, 1, True))
+            seconds.append(draw(st.integers(1, 100)) / 10)
+        call = calls[number]
+        made = draw(st.integers(call.begin, call.end - 1))
+        storages.append(Storage(nbytes, nbytes, number + 1, made, made + 1, call.end, asks[-1].op, len(ops)))
+    names = ("", *(f"layers.{number}" if draw(st.booleans()) else f"part{number}" for number in range(count)))
+    other = tuple(draw(st.integers(0, 10)) for _ in ops)
+    program = Program(
+        names, tuple(ops), forward, tuple(saves), tuple(asks), tuple(reversed(storages)), other, tuple(calls)
+    )
+    rates, windows = st.sampled_from([1.0, 5.0, 20.0]), st.sampled_from([1, 10, 40])
+    return Problem(program, seconds, draw(rates), draw(rates), draw(windows), draw(windows))
+
+
+def every_decision(problem: Problem) -> list[Prediction]:
+    """What comes of each way to keep, to move or to compute again each storage."""
+    recomputing = Recomputing(problem)
+    found = []
+    for flags in itertools.product((False, True), repeat=len(recomputing.candidates)):
+        shape = recomputing.shape(itertools.compress(recomputing.candidates, flags)).problem
+        moves = itertools.product((False, True), repeat=len(shape.program.storages))
+        found += [shape.predict(one) for one in moves]
+    return found
+
+
+def assert_near_the_best(problem: Problem) -> None:
+    every = every_decision(problem)
+    assert len(every) == 3 ** len(problem.program.storages)
+    solver = Solver(problem, recompute=True)
+    least, most = min(one.peak_bytes for one in every), max(one.peak_bytes for one in every)
+    assert solver.least.prediction.peak_bytes == least
+    for budget in (least, least + (most - least) // 3, least + 2 * (most - least) // 3):
+        found = solver.within(budget).prediction
+        best = min(one.step_seconds for one in every if one.peak_bytes <= budget)
+        assert found.peak_bytes <= budget
+        assert found.step_seconds <= 1.02 * best
+
+
+@settings(max_examples=20, derandomize=True, deadline=None, database=None)
+@given(modules(5))
+def test_a_decision_is_within_two_percent_of_the_best_of_keeping_moving_and_computing_again(problem: Problem) -> None:
+    assert_near_the_best(problem)
+
+
+@pytest.mark.long
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@given(modules(8))
+def test_a_decision_on_more_is_within_two_percent_of_the_best_of_all_three_too(problem: Problem) -> None:
+    assert_near_the_best(problem)
+
+
+class Mixed(nn.Module):
+    """Norms, activations, products and attentions as modules of their own."""
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.view(1, len(x), 2, -1).transpose(1, 2).contiguous()
+            return F.scaled_dot_product_attention(y, y, y, is_causal=True).transpose(1, 2).reshape_as(x) * y.sum()
+
+    class Gate(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp().sin().exp()
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.attentions = nn.ModuleList(self.Attention() for _ in range(count))
+        self.gates = nn.ModuleList(self.Gate() for _ in range(count))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for attention, gate, layer in zip(self.attentions, self.gates, self.layers, strict=True):
+            x = x + layer(gate(attention(x).tanh()))
+        return x.sum()
+
+
+def test_what_takes_the_fewest_seconds_for_each_byte_is_first_and_attention_after_norms_and_activations() -> None:
+    program = trace(Mixed(), torch.randn(64, 32, requires_grad=True), min_bytes=0)
+    problem = Problem(program, program.seconds(slow(flops=1e15, single_flops=1e15)), 1e9, 1e9, 1 << 20, 1 << 20)
+    candidates = Recomputing(problem).candidates
+    kinds = list(dict.fromkeys(one.kind for one in chain(candidates)))
+    assert [one.attends for one in candidates].count(True) == 3
+    assert kinds.index("attentions.*") > kinds.index("gates.*")
+    dear = next(one for one in candidates if one.kind == "gates.*")
+    changed = [
+        one._replace(seconds=0.0) if one.attends else one._replace(seconds=9.0) if one.kind == dear.kind else one
+        for one in candidates
+    ]
+    kinds = list(dict.fromkeys(one.kind for one in chain(changed)))
+    assert kinds.index("attentions.*") > kinds.index("gates.*"), "though it takes no time"
+    places = [one.call.module for one in chain(candidates) if one.kind == "gates.*"]
+    assert sorted(places) == [one.call.module for one in candidates if one.kind == "gates.*"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["blocks.*", "blocks.*.first", "blocks.*.second", "gates.*", "attentions.*", "layers.*"]
+)
+def test_numbers_of_a_step_with_checkpoints_are_those_of_its_trace(kind: str) -> None:
+    model, x = wide() if kind.startswith("blocks") else (Mixed(), torch.randn(64, 32, requires_grad=True))
+
+    def problem(program: Program) -> Problem:
+        return Problem(program, program.seconds(slow()), 1e8, 1e8, 1 << 16, 1 << 16)
+
+    whole = problem(trace(model, x, min_bytes=1 << 10))
+    recomputing = Recomputing(whole)
+    chosen = [one for one in recomputing.candidates if one.kind == kind]
+    names = [whole.program.modules[one.call.module] for one in chosen]
+    assert len(names) == 3
+    shape, real = recomputing.shape(chosen).problem, problem(trace(model, x, min_bytes=1 << 10, again=names))
+    assert [op.name for op in shape.program.ops] == [op.name for op in real.program.ops]
+    assert shape.compute_seconds == pytest.approx(real.compute_seconds)
+    nothing, also = (one.predict((False,) * len(one.program.storages)).peak_bytes for one in (shape, real))
+    assert also <= nothing <= 1.06 * also
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plan() -> eo.Plan:
+    """One in which something is computed again."""
+    model, x = wide()
+    all_moves = eo.plan(model, x, device=FAR, config=CONFIG)
+    budget = (all_moves.peak_bytes + all_moves.least_budget) // 2
+    return eo.plan(model, x, device=FAR, device_budget=budget, recompute=True, config=CONFIG)
+
+
+def test_what_is_computed_again_takes_less_time_than_moving_it(plan: eo.Plan) -> None:
+    model, x = wide()
+    moving = eo.plan(model, x, device=FAR, device_budget=plan.device_budget, config=CONFIG)
+    assert plan.fits
+    assert plan.again
+    assert plan.recomputed_bytes > 0 == moving.recomputed_bytes
+    assert plan.step_seconds < moving.step_seconds / 2
+    assert plan.compute_seconds == moving.compute_seconds < plan.step_seconds
+    exact = eo.plan(model, x, device=FAR, device_budget=plan.least_budget, recompute=True, config=CONFIG)
+    assert exact.fits
+    points = plan.front(4)
+    assert points[-1].step_seconds == plan.compute_seconds
+    assert [point.step_seconds for point in points] == sorted((point.step_seconds for point in points), reverse=True)
+
+
+def test_where_transfers_are_hidden_nothing_is_computed_again() -> None:
+    model, x = wide()
+    near = slow(out=1e12, back=1e12)
+    least = eo.plan(model, x, device=near, config=CONFIG).least_budget
+    plan = eo.plan(model, x, device=near, device_budget=(least * 3) // 2, recompute=True, config=CONFIG)
+    assert plan.fits
+    assert plan.again == ()
+    assert plan.recomputed_bytes == 0
+    assert "again" not in str(plan)
+
+
+def test_the_table_says_what_is_computed_again_and_a_file_keeps_it(plan: eo.Plan, tmp_path: Path) -> None:
+    text = str(plan)
+    assert "are computed again" in text
+    assert sum(row.recomputed_bytes for row in plan.rows()) == plan.recomputed_bytes
+    assert next(line for line in text.splitlines() if line.startswith("module")).split()[-1] == "again"
+    plan.save(tmp_path / "plan.json")
+    loaded = eo.Plan.load(tmp_path / "plan.json")
+    assert loaded.to_dict() == plan.to_dict()
+    assert loaded.front(3) == plan.front(3)
+    assert loaded.again == plan.again
+
+
+def test_recompute_goes_with_the_least_movement_alone() -> None:
+    model, x = wide()
+    with pytest.raises(eo.ConfigError, match="recompute=True is not accepted: with policy='free'"):
+        eo.plan(model, x, device=FAR, policy="free", recompute=True)
+
+
+class Writes(nn.Module):
+    """What it does the second time is another thing."""
+
+    def __init__(self, how: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.how, self.cache = nn.BatchNorm1d(32), how, []
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, x).exp().sin().exp().cos()
+
+
+def counts(module: Any, x: Tensor) -> Tensor:
+    module.count.add_(1)
+    return x.sin()
+
+
+def grows(module: Any, x: Tensor) -> Tensor:
+    module.cache.append(x)
+    return torch.cat(module.cache).sin()
+
+
+def marked(module: Any, x: Tensor) -> Tensor:
+    return eo.keep(x.sin().exp()).sin()
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module, after: Callable[[Tensor], Tensor] = torch.sin) -> None:
+        super().__init__()
+        self.first, self.inner, self.after = nn.Linear(32, 32), inner, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).sin() + 1
+        y = self.inner(x)
+        return (y.sum() + self.after(x).sum()).sum()
+
+
+@pytest.mark.parametrize("how", [counts, grows, marked, lambda module, x: module.norm(x)])
+def test_modules_that_would_do_another_thing_or_of_which_somebody_has_decided_are_not_computed_again(how: Any) -> None:
+    x = torch.randn(64, 32)
+
+    def planned(model: nn.Module) -> eo.Plan:
+        whole = eo.plan(model, x, device=FAR, config=CONFIG)
+        budget = (whole.peak_bytes + whole.least_budget) // 2
+        return eo.plan(model, x, device=FAR, device_budget=budget, recompute=True, config=CONFIG)
+
+    assert planned(Around(Writes(lambda module, x: x.sin()))).again == ("inner",)
+    assert planned(Around(Writes(how))).again == ()
+
+
+def test_a_module_whose_argument_is_written_to_afterwards_is_not_computed_again() -> None:
+    x = torch.randn(64, 32)
+    for after, count in ((torch.neg, 1), (Tensor.neg_, 0)):
+        program = trace(Around(Writes(lambda module, x: x.sin()), after), x, min_bytes=0)
+        assert [program.modules[one.module] for one in program.calls].count("inner") == count
+
+
+# -- checkpoints around modules ---------------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout, called by keyword too."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(
+                nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32)
+            )
+
+        def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+            out: Tensor = self.inner(x) * scale
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(self.Part() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = x + part(x, scale=x.tanh())
+        return x.square().mean()
+
+
+def gradients(model: nn.Module, x: Tensor, with_: Any = None) -> list[Tensor]:
+    torch.manual_seed(3)
+    model.zero_grad(set_to_none=True)
+    with with_ or eo.Offload(enabled=False):
+        loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+
+
+def packs(step: Callable[[], object]) -> int:
+    """Bytes that a step saves."""
+    found = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal found
+        found += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    return found
+
+
+def test_gradients_are_those_of_plain_checkpoints_and_bytes_move() -> None:
+    torch.manual_seed(0)
+    model, x = Dropping(), torch.randn(128, 32)
+    names = [f"parts.{number}" for number in range(3)]
+    plain = copy.deepcopy(model)
+    for part in plain.parts:
+        own = part.forward
+        part.forward = lambda *a, own=own, **n: checkpoint(own, *a, use_reentrant=False, **n)
+    expected, whole = gradients(plain, x), gradients(model, x)
+    with checkpointed(model, names):
+        offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0)
+        found = gradients(model, x, offload)
+        few = packs(lambda: model(x))
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, found, whole)), "checkpoints keep the state of random numbers"
+    assert offload.stats().bytes_out > 0
+    assert 0 < few < packs(lambda: model(x)) / 3
+
+
+def test_a_plan_is_applied_and_a_step_saves_what_it_says(plan: eo.Plan) -> None:
+    model, x = wide()
+    expected = gradients(model, x)
+    saves: list[int] = []
+    with (
+        plan.apply(model),
+        torch.autograd.graph.saved_tensors_hooks(lambda one: (saves.append(one.nbytes), one)[1], lambda one: one),
+    ):
+        loss = model(x)
+    assert saves == [save.nbytes for save in plan.problem.program.saves]
+    model.zero_grad()
+    loss.backward()
+    found = [loss.detach(), *(one.grad for one in model.parameters())]
+    assert all(map(torch.equal, found, expected))
+
+
+def state_of(model: nn.Module) -> list[object]:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks")
+    return [
+        list(model.state_dict()),
+        [[dict(getattr(one, name)) for name in hooks] for one in model.modules()],
+        [set(vars(one)) for one in model.modules()],
+    ]
+
+
+def test_checkpoints_leave_nothing_behind_whatever_happens() -> None:
+    model, x = Dropping(), torch.randn(8, 32)
+    before = state_of(model)
+    with pytest.raises(KeyError), checkpointed(model, ["parts.0", "parts.1"]):  # noqa: PT012  # it is left by an error
+        assert list(model.state_dict()) == before[0]
+        assert state_of(model)[1] == before[1]
+        with checkpointed(model, ["parts.1"]):
+            pass
+        assert packs(lambda: model.parts[1](x, scale=x)) < packs(lambda: model.parts[2](x, scale=x)), "goes on"
+        raise KeyError
+    assert state_of(model) == before
+    with pytest.raises(eo.ConfigError, match=r"a module 'parts\.7', which this one does not have"):
+        checkpointed(model, ["parts.0", "parts.7"]).__enter__()
+    assert state_of(model) == before
+
+
+def test_copies_that_are_made_meanwhile_have_no_checkpoints_and_wrapped_models_have_their_names() -> None:
+    model, x = Dropping(), torch.randn(8, 32)
+    most = packs(lambda: model(x))
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = model
+
+    with checkpointed(Wrapper(), ["parts.0"]):
+        assert packs(lambda: model(x)) < most
+        copied = copy.deepcopy(model)
+        assert packs(lambda: copied(x)) == most
+    assert state_of(copied)[:2] == state_of(model)[:2]
+
+
+def test_threads_apply_and_leave_in_any_order() -> None:
+    model, x = Dropping(), torch.randn(8, 32)
+    before, most = state_of(model), packs(lambda: model(x))
+    entered, leave = threading.Barrier(3), threading.Event()
+
+    def other(names: list[str]) -> None:
+        with checkpointed(model, names):
+            entered.wait()
+            leave.wait()
+
+    threads = [threading.Thread(target=other, args=(names,)) for names in (["parts.0"], ["parts.0", "parts.2"])]
+    for thread in threads:
+        thread.start()
+    with checkpointed(model, ["parts.0"]):
+        entered.wait()
+    assert packs(lambda: model(x)) < most
+    leave.set()
+    for thread in threads:
+        thread.join()
+    assert state_of(model) == before
+    assert packs(lambda: model(x)) == most
+
+
+def test_what_is_put_around_a_checkpointed_module_meanwhile_stays() -> None:
+    model, x = Dropping(), torch.randn(8, 32)
+    most = packs(lambda: model(x))
+
+    @contextmanager
+    def skipping() -> Iterator[eo.Offload]:
+        offload = eo.Offload(skip=["parts.0"])
+        offload.skip_in(model)
+        yield offload
+        offload.close()
+
+    with checkpointed(model, ["parts.0"]):
+        region = skipping()
+        region.__enter__()
+    assert packs(lambda: model(x)) == most, "the checkpoint is not in force any more"
+    region.__exit__(None, None, None)
+    assert packs(lambda: model(x)) == most
+
+
+def test_a_stack_on_several_layers_is_planned_below_what_moving_alone_needs_time_for() -> None:
+    with torch.device("meta"):
+        model, x = Stack(6, 64, 4, 2, 128), torch.empty(512, 64)
+    whole = eo.plan(model, x, device=FAR, config=CONFIG)
+    for part in (3, 2):
+        budget = whole.least_budget + (whole.peak_bytes - whole.least_budget) // part
+        plan = eo.plan(model, x, device=FAR, device_budget=budget, recompute=True, config=CONFIG)
+        assert plan.fits
+        assert plan.step_seconds < 1.6 * whole.compute_seconds
