@@ -54,9 +54,9 @@ class LeastKept:
     """How few saved bytes may stay; numbers only, like ``schedule.py``.
 
     It tries more, in strides that double or as far as the last two tries lead, until a slowdown is within the limit; or
-    less, in strides that double, until it is not; then halves what lies between. What it has found it leaves when that does not hold any more, and to see whether less will do,
-    ever more rarely. So where a device stays as it is, it comes to rest, and the tries of ``n`` steps are of the order
-    of ``log n``.
+    less, in strides that double, until it is not; then halves what lies between. What it has found it leaves when that
+    does not hold any more, and to see whether less will do, ever more rarely. So where a device stays as it is, it
+    comes to rest, and the tries in ``n`` steps are of the order of ``log n``.
 
     Args:
         limit: the slowdown that is accepted, a share of a step without offload.
@@ -66,13 +66,15 @@ class LeastKept:
     def __init__(self, limit: float, keep: int) -> None:
         self.limit = max(limit, _HIDDEN)
         self.keep = keep
-        #: Of the steps that were judged last.
+        #: Of the steps that were judged last, or once it is found of those that it was found by.
         self.slowdown = 0.0
         self._most = 0
         self._pause = _FIRST_PAUSE
         #: The most bytes that were too few, and the least that were enough; ``None`` where none was tried.
         self._too_few: int | None = None
         self._enough: int | None = None
+        #: The slowdown with ``_enough``.
+        self._hidden = 0.0
         self._stride = 0
         #: What was too few before, and the slowdown.
         self._last: tuple[int, float] | None = None
@@ -120,7 +122,7 @@ class LeastKept:
         self._steps = []
         if not self._found:
             if self.slowdown <= self.limit:
-                self._enough = self.keep
+                self._enough, self._hidden = self.keep, self.slowdown
             else:
                 self._too_few = self.keep
             self._next()
@@ -135,7 +137,7 @@ class LeastKept:
             if self._rested >= self._pause and self.keep:
                 self._pause *= 2
                 self._search()
-                self._enough = self.keep
+                self._enough, self._hidden = self.keep, self.slowdown
                 self._next()
 
     def _search(self) -> None:
@@ -160,7 +162,7 @@ class LeastKept:
             self.keep = max(enough - self._stride, 0)
             self._found = enough == 0
         elif enough - few <= part:
-            self.keep, self._found = enough, True
+            self.keep, self.slowdown, self._found = enough, self._hidden, True
         else:
             self.keep = (few + enough) // 2
         if self.keep != before:
