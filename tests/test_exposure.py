@@ -243,7 +243,7 @@ def test_behind_a_slow_link_what_it_hides_moves_and_the_rest_stays(
     slower = {name: trained.seconds / alone for name, trained in found.items()}
     assert 0 < moved["free"] < moved["half"] < moved["max"], moved
     assert 0.99 <= slower["free"] <= 1.02, slower
-    assert 1.1 <= slower["half"] <= 1.52, slower
+    assert 1.1 <= slower["half"] <= 1 + 0.5 * 1.2, slower
     assert slower["max"] > 2, slower
     assert "policy     free: compute waits" in str(found["free"].stats)
     assert "policy     max_slowdown of 50.0 %: compute waits" in str(found["half"].stats)

@@ -22,7 +22,7 @@ BELOW = {
         "step_plan",
     },
     "compile": {"engine", "tiers", "runtime", "stats", "selection", "marks", "active"},
-    "plan": {"compile", "tiers", "runtime", "stats", "selection", "marks", "skipping"},
+    "plan": {"observe", "compile", "tiers", "runtime", "stats", "selection", "marks", "skipping"},
     "simulation": {"runtime", "tiers"},
 }
 LEAVES = {"_torch", "config", "errors", "live_bytes", "machine", "malloc"}

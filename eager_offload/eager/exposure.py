@@ -43,7 +43,7 @@ _LONG = 2
 #: The parts of what may stay that are told apart.
 _PARTS = 32
 #: What was found stays until a slowdown is so many limits, twice in a row.
-_SLACK = 1.5
+_SLACK = 1.2
 #: So many steps after it was found less is tried, if nothing is exposed; each time after twice as many.
 _FIRST_PAUSE = 32
 #: Where what may stay differs by more than this part from what it was, all is learnt anew.
