@@ -348,7 +348,7 @@ def test_a_device_whose_events_do_not_tell_the_time_is_an_error(fields: dict[str
     offload.close()
 
 
-def test_h02_on_an_accelerator_what_times_the_waits_orders_nothing(expected: list[Tensor]) -> None:
+def test_on_an_accelerator_what_times_the_waits_orders_nothing(expected: list[Tensor]) -> None:
     machine, parameters = TrainingAccelerator(haste=0.3), weights()
     windows = {"max_inflight_bytes": 3 * NBYTES, "prefetch_bytes": 3 * NBYTES}
     offload = eo.Offload(runtime=machine.runtime, tier="host", min_bytes=NBYTES, policy="free", **windows)
