@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -101,7 +102,7 @@ class Trainer:
             load_average=os.getloadavg()[0],
         )
 
-    def offload(self, around: Callable[[Tier], Tier] | None = None) -> eo.Offload:
+    def offload(self, around: Callable[[Tier], Tier] | None = None, **fields: Any) -> eo.Offload:
         size = self.options.window
         return eo.Offload(
             tier="disk",
@@ -110,6 +111,7 @@ class Trainer:
             max_inflight_bytes=size,
             prefetch_bytes=size,
             around_tier=around,
+            **fields,
         )
 
     def _train(self, batch: Batch, offload: eo.Offload | None) -> float:
@@ -137,14 +139,15 @@ class Buckets:
 
     def __init__(self, trainer: Trainer, free_rate: float, ratios: list[float]) -> None:
         self.rates = {ratio: ratio * free_rate for ratio in ratios}
-        self.offloads = {ratio: trainer.offload(_throttle(rate)) for ratio, rate in self.rates.items()}
+        self.offloads = {ratio: trainer.offload(throttled(rate)) for ratio, rate in self.rates.items()}
 
     def close(self) -> None:
         for offload in self.offloads.values():
             offload.close()
 
 
-def _throttle(rate: float) -> Callable[[Tier], Tier]:
+def throttled(rate: float) -> Callable[[Tier], Tier]:
+    """Puts a token bucket around a tier; ``rate`` is bytes a second, each way."""
     return lambda tier: ThrottledTier(tier, rate, rate)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -86,12 +87,13 @@ class Simulation:
     Args:
         tokens: of the large model's one sequence.
         options: the command line.
+        link: how fast the link is, in multiples of PCIe 5 x16.
     """
 
-    def __init__(self, tokens: int, options: argparse.Namespace) -> None:
+    def __init__(self, tokens: int, options: argparse.Namespace, link: float = 1.0) -> None:
         self.tokens = tokens
         self.options = options
-        self.machine = replace(H200, launch_seconds=options.launch_seconds)
+        self.machine = replace(H200, launch_seconds=options.launch_seconds, out=H200.out * link, back=H200.back * link)
         self.scale = Scale(tokens / SMALL_TOKENS, LARGE.width / SMALL_WIDTH)
         small = Shape(options.layers, SMALL_WIDTH, round(LARGE.hidden / self.scale.width), 1)
         self.model = Stack(small)
@@ -111,16 +113,21 @@ class Simulation:
         """Bytes that ``nbytes`` at hand stand for."""
         return nbytes * self.scale.nbytes
 
-    def run(self) -> Iterator[Step]:
-        """Steps of one training, each with other operator times."""
+    def run(self, **fields: Any) -> Iterator[Step]:
+        """Steps of one training, each with other operator times.
+
+        Args:
+            **fields: of the config, in place of those of the command line.
+        """
         runtime = self._runtime()
+        fields = {"keep_last_bytes": self.window if self.options.fixed else "auto", **fields}
         offload = eo.Offload(
             runtime=runtime,
             tier="host",
             min_bytes=self.min_bytes,
             max_inflight_bytes=self.window,
             prefetch_bytes=self.window,
-            keep_last_bytes=self.window if self.options.fixed else "auto",
+            **fields,
         )
         for number in range(1, self.options.steps + 1):
             yield self._step(number, runtime, offload)

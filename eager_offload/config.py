@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,8 @@ _UNITS = {
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _SIZE_ACCEPTED = 'a whole number of bytes, 0 or more, or a text such as "256MiB" or "1.5GB"'
+_POLICIES = ("max", "free")
+_SLOWDOWN_ACCEPTED = "None or a number, 0 or more, such as 0.05 for a step that takes at most 5 % longer"
 _BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -115,6 +118,8 @@ class OffloadFields(TypedDict, total=False):
     verify: bool
     step_plans: bool | Auto
     device_budget: Size | None
+    policy: str
+    max_slowdown: float | None
     skip: Sequence[str] | str
     enabled: bool
 
@@ -183,6 +188,16 @@ class OffloadConfig:
     first forwards, and adapted: see the page on tuning. Of a CPU device it is the process's memory. In compiled code
     all that may move does."""
 
+    policy: str = "max"
+    """``"max"`` moves all that may move. ``"free"`` moves what the link hides: so much stays that compute waits for
+    transfers for less than 0.5 % of a step. That is learnt from measured waits, and adapted: see the page on tuning.
+    What stays is not bounded, but by ``device_budget`` where that is given. In compiled code it is as ``"max"``."""
+
+    max_slowdown: float | None = None
+    """How much longer a step may take than without offload, such as 0.05: of the saved bytes the fewest stay with which
+    it does, learnt as for ``policy="free"``, which is 0. ``None``: as long as it takes. In compiled code it changes
+    nothing."""
+
     skip: Sequence[str] | str = ()
     """Patterns of the names of modules of which nothing moves that they save, such as ``["lm_head", "*.norm"]``: ``*``
     stands for any text. A pattern that matches no module of the model is an error that lists near names. In a plain
@@ -207,6 +222,7 @@ class OffloadConfig:
                 )
         if self.device_budget is not None:
             self._check_device_budget()
+        self._check_slowdown()
         for field in ("pin_memory", "step_plans"):
             if not (isinstance(value := getattr(self, field), bool) or value == "auto"):
                 raise _refuse(field, value, 'True, False or "auto"')
@@ -232,6 +248,26 @@ class OffloadConfig:
             raise ConfigError(
                 f"keep_last_bytes={self.keep_last_bytes!r} does not go with device_budget, which says how many of the "
                 "newest bytes stay: leave one of them out"
+            )
+
+    def _check_slowdown(self) -> None:
+        if self.policy not in _POLICIES:
+            raise _refuse("policy", self.policy, " or ".join(f'"{one}"' for one in _POLICIES))
+        given = self.max_slowdown
+        if given is not None:
+            number = _number(given)
+            if number is None:
+                raise _refuse("max_slowdown", given, _SLOWDOWN_ACCEPTED)
+            self._store("max_slowdown", number)
+            if self.policy == "free":
+                raise ConfigError(
+                    f'max_slowdown={given!r} does not go with policy="free", which is a slowdown of 0: leave one of '
+                    "them out"
+                )
+        if self.slowdown is not None and self.keep_last_bytes != "auto":
+            raise ConfigError(
+                f"keep_last_bytes={self.keep_last_bytes!r} does not go with {self.says_slowdown}, which learns how "
+                "many bytes stay: leave one of them out"
             )
 
     @classmethod
@@ -338,8 +374,18 @@ class OffloadConfig:
 
     @property
     def learns_what_stays(self) -> bool:
-        """Whether it is the steps before that say which of the newest bytes stay, and neither the user nor a budget."""
-        return self.keep_last_bytes == "auto" and self.device_budget is None
+        """Whether it is the steps before that say which of the newest bytes stay, and no setting."""
+        return self.keep_last_bytes == "auto" and self.device_budget is None and self.slowdown is None
+
+    @property
+    def slowdown(self) -> float | None:
+        """How much longer a step may take, as a share of it; ``None`` where it may take as long as it does."""
+        return 0.0 if self.policy == "free" else self.max_slowdown
+
+    @property
+    def says_slowdown(self) -> str:
+        """The setting that ``slowdown`` comes from, as a user writes it."""
+        return 'policy="free"' if self.policy == "free" else f"max_slowdown={self.max_slowdown!r}"
 
     @property
     def disk_paths(self) -> tuple[Path, ...] | None:
@@ -369,6 +415,17 @@ def _size_or_auto(value: object, field: str) -> int | str:
         raise _refuse(field, value, f'"auto" or {_SIZE_ACCEPTED}') from None
 
 
+def _number(value: object) -> float | None:
+    """A finite number from 0 on, from one or from a text; ``None`` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if 0 <= number < math.inf else None
+
+
 def _paths(value: object) -> tuple[Path, ...] | None:
     if value is None:
         return None
@@ -395,7 +452,7 @@ def field_from_text(field: str, text: str) -> object:
         return text.split(os.pathsep)
     if field == "skip":
         return [one.strip() for one in text.split(",")]
-    if field == "device_budget" and text.lower() == "none":
+    if field in ("device_budget", "max_slowdown") and text.lower() == "none":
         return None
     if field in ("verify", "pin_memory", "step_plans", "enabled") and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE

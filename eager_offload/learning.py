@@ -89,6 +89,7 @@ class Lesson:
         self.times = times
         self.sizes = notes.sizes
         self.owners = notes.owners
+        self._notes, self._link, self._room = notes, link, room
         #: Saves of storages that the program keeps alive.
         self.alive = notes.alive
         self.advice = _advice(notes, link, room)
@@ -98,14 +99,53 @@ class Lesson:
         #: The saves that are to be asked for, in that order.
         self.order = [number for number in notes.asked_at if notes.owners[number] not in notes.alive]
 
+    @property
+    def movable_bytes(self) -> int:
+        """Bytes of the storages that may leave."""
+        return sum(self.sizes[number] for number in _taken(self._notes))
+
+    def keep(self, nbytes: int, newest: int) -> None:
+        """So many bytes are to stay, as ``Lessons.keep`` says."""
+        self.advice = _advice(self._notes, self._link, self._room)
+        stays = _spread([(number, self.sizes[number]) for number in _taken(self._notes)], nbytes, newest)
+        for number in _taken(self._notes):
+            self.advice[number] = Advice.STAY if number in stays else Advice.LEAVE
+
     def fits(self, number: int, nbytes: int, owner: int) -> bool:
         """Whether save ``number`` of a forward is as it was in the one that this was learnt from."""
         return number < len(self.sizes) and self.sizes[number] == nbytes and self.owners[number] == owner
 
 
+def _taken(notes: Notes) -> list[int]:
+    """The saves that take a storage that may leave."""
+    return [number for number, owner in enumerate(notes.owners) if owner == number and number not in notes.alive]
+
+
+def _spread(storages: Sequence[tuple[int, int]], keep: int, newest: int) -> set[int]:
+    """Which of ``storages`` stay: the newest, and of the others each stretch its part.
+
+    Args:
+        storages: the number and the bytes of each, the oldest first.
+        keep: bytes that stay in all.
+        newest: bytes that stay of the newest, before any other does.
+    """
+    found, at, kept = set[int](), len(storages), 0
+    while at and kept + storages[at - 1][1] <= min(keep, newest):
+        at -= 1
+        kept += storages[at][1]
+        found.add(storages[at][0])
+    earlier, due = sum(nbytes for _, nbytes in storages[:at]), 0
+    room = min(keep - kept, earlier)
+    for number, nbytes in reversed(storages[:at]):
+        due += nbytes * room  # in parts of a byte, as many as there are earlier bytes
+        if nbytes * earlier <= due:
+            due -= nbytes * earlier
+            found.add(number)
+    return found
+
+
 def _advice(notes: Notes, link: Link | None, room: int) -> list[Advice]:
-    taken = [number for number, owner in enumerate(notes.owners) if owner == number and number not in notes.alive]
-    fits = sum(notes.sizes[number] for number in taken) <= room
+    fits = sum(notes.sizes[number] for number in _taken(notes)) <= room
     first_asked: dict[int, float] = {}
     for number, seconds in notes.asked_at.items():
         first_asked.setdefault(notes.owners[number], seconds)
@@ -135,6 +175,8 @@ class Lessons:
     def __init__(self, room: int = 0) -> None:
         self.room = room
         self._lessons: list[Lesson] = []
+        #: What ``keep`` was told.
+        self._keep: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self._lessons)
@@ -150,7 +192,26 @@ class Lessons:
         alike = [old for old in self._lessons if old.sizes == notes.sizes and old.owners == notes.owners]
         others = [old for old in self._lessons if old not in alike]
         times = 1 + sum(old.times for old in alike)
-        self._lessons = [*others, Lesson(notes, link, self.room, times)][-_MOST_LESSONS:]
+        lesson = Lesson(notes, link, self.room, times)
+        if self._keep is not None:
+            lesson.keep(*self._keep)
+        self._lessons = [*others, lesson][-_MOST_LESSONS:]
+
+    def keep(self, nbytes: int, newest: int) -> None:
+        """Of a forward that is alike so many bytes stay, whatever the link may be.
+
+        Args:
+            newest: bytes that stay of the newest, before any other does.
+        """
+        if self._keep != (nbytes, newest):
+            self._keep = (nbytes, newest)
+            for lesson in self._lessons:
+                lesson.keep(nbytes, newest)
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the storages that may leave, of the forward that has most of them."""
+        return max((lesson.movable_bytes for lesson in self._lessons), default=0)
 
     def most_alike(self) -> int:
         """How many forwards there were of the kind that was most frequent."""

@@ -47,6 +47,11 @@ def why(stats: OffloadStats, config: OffloadConfig) -> str:
         return f"the {size_text(sum(kept.values()))} that were saved were asked for, or closed upon, before they left"
     if reason == KeepReason.NEWEST and 0 < stats.device_memory_peak <= stats.device_budget:
         return f"the {size_text(sum(kept.values()))} that were saved fit into device_budget beside all else"
+    if reason == KeepReason.NEWEST and config.slowdown is not None:
+        return (
+            f"of the {size_text(sum(kept.values()))} that were saved, {size_text(kept[reason])} stay, as long as "
+            f"{config.says_slowdown} has not found that they move in time: that takes some steps"
+        )
     sentence = _REASONS[KeepReason(reason)].format(
         min_bytes=size_text(config.size("min_bytes")), newest=size_text(config.delay_bytes)
     )

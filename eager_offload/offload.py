@@ -115,6 +115,10 @@ class Offload:
             )
         if self.config.device_budget is not None:
             raise ConfigError("plan=... does not go with device_budget, which says what moves: leave one of them out")
+        if self.config.slowdown is not None:
+            raise ConfigError(
+                f"plan=... does not go with {self.config.says_slowdown}, which says what moves: leave one of them out"
+            )
         if self.config.step_plans is False:
             raise ConfigError("plan=... does not go with step_plans=False, which follows none: leave one of them out")
         given = plan

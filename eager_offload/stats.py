@@ -154,7 +154,10 @@ class OffloadStats:
     device_memory_peak: int = 0
     """Most bytes of the device that were seen to be used, by whatever, where there is such a budget."""
     keep_last_bytes: int = 0
-    """How many of the newest saved bytes it leaves room for."""
+    """How many of the newest saved bytes it leaves room for, or ``policy="free"`` or ``max_slowdown`` lets stay."""
+    slowdown: float = 0.0
+    """For which share of a step without offload compute waited for transfers in the steps that such a setting was
+    adapted to last, by the device's own clock."""
     compiled_regions: int = 0
     """How often forward graphs of compiled code were run that move something."""
     compiled_graphs: int = 0
@@ -203,6 +206,12 @@ class OffloadStats:
             lines.append(
                 f"budget     {size_text(self.device_budget)} of the device, whose peak was "
                 f"{size_text(self.device_memory_peak)}: the newest {size_text(self.keep_last_bytes)} may stay"
+            )
+        if (setting := self._config.slowdown) is not None:
+            told = f"max_slowdown of {_share(setting)}" if setting else "free"
+            lines.append(
+                f"policy     {told}: compute waits {_share(self.slowdown)} of a step, and "
+                f"{size_text(self.keep_last_bytes)} may stay"
             )
         if self.compiled_regions:
             graphs, runs = _number(self.compiled_graphs, "graph"), _number(self.compiled_regions, "run")
@@ -304,6 +313,7 @@ class Counters:
         self.device_budget = 0
         self.device_memory_peak = 0
         self.keep_last_bytes = 0
+        self.slowdown = 0.0
         self.compiled_regions = 0
         self.keeps_freed_memory = False
         self.empty_forwards = 0
@@ -454,6 +464,10 @@ def _short(nbytes: int) -> str:
     """A size in three digits."""
     number, unit = size_text(nbytes).replace(",", "").split()
     return f"{float(number):,.0f} {unit}" if float(number) >= 100 else f"{float(number):.3g} {unit}"
+
+
+def _share(part: float) -> str:
+    return f"{part:.1%}".replace("%", " %")
 
 
 def _number(count: int, what: str) -> str:

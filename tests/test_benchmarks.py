@@ -122,6 +122,15 @@ def test_the_simulation_compares_every_step_with_its_floor_and_the_best_that_cou
     assert [limit["bound"] for limit in content["limits"] if limit["what"].endswith("step over floor")] == [1.03, 1.03]
 
 
+def test_what_a_slowdown_comes_to_is_shown_behind_each_link(tmp_path: Path) -> None:
+    tiny = ["--layers", "2", "--width", "64", "--sequence", "64", "--min-bytes", "4KiB", "--window", "64KiB"]
+    content = measured("slowdown", tmp_path, "--quick", *tiny)
+    settings = ["max", "max_slowdown=0.2", "max_slowdown=0.05", "free"]
+    assert [one["setting"] for one in content["samples"]] == 2 * settings
+    assert [limit["measured"] for limit in content["limits"] if limit["what"].startswith("different")] == [1, 1]
+    assert all(one["bytes_out"] > 0 for one in content["samples"] if one["setting"] == "max")
+
+
 def test_what_is_learnt_is_shown_for_each_program_on_both_devices(tmp_path: Path) -> None:
     arguments = [
         "--quick",

@@ -40,6 +40,8 @@ DEFAULTS = {
     "verify": False,
     "step_plans": "auto",
     "device_budget": None,
+    "policy": "max",
+    "max_slowdown": None,
     "skip": (),
     "enabled": True,
 }
@@ -155,6 +157,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("host_budget", 0, 'more than 0 bytes, or "auto"'),
     ("disk_budget", "0B", 'more than 0 bytes, or "auto"'),
     ("device_budget", "0B", "a whole number of bytes, more than 0"),
+    *(("policy", bad, '"max" or "free"') for bad in ("least", None, True, ["free"])),
+    *(("max_slowdown", bad, "a number, 0 or more") for bad in (-0.1, "5 %", True, float("nan"), float("inf"), [0.1])),
     ("pin_memory", "yes", 'True, False or "auto"'),
     ("pin_memory", 1, 'True, False or "auto"'),
     ("pin_memory", None, 'True, False or "auto"'),
@@ -204,6 +208,30 @@ def test_a_device_budget_says_what_stays_and_what_moves_by_itself() -> None:
         eo.Offload(device_budget="20GiB", plan=plan)
 
 
+@pytest.mark.parametrize(
+    ("fields", "setting"),
+    [({"policy": "free"}, 'policy="free"'), ({"max_slowdown": "0.05"}, r"max_slowdown=0\.05")],
+)
+def test_a_slowdown_says_what_stays_by_itself(fields: dict[str, Any], setting: str) -> None:
+    config = eo.OffloadConfig(**fields)
+    assert not config.learns_what_stays
+    assert config.slowdown == config.max_slowdown or config.slowdown == 0.0
+    with pytest.raises(eo.ConfigError, match=f"keep_last_bytes=0 does not go with {setting}"):
+        eo.OffloadConfig(**fields, keep_last_bytes=0)
+    plan = eo.StepPlan((Save(Fate.KEEP, KeepReason.SMALL, 1, 1),))
+    with pytest.raises(eo.ConfigError, match=rf"plan=\.\.\. does not go with {setting}"):
+        eo.Offload(plan=plan, **fields)
+    assert eo.OffloadConfig(**fields, device_budget="1GiB").device_budget == 1 << 30
+    assert eo.OffloadConfig.from_text(config.to_text()) == config
+
+
+def test_two_limits_of_a_slowdown_are_one_too_many() -> None:
+    with pytest.raises(eo.ConfigError, match=r'max_slowdown=0\.05 does not go with policy="free"'):
+        eo.OffloadConfig(policy="free", max_slowdown=0.05)
+    assert eo.OffloadConfig().slowdown is None
+    assert eo.OffloadConfig(max_slowdown=0).slowdown == 0.0
+
+
 @pytest.mark.parametrize("name", ["min_byte", "Tier", "", "compile", "__class__"])
 def test_an_unknown_field_is_named_together_with_those_that_are_known(name: str) -> None:
     with pytest.raises(eo.ConfigError) as raised:
@@ -245,6 +273,8 @@ def test_every_field_can_come_from_the_environment(tmp_path: Path) -> None:
         "EAGER_OFFLOAD_VERIFY": "True",
         "EAGER_OFFLOAD_STEP_PLANS": "off",
         "EAGER_OFFLOAD_DEVICE_BUDGET": "20GiB",
+        "EAGER_OFFLOAD_POLICY": "max",
+        "EAGER_OFFLOAD_MAX_SLOWDOWN": "0.05",
         "EAGER_OFFLOAD_SKIP": "lm_head, *.norm",
         "EAGER_OFFLOAD_ENABLED": "no",
         "PATH": "/bin",
@@ -263,13 +293,16 @@ def test_every_field_can_come_from_the_environment(tmp_path: Path) -> None:
         verify=True,
         step_plans=False,
         device_budget=20 << 30,
+        policy="max",
+        max_slowdown=0.05,
         skip=["lm_head", "*.norm"],
         enabled=False,
     )
 
 
 def test_no_budget_is_a_text_too() -> None:
-    assert eo.OffloadConfig.from_env({"EAGER_OFFLOAD_DEVICE_BUDGET": "none"}) == eo.OffloadConfig()
+    for field in ("DEVICE_BUDGET", "MAX_SLOWDOWN"):
+        assert eo.OffloadConfig.from_env({f"EAGER_OFFLOAD_{field}": "none"}) == eo.OffloadConfig()
 
 
 def test_the_environment_is_that_of_the_process_unless_another_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ BELOW = {
     "compile": {"engine", "tiers", "runtime", "stats", "selection", "marks", "active"},
     "plan": {
         *("compile", "tiers", "runtime", "stats", "schedule", "selection", "marks", "skipping", "active"),
-        *("step_plan", "offload", "simulation"),
+        *("observe", "step_plan", "offload", "simulation"),
     },
     "simulation": {"runtime", "tiers"},
 }

@@ -64,6 +64,13 @@ def test_what_fits_into_a_budget_has_no_need_to_move() -> None:
     assert "device_budget" not in why(stats, offload.config), "it does not fit"
 
 
+def test_what_moves_in_time_is_found_after_some_steps() -> None:
+    offload = eo.Offload(min_bytes=0, policy="free")
+    warned(offload, 1)
+    with pytest.warns(RuntimeWarning, match='as long as policy="free" has not found that they move in time'):
+        offload.close()
+
+
 def test_a_run_that_moves_bytes_is_not_warned_of_though_its_counters_begin_again(tmp_path: Path) -> None:
     offload = eo.Offload(min_bytes=0, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
     assert warned(offload, 4, 1 << 16) == []

@@ -140,8 +140,8 @@ class DeviceBudget:
             window.kept = max(window.kept or 0, kept)
         self._tell_counters(seen)
 
-    def begin(self) -> bool:
-        """A forward begins; whether other bytes may stay from here on than in the last one."""
+    def begin(self) -> None:
+        """A forward begins."""
         now = self._offloader.runtime.memory(self._offloader.device)
         assert now is not None
         last, before = self._window, self.keep
@@ -157,7 +157,6 @@ class DeviceBudget:
                     self._unkept = self._why(last.peak, moved=moved)
             self._allowance.adapt(last.peak, kept, growth, moved=moved)
         self._window = self._new_window(now)
-        return self.keep != before
 
     def warning(self) -> str:
         """What the user is to be told, once; empty where there is nothing."""
@@ -177,7 +176,7 @@ class DeviceBudget:
 
     def _tell_counters(self, seen: int) -> None:
         counters = self._offloader.accounts.counters
-        counters.device_budget, counters.keep_last_bytes = self._allowance.budget, self.keep
+        counters.device_budget = self._allowance.budget
         counters.device_memory_peak = max(counters.device_memory_peak, seen)
 
     def _why(self, peak: int, *, moved: bool) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 from eager_offload._torch import profiled, profiler_is_on, storage_key, version_of, weak_storage
 from eager_offload.config import MIB, OffloadConfig
 from eager_offload.eager.device_budget import DeviceBudget
+from eager_offload.eager.exposure import Exposure
 from eager_offload.eager.followed import FollowedStorage
 from eager_offload.eager.following import Run
 from eager_offload.eager.handles import KeptTensor, SavedStorage, SavedView, StorageRecord, ViewRecord
@@ -74,13 +75,17 @@ class SavedTensors:
         budget, keep = config.device_budget, config.delay_bytes
         #: What bounds the device; ``None`` for nothing.
         self.budget = None if budget is None else DeviceBudget(offloader, budget, keep)
+        limit, setting = config.slowdown, config.says_slowdown
+        #: What says how much has to stay for steps to take no longer; ``None`` where they may.
+        self.exposure = None if limit is None else Exposure(offloader, limit, keep, setting)
         offloader.idle_slots.append(self.plans)
         self._reloading = Reloading(self._offloading, config.size("prefetch_bytes"), self.plans)
         self.order = self._reloading.order
         self._lessons = Lessons(config.small_step_bytes)
         self._queue_bytes = config.delay_bytes
         self._queues: Living[ResidentQueue] = Living()
-        self._learns_what_stays = config.learns_what_stays
+        #: Whether what a lesson lets leave does so at once.
+        self._leaves_early = config.learns_what_stays or limit is not None
         self._keys = itertools.count(1)
         self._names: dict[Hashable, StorageRecord] = {}
         self._forwards: set[ForwardRecord] = set()
@@ -88,9 +93,15 @@ class SavedTensors:
 
     def new_queue(self) -> ResidentQueue:
         """A queue of the newest bytes, for one thread."""
-        queue = ResidentQueue(self._queue_bytes if self.budget is None else self.budget.keep)
+        queue = ResidentQueue(self.keep)
         self._queues.add(queue)
         return queue
+
+    @property
+    def keep(self) -> int:
+        """The most bytes of the newest that stay, for each thread."""
+        kept = [one.keep for one in (self.budget, self.exposure) if one is not None]
+        return min(kept, default=self._queue_bytes)
 
     def new_forward(self, sequence: int, recorder: StepRecorder | None) -> Forward:
         """A forward, for one thread; ``sequence`` names it in the prefetch order."""
@@ -100,20 +111,30 @@ class SavedTensors:
             record.notes, record.saves = forward.notes, self._weak
             forward.recorder = record.recorder = recorder
             self._forwards.add(record)
+            if self.exposure is not None:
+                self.exposure.note_forward()
             return forward
 
     def begin_forward(self, queue: ResidentQueue) -> None:
-        """A forward begins on the thread of ``queue``: a budget says how many of the newest bytes stay in it."""
-        offloader, budget = self.offloader, self.budget
+        """A forward begins on the thread of ``queue``: what was learnt says how many bytes stay in it."""
+        offloader, budget, exposure, message = self.offloader, self.budget, self.exposure, ""
         self.plans.enter()
-        if budget is None or offloader.is_crashed or offloader.is_capturing():
+        if (budget is None and exposure is None) or offloader.is_crashed or offloader.is_capturing():
             return
         with offloader.lock, offloader.crashing():
             offloader.poll()
-            if budget.begin():
+            before = self.keep
+            if budget is not None:
+                budget.begin()
+                message = budget.warning()
+            if exposure is not None:
+                most = self._lessons.most_bytes
+                exposure.begin(queue, most if budget is None else min(most, budget.keep))
+            keep = queue.limit = self._accounts.counters.keep_last_bytes = self.keep
+            if keep != before:
                 self.plans.forget_all()
-            queue.limit = budget.keep
-            message = budget.warning()
+            if exposure is not None:
+                self._lessons.keep(keep, self._queue_bytes)
         if message:  # the user may turn it into an error
             self.offloader.warn(message)
 
@@ -303,11 +324,13 @@ class SavedTensors:
         weight = self._runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
         if advice is Advice.FITS and offloader.resident_bytes + area.nbytes <= self._lessons.room:
             weight = 0
+        elif advice is Advice.LEAVE and self.exposure is not None:
+            weight = 0  # it pushes nothing out of what is to stay
         queue.push(
             record.key,
             area.nbytes,
             AT_THE_EXIT if saved.times_saved == _MOST_TIMES else packed_at,
-            urgent=mark is Mark.PREFER or (advice is Advice.LEAVE and self._learns_what_stays),
+            urgent=mark is Mark.PREFER or (advice is Advice.LEAVE and self._leaves_early),
             weight=weight,
             last_save=last_save,
         )
@@ -501,6 +524,8 @@ class SavedTensors:
             run = Run(known, [*slots], self, keep, queue, sequence)
             plans.runs.add(run)
             self._accounts.counters.followed_forwards += 1
+            if self.exposure is not None:
+                self.exposure.note_forward()
             return run
 
     def _slots(self, known: KnownPlan) -> list[Slot] | None:

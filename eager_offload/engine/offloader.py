@@ -46,7 +46,7 @@ from eager_offload.stats import Accounts
 from eager_offload.tiers.base import Fence, IdleSlots, Slot, Tier, release_idle_slots
 from eager_offload.tiers.forking import tell_after_fork
 
-__all__ = ["Census", "DeviceOffloader", "replaced"]
+__all__ = ["Census", "DeviceOffloader", "Wait", "replaced"]
 
 _NO_THREAD = (
     "the system starts no thread for transfers, so compute waits for each of them. What binds is a limit of threads: "
@@ -70,6 +70,13 @@ class _HeldBack(NamedTuple):
     computed: Event
     keepalive: object
     key: int | None
+
+
+class Wait(NamedTuple):
+    """Moments of the stream that computes, on either side of a wait for a transfer; see ``Runtime.moment``."""
+
+    before: object
+    after: object
 
 
 class Census(NamedTuple):
@@ -110,6 +117,8 @@ class DeviceOffloader:
         #: Bytes on the device that the library holds: newest, on their way out, brought back and not asked for yet.
         self.resident_bytes = 0
         self.out_rate, self.in_rate = Rate(), Rate()
+        #: What compute has waited for since the caller put a list here; ``None`` where nobody wants to know.
+        self.waits: list[Wait] | None = None
         #: What is known of everything that has a living owner, and of what has died since the last poll.
         self.records: set[Any] = set()
         self.finalized: deque[Any] = deque()
@@ -386,9 +395,14 @@ class DeviceOffloader:
         runtime, event, observer = self.runtime, transfer.event, self.accounts.observer
         started = None if runtime.query(event) else time.perf_counter()
         waiting = None if started is None or observer is None else observer.waits(self, stream)
+        waits = None if started is None else self.waits
+        compute = runtime.current_stream(self.device) if stream is None and waits is not None else stream
+        before = None if waits is None else runtime.moment(compute)
         try:
             runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)
         finally:
+            if waits is not None:
+                waits.append(Wait(before, runtime.moment(compute)))
             if started is not None:
                 seconds, counters = time.perf_counter() - started, self.accounts.counters
                 with self.lock:

@@ -132,6 +132,9 @@ def slow_link(stats: OffloadStats, config: OffloadConfig) -> str | None:
         return None
     rate, larger = _rate(stats), 4 * config.size("min_bytes") or MIB
     disks = "A list of paths on several disks as disk_path shares the load; else " if stats.disk_bytes_peak else ""
+    if config.slowdown is None and config.keep_last_bytes == "auto":
+        disks = disks or "To move less, "
+        disks += 'policy="free" moves what the link hides and no more; or '
     return (
         f"Bandwidth is the limit: {_waited(stats)}, while transfers ran {_percent(_busy(stats))} of the time"
         f"{f' at {size_text(rate)}/s' if rate else ''}. {disks or 'To move less, '}checkpoint a part of the model, put "
@@ -199,7 +202,7 @@ def newest_bytes(stats: OffloadStats, config: OffloadConfig) -> str | None:
     # A step may save less than the line holds.
     most = min(config.delay_bytes, stats.resident_bytes_peak or config.delay_bytes)
     smaller = max(most // 4, MIB)
-    if _stalls(stats) or most <= smaller or config.device_budget is not None:
+    if _stalls(stats) or most <= smaller or config.device_budget is not None or config.slowdown is not None:
         return None
     return _of_what_stayed(
         *(stats, "newest", _MOST),
@@ -229,6 +232,8 @@ def never_asked_for(stats: OffloadStats, config: OffloadConfig) -> str | None:
 
 
 def asked_too_soon(stats: OffloadStats, config: OffloadConfig) -> str | None:
+    if config.slowdown is not None:
+        return None  # what stays is learnt from what is waited for
     if config.device_budget is not None:
         knob = "A larger device_budget leaves them where they are."
     elif config.keep_last_bytes != "auto":

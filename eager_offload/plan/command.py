@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         points = found.front(_POINTS) if options.front else None
         if options.save:
             found.save(options.save)
+        if options.html:
+            found.html(options.html)
     except OffloadError as error:
         print(f"eager_offload.plan: {error}", file=sys.stderr)
         return 2
@@ -71,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--front", action="store_true", help="what other budgets would do")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--save", metavar="FILE", help="write the plan there, for Plan.load")
+    parser.add_argument("--html", metavar="FILE", help="write a page of the plan there, to open in a browser")
     return parser
 
 

@@ -318,6 +318,15 @@ class Plan(ComputedPlan):
         }
         Path(path).write_text(json.dumps(content, separators=(",", ":")), "utf-8")
 
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page to ``path`` that needs no network: what lives when, what other budgets buy, what moves.
+
+        Fixed ways are drawn to compare with: nothing moves, every second storage does, all that may does.
+        """
+        from eager_offload.plan.html import page  # jinja2 is not needed for a plan
+
+        Path(path).write_text(page(self), "utf-8")
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """The plan that ``save`` wrote to ``path``.

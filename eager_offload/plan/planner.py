@@ -84,7 +84,7 @@ def plan(
                 f"recompute={recompute!r} is not accepted: with policy={policy!r} nothing is computed again"
             )
         given = OffloadConfig.from_given(config, {})
-        settings = replace(given, device_budget=None)
+        settings = replace(given, device_budget=None, policy="max", max_slowdown=None)
         named = given.device_budget if device_budget is None and given.device_budget != "auto" else device_budget
         budget = None if named is None else parse_size(named, "device_budget")
         standing = parse_size(optimizer_bytes, "optimizer_bytes")

@@ -98,6 +98,12 @@ class Problem:
         step.run()
         return frozenset(step.returning)
 
+    def living(self, moves: Moves) -> list[int]:
+        """Bytes that live at each operator where those move."""
+        step = _Step(self, moves)
+        step.run()
+        return step.living()
+
 
 class _Step:
     """One step on its way."""
@@ -123,10 +129,13 @@ class _Step:
         self._forward()
         self._backward()
         assert not self.leaving, "all that moves is asked for"
-        lives = accumulate(change[:-1])
-        peak = max(map(add, lives, problem.program.other_bytes), default=0)
+        peak = max(self.living(), default=0)
         moved = sum(self.storages[number].moved_bytes for number in self.returning)
         return Prediction(problem.compute_seconds + self.behind, peak, moved)
+
+    def living(self) -> list[int]:
+        """Bytes that live at each operator, once it has run."""
+        return list(map(add, accumulate(self.change[:-1]), self.problem.program.other_bytes))
 
     def _forward(self) -> None:
         problem, begins, link_free = self.problem, self.problem.begins, 0.0

@@ -159,6 +159,24 @@ class AcceleratorRuntime(Runtime):
         assert isinstance(event, AcceleratorEvent)
         return None if event.began is None else event.began.seconds_until(event)
 
+    def tells_time(self, device: torch.device) -> bool:
+        event = self._events.record(self.transfer_stream(device, Direction.OUT), timed=True)
+        event.synchronize()
+        return event.seconds_until(event) is not None
+
+    def moment(self, stream: Stream) -> object:
+        assert isinstance(stream, torch.Stream)
+        return self._events.record(stream, timed=True)
+
+    def is_past(self, moment: object) -> bool:
+        assert isinstance(moment, AcceleratorEvent)
+        return self.query(moment)
+
+    def seconds_between(self, before: object, after: object) -> float | None:
+        assert isinstance(before, AcceleratorEvent)
+        assert isinstance(after, AcceleratorEvent)
+        return before.seconds_until(after)
+
     def ran_inline(self, event: Event) -> bool:
         return isinstance(event, StagedEvent) and event.work is not None and event.work.inline
 

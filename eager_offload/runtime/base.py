@@ -165,6 +165,26 @@ class Runtime(abc.ABC):
         """How long the copy took that ``event`` stands behind and that is over; ``None`` where it is not known."""
         return None
 
+    # -- how long a stream has waited -----------------------------------------------------------------------------
+
+    def tells_time(self, device: torch.device) -> bool:
+        """Whether ``seconds_between`` knows how long ``device`` takes. It may wait for a transfer stream."""
+        return True
+
+    def moment(self, stream: Stream) -> object:
+        """When ``stream`` comes to what is enqueued next, on the device's own clock; nothing waits."""
+        return self.clock(stream)
+
+    def is_past(self, moment: object) -> bool:
+        """Whether the device has come to ``moment``; never blocks."""
+        return True
+
+    def seconds_between(self, before: object, after: object) -> float | None:
+        """Between two moments of one device, both past; ``None`` where it does not tell."""
+        assert isinstance(before, float)
+        assert isinstance(after, float)
+        return after - before
+
     def ran_inline(self, event: Event) -> bool:
         """Whether the copy that ``event`` stands behind kept the caller waiting, since no thread could be started."""
         return False

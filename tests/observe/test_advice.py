@@ -76,7 +76,8 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         {},
         [
             "Bandwidth is the limit: compute waited 20 % of the time, while transfers ran 50 % of the time at 163.8 ",
-            "To move less, checkpoint a part of the model, put `with eo.no_offload():` around modules that compute "
+            'To move less, policy="free" moves what the link hides and no more; or checkpoint a part of the model, put '
+            "`with eo.no_offload():` around modules that compute "
             'little, or try min_bytes="4MiB"',
         ],
     ),
@@ -129,6 +130,7 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"demotions": {"over_budget": 3}}, {"device_budget": "20GiB"}, ["3 forwards had a peak above device_budget"]),
     ({"demotions": {"over_budget": 3}, "keep_last_bytes": 9}, {"device_budget": "20GiB"}, ["Nothing held"]),
     (kept("newest", 4 * GIB), {"device_budget": "20GiB"}, ["Nothing held"]),  # as many as it has room for
+    (kept("newest", 4 * GIB), {"policy": "free"}, ["Nothing held"]),  # as many as it takes
     ({**kept("newest", 4 * GIB), "stall_seconds": 10.0}, {}, ["Compute waited"]),
     (kept("device", GIB), {}, ["1.0 GiB", "accelerator"]),
     (kept("layout", GIB), {}, ["1.0 GiB", "sparse"]),
@@ -139,6 +141,12 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ),
     ({"forwarded_bytes": 4 * GIB}, {}, ["4.0 GiB (50 %", 'keep_last_bytes="512MiB"']),
     ({"forwarded_bytes": 4 * GIB}, {"device_budget": "20GiB"}, ["4.0 GiB", "A larger device_budget leaves them"]),
+    ({"forwarded_bytes": 4 * GIB}, {"max_slowdown": 0.1}, ["Nothing held"]),
+    (
+        {"stall_seconds": 20.0, "out_seconds": 50.0, "in_seconds": 30.0},
+        {"policy": "free"},
+        ["Bandwidth is the limit", "To move less, checkpoint a part of the model"],
+    ),
     ({"forwarded_bytes": 4 * GIB}, {"keep_last_bytes": 0}, ["4.0 GiB", 'keep_last_bytes="auto" learns']),
     (
         {"disk_bytes_written": 20 * 10**9},

@@ -92,6 +92,26 @@ def test_where_events_do_not_tell_the_time_marks_are_the_hosts(machine: DoubleMa
     runtime.stop_timing(DEVICE)
 
 
+def test_moments_of_a_stream_tell_what_lies_between_once_they_are_past(machine: DoubleMachine) -> None:
+    runtime, out = machine.runtime, machine.runtime.transfer_stream(DEVICE, Direction.OUT)
+    source = machine.empty(NBYTES, machine.compute)
+    machine.finish()
+    before = runtime.moment(machine.compute)
+    machine.finish()
+    copied = runtime.copy(host_slot(runtime, NBYTES), source, out, ())
+    runtime.wait(machine.compute, copied)
+    after = runtime.moment(machine.compute)
+    assert runtime.is_past(before)
+    assert not runtime.is_past(after), "nobody waits for it"
+    assert runtime.seconds_between(before, after) is None
+    machine.finish()
+    assert runtime.is_past(after)
+    assert runtime.seconds_between(before, after) == pytest.approx(NBYTES / machine.double.rate)
+    assert runtime.tells_time(DEVICE)
+    machine.double.can_time = False
+    assert not runtime.tells_time(DEVICE)
+
+
 def test_an_event_that_became_part_of_a_captured_graph_is_no_moment(
     machine: DoubleMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ _FIRST: dict[str, list[str]] = {
         "tests/hazards/test_lifetime.py",
         "tests/compile/test_transfers.py",
     ],
+    "eager/exposure": ["tests/test_exposure.py"],
     "eager/hooks": ["tests/hazards/test_versions.py", "tests/test_contract.py"],
     "eager/plans": ["tests/hazards/test_following.py"],
     "eager/reloading": [

@@ -13,7 +13,10 @@
     { key: "without", name: "without offload", column: 4 },
   ].map((one) => ({ ...one, most: data.memory.reduce((most, row) => Math.max(most, row[one.column]), 0) }))
     .filter((one) => one.most > 0);
-  const most = Math.max(1, ...SERIES.map((one) => one.most));
+  const highest = Math.max(1, ...SERIES.map((one) => one.most));
+  /* A budget far above all that is used would leave the curves flat. */
+  const budget = data.budget && data.budget <= 1.25 * highest ? data.budget : 0;
+  const most = Math.max(highest, budget);
 
   let height = MEMORY + GAP;
   for (const track of data.tracks) {
@@ -83,6 +86,7 @@
     drawTimes();
     drawSizes();
     SERIES.forEach(drawSeries);
+    if (budget) stroke("stall", [0, toY(budget)], [width, toY(budget)]);
     for (const track of data.tracks) {
       label((several ? track.device + " · " : "") + track.name, "text", 0, track.top, LABEL);
       track.rows.forEach((row, depth) => drawRow(track, row, track.top + LABEL + depth * ROW));

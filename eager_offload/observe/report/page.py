@@ -9,14 +9,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, FunctionLoader
 
 from eager_offload.config import size_text
 from eager_offload.errors import OffloadError
 from eager_offload.observe.report.figures import Track, peaks, savers, tracks, work_totals
 from eager_offload.observe.trace import Kind, Trace, read_trace
 
-__all__ = ["REASONS", "main", "render"]
+__all__ = ["REASONS", "fill", "main", "render"]
 
 #: Why bytes stay on their device, and what would change that.
 REASONS = {
@@ -69,10 +69,6 @@ def render(trace: Trace, name: str = "") -> str:
     Args:
         name: of the trace, for the title.
     """
-    environment = Environment(autoescape=True, trim_blocks=True)
-    filters = {"size": size_text, "time": _time_text, "rate": _rate_text, "setting": _setting_text, "shown": _shown}
-    environment.filters |= filters
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     drawn, most = tracks(trace), peaks(trace)
     series = [
         ("device", "on the device", most.device),
@@ -80,11 +76,10 @@ def render(trace: Trace, name: str = "") -> str:
         ("host", "in host memory", most.host),
         ("disk", "on disk", most.disk),
     ]
-    return environment.from_string(_part("page.html")).render(
+    return fill(
+        "page.html",
         trace=trace,
         name=name,
-        style=_part("page.css"),
-        script=_part("page.js"),
         peaks=most,
         series=[one for one in series if one[2] or one[0] in ("device", "without")],
         kinds=list(dict.fromkeys(track.kind.value for track in drawn)),
@@ -94,6 +89,20 @@ def render(trace: Trace, name: str = "") -> str:
         reasons=REASONS,
         data=_data(trace, drawn),
     )
+
+
+def fill(page: str, **values: object) -> str:
+    """One HTML page that needs nothing else.
+
+    Args:
+        page: the name of its template, which lies beside this module.
+        **values: that it shows; ``data`` is what ``page.js`` draws.
+    """
+    environment = Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader(_part))
+    filters = {"size": size_text, "time": _time_text, "rate": _rate_text, "setting": _setting_text, "shown": _shown}
+    environment.filters |= filters
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment.get_template(page).render(style=_part("page.css"), script=_part("page.js"), **values)
 
 
 def _part(name: str) -> str:

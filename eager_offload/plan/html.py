@@ -1,0 +1,132 @@
+"""The page of a plan: what lives when, what other budgets buy, and what moves of each kind of module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from eager_offload.config import size_text
+from eager_offload.observe.report.page import fill
+from eager_offload.plan.predict import Moves, Problem
+
+__all__ = ["Way", "page", "ways"]
+
+#: Points of the front that is drawn.
+_POINTS = 16
+#: Samples of a curve at most: more than a screen has pixels.
+_SAMPLES = 4096
+#: Steps between the numbers of an axis, at most.
+_TICKS = 6
+
+
+class Planned(Protocol):
+    """What the page shows of a plan."""
+
+    @property
+    def device_budget(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def step_seconds(self) -> float: ...
+    @property
+    def compute_seconds(self) -> float: ...
+    @property
+    def problem(self) -> Problem: ...
+    @property
+    def moves(self) -> Moves: ...
+    def front(self, points: int = ...) -> Sequence[Any]: ...
+    def rows(self) -> Sequence[Any]: ...
+
+
+class Way(NamedTuple):
+    """What comes of a decision that looks at no budget, to compare with."""
+
+    name: str
+    peak_bytes: int
+    step_seconds: float
+
+
+class _Tick(NamedTuple):
+    """A number at an axis, and where it stands, in percent."""
+
+    place: float
+    text: str
+
+
+class _Axis:
+    """From below the least to above the most of some numbers."""
+
+    def __init__(self, numbers: Sequence[float], text: Callable[[float], str], base: float) -> None:
+        least, most = min(numbers), max(numbers)
+        margin = (most - least or most or 1.0) / 10
+        self.low, self.high = max(least - margin, 0.0), most + margin
+        step = _step((self.high - self.low) / _TICKS, base)
+        first = math.ceil(self.low / step)
+        self.ticks = [
+            _Tick(self.place(number * step), text(number * step))
+            for number in range(first, math.floor(self.high / step) + 1)
+        ]
+
+    def place(self, number: float) -> float:
+        return round(100 * (number - self.low) / (self.high - self.low), 2)
+
+
+def _step(least: float, base: float) -> float:
+    """The first of 1, 2, 5, 10 times a power of ``base`` (1, 2, 4, ... where that is 2) that is no less than that."""
+    power = base ** math.floor(math.log(least, base))
+    return next(factor * power for factor in ((1, 2, 4) if base == 2 else (1, 2, 5, 10)) if factor * power >= least)
+
+
+def ways(problem: Problem) -> list[Way]:
+    """Nothing moves, every second storage does, and all do."""
+    count = len(problem.program.storages)
+    decisions: dict[str, Moves] = {
+        "nothing moves": (False,) * count,
+        "every second storage moves": tuple(number % 2 == 0 for number in range(count)),
+        "all that may moves": (True,) * count,
+    }
+    found = {name: problem.predict(moves) for name, moves in decisions.items()}
+    return [Way(name, one.peak_bytes, one.step_seconds) for name, one in found.items()]
+
+
+def page(plan: Planned) -> str:
+    """One HTML page that needs nothing else: no network, no other file."""
+    # Of budgets that buy the same, the least.
+    found = {(one.peak_bytes, one.step_seconds): one for one in reversed(plan.front(_POINTS))}
+    front, compared = list(reversed(found.values())), ways(plan.problem)
+    peaks = [one.peak_bytes for one in (*front, *compared)] + [plan.peak_bytes]
+    seconds = [one.step_seconds for one in (*front, *compared)] + [plan.step_seconds]
+    across = _Axis(peaks, lambda nbytes: size_text(round(nbytes)), 2)
+    without = plan.compute_seconds or 1.0
+    up = _Axis([one / without for one in seconds], lambda times: f"{times:.4g} x", 10)
+
+    def place(one: Any) -> tuple[float, float]:
+        return across.place(one.peak_bytes), up.place(one.step_seconds / without)
+
+    return fill(
+        "plan.html",
+        plan=plan,
+        front=front,
+        ways=compared,
+        rows=plan.rows(),
+        line=" ".join(f"{x},{100 - y:.2f}" for x, y in sorted({place(point) for point in front})),
+        marks=[place(one) for one in compared],
+        chosen=place(plan),
+        across=across.ticks,
+        up=up.ticks,
+        data=_data(plan),
+    )
+
+
+def _data(plan: Planned) -> dict[str, Any]:
+    """What lives at each operator, with what was decided and where nothing moves; times are microseconds."""
+    problem = plan.problem
+    decided, without = problem.living(plan.moves), problem.living((False,) * len(plan.moves))
+    begins = [round(seconds * 1e6, 1) for seconds in problem.begins]
+    every = -(-len(decided) // _SAMPLES) or 1
+    memory = [
+        [begins[first], max(decided[first : first + every]), 0, 0, max(without[first : first + every])]
+        for first in range(0, len(decided), every)
+    ]
+    return {"end": begins[-1], "tracks": [], "memory": memory, "texts": [], "budget": plan.device_budget}
