@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from eager_offload.simulation.checker import Checker, Violation
 from eager_offload.tiers.base import Region
+from tests.virtual_device import NAME
 
-__all__ = ["Node", "nodes_of", "violations"]
+__all__ = ["Edge", "Node", "capturing", "nodes_of", "violations"]
 
 Edge = tuple[int, int]
 
@@ -40,6 +43,15 @@ class Node:
 
     def __str__(self) -> str:
         return f"{self.stream} (node {self.number}, {self.what})"
+
+
+@contextmanager
+def capturing(mode: str = "default", stream: torch.Stream | None = None, **arguments: Any) -> Iterator[Any]:
+    """A graph in debug mode, captured inside on ``stream``, else on one of its own, which is the current one there."""
+    graph = torch.accelerator.Graph(capture_error_mode=mode, **arguments)  # type: ignore[arg-type]
+    graph.enable_debug_mode()
+    with stream or torch.Stream(device=NAME), graph:
+        yield graph
 
 
 def nodes_of(graph: torch.accelerator.Graph) -> list[Node]:

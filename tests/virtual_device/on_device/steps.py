@@ -1,15 +1,17 @@
-"""A whole training step that offloads by hand: what the graph tests capture, and the eager steps they compare it with."""
+"""A whole training step that offloads by hand: what tests of graphs capture, and run eagerly beside."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.virtual_device import NAME, VirtualDevice
+from tests.virtual_device import NAME
+from tests.virtual_device.graphs import capturing
 
 __all__ = ["BATCH", "Step", "captured", "inputs"]
 
@@ -35,11 +37,13 @@ class Block(nn.Module):
 class Step:
     """Forward, backward and a fused AdamW. What backward needs of one shape crosses the link twice on the way there.
 
-    Copies out run on a stream of their own, and so do copies in, into two slots that take turns. It is all in the
-    order that it has to be in, and in no other: each wait is needed.
+    Copies out run on a stream of their own, and so do copies in, into two slots that take turns.
+
+    Args:
+        left_out: one of the waits below that the step leaves out, for a test that sees it.
     """
 
-    def __init__(self, stream: torch.Stream, slots: int = 2) -> None:
+    def __init__(self, stream: torch.Stream, left_out: str = "") -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.block = Block().to(NAME)
@@ -47,8 +51,8 @@ class Step:
         self.rate = torch.tensor(1e-2, device=NAME)
         self.x, self.y = (torch.zeros(BATCH, TOKENS, WIDTH, device=NAME) for _ in range(2))
         self.optimizer = torch.optim.AdamW(self.block.parameters(), lr=self.rate, fused=True)
-        self.slots = [torch.zeros(BATCH * TOKENS, WIDTH, device=NAME) for _ in range(slots)]
-        self._last_reads: list[torch.Event | None] = [None] * slots
+        self.slots = [torch.zeros(BATCH * TOKENS, WIDTH, device=NAME) for _ in range(2)]
+        self._left_out = left_out
         self._hosts: list[Tensor] = []
         self._left: list[torch.Event] = []
         self._taken = 0
@@ -56,13 +60,14 @@ class Step:
     def __call__(self) -> Tensor:
         """One step on the stream that is current; returns the loss."""
         self._left.clear()
-        self._taken, self._last_reads = 0, [None] * len(self.slots)
+        self._taken = 0
         self.optimizer.zero_grad()
         with saved_tensors_hooks(self._pack, self._unpack):
             loss = (self.block(self.x) - self.y).square().mean()
         loss.backward()
         self.optimizer.step()
-        # All have joined: the copies out before their sources went, those in before their slots were read.
+        for stream in (self.out, self.back):  # in case that a wait is left out, by which they have joined
+            self.stream.wait_stream(stream)
         return loss.detach()
 
     @property
@@ -80,7 +85,8 @@ class Step:
         with self.out:
             self._hosts[number].copy_(tensor.detach().view(BATCH * TOKENS, WIDTH), non_blocking=True)
         self._left.append(self.out.record_event())
-        self.stream.wait_event(self._left[-1])  # its memory may have a new owner from here on
+        if self._left_out != "of sources for copies out":
+            self.stream.wait_event(self._left[-1])  # its memory may have a new owner from here on
         return number, tensor.shape
 
     def _unpack(self, packed: tuple[int, torch.Size] | Tensor) -> Tensor:
@@ -89,13 +95,22 @@ class Step:
         number, shape = packed
         slot = self._taken % len(self.slots)
         self._taken += 1
-        self.back.wait_event(self._left[number])
-        # What read the slot's last content was enqueued before this.
-        self.back.wait_event(self.stream.record_event())
+        if self._left_out != "of slots for their last readers" or self._taken == 1:
+            self.back.wait_event(self.stream.record_event())  # also for the copy out, since that stream has waited
         with self.back:
             self.slots[slot].copy_(self._hosts[number], non_blocking=True)
-        self.stream.wait_event(self.back.record_event())
+        if self._left_out != "of readers for copies in":
+            self.stream.wait_event(self.back.record_event())
         return self.slots[slot].view(shape)
+
+    def run(self, batches: Iterable[tuple[Tensor, Tensor, float]], one: Callable[[], Tensor]) -> Iterator[Tensor]:
+        """Yields the loss of each call of ``one``, and then all that they have changed."""
+        for batch in batches:
+            with self.stream:
+                self.feed(*batch)
+                loss = one().cpu()
+            yield loss
+        yield from self.state()
 
     # -- what changes, to begin again -----------------------------------------------------------------------------
 
@@ -106,9 +121,8 @@ class Step:
 
     def restore(self, state: list[Tensor]) -> None:
         torch.accelerator.synchronize()
-        with torch.no_grad():
-            for tensor, value in zip(self._changing(), state, strict=True):
-                tensor.copy_(value)
+        for tensor, value in zip(self._changing(), state, strict=True):
+            tensor.copy_(value)
 
     def feed(self, x: Tensor, y: Tensor, rate: float) -> None:
         self.x.copy_(x)
@@ -129,18 +143,16 @@ def inputs(count: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor, float]]:
 
 
 @contextmanager
-def captured(virtual: VirtualDevice, **arguments: object) -> Iterator[tuple[Step, torch.accelerator.Graph, Tensor]]:
+def captured(left_out: str = "", **arguments: Any) -> Iterator[tuple[Step, Any, Tensor]]:
     """A step after two real ones, its graph, and the loss that a replay writes."""
     stream = torch.Stream(device=NAME)
     with stream:
-        step = Step(stream)
+        step = Step(stream, left_out)
         for batch in inputs(2, seed=9):
             step.feed(*batch)
             step()
     torch.accelerator.synchronize()
-    graph = torch.accelerator.Graph(**arguments)  # type: ignore[arg-type]
-    graph.enable_debug_mode()
-    with stream, graph:
+    with capturing(stream=stream, **arguments) as graph:
         loss = step()
     yield step, graph, loss
     torch.accelerator.synchronize()
