@@ -4,8 +4,10 @@ It is registered as PrivateUse1 and is called ``virtual``. What a GPU does in ha
 
     streams     a thread each, 32 in a ring and the default one for each of two devices; events are points in them
     compute     a result has its shape at once, from the meta kernel; the CPU kernel runs on the stream, as late as a
-                test wants. Operators without a meta kernel, whose shapes depend on data, or that draw random numbers
-                drain the stream first and run on the caller's thread
+                test wants. Operators without a meta kernel, or whose shapes depend on data, drain the stream first and
+                run on the caller's thread
+    random      an operator takes one number from the CPU's generator when it is called, and draws from that on its
+                stream
     copies      are enqueued, take the time that a test gives the link, and arrive in parts, so that a reader that does
                 not wait sees some of them. Pageable memory makes the host wait
     memory      a caching allocator with a pool for each stream, which hands blocks out at host time and paints them
@@ -14,14 +16,22 @@ It is registered as PrivateUse1 and is called ``virtual``. What a GPU does in ha
     the host's  pinned memory is cached and rounded up to powers of two; memory can be registered as the driver does,
                 and a copy that straddles two registrations is refused
 
+    graphs      what is enqueued on a stream that is being captured becomes a node with the bytes it reads and writes,
+                behind what the stream comes after; streams that wait for its events are captured too. A graph has
+                memory of its own, and nodes that paint it where it is handed out and given back. A replay runs the
+                nodes one at a time in an order that a seed draws among all that the edges allow (``graphs.py`` shows
+                nodes and edges to the happens-before checker), on the stream that it is launched on; each random
+                operator takes its number when the replay is launched, as if it were called then. Calls that a driver
+                refuses in a capture raise and invalidate it, as its mode has it. ``torch.accelerator.Graph`` drives all
+                of this, from torch 2.13 on
+
 So a wait that is missing shows as wrong bits, whoever forgot it. Nothing here owns what is enqueued on it: a block that
 is given back too early has a new owner while the old one still computes.
 
 What it does not model: copy engines that several streams share, access from one device to the other's memory, kernels
-of a compiler (Inductor), layouts other than strided, and random numbers of its own (they are those of the CPU's
-generator). Nor are graphs captured: a stream can say that it is being captured (``capturing``), and what would
-invalidate the capture raises. What is not modelled of it: replays, the graph's pool of memory, that streams which wait
-for a captured one are captured too, and the modes of capture that let other threads go on.
+of a compiler (Inductor), layouts other than strided, and a generator of its own. Of graphs: captures over both devices,
+operators that drain the stream (an error), a replay inside a capture, changes of a graph once it is captured, and
+memory pinned from a pool of the graph's own.
 """
 
 from __future__ import annotations
@@ -29,7 +39,7 @@ from __future__ import annotations
 import atexit
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -90,17 +100,22 @@ class VirtualDevice:
             self._extension.set_capacity(device, before)
 
     @contextmanager
-    def capturing(self, stream: torch.Stream) -> Iterator[None]:
-        """``stream`` says that it is being captured, and calls that would invalidate a capture raise ``RuntimeError``.
+    def replays(self, seed: int, without: Iterable[tuple[int, int]] = ()) -> Iterator[None]:
+        """Graphs replay their nodes inside in orders that ``seed`` draws, each time another.
 
-        So does the end of a capture that a call has invalidated, whoever caught its error. What is enqueued runs all
-        the same. torch 2.11 asks no stream of such a device.
+        Args:
+            without: edges that replays do not keep, each as the numbers of a node and of one that comes after it.
         """
-        self._extension.begin_capture(stream.device_index, stream.stream_id)
+        self._extension.set_replays(seed, set(without))
         try:
             yield
         finally:
-            self._extension.end_capture(stream.device_index, stream.stream_id)
+            self._extension.set_replays(0, set())
+
+    @property
+    def graphs_alive(self) -> int:
+        """How many graphs, or captures of one, somebody holds; one that runs is held by its stream."""
+        return int(self._extension.graphs_alive())
 
     def sleep(self, seconds: float, device: int | None = None) -> None:
         """Keeps the current stream busy."""

@@ -1,6 +1,8 @@
 // The parts of the virtual device, and what each offers to the others. The Python package says what it models.
 #pragma once
 
+#include <ATen/core/Generator.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
@@ -13,6 +15,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -54,21 +58,40 @@ struct Barrier {
   PointPtr reached, opened;
 };
 
+// Addresses that a piece of work reads or writes, as tensors have them, from the first byte to the last element's end.
+struct Bytes {
+  std::uintptr_t start, stop;
+};
+
+enum class Kind { kKernel, kCopyOut, kCopyIn, kAllocate, kFree };
+
+// What can be enqueued. A graph keeps it, and runs it again and again.
+struct Work {
+  Kind kind;
+  std::string what;
+  std::function<void(std::uint64_t)> run; // the argument: what random numbers start from
+  std::optional<at::Generator> generator{}; // that `run` wants a number from, each time it is enqueued or replayed
+  std::vector<Bytes> reads{}, writes{};
+};
+
 // A stream: a thread with a queue.
 class Worker {
  public:
   Worker(int device, int stream);
-  // Runs `task` behind all that was enqueued before; what it throws is an error of the device.
-  void enqueue(std::function<void()> task);
+  // Runs `work` behind all that was enqueued before; what it throws is an error of the device. Where the stream is
+  // being captured the work becomes a node of the graph, and nothing runs.
+  void enqueue(Work work);
   PointPtr record();
   // The same for whoever must not raise: nobody hears of an earlier error of the device here.
-  void enqueue_quietly(std::function<void()> task);
+  void enqueue_quietly(Work work);
   PointPtr record_quietly();
   void wait_for(PointPtr point);
   bool is_idle();
   void synchronize();
+  bool is_captured() const;
 
  private:
+  void push(std::function<void()> task);
   void run();
 
   const int device_, stream_;
@@ -91,12 +114,6 @@ inline Worker& current_worker(int device) {
   return worker(current_stream(device));
 }
 void synchronize_device(int device);
-// Nothing is captured: the stream only says so, and calls that would invalidate a capture raise.
-void begin_capture(int device, int stream);
-void end_capture(int device, int stream); // raises where a call has invalidated it
-bool captures(); // whether any stream is being captured
-void check_no_capture(const char* call); // raises, and invalidates the capture, where any stream is
-
 // Has the calling thread wait, with Python's lock given back meanwhile, and counts that. Raises the device's error.
 void host_waits(int device, const std::function<void()>& wait);
 std::pair<std::int64_t, double> waits_so_far(); // how many times the host waited, and the seconds
@@ -104,6 +121,42 @@ std::pair<std::int64_t, double> waits_so_far(); // how many times the host waite
 // What went wrong on a device, or with memory that it used, is told at the next call that waits or enqueues.
 void fail(int device, const std::string& what);
 void raise_failure(int device);
+
+// -- graphs.cpp -----------------------------------------------------------------------------------------------------
+
+class Capture;
+
+// What an event stands for that was recorded in a capture: nodes of the graph, and no moment.
+struct Mark {
+  std::weak_ptr<Capture> capture;
+  std::set<std::size_t> nodes;
+};
+
+// A capture as the allocator knows it.
+struct CaptureName {
+  std::uint64_t number;
+  c10::MempoolId_t pool;
+};
+
+std::uint64_t draw(const at::Generator& generator); // the next number of a CPU generator
+bool captures(); // whether any stream is being captured
+std::optional<CaptureName> capture_of(int device, int stream);
+// Makes `work` a node where the stream is being captured, and says whether it is. Raises where a call has invalidated
+// the capture, unless `quietly`.
+bool add_to_capture(int device, int stream, Work& work, bool quietly);
+std::optional<Mark> mark_in_capture(int device, int stream);
+// The stream comes after what `mark` stands for, and is captured from here on if it has not been.
+void join_capture(const Mark& mark, int device, int stream);
+// Each raises, and invalidates the captures in whose way the call is: calls that a driver calls unsafe, by the mode of
+// the capture; calls about a captured stream or device, or an event recorded in a capture, in every mode.
+void check_no_capture(const char* call);
+void check_not_captured(int device, int stream, const char* call);
+void check_not_captured(int device, const char* call);
+[[noreturn]] void refuse(const Mark& mark, const char* call);
+
+// The order of replays from here on, and edges that they do not keep.
+void set_replays(std::uint64_t seed, const std::set<std::pair<std::size_t, std::size_t>>& without);
+std::int64_t graphs_alive(); // captures, and what they ended in
 
 // -- memory.cpp -----------------------------------------------------------------------------------------------------
 
@@ -119,6 +172,11 @@ void note_copy(const void* pointer, const PointPtr& point);
 int register_host(std::uintptr_t pointer, std::size_t nbytes); // 0, or CUDA's number for the error
 int unregister_host(std::uintptr_t pointer);
 
+// A graph's memory stays its own between these two, each as often as the other.
+void hold_pool(c10::MempoolId_t pool);
+void release_pool(c10::MempoolId_t pool);
+// Blocks that died in a capture while other streams used them can be waited for now.
+void take_up_deferred(int device);
 void set_capacity(int device, std::size_t nbytes);
 void record_stream(const void* pointer, c10::Stream stream);
 

@@ -86,11 +86,13 @@ void tell_of_touch(int number, siginfo_t* info, void*) {
 
 struct Block {
   int device, stream;
+  c10::MempoolId_t pool; // {0, 0}: nobody's
   bool small;
   std::size_t offset, size, requested = 0;
   bool used = false;
   Block *before = nullptr, *after = nullptr; // in its segment
   std::set<int> streams; // others that use it, by record_stream
+  std::uint64_t capture = 0; // in which it was handed out
   std::vector<PointPtr> points; // it died, and these have not been over yet
 };
 
@@ -101,11 +103,18 @@ struct BySize {
 };
 
 using Pool = std::set<Block*, BySize>;
+using PoolKey = std::tuple<c10::MempoolId_t, int, bool>; // whose, of which stream, and whether for small blocks
+
+PoolKey key_of(const Block& block) {
+  return {block.pool, block.stream, block.small};
+}
 
 struct Memory {
   std::mutex mutex;
   std::size_t capacity = std::size_t{4} << 30;
-  std::map<std::pair<int, bool>, Pool> pools; // by stream, and whether they are small
+  std::map<PoolKey, Pool> pools;
+  std::map<c10::MempoolId_t, int> holders; // of graphs' pools
+  std::list<Block*> deferred; // they died in a capture, and streams that use them cannot be asked yet
   std::unordered_map<std::size_t, Block*> used; // by offset
   std::list<Block*> dying;
   std::map<std::size_t, std::size_t> holes{{0, kSpan}}; // of addresses: offset -> bytes
@@ -155,7 +164,7 @@ void return_addresses(Memory& memory, std::size_t offset, std::size_t nbytes) {
 }
 
 void into_pool(Memory& memory, Block* block) {
-  Pool& pool = memory.pools[{block->stream, block->small}];
+  Pool& pool = memory.pools[key_of(*block)];
   const auto swallow = [&](Block* neighbour) {
     if (neighbour == nullptr || neighbour->used || !neighbour->points.empty()) {
       return;
@@ -199,7 +208,7 @@ void take_up_dying(Memory& memory) {
 Block* cut(Memory& memory, Block* block, std::size_t size) {
   const std::size_t rest = block->size - size;
   if (rest >= (block->small ? kRound : kSmall)) {
-    auto* second = new Block{block->device, block->stream, block->small, block->offset + size, rest};
+    auto* second = new Block{block->device, block->stream, block->pool, block->small, block->offset + size, rest};
     second->before = block;
     second->after = block->after;
     if (second->after != nullptr) {
@@ -207,15 +216,14 @@ Block* cut(Memory& memory, Block* block, std::size_t size) {
     }
     block->after = second;
     block->size = size;
-    memory.pools[{second->stream, second->small}].insert(second);
+    memory.pools[key_of(*second)].insert(second);
   }
   return block;
 }
 
-Block* from_pool(Memory& memory, int device, int stream, std::size_t size) {
-  const bool small = size <= kSmall;
-  Pool& pool = memory.pools[{stream, small}];
-  Block wanted{device, stream, small, 0, size};
+Block* from_pool(Memory& memory, int device, int stream, c10::MempoolId_t whose, std::size_t size) {
+  Block wanted{device, stream, whose, size <= kSmall, 0, size};
+  Pool& pool = memory.pools[key_of(wanted)];
   const auto found = pool.lower_bound(&wanted);
   if (found == pool.end()) {
     return nullptr;
@@ -225,22 +233,24 @@ Block* from_pool(Memory& memory, int device, int stream, std::size_t size) {
   return cut(memory, block, size);
 }
 
-Block* from_system(Memory& memory, int device, int stream, std::size_t size) {
+Block* from_system(Memory& memory, int device, int stream, c10::MempoolId_t whose, std::size_t size) {
   const bool small = size <= kSmall;
   const std::size_t segment = small ? kSegment : round_up(size, kSegment);
   auto& reserved = memory.stats.reserved_bytes[0];
   if (static_cast<std::size_t>(reserved.current) + segment > memory.capacity) {
     return nullptr;
   }
-  auto* block = new Block{device, stream, small, take_addresses(memory, segment), segment};
+  auto* block = new Block{device, stream, whose, small, take_addresses(memory, segment), segment};
   count(memory.stats.reserved_bytes, static_cast<std::int64_t>(segment));
   ++memory.stats.num_device_alloc;
   return cut(memory, block, size);
 }
 
 void release_segments(Memory& memory) {
-  for (auto& entry : memory.pools) {
-    Pool& pool = entry.second;
+  for (auto& [key, pool] : memory.pools) {
+    if (memory.holders.count(std::get<0>(key)) != 0) {
+      continue; // a graph reads and writes there
+    }
     for (auto at = pool.begin(); at != pool.end();) {
       Block* block = *at;
       if (block->before == nullptr && block->after == nullptr) {
@@ -267,16 +277,19 @@ void empty_cache(int device) {
 }
 
 Block* find_block(int device, int stream, std::size_t nbytes) {
+  const auto capture = capture_of(device, stream);
+  const c10::MempoolId_t whose = capture.has_value() ? capture->pool : c10::MempoolId_t{0, 0};
   const std::size_t size = round_up(nbytes, kRound);
   Memory& memory = memories()[device];
   const std::lock_guard<std::mutex> lock(memory.mutex);
   take_up_dying(memory);
-  Block* block = from_pool(memory, device, stream, size);
+  Block* block = from_pool(memory, device, stream, whose, size);
   if (block == nullptr) {
-    block = from_system(memory, device, stream, size);
+    block = from_system(memory, device, stream, whose, size);
   }
   if (block != nullptr) { // in use at once: else a neighbour that is freed would swallow it
     block->used = true;
+    block->capture = capture.has_value() ? capture->number : 0;
     block->requested = nbytes;
     memory.used[block->offset] = block;
     count(memory.stats.allocated_bytes, static_cast<std::int64_t>(block->size));
@@ -286,24 +299,58 @@ Block* find_block(int device, int stream, std::size_t nbytes) {
   return block;
 }
 
-void free_block(void* context) {
-  auto* block = static_cast<Block*>(context);
-  Memory& memory = memories()[block->device];
-  for (const int stream : block->streams) {
-    block->points.push_back(worker(block->device, stream).record_quietly());
-  }
-  const std::lock_guard<std::mutex> lock(memory.mutex);
-  memory.used.erase(block->offset);
-  count(memory.stats.allocated_bytes, -static_cast<std::int64_t>(block->size));
-  count(memory.stats.requested_bytes, -static_cast<std::int64_t>(block->requested));
-  block->used = false;
-  block->streams.clear();
+void paint(const Block& block, std::size_t nbytes, Kind kind) {
+  const Range& range = ranges()[block.device];
+  const auto start = reinterpret_cast<std::uintptr_t>(range.base + block.offset);
+  worker(block.device, block.stream)
+      .enqueue_quietly(
+          {kind,
+           kind == Kind::kFree ? "memory given back" : "memory handed out",
+           [bytes = range.work + block.offset, nbytes](std::uint64_t) { std::memset(bytes, kPaint, nbytes); },
+           {},
+           {},
+           {{start, start + nbytes}}});
+}
+
+// With the lock held, of a block that is used no more.
+void let_rest(Memory& memory, Block* block) {
   if (block->points.empty()) {
     count(memory.stats.active_bytes, -static_cast<std::int64_t>(block->size));
     into_pool(memory, block);
   } else {
     memory.dying.push_back(block);
   }
+}
+
+void record_uses(Block* block) {
+  for (const int stream : block->streams) {
+    block->points.push_back(worker(block->device, stream).record_quietly());
+  }
+  block->streams.clear();
+}
+
+void free_block(void* context) {
+  auto* block = static_cast<Block*>(context);
+  Memory& memory = memories()[block->device];
+  const auto capture = capture_of(block->device, block->stream);
+  const bool in_graph = capture.has_value() && capture->number == block->capture;
+  const bool deferred = !block->streams.empty() && captures(); // as torch has it: an event of a capture is no moment
+  if (in_graph && !deferred) { // its next owner may write at once, so each replay does
+    paint(*block, block->requested, Kind::kFree);
+  }
+  if (!deferred) {
+    record_uses(block);
+  }
+  const std::lock_guard<std::mutex> lock(memory.mutex);
+  memory.used.erase(block->offset);
+  count(memory.stats.allocated_bytes, -static_cast<std::int64_t>(block->size));
+  count(memory.stats.requested_bytes, -static_cast<std::int64_t>(block->requested));
+  if (deferred) {
+    memory.deferred.push_back(block);
+    return; // and a neighbour takes it for used
+  }
+  block->used = false;
+  let_rest(memory, block);
 }
 
 void free_nothing(void*) {}
@@ -332,15 +379,17 @@ class Allocator final : public c10::DeviceAllocator {
           memory.stats.allocated_bytes[0].current, " of ", memory.capacity, " bytes are allocated");
     }
     // By the stream that the block belongs to: whoever uses it on another one has to come after this.
-    worker(device, stream).enqueue_quietly(
-        [bytes = ranges()[device].work + block->offset, nbytes] { std::memset(bytes, kPaint, nbytes); });
+    paint(*block, nbytes, Kind::kAllocate);
     return {ranges()[device].base + block->offset, block, &free_block, where};
   }
 
   void copy_data(void* target, const void* source, std::size_t nbytes) const override {
-    current_worker(current_device()).enqueue([to = for_workers(target), from = for_workers(source), nbytes] {
+    const auto run = [to = for_workers(target), from = for_workers(source), nbytes](std::uint64_t) {
       std::memcpy(to, from, nbytes);
-    });
+    };
+    const auto read = reinterpret_cast<std::uintptr_t>(source), written = reinterpret_cast<std::uintptr_t>(target);
+    current_worker(current_device())
+        .enqueue({Kind::kKernel, "copy of a storage", run, {}, {{read, read + nbytes}}, {{written, written + nbytes}}});
   }
   bool initialized() override {
     return true;
@@ -453,7 +502,9 @@ class PinnedAllocator final : public at::HostAllocator {
     std::memcpy(target, source, nbytes);
   }
   bool record_event(void* pointer, void*, c10::Stream stream) override {
-    note_copy(pointer, worker(stream).record());
+    if (!worker(stream).is_captured()) { // whose replays come when they come: who owns the graph keeps the memory
+      note_copy(pointer, worker(stream).record());
+    }
     return true;
   }
   void empty_cache() override {
@@ -555,6 +606,37 @@ int unregister_host(std::uintptr_t pointer) {
   }
   host_ranges().erase(found);
   return 0;
+}
+
+void hold_pool(c10::MempoolId_t pool) {
+  for (Memory& memory : memories()) {
+    const std::lock_guard<std::mutex> lock(memory.mutex);
+    ++memory.holders[pool];
+  }
+}
+
+void release_pool(c10::MempoolId_t pool) {
+  for (Memory& memory : memories()) {
+    const std::lock_guard<std::mutex> lock(memory.mutex);
+    if (--memory.holders.at(pool) == 0) {
+      memory.holders.erase(pool);
+    }
+  }
+}
+
+void take_up_deferred(int device) {
+  if (captures()) {
+    return; // the last one to end does it
+  }
+  Memory& memory = memories()[device];
+  const std::lock_guard<std::mutex> lock(memory.mutex);
+  while (!memory.deferred.empty()) {
+    Block* block = memory.deferred.front();
+    memory.deferred.pop_front();
+    block->used = false;
+    record_uses(block);
+    let_rest(memory, block);
+  }
 }
 
 void set_capacity(int device, std::size_t nbytes) {

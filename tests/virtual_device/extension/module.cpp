@@ -3,6 +3,7 @@
 
 #include <ATen/ops/from_blob.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace vd = virtual_device;
@@ -17,13 +18,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("clear_delays", &vd::clear_delays);
   m.def("set_capacity", &vd::set_capacity);
   m.def("copied_bytes", &vd::copied_bytes);
-  m.def("begin_capture", &vd::begin_capture);
-  m.def("end_capture", &vd::end_capture);
+  m.def("set_replays", &vd::set_replays);
+  m.def("graphs_alive", &vd::graphs_alive);
   m.def("waits", &vd::waits_so_far);
   m.def("register_host", &vd::register_host);
   m.def("unregister_host", &vd::unregister_host);
   m.def("sleep", [](int device, double seconds) {
-    vd::current_worker(device).enqueue([seconds] { vd::pause(seconds); });
+    vd::current_worker(device).enqueue({vd::Kind::kKernel, "sleep", [seconds](std::uint64_t) { vd::pause(seconds); }});
   });
   pybind11::class_<vd::Point, vd::PointPtr>(m, "Gate")
       .def("open", &vd::Point::finish)

@@ -1,6 +1,7 @@
 // Copies, and every operator: its shapes from the meta kernel at once, its values from the CPU kernel on the stream.
 #include "device.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/op_registration/op_registration.h>
@@ -11,6 +12,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -74,6 +76,18 @@ c10::Device indexed(std::optional<c10::Device> device) {
   return c10::Device(kType, static_cast<c10::DeviceIndex>(index));
 }
 
+Bytes bytes_of(const at::Tensor& tensor) {
+  const auto start = reinterpret_cast<std::uintptr_t>(tensor.data_ptr());
+  if (tensor.numel() == 0) {
+    return {start, start};
+  }
+  std::int64_t last = 0;
+  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  return {start, start + static_cast<std::uintptr_t>(last + 1) * tensor.itemsize()};
+}
+
 // -- copies ---------------------------------------------------------------------------------------------------------
 
 void carry(std::byte* to, const std::byte* from, std::size_t nbytes, Link& link) {
@@ -108,6 +122,8 @@ void across(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   const HostMemory kind = kind_of(hosts.data_ptr(), nbytes);
   const bool waits = !non_blocking || kind == HostMemory::kPageable;
   if (waits) {
+    check_not_captured(
+        device, static_cast<int>(current_stream(device).id()), "a copy that the host waits for");
     check_no_capture("a copy that the host waits for");
   }
   auto* device_bytes = static_cast<std::byte*>(for_workers(ours.data_ptr()));
@@ -115,8 +131,14 @@ void across(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   std::byte *target = out ? host_bytes : device_bytes, *source = out ? device_bytes : host_bytes;
   Link& link = links[static_cast<int>(out ? Direction::kOut : Direction::kIn)];
   Worker& stream = current_worker(device);
-  stream.enqueue([=, &link] { carry(target, source, nbytes, link); });
-  if (kind == HostMemory::kPinned) {
+  stream.enqueue(
+      {out ? Kind::kCopyOut : Kind::kCopyIn,
+       "copy_",
+       [=, &link](std::uint64_t) { carry(target, source, nbytes, link); },
+       {},
+       {bytes_of(from)},
+       {bytes_of(to)}});
+  if (kind == HostMemory::kPinned && !stream.is_captured()) {
     note_copy(host_bytes, stream.record());
   }
   if (waits) {
@@ -133,13 +155,14 @@ void copy_on_device(const at::Tensor& to, const at::Tensor& from) {
   const int here = from.device().index(), there = to.device().index();
   Worker &reads = current_worker(here), &owns = current_worker(there);
   if (here != there) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!captures(), "the virtual device captures no copy from one device to another");
     reads.wait_for(owns.record());
   }
-  const double delay = delay_of("copy_");
-  reads.enqueue([to = as_workers_see(to), from = as_workers_see(from), delay] {
+  const auto run = [to = as_workers_see(to), from = as_workers_see(from), delay = delay_of("copy_")](std::uint64_t) {
     pause(delay);
     to.copy_(from);
-  });
+  };
+  reads.enqueue({Kind::kKernel, "copy_", run, {}, {bytes_of(from)}, {bytes_of(to)}});
   if (here != there) {
     owns.wait_for(reads.record());
   }
@@ -272,7 +295,7 @@ class Call {
     return names.count(name_) != 0;
   }
 
-  // Whether shapes say all that the host has to know, and no generator takes part.
+  // Whether shapes say all that the host has to know, and a generator that takes part is an argument.
   bool may_be_enqueued() const {
     for (const c10::Argument& result : schema_.returns()) {
       const auto kind = result.type()->kind();
@@ -285,7 +308,11 @@ class Call {
           result.alias_info() == nullptr || result.alias_info()->isWrite(), "the virtual device does not know the view ",
           schema_.operator_name());
     }
-    return !has(at::Tag::nondeterministic_seeded) && !depends_on_data();
+    return (!has(at::Tag::nondeterministic_seeded) || generator_argument().has_value()) && !depends_on_data();
+  }
+
+  std::optional<int> generator_argument() const {
+    return schema_.argumentIndexWithName("generator");
   }
 
   bool depends_on_data() const {
@@ -332,6 +359,9 @@ class Call {
 
   // What the meta kernel makes of the arguments; nothing where there is none, or where it refuses.
   std::optional<Stack> shapes() const {
+    if (schema_.returns().empty()) { // fused optimizers, which have no meta kernels
+      return Stack();
+    }
     static std::mutex mutex;
     static auto* without = new std::unordered_set<std::string>();
     const std::string name = toString(schema_.operator_name());
@@ -354,6 +384,9 @@ class Call {
         }
         return meta;
       }));
+    }
+    if (const auto generator = generator_argument()) {
+      stack[*generator] = c10::IValue(); // which is the CPU's
     }
     try {
       op_.callBoxed(stack);
@@ -397,15 +430,57 @@ class Call {
         fresh.emplace_back(index, changed(results.back(), device_, &as_workers_see));
       }
     }
-    current_worker(device_.index())
-        .enqueue([op = op_, stack = for_the_workers(), fresh = std::move(fresh), delay = delay_of(name_)]() mutable {
-          pause(delay);
-          op.callBoxed(stack);
-          for (const auto& [index, target] : fresh) {
-            fill(target, stack[index]);
+    current_worker(device_.index()).enqueue(work(results, std::move(fresh)));
+    return true;
+  }
+
+  Work work(const std::vector<c10::IValue>& results, std::vector<std::pair<std::size_t, c10::IValue>> fresh) const {
+    const auto generator = generator_argument();
+    Work work{Kind::kKernel, name_, {}};
+    if (generator.has_value() && has(at::Tag::nondeterministic_seeded)) {
+      const c10::IValue& given = arguments_[*generator];
+      work.generator = given.isNone() ? at::detail::getDefaultCPUGenerator() : given.toGenerator();
+    }
+    work.run = [op = op_, arguments = for_the_workers(), fresh = std::move(fresh), delay = delay_of(name_),
+                drawn = work.generator.has_value() ? generator : std::nullopt](std::uint64_t number) {
+      pause(delay);
+      Stack stack = arguments;
+      if (drawn.has_value()) {
+        stack[*drawn] = c10::IValue(at::detail::createCPUGenerator(number));
+      }
+      op.callBoxed(stack);
+      for (const auto& [index, target] : fresh) {
+        fill(target, stack[index]);
+      }
+    };
+    if (current_worker(device_.index()).is_captured()) {
+      note_bytes(results, work);
+    }
+    return work;
+  }
+
+  void note_bytes(const std::vector<c10::IValue>& results, Work& work) const {
+    for (std::size_t index = 0; index < arguments_.size(); ++index) {
+      const auto* alias = schema_.arguments()[index].alias_info();
+      const bool writes = alias != nullptr && alias->isWrite(), reads = !schema_.arguments()[index].is_out();
+      for_each_tensor(arguments_[index], [&](const at::Tensor& tensor) {
+        if (is_ours(tensor) && reads) {
+          work.reads.push_back(bytes_of(tensor));
+        }
+        if (is_ours(tensor) && writes) {
+          work.writes.push_back(bytes_of(tensor));
+        }
+      });
+    }
+    for (std::size_t index = 0; index < results.size(); ++index) {
+      if (!written_argument(index).has_value()) {
+        for_each_tensor(results[index], [&](const at::Tensor& tensor) {
+          if (is_ours(tensor)) {
+            work.writes.push_back(bytes_of(tensor));
           }
         });
-    return true;
+      }
+    }
   }
 
   static void resize(const c10::IValue& given, const c10::IValue& shape) {
@@ -429,10 +504,15 @@ class Call {
 
   // Drains the stream, computes on the calling thread, and sends the results to the device.
   void run_here(std::vector<c10::IValue>& results) {
-    if (depends_on_data()) { // the others would not wait on a GPU
+    Worker& stream = current_worker(device_.index());
+    if (depends_on_data()) {
+      check_not_captured(device_.index(), static_cast<int>(current_stream(device_.index()).id()), "to wait for data");
       check_no_capture("to wait for data");
     }
-    Worker& stream = current_worker(device_.index());
+    // On a GPU the others would not wait.
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !stream.is_captured(), "the virtual device cannot capture ", schema_.operator_name(),
+        ": it knows the result's shape, or the random numbers, only once it has run");
     stream.synchronize();
     Stack stack = for_the_workers();
     for (std::size_t at = 0; at < arguments_.size(); ++at) {
@@ -456,9 +536,9 @@ class Call {
         results.push_back(changed(stack[index], device_, [this](const at::Tensor& tensor) { return like(tensor); }));
       }
       if (results.back().isTensor() || results.back().isTensorList()) {
-        stream.enqueue([target = changed(results.back(), device_, &as_workers_see), value = stack[index]] {
-          fill(target, value);
-        });
+        stream.enqueue(
+            {Kind::kKernel, name_, [target = changed(results.back(), device_, &as_workers_see), value = stack[index]](
+                                       std::uint64_t) { fill(target, value); }});
       }
     }
   }
@@ -560,6 +640,17 @@ void note_use(at::Tensor& self, c10::Stream stream) {
   record_stream(self.storage().data(), stream);
 }
 
+// As the CPU has it, by operators that take a generator.
+std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+  if (!train.value_or(true)) {
+    return {input.clone(), at::ones(input.sizes(), input.options().dtype(at::kBool))};
+  }
+  const double kept = 1 - p;
+  at::Tensor mask = at::empty(input.sizes(), input.options().dtype(at::kBool));
+  mask.bernoulli_(kept);
+  return {input.mul(mask).mul_(kept == 0 ? 0. : 1 / kept), mask};
+}
+
 std::int64_t attention_backend(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
     std::optional<double>, bool) {
@@ -615,6 +706,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", &virtual_device::set_tensor);
   m.impl("record_stream", &virtual_device::note_use);
+  m.impl("native_dropout", &virtual_device::dropout);
   m.impl("_fused_sdp_choice", &virtual_device::attention_backend);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&virtual_device::convolution>());
   m.impl(

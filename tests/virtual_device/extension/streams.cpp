@@ -49,15 +49,36 @@ void Point::wait() {
   changed_.wait(lock, [this] { return is_over(); });
 }
 
-Worker::Worker(int device, int stream) : device_(device), stream_(stream) {}
+namespace {
 
-void Worker::enqueue(std::function<void()> task) {
-  check_process();
-  raise_failure(device_);
-  enqueue_quietly(std::move(task));
+std::function<void()> to_run_once(Work work) {
+  const std::uint64_t number = work.generator.has_value() ? draw(*work.generator) : 0;
+  return [run = std::move(work.run), number] { run(number); };
 }
 
-void Worker::enqueue_quietly(std::function<void()> task) {
+} // namespace
+
+Worker::Worker(int device, int stream) : device_(device), stream_(stream) {}
+
+void Worker::enqueue(Work work) {
+  check_process();
+  raise_failure(device_);
+  if (!add_to_capture(device_, stream_, work, false)) {
+    push(to_run_once(std::move(work)));
+  }
+}
+
+void Worker::enqueue_quietly(Work work) {
+  if (!add_to_capture(device_, stream_, work, true)) {
+    push(to_run_once(std::move(work)));
+  }
+}
+
+bool Worker::is_captured() const {
+  return capture_of(device_, stream_).has_value();
+}
+
+void Worker::push(std::function<void()> task) {
   const std::lock_guard<std::mutex> lock(mutex_);
   tasks_.push_back(std::move(task));
   if (!started_) {
@@ -75,13 +96,16 @@ PointPtr Worker::record() {
 
 PointPtr Worker::record_quietly() {
   auto point = std::make_shared<Point>();
-  enqueue_quietly([point] { point->finish(); });
+  push([point] { point->finish(); });
   return point;
 }
 
 void Worker::wait_for(PointPtr point) {
+  check_not_captured(device_, stream_, "to have a stream wait across the edge of the graph");
   if (!point->is_over()) {
-    enqueue([point = std::move(point)] { point->wait(); });
+    check_process();
+    raise_failure(device_);
+    push([point = std::move(point)] { point->wait(); });
   }
 }
 
@@ -149,15 +173,6 @@ std::atomic<double> waited{0};
 std::mutex failures_mutex;
 std::array<std::string, kDevices> failures;
 
-// For each device the streams that are being captured, a bit each.
-std::array<std::atomic<std::uint64_t>, kDevices> captured{};
-static_assert(kStreams <= 64);
-std::atomic<bool> invalidated{false};
-
-bool is_captured(const c10::Stream& stream) {
-  return (captured.at(stream.device_index()).load() >> stream.id() & 1) != 0;
-}
-
 int next_in_ring(int device) {
   static std::array<std::atomic<unsigned>, kDevices> taken{};
   return 1 + static_cast<int>(taken[device]++ % kRing);
@@ -180,27 +195,6 @@ c10::Stream stream_of(int device, int id) {
 
 c10::Stream current_stream(int device) {
   return stream_of(device, selected_streams.at(device));
-}
-
-void begin_capture(int device, int stream) {
-  captured.at(device).fetch_or(std::uint64_t{1} << stream);
-}
-
-void end_capture(int device, int stream) {
-  captured.at(device).fetch_and(~(std::uint64_t{1} << stream));
-  TORCH_CHECK(!invalidated.exchange(false), "the capture was invalidated by an earlier call");
-}
-
-bool captures() {
-  return std::any_of(captured.begin(), captured.end(), [](const auto& streams) { return streams.load() != 0; });
-}
-
-// What the driver answers, whichever thread calls, in the mode of capture that is torch's default.
-void check_no_capture(const char* call) {
-  if (captures()) {
-    invalidated = true;
-    TORCH_CHECK(false, call, " is not permitted while a stream is being captured, and invalidates the capture");
-  }
 }
 
 void synchronize_device(int device) {
@@ -249,7 +243,7 @@ namespace {
 struct Event {
   PointPtr point; // of the latest record; none before the first
   bool timed = false;
-  bool captured = false; // a part of the graph, and no moment
+  std::optional<Mark> mark; // of the latest record, if that was in a capture
 };
 
 struct Guard final : public c10::impl::DeviceGuardImplInterface {
@@ -296,25 +290,22 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
       *event = recorded = new Event();
       recorded->timed = flag == c10::EventFlag::BACKEND_DEFAULT;
     }
-    recorded->point = worker(stream).record();
-    recorded->captured = is_captured(stream);
+    recorded->mark = mark_in_capture(stream.device_index(), static_cast<int>(stream.id()));
+    recorded->point = recorded->mark.has_value() ? nullptr : worker(stream).record();
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr && static_cast<Event*>(event)->captured != is_captured(stream)) {
-      check_no_capture("to have a stream wait across the edge of the graph");
-    }
-    if (const auto point = point_of(event)) {
-      worker(stream).wait_for(point);
+    if (const auto* given = static_cast<Event*>(event); given != nullptr && given->mark.has_value()) {
+      join_capture(*given->mark, stream.device_index(), static_cast<int>(stream.id()));
+    } else if (given != nullptr) {
+      worker(stream).wait_for(given->point);
     }
   }
   bool queryEvent(void* event) const override {
-    check_no_capture("to query an event");
-    const auto point = point_of(event);
+    const auto point = point_outside(event, "to query an event");
     return point == nullptr || point->is_over();
   }
   void synchronizeEvent(void* event) const override {
-    check_no_capture("to wait for an event");
-    const auto point = point_of(event);
+    const auto point = point_outside(event, "to wait for an event");
     if (point != nullptr && !point->is_over()) {
       host_waits(current_device(), [&] { point->wait(); });
     }
@@ -325,6 +316,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
     const auto *one = static_cast<Event*>(first), *two = static_cast<Event*>(second);
     TORCH_CHECK(one != nullptr && two != nullptr, "both events must be recorded before the time between them is asked for");
+    TORCH_CHECK(one->point != nullptr && two->point != nullptr, "an event recorded in a capture has no time");
     TORCH_CHECK(one->timed && two->timed, "both events must have been made with enable_timing=True");
     TORCH_CHECK(one->point->is_over() && two->point->is_over(), "both events must be over");
     return (two->point->when() - one->point->when()) * 1e3;
@@ -333,19 +325,22 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     return kDevices;
   }
   bool queryStream(const c10::Stream& stream) const override {
+    check_not_captured(stream.device_index(), static_cast<int>(stream.id()), "to query a stream");
     check_no_capture("to query a stream");
     return worker(stream).is_idle();
   }
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   bool isStreamCapturing(const c10::Stream& stream) const override {
-    return is_captured(stream);
+    return worker(stream).is_captured();
   }
 #endif
   void synchronizeStream(const c10::Stream& stream) const override {
+    check_not_captured(stream.device_index(), static_cast<int>(stream.id()), "to wait for a stream");
     check_no_capture("to wait for a stream");
     worker(stream).synchronize();
   }
   void synchronizeDevice(c10::DeviceIndex device) const override {
+    check_not_captured(device, "to wait for a device");
     check_no_capture("to wait for a device");
     synchronize_device(device);
   }
@@ -357,8 +352,13 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   static int index(c10::Device device) {
     return device.has_index() ? device.index() : current_device();
   }
-  static PointPtr point_of(void* event) {
-    return event == nullptr ? nullptr : static_cast<Event*>(event)->point;
+  static PointPtr point_outside(void* event, const char* call) {
+    const auto* given = static_cast<Event*>(event);
+    if (given != nullptr && given->mark.has_value()) {
+      refuse(*given->mark, call);
+    }
+    check_no_capture(call);
+    return given == nullptr ? nullptr : given->point;
   }
 };
 

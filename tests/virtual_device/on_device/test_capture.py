@@ -1,11 +1,6 @@
-"""A graph is captured by somebody else, on the stream that a program computes on: nothing the library does spoils it.
-
-The device only says that it captures, and raises where a call invalidates the capture: there and at its end.
-"""
+"""A graph is captured by somebody else, on the stream that a program computes on: the library does not spoil it."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,10 +9,11 @@ from torch import Tensor
 from eager_offload import Offload, OffloadError
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical
-from tests.virtual_device import VirtualDevice
+from tests.virtual_device import NAME, VirtualDevice
+from tests.virtual_device.graphs import capturing
 
-if not hasattr(torch.Stream, "is_capturing"):
-    pytest.skip("this torch asks no stream of such a device", allow_module_level=True)
+if not hasattr(torch.accelerator, "Graph"):
+    pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
 
 MESSAGE = "being captured into a graph.*Leave the capture out of `with offload:`"
 
@@ -42,45 +38,13 @@ def expected() -> tuple[Tensor, ...]:
     return torch.autograd.grad(forward(x, w), [x, w])
 
 
-CALLS: dict[str, Callable[[Tensor, torch.Stream, torch.Event], object]] = {
-    "wait for the device": lambda x, other, event: torch.accelerator.synchronize(),
-    "wait for a stream": lambda x, other, event: other.synchronize(),
-    "wait for an event": lambda x, other, event: event.synchronize(),
-    "query a stream": lambda x, other, event: other.query(),
-    "query an event": lambda x, other, event: event.query(),
-    "wait on the outside": lambda x, other, event: torch.accelerator.current_stream().wait_event(event),
-    "empty the cache": lambda x, other, event: torch.accelerator.empty_cache(),
-    "copy to pageable memory": lambda x, other, event: x.cpu(),
-    "copy from pageable memory": lambda x, other, event: torch.ones(4).to("virtual", non_blocking=True),
-    "read a number": lambda x, other, event: x.sum().item(),
-    "shape by data": lambda x, other, event: x.nonzero(),
-    "pin what is not cached": lambda x, other, event: torch.empty(1 << 31, dtype=torch.uint8, pin_memory=True),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_that_a_driver_does_not_capture_invalidate_the_capture(virtual: VirtualDevice, name: str) -> None:
-    x, other, event = torch.ones(4, device="virtual"), torch.Stream(device="virtual"), torch.Event(device="virtual")
-    event.record()
-    torch.accelerator.synchronize()
-    with (
-        pytest.raises(RuntimeError, match="was invalidated by an earlier call"),
-        virtual.capturing(torch.accelerator.current_stream()),
-        pytest.raises(RuntimeError, match="not permitted while a stream is being captured"),
-    ):
-        CALLS[name](x, other, event)
-    with virtual.capturing(torch.accelerator.current_stream()):
-        y = x + torch.rand(4, device="virtual")  # what does not wait on a GPU
-    assert (y.cpu() >= 1).all()
-
-
 @pytest.mark.parametrize("used", [False, True])
 def test_h52_to_enter_is_an_error(virtual: VirtualDevice, used: bool) -> None:
     offload, (x, w) = make(), leaves()
     if used:
         with offload:
             loss = forward(x, w)
-    with virtual.capturing(torch.accelerator.current_stream()):
+    with capturing():
         for enter in (offload.__enter__, lambda: offload.compile(forward, backend="aot_eager")(x, w)):
             with pytest.raises(OffloadError, match=f"an Offload was entered while.*{MESSAGE}"):
                 enter()
@@ -90,8 +54,13 @@ def test_h52_to_enter_is_an_error(virtual: VirtualDevice, used: bool) -> None:
         assert_identical(expected(), torch.autograd.grad(loss, [x, w]))
         del loss
         assert assert_settled(offload).bytes_out > 0
-    with virtual.capturing(torch.Stream(device="virtual")), make():
+    graph, other = torch.accelerator.Graph(), torch.Stream(device=NAME)
+    with other:
+        graph.capture_begin()
+    with make():
         pass  # another stream is of no concern
+    with other:
+        graph.capture_end()
     with offload:
         loss = forward(x, w)
     assert_identical(expected(), torch.autograd.grad(loss, [x, w]))
@@ -103,15 +72,17 @@ def test_h52_to_enter_is_an_error(virtual: VirtualDevice, used: bool) -> None:
 @pytest.mark.parametrize("used", [False, True])
 def test_h52_what_is_saved_in_a_capture_stays(virtual: VirtualDevice, used: bool) -> None:
     """Its replays look for it where it is."""
-    offload, (x, w) = make(), leaves()
-    with virtual.slow_links(latency=0.01), offload:
+    offload, (x, w), stream = make(), leaves(), torch.Stream(device=NAME)
+    torch.accelerator.synchronize()
+    with stream, virtual.slow_links(latency=0.01), offload:
         before = forward(x, w) if used else None
         moved = offload.stats().bytes_out
-        with virtual.capturing(torch.accelerator.current_stream()):
+        with capturing(stream=stream) as graph:
             captured = forward(x, w)
             gradients = torch.autograd.grad(captured, [x, w])
             stats = offload.stats()
             captured = forward(x, w)
+        graph.replay()
         assert_identical(expected(), gradients)
         assert stats.kept_bytes["region"] > 0
         assert stats.bytes_out == moved
@@ -129,8 +100,9 @@ def test_h52_a_view_of_what_has_left_does_not_go_with_it(virtual: VirtualDevice)
     with offload:
         h = (x * 2).exp()
         first = h.sin().sum()
-        with virtual.capturing(torch.accelerator.current_stream()):
+        with capturing() as graph:
             second = h[:1].cos().sum()
+        graph.replay()
     (gradient,) = torch.autograd.grad(first + second, x)
     plain = (x * 2).exp()
     assert torch.equal(gradient, torch.autograd.grad(plain.sin().sum() + plain[:1].cos().sum(), x)[0])
@@ -142,12 +114,11 @@ def test_h52_a_view_of_what_has_left_does_not_go_with_it(virtual: VirtualDevice)
 
 
 def test_h52_backward_in_a_capture_of_what_was_offloaded_is_an_error(virtual: VirtualDevice) -> None:
-    offload, (x, w) = make(), leaves()
-    with offload:
-        loss = forward(x, w)
+    offload, (x, w), stream = make(), leaves(), torch.Stream(device=NAME)
     torch.accelerator.synchronize()
-    here = torch.accelerator.current_stream()
-    with virtual.capturing(here), pytest.raises(OffloadError, match=f"backward asked for.*{MESSAGE}"):
+    with stream, offload:
+        loss = forward(x, w)
+    with capturing(stream=stream), pytest.raises(OffloadError, match=f"backward asked for.*{MESSAGE}"):
         torch.autograd.grad(loss, [x, w], retain_graph=True)
     assert_identical(expected(), torch.autograd.grad(loss, [x, w]))
     del loss
@@ -160,7 +131,7 @@ def test_h52_a_context_that_is_left_in_a_capture_starts_nothing(virtual: Virtual
     offload.__enter__()
     loss = forward(x, w)
     moved = offload.stats().bytes_out
-    with virtual.capturing(torch.accelerator.current_stream()):
+    with capturing():
         offload.__exit__(None, None, None)
         assert offload.stats().bytes_out == moved
     assert hooks_are_gone()
@@ -174,11 +145,11 @@ def test_h52_operations_of_a_compiled_graph_are_an_error(virtual: VirtualDevice)
     standing = Offload.serving(tier="host", min_bytes=0, keep_last_bytes=0)
     config = standing.config.to_text()
     x = leaves()[0].detach()
-    operations, here = torch.ops.eager_offload, torch.accelerator.current_stream()
-    with virtual.capturing(here), pytest.raises(OffloadError, match=f"compiled code that offloads.*{MESSAGE}"):
+    operations = torch.ops.eager_offload
+    with capturing(), pytest.raises(OffloadError, match=f"compiled code that offloads.*{MESSAGE}"):
         operations.offload(x, config=config)  # before anything is open on this device
     host = operations.offload(x, config=config)
-    with virtual.capturing(here):
+    with capturing():
         with pytest.raises(OffloadError, match=MESSAGE):
             operations.offload(x, config=config)
         with pytest.raises(OffloadError, match=MESSAGE):

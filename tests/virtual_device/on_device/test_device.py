@@ -282,16 +282,30 @@ def test_values_are_those_of_the_cpu(virtual: VirtualDevice, name: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_what_depends_on_data_and_what_draws_numbers_drains_the_stream(virtual: VirtualDevice) -> None:
+def test_what_depends_on_data_drains_the_stream(virtual: VirtualDevice) -> None:
     x = on_device(torch.tensor([1.0, 0.0, 2.0]))
     with virtual.slow_compute(LATE):
         x = x * 2
         assert x.nonzero().flatten().tolist() == [0, 2]
         assert x.max().item() == 4
+
+
+def test_what_draws_numbers_takes_one_from_the_generator_and_does_not_wait(virtual: VirtualDevice) -> None:
+    def draws() -> list[Tensor]:
+        return [torch.randn(5, device=NAME), torch.nn.functional.dropout(ones, 0.5), torch.rand(5, device=NAME)]
+
+    ones = torch.ones(1 << 10, device=NAME)
     torch.manual_seed(3)
-    first = torch.randn(5, device=NAME).cpu()
+    with virtual.held():
+        waits = virtual.host_waits
+        first = draws()
+        assert virtual.host_waits == waits
+    state = torch.get_rng_state()
     torch.manual_seed(3)
-    assert torch.equal(torch.randn(5), first), "the CPU's generator stands in"
+    assert all(torch.equal(one, other) for one, other in zip(first, draws(), strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(first[0], draws()[0])
+    assert 400 < (first[1] == 2).sum().item() < 624
 
 
 def test_two_devices_and_the_copies_between_them(virtual: VirtualDevice) -> None:

@@ -1,0 +1,95 @@
+"""What a graph of the virtual device consists of, and what nothing in it orders."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eager_offload.simulation.checker import Checker, Violation
+from eager_offload.tiers.base import Region
+from tests.virtual_device import NAME
+
+__all__ = ["Edge", "Node", "capturing", "nodes_of", "violations"]
+
+Edge = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A piece of work in a graph."""
+
+    number: int
+    #: ``kernel``, ``copy out``, ``copy in``; ``allocate`` and ``free`` paint memory.
+    kind: str
+    #: The operator.
+    what: str
+    #: The number of the stream that was captured.
+    stream: int
+    reads: tuple[Region, ...]
+    writes: tuple[Region, ...]
+    #: Numbers of the nodes that it waits for.
+    after: tuple[int, ...]
+
+    @property
+    def edges(self) -> list[Edge]:
+        return [(before, self.number) for before in self.after]
+
+    def __str__(self) -> str:
+        return f"{self.stream} (node {self.number}, {self.what})"
+
+
+@contextmanager
+def capturing(mode: str = "default", stream: torch.Stream | None = None, **arguments: Any) -> Iterator[Any]:
+    """A graph in debug mode, captured inside on ``stream``, else on one of its own, which is the current one there."""
+    graph = torch.accelerator.Graph(capture_error_mode=mode, **arguments)  # type: ignore[arg-type]
+    graph.enable_debug_mode()
+    with stream or torch.Stream(device=NAME), graph:
+        yield graph
+
+
+def nodes_of(graph: torch.accelerator.Graph) -> list[Node]:
+    """The nodes, each behind all that it waits for; ``graph`` is in debug mode."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "graph.json"
+        graph.debug_dump(str(path))
+        found = json.loads(path.read_text())
+    return [
+        Node(
+            number,
+            entry["kind"],
+            entry["what"],
+            entry["stream"],
+            tuple(Region("memory", *ends) for ends in entry["reads"]),
+            tuple(Region("memory", *ends) for ends in entry["writes"]),
+            tuple(entry["after"]),
+        )
+        for number, entry in enumerate(found)
+    ]
+
+
+def violations(nodes: Sequence[Node], without: Collection[Edge] = ()) -> list[Violation]:
+    """What the happens-before checker says of one replay, in which the edges ``without`` are not kept.
+
+    Each node is a stream by itself, since in a replay only edges order nodes.
+    """
+    checker = Checker()
+    events = [object() for _ in nodes]
+    for node in nodes:
+        for before in node.after:
+            if (before, node.number) not in without:
+                checker.wait(node, events[before])
+        if node.kind == "allocate":
+            checker.allocate(node, node.writes[0], node.what)
+        elif node.kind == "free":
+            checker.free(node, node.writes[0], node.what)
+        else:
+            checker.access(node, node.reads, node.writes, node.what)
+        checker.record(node, events[node.number])
+    return checker.violations

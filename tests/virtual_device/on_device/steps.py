@@ -1,0 +1,159 @@
+"""A whole training step that offloads by hand: what tests of graphs capture, and run eagerly beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.virtual_device import NAME
+from tests.virtual_device.graphs import capturing
+
+__all__ = ["BATCH", "Step", "captured", "inputs"]
+
+BATCH, TOKENS, WIDTH, HEADS = 2, 8, 16, 2
+
+
+class Block(nn.Module):
+    """A block of a GPT, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm(x)).view(BATCH, TOKENS, HEADS, -1).transpose(1, 2).chunk(3, -1)
+        h = nn.functional.scaled_dot_product_attention(*parts, dropout_p=0.1, is_causal=True)
+        x = x + self.dropout(self.out(h.transpose(1, 2).reshape(x.shape)))
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(x))))
+
+
+class Step:
+    """Forward, backward and a fused AdamW. What backward needs of one shape crosses the link twice on the way there.
+
+    Copies out run on a stream of their own, and so do copies in, into two slots that take turns.
+
+    Args:
+        left_out: one of the waits below that the step leaves out, for a test that sees it.
+    """
+
+    def __init__(self, stream: torch.Stream, left_out: str = "") -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.block = Block().to(NAME)
+        self.stream, self.out, self.back = stream, torch.Stream(device=NAME), torch.Stream(device=NAME)
+        self.rate = torch.tensor(1e-2, device=NAME)
+        self.x, self.y = (torch.zeros(BATCH, TOKENS, WIDTH, device=NAME) for _ in range(2))
+        self.optimizer = torch.optim.AdamW(self.block.parameters(), lr=self.rate, fused=True)
+        self.slots = [torch.zeros(BATCH * TOKENS, WIDTH, device=NAME) for _ in range(2)]
+        self._left_out = left_out
+        self._hosts: list[Tensor] = []
+        self._left: list[torch.Event] = []
+        self._taken = 0
+
+    def __call__(self) -> Tensor:
+        """One step on the stream that is current; returns the loss."""
+        self._left.clear()
+        self._taken = 0
+        self.optimizer.zero_grad()
+        with saved_tensors_hooks(self._pack, self._unpack):
+            loss = (self.block(self.x) - self.y).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        for stream in (self.out, self.back):  # in case that a wait is left out, by which they have joined
+            self.stream.wait_stream(stream)
+        return loss.detach()
+
+    @property
+    def offloads(self) -> int:
+        """How many tensors a step moves."""
+        return len(self._left)
+
+    def _pack(self, tensor: Tensor) -> tuple[int, torch.Size] | Tensor:
+        if tensor.numel() != BATCH * TOKENS * WIDTH or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            return tensor
+        number = len(self._left)
+        if number == len(self._hosts):
+            self._hosts.append(torch.empty(BATCH * TOKENS, WIDTH, pin_memory=True))
+        self.out.wait_event(self.stream.record_event())
+        with self.out:
+            self._hosts[number].copy_(tensor.detach().view(BATCH * TOKENS, WIDTH), non_blocking=True)
+        self._left.append(self.out.record_event())
+        if self._left_out != "of sources for copies out":
+            self.stream.wait_event(self._left[-1])  # its memory may have a new owner from here on
+        return number, tensor.shape
+
+    def _unpack(self, packed: tuple[int, torch.Size] | Tensor) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        number, shape = packed
+        slot = self._taken % len(self.slots)
+        self._taken += 1
+        if self._left_out != "of slots for their last readers" or self._taken == 1:
+            self.back.wait_event(self.stream.record_event())  # also for the copy out, since that stream has waited
+        with self.back:
+            self.slots[slot].copy_(self._hosts[number], non_blocking=True)
+        if self._left_out != "of readers for copies in":
+            self.stream.wait_event(self.back.record_event())
+        return self.slots[slot].view(shape)
+
+    def run(self, batches: Iterable[tuple[Tensor, Tensor, float]], one: Callable[[], Tensor]) -> Iterator[Tensor]:
+        """Yields the loss of each call of ``one``, and then all that they have changed."""
+        for batch in batches:
+            with self.stream:
+                self.feed(*batch)
+                loss = one().cpu()
+            yield loss
+        yield from self.state()
+
+    # -- what changes, to begin again -----------------------------------------------------------------------------
+
+    def state(self) -> list[Tensor]:
+        """Copies on the host of all that steps change."""
+        torch.accelerator.synchronize()
+        return [tensor.cpu() for tensor in self._changing()]
+
+    def restore(self, state: list[Tensor]) -> None:
+        torch.accelerator.synchronize()
+        for tensor, value in zip(self._changing(), state, strict=True):
+            tensor.copy_(value)
+
+    def feed(self, x: Tensor, y: Tensor, rate: float) -> None:
+        self.x.copy_(x)
+        self.y.copy_(y)
+        self.rate.fill_(rate)
+
+    def _changing(self) -> list[Tensor]:
+        parameters = [*self.block.parameters()]
+        moments = [value for parameter in parameters for value in self.optimizer.state[parameter].values()]
+        return [*(parameter.detach() for parameter in parameters), *moments]
+
+
+def inputs(count: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor, float]]:
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(count):
+        x, y = (torch.randn(BATCH, TOKENS, WIDTH, generator=generator) for _ in range(2))
+        yield x, y, 1e-2 / (1 + number)
+
+
+@contextmanager
+def captured(left_out: str = "", **arguments: Any) -> Iterator[tuple[Step, Any, Tensor]]:
+    """A step after two real ones, its graph, and the loss that a replay writes."""
+    stream = torch.Stream(device=NAME)
+    with stream:
+        step = Step(stream, left_out)
+        for batch in inputs(2, seed=9):
+            step.feed(*batch)
+            step()
+    torch.accelerator.synchronize()
+    with capturing(stream=stream, **arguments) as graph:
+        loss = step()
+    yield step, graph, loss
+    torch.accelerator.synchronize()
+    graph.reset()

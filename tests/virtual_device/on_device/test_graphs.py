@@ -1,0 +1,515 @@
+"""Graphs of the virtual device: a step that was captured is exact whatever the order, and a missing edge is not."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.virtual_device import NAME, VirtualDevice
+from tests.virtual_device.graphs import Edge, capturing, nodes_of, violations
+from tests.virtual_device.on_device.steps import Step, captured, inputs
+
+if not hasattr(torch.accelerator, "Graph"):
+    pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
+
+REPLAYS = 20
+INVALIDATED = "was invalidated by an earlier call"
+
+
+def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Beside:
+    """Eager steps and replays of one captured step, each from the same state and with the same random numbers."""
+
+    def __init__(self, virtual: VirtualDevice, step: Step, graph: Any, loss: Tensor) -> None:
+        self._virtual, self._step, self._graph, self._loss = virtual, step, graph, loss
+        self._state = step.state()
+        self._eager = [*self._run(step)]
+        assert all(tensor.isfinite().all() for tensor in self._eager)
+
+    def is_exact(self, seed: int, without: tuple[Edge, ...] = ()) -> bool:
+        """Whether replays in orders that ``seed`` draws give what eager steps give, to the bit."""
+        with self._virtual.replays(seed, without):
+            return same(self._run(self._replay), self._eager)
+
+    def _replay(self) -> Tensor:
+        self._graph.replay()
+        return self._loss
+
+    def _run(self, one: Callable[[], Tensor]) -> Iterator[Tensor]:
+        self._step.restore(self._state)
+        torch.manual_seed(3)
+        return self._step.run(inputs(REPLAYS), one)
+
+
+# -- exact, and what is not -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_replays_of_a_training_step_are_exact_in_any_order(virtual: VirtualDevice, seed: int) -> None:
+    with captured() as (step, graph, loss):
+        beside = Beside(virtual, step, graph, loss)
+        before = virtual.copied_bytes
+        assert beside.is_exact(seed)
+        moved = REPLAYS * step.offloads * step.x.nbytes
+        assert moved > 0
+        out, back = (now - then for now, then in zip(virtual.copied_bytes, before, strict=True))
+        assert (out - moved, back - moved) == other_copies(virtual, step)
+        assert not violations(nodes_of(graph))
+
+
+def other_copies(virtual: VirtualDevice, step: Step) -> tuple[int, int]:
+    """Bytes that cross the link to look at the values: out, in."""
+    before = virtual.copied_bytes
+    state = step.state()
+    step.restore(state)
+    out, back = (now - then for now, then in zip(virtual.copied_bytes, before, strict=True))
+    return out + REPLAYS * step.rate.nbytes, back + REPLAYS * 2 * step.x.nbytes
+
+
+def test_an_edge_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(virtual: VirtualDevice) -> None:
+    """Of all edges of the step, those that follow from others included: these are neither reported nor wrong."""
+    with captured() as (step, graph, loss):
+        beside, nodes = Beside(virtual, step, graph, loss), nodes_of(graph)
+        reported = {edge for node in nodes for edge in node.edges if violations(nodes, [edge])}
+        wrong = {edge for node in nodes for edge in node.edges if not beside.is_exact(1, (edge,))}
+        assert reported == wrong
+        across = {edge for edge in wrong if nodes[edge[0]].stream != nodes[edge[1]].stream}
+        assert len(across) > 2 * step.offloads  # there and back
+        assert any(nodes[after].kind == "copy out" for _, after in across)
+        assert any(nodes[before].kind == "copy in" for before, _ in across)
+
+
+@pytest.mark.parametrize(
+    "wait", ["of sources for copies out", "of slots for their last readers", "of readers for copies in"]
+)
+def test_a_wait_left_out_of_the_step_is_reported_and_shows(virtual: VirtualDevice, wait: str) -> None:
+    with captured(wait) as (step, graph, loss):
+        found = violations(nodes_of(graph))
+        assert found
+        assert all("copy_" in str(violation) for violation in found)
+        step._left_out = ""  # the eager steps are right
+        assert not Beside(virtual, step, graph, loss).is_exact(0)
+
+
+def test_orders_differ_and_follow_from_the_seed(virtual: VirtualDevice) -> None:
+    """Two streams that nothing orders, as a program must not have it: who is last shows."""
+    x, other = torch.zeros(1, device=NAME), torch.Stream(device=NAME)
+    with capturing() as graph:
+        here = torch.accelerator.current_stream()
+        other.wait_stream(here)
+        x.fill_(1)
+        with other:
+            x.fill_(2)
+        here.wait_stream(other)
+    assert len(violations(nodes_of(graph))) == 1
+
+    def values() -> list[float]:
+        found = []
+        for _ in range(REPLAYS):
+            graph.replay()
+            found.append(x.item())
+        return found
+
+    with virtual.replays(7):
+        first = values()
+    with virtual.replays(7):
+        assert values() == first
+    assert set(first) == {1.0, 2.0}
+
+
+# -- what a capture is ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_runs_before_a_replay_and_all_of_it_in_each() -> None:
+    x = torch.ones(4, device=NAME)
+    with capturing() as graph:
+        assert torch.accelerator.current_stream().is_capturing()
+        x += 1
+    assert x.tolist() == [1.0] * 4
+    for count in range(2, 5):
+        graph.replay()
+        assert x.tolist() == [float(count)] * 4
+
+
+def test_random_numbers_are_those_of_eager_calls() -> None:
+    generator = torch.Generator().manual_seed(4)
+
+    def numbers() -> Tensor:
+        return torch.rand(8, device=NAME) + torch.empty(8, device=NAME).normal_(generator=generator)
+
+    with capturing() as graph:
+        found = numbers()
+    torch.manual_seed(1)
+    generator.manual_seed(2)
+    eager = [numbers().cpu() for _ in range(3)]
+    torch.manual_seed(1)
+    generator.manual_seed(2)
+    replayed = []
+    for _ in range(3):
+        graph.replay()
+        replayed.append(found.cpu())
+    assert same(eager, replayed)
+    assert not torch.equal(*eager[:2])
+
+
+def test_a_graph_has_memory_of_its_own(virtual: VirtualDevice) -> None:
+    torch.accelerator.empty_cache()
+    outside = torch.accelerator.memory_reserved()
+    with capturing() as graph:
+        kept = torch.full((1 << 20,), 1.0, device=NAME)
+        first = torch.full((1 << 20,), 2.0, device=NAME)
+        address = first.data_ptr()
+        del first
+        second = torch.full((1 << 20,), 3.0, device=NAME)  # where the first was
+        assert second.data_ptr() == address
+        kept += second
+        del second
+    with torch.Stream(device=NAME):
+        assert torch.empty(1 << 20, device=NAME).data_ptr() != address
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() == outside + 2 * kept.nbytes
+    graph.replay()
+    assert kept.unique().tolist() == [4.0]
+    graph.reset()
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() == outside + kept.nbytes  # it is somebody's
+    del kept
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() == outside
+
+
+def test_what_another_stream_uses_has_no_new_owner_in_the_capture() -> None:
+    other = torch.Stream(device=NAME)
+    with capturing() as graph:
+        here = torch.accelerator.current_stream()
+        x = torch.ones(1 << 10, device=NAME)
+        other.wait_stream(here)
+        x.record_stream(other)
+        address = x.data_ptr()
+        with other:
+            y = x + 1
+        del x
+        assert torch.ones(1 << 10, device=NAME).data_ptr() != address
+        here.wait_stream(other)
+    assert not violations(nodes_of(graph))
+    with capturing(pool=graph.pool(), stream=here) as second:
+        assert torch.ones(1 << 10, device=NAME).data_ptr() == address
+    graph.replay()
+    assert y.unique().tolist() == [2.0]
+    del second
+
+
+def test_graphs_share_a_pool_and_streams_replay_them_one_after_the_other(virtual: VirtualDevice) -> None:
+    x, stream, other = torch.ones(8, device=NAME), torch.Stream(device=NAME), torch.Stream(device=NAME)
+    with capturing(stream=stream) as first:
+        h = x * 2
+    with capturing(stream=stream, pool=first.pool()) as second:
+        y = h + 1
+        del h
+    assert first.pool() == second.pool()
+    with virtual.slow_compute(0.0, mul=0.02):
+        x.fill_(3)
+        torch.accelerator.synchronize()
+        with stream:
+            first.replay()
+            first.replay()
+        with other:
+            first.replay()  # waits for the others by itself
+            second.replay()
+            assert y.unique().tolist() == [7.0]
+
+
+def test_a_graph_that_is_kept_is_made_ready_by_hand_and_shows_its_nodes_in_debug_mode(tmp_path: Any) -> None:
+    graph, stream = torch.accelerator.Graph(keep_graph=True), torch.Stream(device=NAME)
+    x = torch.zeros(2, device=NAME)
+    for call in (graph.replay, graph.instantiate, graph.capture_end):
+        with pytest.raises(RuntimeError, match="no capture"):
+            call()
+    with stream, graph:
+        x += 1
+        with pytest.raises(RuntimeError, match="reset it first"):
+            graph.capture_begin()
+    graph.instantiate()
+    with pytest.raises(RuntimeError, match="enable_debug_mode"):
+        graph.debug_dump(str(tmp_path / "graph.json"))
+    graph.enable_debug_mode()
+    (node,) = nodes_of(graph)
+    assert (node.kind, node.what, node.writes[0].stop - node.writes[0].start) == ("kernel", "add", x.nbytes)
+    graph.replay()
+    assert x.tolist() == [1.0, 1.0]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+#: Calls about what is captured, or across the edge of the graph: no mode permits them.
+ALWAYS: dict[str, Callable[[Tensor, torch.Stream, torch.Event], object]] = {
+    "wait for the device": lambda x, other, event: torch.accelerator.synchronize(),
+    "wait for the stream": lambda x, other, event: torch.accelerator.current_stream().synchronize(),
+    "query the stream": lambda x, other, event: torch.accelerator.current_stream().query(),
+    "wait for an event of it": lambda x, other, event: torch.accelerator.current_stream().record_event().synchronize(),
+    "query an event of it": lambda x, other, event: torch.accelerator.current_stream().record_event().query(),
+    "wait on the outside": lambda x, other, event: torch.accelerator.current_stream().wait_event(event),
+    "copy to pageable memory": lambda x, other, event: x.cpu(),
+    "copy from pageable memory": lambda x, other, event: torch.ones(4).to(NAME, non_blocking=True),
+    "read a number": lambda x, other, event: x.sum().item(),
+    "shape by data": lambda x, other, event: x.nonzero(),
+}
+#: Calls that a driver calls unsafe, and that it permits a thread in a relaxed capture.
+UNSAFE: dict[str, Callable[[Tensor, torch.Stream, torch.Event], object]] = {
+    "wait for another stream": lambda x, other, event: other.synchronize(),
+    "query another stream": lambda x, other, event: other.query(),
+    "wait for an earlier event": lambda x, other, event: event.synchronize(),
+    "query an earlier event": lambda x, other, event: event.query(),
+    "empty the cache": lambda x, other, event: torch.accelerator.empty_cache(),
+    "pin what is not cached": lambda x, other, event: torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True),
+}
+MODES = ["default", "global", "thread_local", "relaxed"]
+
+
+def operands() -> tuple[Tensor, torch.Stream, torch.Event]:
+    x, other, event = torch.ones(4, device=NAME), torch.Stream(device=NAME), torch.Event(device=NAME)
+    event.record()
+    torch.accelerator.synchronize()
+    return x, other, event
+
+
+def assert_captures() -> None:
+    x = torch.ones(4, device=NAME)
+    with capturing() as graph:
+        y = x + torch.rand(4, device=NAME)  # what does not wait on a GPU
+    graph.replay()
+    assert (y.cpu() >= 1).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [*ALWAYS, *UNSAFE])
+def test_what_a_driver_refuses_in_a_capture_invalidates_it(virtual: VirtualDevice, name: str, mode: str) -> None:
+    given, alive = operands(), virtual.graphs_alive
+    if name in UNSAFE and mode == "relaxed":
+        with capturing(mode) as graph:
+            UNSAFE[name](*given)
+        del graph
+    else:
+        with (
+            pytest.raises(RuntimeError, match=INVALIDATED),
+            capturing(mode),
+            pytest.raises(RuntimeError, match="not permitted while a stream is being captured"),
+        ):
+            (ALWAYS | UNSAFE)[name](*given)
+    torch.accelerator.empty_host_cache()
+    assert_captures()
+    assert virtual.graphs_alive == alive
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", UNSAFE)
+def test_another_thread_is_refused_while_a_global_capture_goes_on(virtual: VirtualDevice, name: str, mode: str) -> None:
+    given, raised = operands(), []
+
+    def call() -> None:
+        try:
+            UNSAFE[name](*given)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    def capture() -> None:
+        with capturing(mode):
+            thread = Thread(target=call)
+            thread.start()
+            thread.join()
+
+    if mode in ("default", "global"):
+        with pytest.raises(RuntimeError, match=INVALIDATED):
+            capture()
+    else:
+        capture()
+    assert len(raised) == (mode in ("default", "global"))
+    torch.accelerator.empty_host_cache()
+    assert_captures()
+
+
+def test_nothing_is_added_to_a_capture_that_is_invalid() -> None:
+    x = torch.ones(4, device=NAME)
+
+    def capture() -> None:
+        with capturing():
+            with pytest.raises(RuntimeError, match="not permitted"):
+                torch.accelerator.synchronize()
+            with pytest.raises(RuntimeError, match=INVALIDATED):
+                x.add_(1)
+
+    with pytest.raises(RuntimeError, match=INVALIDATED):
+        capture()
+    assert x.tolist() == [1.0] * 4
+
+
+def test_a_stream_that_has_not_joined_is_an_error(virtual: VirtualDevice) -> None:
+    x, other = torch.ones(4, device=NAME), torch.Stream(device=NAME)
+
+    def capture() -> None:
+        with capturing():
+            other.wait_stream(torch.accelerator.current_stream())
+            with other:
+                x.add_(1)
+
+    with pytest.raises(RuntimeError, match=f"stream {other.stream_id} has work"):
+        capture()
+    assert not other.is_capturing()
+    with capturing() as graph:
+        other.wait_stream(torch.accelerator.current_stream())  # and does nothing
+    del graph
+    assert_captures()
+
+
+def test_an_event_of_a_capture_is_of_no_use_outside() -> None:
+    with capturing() as first:
+        stale = torch.accelerator.current_stream().record_event()
+    for call in (stale.synchronize, stale.query):
+        with pytest.raises(RuntimeError, match="recorded in a capture"):
+            call()
+    with pytest.raises(RuntimeError, match="outside that capture"):
+        torch.accelerator.current_stream().wait_event(stale)
+    with (
+        pytest.raises(RuntimeError, match=INVALIDATED),
+        capturing(),
+        pytest.raises(RuntimeError, match="outside that capture"),
+    ):
+        torch.accelerator.current_stream().wait_event(stale)
+    stale.record()  # a moment again
+    stale.synchronize()
+    del first
+    assert_captures()
+
+
+def test_two_captures_do_not_meet() -> None:
+    one, other = torch.Stream(device=NAME), torch.Stream(device=NAME)
+    graphs = [torch.accelerator.Graph() for _ in range(2)]
+    for stream, graph in zip((one, other), graphs, strict=True):
+        with stream:
+            graph.capture_begin()
+    with pytest.raises(RuntimeError, match="outside that capture"):
+        one.wait_stream(other)
+    for stream, graph in zip((one, other), graphs, strict=True):
+        with stream, pytest.raises(RuntimeError, match=INVALIDATED):
+            graph.capture_end()
+    assert_captures()
+
+
+def test_a_capture_begins_and_ends_where_it_may() -> None:
+    graph, stream, errors = torch.accelerator.Graph(), torch.Stream(device=NAME), []
+    default = torch.accelerator.current_stream()
+    with pytest.raises(RuntimeError, match="not the default one"):
+        graph.capture_begin()
+
+    def end() -> None:
+        with stream:
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    with stream:
+        graph.capture_begin()
+        with pytest.raises(RuntimeError, match="is being captured"):
+            torch.accelerator.Graph().capture_begin()
+    with pytest.raises(RuntimeError, match="stream on which it began"):
+        graph.capture_end()
+    thread = Thread(target=end)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    assert "thread on which it began" in errors[0]
+    with stream:
+        graph.capture_end()
+    graph.reset()
+    with (
+        pytest.raises(RuntimeError, match=INVALIDATED),
+        capturing(),
+        pytest.raises(RuntimeError, match="the default stream"),
+    ):
+        default.wait_event(torch.accelerator.current_stream().record_event())
+    assert_captures()
+
+
+def test_what_the_device_does_not_model_is_refused() -> None:
+    x = torch.ones(4, device=NAME)
+    with capturing() as graph:
+        x += 1
+    with (
+        pytest.raises(RuntimeError, match=INVALIDATED),
+        capturing(),
+        pytest.raises(RuntimeError, match="to replay a graph"),
+    ):
+        graph.replay()
+    with capturing(), pytest.raises(NotImplementedError, match="cannot capture aten::geqrf"):
+        torch.geqrf(x[None])
+    with capturing(), pytest.raises(NotImplementedError, match="from one device to another"):
+        x.to(f"{NAME}:1")
+    assert_captures()
+
+
+# -- nothing is left --------------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_captures_leak_nothing(virtual: VirtualDevice) -> None:
+    """Some end, some do not, and some are invalidated."""
+    stream = torch.Stream(device=NAME)
+    with stream:
+        step = Step(stream)
+        for batch in inputs(2):
+            step.feed(*batch)
+            step()
+
+    def capture(number: int) -> None:
+        graph = torch.accelerator.Graph()
+        with stream:
+            graph.capture_begin()
+            loss = step()
+            if number % 3 == 0:
+                graph.capture_end()
+                graph.replay()
+                assert loss.isfinite()
+            elif number % 3 == 1:
+                with pytest.raises(RuntimeError, match="not permitted"):
+                    loss.item()
+                with pytest.raises(RuntimeError, match=INVALIDATED):
+                    graph.capture_end()
+
+    def held() -> tuple[int, int, int]:
+        step.optimizer.zero_grad()
+        gc.collect()
+        torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()
+        return virtual.graphs_alive, torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
+
+    capture(0)
+    before = held()
+    for number in range(100):
+        capture(number)
+    assert held() == before
+    assert not stream.is_capturing()
+    assert_captures()
+
+
+def test_who_drops_a_graph_that_runs_takes_nothing_from_it(virtual: VirtualDevice) -> None:
+    x = torch.ones(4, device=NAME)
+    with capturing() as graph:
+        x += 1
+    alive = virtual.graphs_alive
+    with virtual.held():
+        graph.replay()
+        del graph
+        gc.collect()
+        assert virtual.graphs_alive == alive
+    assert x.tolist() == [2.0] * 4
+    torch.accelerator.synchronize()
+    assert virtual.graphs_alive == alive - 1
