@@ -31,6 +31,9 @@ from eager_offload.tiers.base import Slot
 
 __all__ = ["Recorder"]
 
+#: Of the stats, what does not add up from step to step.
+_NO_AMOUNTS = ("device_budget", "keep_last_bytes", "plan", "slowdown")
+
 
 class _Wait:
     """A wait that has begun."""
@@ -208,16 +211,17 @@ class Recorder:
 
 
 def _between(before: OffloadStats, after: OffloadStats) -> dict[str, Any]:
-    """What was counted from ``before`` to ``after``; a peak, or the largest of something, is what it is."""
+    """What was counted from ``before`` to ``after``; what is no amount is what it is."""
+    first = dataclasses.asdict(before)
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(OffloadStats):
-        first, last = getattr(before, field.name), getattr(after, field.name)
-        if isinstance(last, dict):
-            more = {name: value - first.get(name, 0) for name, value in last.items()}
-            found[field.name] = {name: value for name, value in more.items() if value}
+    for name, last in dataclasses.asdict(after).items():
+        if name in _NO_AMOUNTS or name.endswith(("_peak", "_largest")) or isinstance(last, bool):
+            found[name] = last
+        elif isinstance(last, dict):
+            more = {what: value - first[name].get(what, 0) for what, value in last.items()}
+            found[name] = {what: value for what, value in more.items() if value}
         else:
-            is_amount = not field.name.endswith(("_peak", "_largest")) and not isinstance(last, bool)
-            found[field.name] = last - first if is_amount else last
+            found[name] = last - first[name]
     return found
 
 
