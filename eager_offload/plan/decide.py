@@ -68,16 +68,17 @@ class RehearsedSolver:
     @property
     def nothing(self) -> Outcome:
         """Nothing moves."""
-        return self._of((False,) * len(self.problem.program.storages))
+        return self.of((False,) * len(self.problem.program.storages))
 
     def _outcome(self, decision: Decision) -> Outcome:
         """What comes of a decision."""
         if decision.again:
             predicted = decision.prediction
             return Outcome(decision.moves, predicted.step_seconds, predicted.peak_bytes, None, decision.again)
-        return self._of(decision.moves[: len(self.problem.program.storages)])
+        return self.of(decision.moves[: len(self.problem.program.storages)])
 
-    def _of(self, moves: Moves) -> Outcome:
+    def of(self, moves: Moves) -> Outcome:
+        """What comes of moving those, where nothing is computed again."""
         found = self._known.get(moves)
         if found is None:
             found = self._known[moves] = self._rehearsed(moves)

@@ -28,11 +28,17 @@ class Rehearsal(NamedTuple):
     """What came of a step plan that the library has followed on a simulated device: see ``rehearse.py``."""
 
     step_seconds: float
-    peak_bytes: int
+    living: tuple[int, ...]
+    """Bytes that lived while each operator ran."""
     returning: tuple[int, ...]
     """The numbers of the storages that went out and came back, in order."""
     released: tuple[int, ...]
     """For each storage the save before which its memory had gone; -1 where that was later than the last."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that lived at one time, at most."""
+        return max(self.living, default=0)
 
 
 def draft(problem: Problem, moves: Moves) -> StepPlan | None:

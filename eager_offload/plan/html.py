@@ -10,7 +10,7 @@ from eager_offload.config import size_text
 from eager_offload.observe.report.page import fill
 from eager_offload.plan.predict import Moves, Problem
 
-__all__ = ["Way", "page", "ways"]
+__all__ = ["page"]
 
 #: Points of the front that is drawn.
 _POINTS = 16
@@ -34,17 +34,13 @@ class Planned(Protocol):
     @property
     def problem(self) -> Problem: ...
     @property
+    def recomputed_bytes(self) -> int: ...
+    @property
     def moves(self) -> Moves: ...
+    def living(self) -> Sequence[int]: ...
+    def fixed_ways(self) -> Sequence[Any]: ...
     def front(self, points: int = ...) -> Sequence[Any]: ...
     def rows(self) -> Sequence[Any]: ...
-
-
-class Way(NamedTuple):
-    """What comes of a decision that looks at no budget, to compare with."""
-
-    name: str
-    peak_bytes: int
-    step_seconds: float
 
 
 class _Tick(NamedTuple):
@@ -78,23 +74,11 @@ def _step(least: float, base: float) -> float:
     return next(factor * power for factor in ((1, 2, 4) if base == 2 else (1, 2, 5, 10)) if factor * power >= least)
 
 
-def ways(problem: Problem) -> list[Way]:
-    """Nothing moves, every second storage does, and all do."""
-    count = len(problem.program.storages)
-    decisions: dict[str, Moves] = {
-        "nothing moves": (False,) * count,
-        "every second storage moves": tuple(number % 2 == 0 for number in range(count)),
-        "all that may moves": (True,) * count,
-    }
-    found = {name: problem.predict(moves) for name, moves in decisions.items()}
-    return [Way(name, one.peak_bytes, one.step_seconds) for name, one in found.items()]
-
-
 def page(plan: Planned) -> str:
     """One HTML page that needs nothing else: no network, no other file."""
     # Of budgets that buy the same, the least.
     found = {(one.peak_bytes, one.step_seconds): one for one in reversed(plan.front(_POINTS))}
-    front, compared = list(reversed(found.values())), ways(plan.problem)
+    front, compared = list(reversed(found.values())), plan.fixed_ways()
     peaks = [one.peak_bytes for one in (*front, *compared)] + [plan.peak_bytes]
     seconds = [one.step_seconds for one in (*front, *compared)] + [plan.step_seconds]
     across = _Axis(peaks, lambda nbytes: size_text(round(nbytes)), 2)
@@ -122,7 +106,7 @@ def page(plan: Planned) -> str:
 def _data(plan: Planned) -> dict[str, Any]:
     """What lives at each operator, with what was decided and where nothing moves; times are microseconds."""
     problem = plan.problem
-    decided, without = problem.living(plan.moves), problem.living((False,) * len(plan.moves))
+    decided, without = plan.living(), problem.living((False,) * len(plan.moves))
     begins = [round(seconds * 1e6, 1) for seconds in problem.begins]
     every = -(-len(decided) // _SAMPLES) or 1
     memory = [

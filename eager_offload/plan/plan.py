@@ -45,6 +45,14 @@ class Point(NamedTuple):
     step_seconds: float
 
 
+class FixedWay(NamedTuple):
+    """What comes of a decision that looks at no budget."""
+
+    name: str
+    peak_bytes: int
+    step_seconds: float
+
+
 class Row(NamedTuple):
     """What modules of one kind save."""
 
@@ -194,6 +202,20 @@ class Plan(ComputedPlan):
             best = outcome
             found.append(Point(budget, outcome.peak_bytes, outcome.step_seconds))
         return found
+
+    def fixed_ways(self) -> list[FixedWay]:
+        """Decisions that look at no budget, to compare with; nothing is computed again in them."""
+        count = len(self._whole.program.storages)
+        outcomes = {
+            "nothing moves": self._solver.nothing,
+            "every second storage moves": self._solver.of(tuple(number % 2 == 0 for number in range(count))),
+            "all that may moves": self._solver.of((True,) * count),
+        }
+        return [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in outcomes.items()]
+
+    def living(self) -> Sequence[int]:
+        """Bytes that live at each operator of ``problem``."""
+        return self.problem.living(self.moves) if self.rehearsal is None else self.rehearsal.living
 
     def rows(self) -> list[Row]:
         """What modules of each kind save that may move, the largest first."""
@@ -360,7 +382,7 @@ class Plan(ComputedPlan):
         budget, config = _whole(content["device_budget"]), OffloadConfig.from_text(content["config"])
         rehearsal = content["rehearsal"]
         if rehearsal is not None:
-            rehearsal = _rehearsal(rehearsal, len(problem.program.storages))
+            rehearsal = _rehearsal(rehearsal, problem.program)
         found = cls(
             str(content["model"]), machine, budget, content["policy"], problem, moves, config, rehearsal, again, whole
         )
@@ -393,18 +415,19 @@ def _save(content: Sequence[Any]) -> Save:
     )
 
 
-def _rehearsal(content: Sequence[Any], storages: int) -> Rehearsal:
+def _rehearsal(content: Sequence[Any], program: Program) -> Rehearsal:
     """The rehearsal of a file.
 
     Raises:
         ValueError: its numbers do not fit together.
     """
-    seconds, peak, returning, released = content
+    seconds, living, returning, released = content
+    storages = len(program.storages)
     fits = type(seconds) in (int, float) and seconds >= 0 and len(released) == storages
-    fits = fits and all(type(one) is int and one >= -1 for one in released)
+    fits = fits and len(living) == len(program.ops) and all(type(one) is int and one >= -1 for one in released)
     if not fits or any(_whole(one) >= storages for one in returning):
         raise ValueError("the numbers of its rehearsal do not fit together")
-    return Rehearsal(float(seconds), _whole(peak), tuple(returning), tuple(released))
+    return Rehearsal(float(seconds), tuple(map(_whole, living)), tuple(returning), tuple(released))
 
 
 def _call(

@@ -111,7 +111,7 @@ class _Stage:
         self._returning = set[int]()
         #: What forward has made.
         self._originals: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._peak = 0.0
+        self._living: list[int] = []
         # By operator.
         storages = program.storages
         self._made = _by_op(one.made for one in storages)
@@ -156,7 +156,7 @@ class _Stage:
         if stats.plan_misses or stats.followed_forwards != 1:
             return None
         released = tuple(self._released.get(number, -1) for number in range(len(program.storages)))
-        return Rehearsal(seconds, round(self._peak), tuple(sorted(self._returning)), released)
+        return Rehearsal(seconds, tuple(self._living), tuple(sorted(self._returning)), released)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class _Stage:
         """An operator runs, with all that lives meanwhile."""
         self._observer.sweep()
         held = self._observer.resident_bytes * self._factor + self._program.other_bytes[op]
-        self._peak = max(self._peak, held)
+        self._living.append(round(held))
         self._runtime.advance(self._runtime.default_stream, self._problem.op_seconds[op], self._program.ops[op].name)
 
     def _nbytes(self, nbytes: int) -> int:

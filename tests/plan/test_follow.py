@@ -91,7 +91,7 @@ def test_where_nothing_has_to_move_nothing_does_and_nobody_is_warned(model: nn.M
     assert (stats.followed_forwards, stats.plan_misses, stats.bytes_out) == (5, {}, 0)
 
 
-def test_a_step_that_differs_in_between_leaves_the_plan_in_force(
+def test_h54_a_step_that_differs_in_between_leaves_the_plan_in_force(
     half: eo.Plan, model: nn.Module, tmp_path: Path
 ) -> None:
     """The last batch of an epoch is a smaller one; what was recorded meanwhile does not take the plan's place."""
@@ -184,7 +184,7 @@ class Other(nn.Module):
     ],
 )
 @pytest.mark.parametrize("where", ["simulated", "disk"])
-def test_a_plan_of_another_model_is_noticed_once_and_trains_exactly(
+def test_h54_a_plan_of_another_model_is_noticed_once_and_trains_exactly(
     how: str, rows: int, misses: dict[str, int] | None, where: str, half: eo.Plan, tmp_path: Path
 ) -> None:
     model = Other(how)
@@ -204,7 +204,7 @@ def test_a_plan_of_another_model_is_noticed_once_and_trains_exactly(
     offload.close()
 
 
-def test_any_decision_and_any_steps_train_exactly() -> None:
+def test_h54_any_decision_and_any_steps_train_exactly() -> None:
     model, x = wide()
     every = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
     count = len(every.moves)
