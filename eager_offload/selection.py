@@ -7,7 +7,7 @@ functions serve eager code, which calls them with real tensors, and a compiler p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from eager_offload.stats import KeepReason
 __all__ = [
     "Footprint",
     "footprint",
+    "inner_values",
     "is_parameter",
     "keeps_cpu_tensors",
     "own_bytes",
@@ -90,13 +91,17 @@ def reason_to_stay(tensor: Tensor, min_bytes: int, *, preferred: bool = False) -
 
 def plain_tensors(wrapper: Tensor) -> Iterator[Tensor]:
     """The tensors that a wrapper subclass is made of, in its own order; those inside a wrapper inside it included."""
-    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]  # every wrapper has it
-    for name in names:
-        inner = getattr(wrapper, name)
+    for inner in inner_values(wrapper):
         if is_wrapper(inner):
             yield from plain_tensors(inner)
         elif isinstance(inner, Tensor):
             yield inner
+
+
+def inner_values(wrapper: Tensor) -> list[Any]:
+    """What a wrapper subclass has in place of memory of its own: tensors, and wrappers, and what stands for one."""
+    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]  # every wrapper has it
+    return [getattr(wrapper, name) for name in names]
 
 
 def root_of(tensor: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from eager_offload._torch import detached, finish_collective, is_fake, is_wrappe
 from eager_offload.eager.handles import KeptTensor, SavedView, modified
 from eager_offload.eager.ownership import own_until_taken
 from eager_offload.errors import reentered
-from eager_offload.selection import plain_tensors
+from eager_offload.selection import inner_values, plain_tensors
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.forking import reentrant_lock
 
@@ -125,7 +125,6 @@ def pack_wrapper(wrapper: Tensor, packer: Packer, accounts: Accounts) -> Wrapped
 def _finish_collectives(wrapper: Tensor) -> None:
     """An operator reads ``wrapper`` now, or it would not be saved: what still fills it is waited for a little early."""
     finish_collective(wrapper)
-    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]  # every wrapper has it
-    for inner in (getattr(wrapper, name) for name in names):
+    for inner in inner_values(wrapper):
         if is_wrapper(inner):
             _finish_collectives(inner)

@@ -177,6 +177,7 @@ def here(settings: OffloadConfig) -> Machine:
     memory, or the CPU and the disk."""
     from eager_offload.compile.cost import disk_bandwidth, machine_of
     from eager_offload.runtime.accelerator import accelerator_runtime
+    from eager_offload.runtime.accelerator_api import AcceleratorApi
     from eager_offload.runtime.base import Direction
     from eager_offload.runtime.host import host_runtime
     from eager_offload.tiers.limits import host_headroom
@@ -186,8 +187,7 @@ def here(settings: OffloadConfig) -> Machine:
         device, memory_bytes = torch.device("cpu"), host_headroom().nbytes
     else:
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-        module = torch.get_device_module(device)
-        memory_bytes = module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else 0
+        memory_bytes = AcceleratorApi().total_memory(device) or 0
     if settings.tier == "disk" or (accelerator is None and settings.tier == "auto"):
         disk = disk_bandwidth(settings.to_text())
         out, back = disk.write, disk.read

@@ -70,6 +70,14 @@ class AcceleratorApi:
         idle = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
         return free + max(idle, 0)
 
+    def total_memory(self, device: torch.device) -> int | None:
+        """Bytes that ``device`` has; ``None`` where it does not say."""
+        try:
+            _, total = torch.accelerator.get_memory_info(device)
+        except (NotImplementedError, RuntimeError):
+            return None
+        return int(total)
+
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """A new flat ``uint8`` tensor that belongs to the current stream of ``device``."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -105,11 +105,11 @@ def accelerators() -> list[Device]:
     found, module = [], torch.get_device_module(accelerator)
     for index in range(min(torch.accelerator.device_count(), _MOST_DEVICES)):
         device = torch.device(accelerator.type, index)
-        # Not every kind of device can be asked for its name and its memory.
+        # Not every kind of device can be asked for its name.
         model = module.get_device_name(device) if hasattr(module, "get_device_name") else accelerator.type
-        total = module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else None
-        node = node_of_device(AcceleratorApi().pci_address(index))
-        found.append(Device(str(device), model, total, numa_node=node))
+        api = AcceleratorApi()
+        node = node_of_device(api.pci_address(index))
+        found.append(Device(str(device), model, api.total_memory(device), numa_node=node))
     return found
 
 
