@@ -46,7 +46,7 @@ class TracedSolver:
         self._trace, self._launch_seconds = traced, launch_seconds
         self._whole, self._solver = whole, Solver(whole, recompute=True)
         #: By the modules that are computed again.
-        self._solvers = {(): RehearsedSolver(whole, launch_seconds)}
+        self._solvers: dict[tuple[str, ...], RehearsedSolver] = {(): RehearsedSolver(whole, launch_seconds)}
 
     def within(self, budget: int) -> Computed:
         """The fastest that is known whose peak is at most ``budget``; where there is none, that of the least peak."""

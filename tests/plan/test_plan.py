@@ -261,7 +261,7 @@ def hidden_share(tokens: int, layers: int, window: int) -> tuple[float, float]:
     device = eo.Machine("ratio", ratio * 52e9, ratio * 52e9, 1e18, 52e9, 52e9, 1 << 50)
     config = {"max_inflight_bytes": window, "prefetch_bytes": window}
     plan = eo.plan(model, x, device=device, policy="free", config=config)
-    assert plan.step_seconds == pytest.approx(plan.compute_seconds, rel=1e-3)
+    assert plan.step_seconds == pytest.approx(plan.compute_seconds, rel=2e-3)
     program = plan.problem.program
     flops = 2 * (2 * width**2 + 2 * width * shared + 3 * width * inner) + 2 * tokens * width
     nbytes = 12 * width + 4 * shared + 8 * inner
