@@ -25,7 +25,7 @@ from eager_offload.plan.recompute import Recomputing
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import ComputedPlan, Fate, StepPlan
 
-__all__ = ["POLICIES", "Plan", "Point"]
+__all__ = ["POLICIES", "Least", "Plan", "Point"]
 
 #: What a plan aims at.
 POLICIES = ("least", "free", "max")
@@ -49,6 +49,13 @@ class FixedWay(NamedTuple):
     """What comes of a decision that looks at no budget."""
 
     name: str
+    peak_bytes: int
+    step_seconds: float
+
+
+class Least(NamedTuple):
+    """What the plan of the least peak comes to."""
+
     peak_bytes: int
     step_seconds: float
 
@@ -95,6 +102,8 @@ class Plan(ComputedPlan):
     """The names of the modules that are computed again in backward: see :meth:`apply`."""
     whole: Problem | None = None
     """The step in which nothing is computed again, where something may be."""
+    traced_least: Least | None = None
+    """What the least peak is where something may be computed again, which takes the model to say."""
 
     @cached_property
     def step_plans(self) -> tuple[StepPlan, ...]:
@@ -177,10 +186,12 @@ class Plan(ComputedPlan):
     @property
     def least_budget(self) -> int:
         """The least ``device_budget`` that a plan fits."""
-        return self._solver.least.peak_bytes
+        return self._least.peak_bytes
 
     def front(self, points: int = 16) -> list[Point]:
         """The best plans for budgets from ``least_budget`` to where nothing has to move, in that order.
+
+        Those in which something is computed again are worked out by numbers: no step of theirs was traced.
 
         Args:
             points: how many, 2 or more.
@@ -193,14 +204,13 @@ class Plan(ComputedPlan):
         nothing = self._solver.nothing
         low, high = self.least_budget, max(nothing.peak_bytes, self.least_budget)
         found: list[Point] = []
-        best: Outcome | None = None
+        best = self._least
         for step in range(points):
             budget = low + (high - low) * step // (points - 1)
             outcome = self._solver.within(budget)
-            if best is not None and best.step_seconds <= outcome.step_seconds:
-                outcome = best  # what fits less fits here
-            best = outcome
-            found.append(Point(budget, outcome.peak_bytes, outcome.step_seconds))
+            if outcome.peak_bytes <= budget and outcome.step_seconds < best.step_seconds:
+                best = Least(outcome.peak_bytes, outcome.step_seconds)
+            found.append(Point(budget, *best))
         return found
 
     def fixed_ways(self) -> list[FixedWay]:
@@ -252,6 +262,13 @@ class Plan(ComputedPlan):
     @cached_property
     def _solver(self) -> RehearsedSolver:
         return RehearsedSolver(self._whole, self.machine.launch_seconds, recompute=self.whole is not None)
+
+    @cached_property
+    def _least(self) -> Least:
+        if self.traced_least is not None:
+            return self.traced_least
+        least = self._solver.least
+        return Least(least.peak_bytes, least.step_seconds)
 
     @property
     def _whole(self) -> Problem:
@@ -337,6 +354,7 @@ class Plan(ComputedPlan):
             "program": asdict(problem.program),
             "again": list(self.again),
             "whole": None if self.whole is None else asdict(self.whole.program),
+            "least": self.traced_least,
         }
         Path(path).write_text(json.dumps(content, separators=(",", ":")), "utf-8")
 
@@ -374,6 +392,9 @@ class Plan(ComputedPlan):
         if content["whole"] is not None:
             program = _program(content["whole"])
             whole = replace(problem, program=program, op_seconds=tuple(program.seconds(machine)))
+        least = None if (given := content["least"]) is None else _least(given)
+        if (whole is None) != (least is None):
+            raise ValueError("it has no least peak of what may be computed again")
         if not {*again} <= {*program.modules}:
             raise ValueError(f"{again!r} are none of its modules")
         moves = tuple(bool(_whole(one)) for one in content["moves"])
@@ -383,9 +404,8 @@ class Plan(ComputedPlan):
         rehearsal = content["rehearsal"]
         if rehearsal is not None:
             rehearsal = _rehearsal(rehearsal, problem.program)
-        found = cls(
-            str(content["model"]), machine, budget, content["policy"], problem, moves, config, rehearsal, again, whole
-        )
+        name, policy = str(content["model"]), content["policy"]
+        found = cls(name, machine, budget, policy, problem, moves, config, rehearsal, again, whole, least)
         if rehearsal is not None and not found.step_plans:
             raise ValueError("it was rehearsed, and there is no step plan")
         return found
@@ -413,6 +433,13 @@ def _save(content: Sequence[Any]) -> Save:
         _whole(node),
         bool(is_alive),
     )
+
+
+def _least(content: Sequence[Any]) -> Least:
+    peak, seconds = content
+    if type(seconds) not in (int, float) or not seconds >= 0:
+        raise ValueError(f"{seconds!r} is no time")
+    return Least(_whole(peak), float(seconds))
 
 
 def _rehearsal(content: Sequence[Any], program: Program) -> Rehearsal:

@@ -13,10 +13,10 @@ from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError
 from eager_offload.machine import LAUNCH_SECONDS, MACHINES, Machine
 from eager_offload.plan.decide import RehearsedSolver
-from eager_offload.plan.plan import POLICIES, Plan
+from eager_offload.plan.plan import POLICIES, Least, Plan
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.ranks import agreed
-from eager_offload.plan.revise import computing_again
+from eager_offload.plan.revise import TracedSolver
 
 __all__ = ["here", "plan"]
 
@@ -136,7 +136,8 @@ def _made(
 
     name, problem = type(model).__name__, traced()
     if recompute:
-        again = computing_again(problem, traced, budget, machine.launch_seconds)
+        traced_solver = TracedSolver(problem, traced, machine.launch_seconds)
+        again, least = traced_solver.within(budget), traced_solver.least.outcome
         found = again.outcome
         return Plan(
             name,
@@ -149,6 +150,7 @@ def _made(
             found.rehearsal,
             again.names,
             again.whole,
+            Least(least.peak_bytes, least.step_seconds),
         )
     solver = RehearsedSolver(problem, machine.launch_seconds)
     found = solver.within(budget) if policy == "least" else solver.free() if policy == "free" else solver.all()

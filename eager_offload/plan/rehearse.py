@@ -16,11 +16,9 @@ it has saved at once, in the order of saving; torch's own nodes do not.
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +35,7 @@ from eager_offload.simulation.observer import Observer
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate, Save, StepPlan
+from eager_offload.tiers.finalizers import FinalizerRecord
 
 __all__ = ["rehearse"]
 
@@ -106,11 +105,13 @@ class _Stage:
         self._tensors: dict[int, Tensor] = {}
         self._handles: dict[int, active.Handle] = {}
         self._returned: dict[int, list[Tensor]] = defaultdict(list)
-        self._saved = 0
         self._released: dict[int, int] = {}
         self._returning = set[int]()
         #: What forward has made.
-        self._originals: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._originals: dict[int, FinalizerRecord[torch.UntypedStorage]] = {}
+        self._number_of: dict[FinalizerRecord[torch.UntypedStorage], int] = {}
+        #: Of that what has gone since the last save.
+        self._gone: deque[FinalizerRecord[torch.UntypedStorage]] = deque()
         self._living: list[int] = []
         # By operator.
         storages = program.storages
@@ -184,14 +185,9 @@ class _Stage:
         else:
             tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._observer.allocated(tensor, self._runtime.default_stream, "forward")
-        storage = tensor.untyped_storage()
-        self._originals[number] = weakref.ref(storage)
-        weakref.finalize(storage, partial(self._gone, number))
+        self._originals[number] = record = FinalizerRecord(tensor.untyped_storage(), self._gone.append)
+        self._number_of[record] = number
         self._tensors[number] = tensor
-
-    def _gone(self, number: int) -> None:
-        if self._saved < len(self._program.saves):
-            self._released.setdefault(number, self._saved)
 
     def _save(self, number: int) -> None:
         save = self._program.saves[number]
@@ -206,7 +202,8 @@ class _Stage:
             if not _is_whole(storage):
                 tensor = tensor[: max(self._nbytes(min(save.nbytes, storage.moved_bytes)), _MIN_BYTES)]
         self._handles[number] = self._offload.pack(tensor)  # type: ignore[assignment]  # whatever autograd holds
-        self._saved = number + 1
+        while self._gone:
+            self._released[self._number_of[self._gone.popleft()]] = number
 
     # -- backward -----------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
-"""A plan with modules that are computed again: decided by numbers, then traced with its checkpoints."""
+"""Plans with modules that are computed again: decided by numbers, then traced with their checkpoints and rehearsed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 from eager_offload.errors import PlanError
@@ -11,16 +12,16 @@ from eager_offload.plan.decide import Outcome, RehearsedSolver
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import kind_of
 from eager_offload.plan.recompute import Candidate
-from eager_offload.plan.solve import Solver
+from eager_offload.plan.solve import Decision, Solver
 
-__all__ = ["Computed", "computing_again"]
+__all__ = ["Computed", "TracedSolver"]
 
-#: How often a decision is made anew, because its step takes more than numbers said or its modules cannot run again.
+#: How often a decision is made anew, because its step takes more bytes than numbers said.
 _REVISIONS = 3
 
 
 class Computed(NamedTuple):
-    """What is decided."""
+    """A decision, and what comes of it."""
 
     problem: Problem
     """The step with its checkpoints."""
@@ -32,58 +33,79 @@ class Computed(NamedTuple):
     """The step without any; of its calls those that may be computed again."""
 
 
-def computing_again(
-    whole: Problem, traced: Callable[[Sequence[str]], Problem], budget: int, launch_seconds: float
-) -> Computed:
-    """The best decision for ``budget``.
+class TracedSolver:
+    """A solver that may have modules computed again; what it gives out was traced and rehearsed with its checkpoints.
 
     Args:
         whole: the step in which nothing is computed again.
         traced: the step in which those modules are.
         launch_seconds: as for ``rehearse``.
     """
-    aim, solver, nearest = budget, Solver(whole, recompute=True), None
-    for _ in range(_REVISIONS):
-        decision = solver.within(aim)
-        again = _names(whole, decision.again)
-        if not again:
-            break
-        try:
-            problem = traced(again)
-        except (PlanError, RuntimeError):  # a module that does another thing the second time
-            whole = _without(whole, _failing(whole, traced, decision.again))
-            solver = Solver(whole, recompute=True)
-            continue
-        found = RehearsedSolver(problem, launch_seconds).within(budget)
-        over = found.peak_bytes - budget
-        computed = Computed(problem, found, again, whole)
-        if over <= 0:
-            return computed
-        if nearest is None or over < nearest[0]:
-            nearest = over, computed
-        if decision.prediction.peak_bytes > budget:
-            break  # nothing fits
-        aim -= over
-    plain = RehearsedSolver(whole, launch_seconds).within(budget)
-    if nearest is not None and plain.peak_bytes > budget + nearest[0]:
-        return nearest[1]._replace(whole=whole)
-    return Computed(whole, plain, (), whole)
 
+    def __init__(self, whole: Problem, traced: Callable[[Sequence[str]], Problem], launch_seconds: float) -> None:
+        self._trace, self._launch_seconds = traced, launch_seconds
+        self._whole, self._solver = whole, Solver(whole, recompute=True)
+        #: By the modules that are computed again.
+        self._solvers: dict[tuple[str, ...], RehearsedSolver] = {(): RehearsedSolver(whole, launch_seconds)}
 
-def _names(problem: Problem, chosen: Sequence[Candidate]) -> tuple[str, ...]:
-    return tuple(problem.program.modules[one.call.module] for one in chosen)
+    def within(self, budget: int) -> Computed:
+        """The fastest that is known whose peak is at most ``budget``; where there is none, that of the least peak."""
+        if budget < self.least.outcome.peak_bytes:
+            return self.least
+        found = [self.least, self._within((), budget)]
+        aim = budget
+        for _ in range(_REVISIONS):
+            decision, names = self._decided(aim)
+            if not names:
+                break
+            found.append(self._within(names, budget))
+            over = found[-1].outcome.peak_bytes - budget
+            if over <= 0 or decision.prediction.peak_bytes > budget:
+                break
+            aim -= over
+        return min((one for one in found if one.outcome.peak_bytes <= budget), key=lambda one: one.outcome.step_seconds)
 
+    @cached_property
+    def least(self) -> Computed:
+        """That of the least peak that is known."""
+        _, names = self._decided(0)
+        found = [self._computed(one, self._solvers[one].least) for one in dict.fromkeys([(), names])]
+        return min(found, key=lambda one: (one.outcome.peak_bytes, one.outcome.step_seconds))
 
-def _failing(whole: Problem, traced: Callable[[Sequence[str]], Problem], chosen: Sequence[Candidate]) -> set[str]:
-    """The kinds of modules that cannot be computed again, or all where each of them can by itself."""
-    kinds = {one.kind: one for one in chosen}
-    failing = set()
-    for kind, one in kinds.items():
-        try:
-            traced(_names(whole, [one]))
-        except (PlanError, RuntimeError):
-            failing.add(kind)
-    return failing or set(kinds)
+    def _within(self, names: tuple[str, ...], budget: int) -> Computed:
+        return self._computed(names, self._solvers[names].within(budget))
+
+    def _computed(self, names: tuple[str, ...], outcome: Outcome) -> Computed:
+        return Computed(self._solvers[names].problem, outcome, names, self._whole)
+
+    def _decided(self, budget: int) -> tuple[Decision, tuple[str, ...]]:
+        """The best decision for ``budget`` by numbers, and its modules, which can run again."""
+        while True:
+            decision = self._solver.within(budget)
+            names = self._names(decision.again)
+            if names in self._solvers:
+                return decision, names
+            try:
+                problem = self._trace(names)
+            except (PlanError, RuntimeError):  # a module that does another thing the second time
+                self._whole = _without(self._whole, self._failing(decision.again))
+                self._solver = Solver(self._whole, recompute=True)
+            else:
+                self._solvers[names] = RehearsedSolver(problem, self._launch_seconds)
+
+    def _names(self, chosen: Sequence[Candidate]) -> tuple[str, ...]:
+        return tuple(self._whole.program.modules[one.call.module] for one in chosen)
+
+    def _failing(self, chosen: Sequence[Candidate]) -> set[str]:
+        """The kinds of modules that cannot be computed again, or all where each of them can by itself."""
+        kinds = {one.kind: one for one in chosen}
+        failing = set()
+        for kind, one in kinds.items():
+            try:
+                self._trace(self._names([one]))
+            except (PlanError, RuntimeError):
+                failing.add(kind)
+        return failing or set(kinds)
 
 
 def _without(problem: Problem, kinds: set[str]) -> Problem:

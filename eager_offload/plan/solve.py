@@ -34,8 +34,8 @@ __all__ = ["Decision", "Solver"]
 
 #: Single storages that are tried in vain before no more are kept.
 _TRIES = 16
-#: Predictions that one search may ask for, times the flags there are, and the least for a search among many.
-_WORK, _LEAST_WORK = 60_000, 120
+#: Predictions that one search may ask for, times the cube of the flags that there are; and how many it may at least.
+_WORK, _LEAST_WORK = 4_000_000, 120
 #: With how many of the decisions that are best to begin with a search begins.
 _STARTS = 6
 #: How often a search goes on from beside the best that it has found.
@@ -264,13 +264,13 @@ class Solver:
     def _best_of(self, starts: Iterable[Decision], cost: Callable[[Decision], _Cost]) -> Decision:
         """What comes of the best of ``starts`` within the work that a search may take."""
         count = self._count + len(self._calls)
-        end = self._asked + max(_WORK // max(count, 1) ** 2, _LEAST_WORK)
+        end = self._asked + max(_WORK // max(count, 1) ** 3, _LEAST_WORK)
         best = min([self._refined(start, cost, end) for start in sorted(starts, key=cost)], key=cost)
         chance = random.Random(count)  # the same for the same problem
         for _ in range(_KICKS if count > 2 else 0):
             if self._asked >= end:
                 break
-            kicked = self._flipped(best, chance.sample(range(count), chance.randint(2, min(count, 5))))
+            kicked = self._flipped(best, chance.sample(range(count), chance.randint(2, min(count, 8))))
             best = min(best, self._refined(kicked, cost, end), key=cost)
         return best
 

@@ -48,7 +48,7 @@ def modules(draw: st.DrawFn, most: int) -> Problem:
         for _ in range(draw(st.integers(1, 3))):
             ops.append(Op("mul", number + 1, draw(st.integers(0, 1)), 1, True))
             seconds.append(draw(st.integers(1, 50)) / 10)
-        saves.append(Save(1, False, None, number, len(ops)))
+        saves.append(Save(1, False, None, number, op=len(ops)))
         calls.append(ModuleCall(number + 1, begin, len(ops), number, number + 1, (), draw(st.integers(0, 3))))
     forward = len(ops)
     asks: list[Ask] = []
@@ -199,6 +199,33 @@ def test_what_is_computed_again_takes_less_time_than_moving_it(plan: eo.Plan) ->
     assert [point.step_seconds for point in points] == sorted((point.step_seconds for point in points), reverse=True)
 
 
+@pytest.mark.parametrize(
+    "device", [FAR, pytest.param(slow(out=1e8, back=1e8), marks=pytest.mark.long)], ids=["far", "near"]
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_budget_from_the_least_one_on_is_met_and_none_below_it(device: eo.Machine, recompute: bool) -> None:
+    model, x = wide()
+
+    def planned(budget: int) -> eo.Plan:
+        return eo.plan(model, x, device=device, device_budget=budget, recompute=recompute, config=CONFIG)
+
+    whole = eo.plan(model, x, device=device, config=CONFIG)
+    least = planned(0).least_budget
+    assert least <= whole.least_budget
+    assert not planned(least - 1).fits
+    slowest = float("inf")
+    for part in (0, 0.01, 0.1, 0.5, 1):
+        plan = planned(least + int((whole.peak_bytes - least) * part))
+        assert plan.fits, part
+        assert plan.least_budget == least
+        slowest = min(slowest, plan.step_seconds * 1.05)
+        assert plan.step_seconds <= slowest
+    assert plan.step_seconds == plan.compute_seconds
+    points = planned(whole.peak_bytes).front(6)
+    assert points[0].budget == least
+    assert all(point.peak_bytes <= point.budget for point in points)
+
+
 def test_where_transfers_are_hidden_nothing_is_computed_again() -> None:
     model, x = wide()
     near = slow(out=1e12, back=1e12)
@@ -261,8 +288,10 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).sin() + 1
-        y = self.inner(x)
-        return (y.sum() + self.after(x).sum()).sum()
+        y, z = self.inner(x), self.after(x)
+        for _ in range(4):  # what this saves is the first that backward is over with
+            z = z.exp().sin()
+        return (y.sum() + z.sum()).sum()
 
 
 @pytest.mark.parametrize("how", [counts, grows, marked, lambda module, x: module.norm(x)])
@@ -270,8 +299,7 @@ def test_modules_that_would_do_another_thing_or_of_which_somebody_has_decided_ar
     x = torch.randn(64, 32)
 
     def planned(model: nn.Module) -> eo.Plan:
-        whole = eo.plan(model, x, device=FAR, config=CONFIG)
-        budget = (whole.peak_bytes + whole.least_budget) // 2
+        budget = eo.plan(model, x, device=FAR, config=CONFIG).least_budget - 1
         return eo.plan(model, x, device=FAR, device_budget=budget, recompute=True, config=CONFIG)
 
     assert planned(Around(Writes(lambda module, x: x.sin()))).again == ("inner",)

@@ -23,6 +23,7 @@ QUICK = (
     "tensor_parallel.a_divided_loss",
     "pipelines.one_forward_one_backward",
     "pipelines.interleaved",
+    "plans.different_budgets_agree",
 )
 TWO = (
     "ddp.bits_are_those_without_offload",
@@ -49,6 +50,8 @@ TWO = (
     "pipelines.breadth_first",
     "pipelines.interleaved_zero_bubble",
     "pipelines.v_shaped_zero_bubble",
+    "plans.different_budgets_agree",
+    "plans.an_error_of_one_is_an_error_of_all",
 )
 #: A rank that has two neighbouring stages.
 SENDS_TO_ITSELF = wrong_before((2, 12), "pipelines begin with messages to all neighbours, and gloo has none to oneself")

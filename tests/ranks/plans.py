@@ -1,0 +1,87 @@
+"""Plans: all ranks get one, and compute the same modules again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import eager_offload as eo
+from tests.hazards.programs import assert_identical, leaf
+from tests.plan.programs import Stack, slow
+from tests.ranks.launch import Ranks
+from tests.ranks.training import steps
+
+ROWS, WIDTH = 256, 32
+#: On it moving is dear, and computing is not.
+FAR = slow(out=1e6, back=1e6)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Stack(3, WIDTH, 4, 2, 64)
+
+
+def sharded() -> nn.Module:
+    made = model()
+    for block in made.blocks:
+        fully_shard(block)
+    return fully_shard(made)
+
+
+def trained(ranks: Ranks, made: nn.Module, offload: eo.Offload) -> list[object]:
+    def step(number: int) -> Tensor:
+        x = leaf(ROWS, WIDTH, seed=100 * number + ranks.rank, grad=False)
+        with offload:
+            loss: Tensor = made(x)
+        loss.backward()
+        return loss
+
+    return steps(made, step)
+
+
+def different_budgets_agree(ranks: Ranks) -> None:
+    """The least of all budgets counts; what is computed again gathers its weights in every rank."""
+    config = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
+    x = torch.zeros(ROWS, WIDTH)
+    whole = eo.plan(model(), x, device=FAR, config=config)
+    most, gap = whole.peak_bytes, (whole.peak_bytes - whole.least_budget) // 8
+    own = most - (2 + ranks.rank) * gap  # the last rank has the least
+    plan = eo.plan(model(), x, device=FAR, device_budget=own, recompute=True, config=config)
+    assert plan.fits
+    assert plan.device_budget == most - (1 + ranks.size) * gap
+    told = (plan.device_budget, plan.again, plan.moves, [str(one) for one in plan.step_plans], str(plan))
+    assert ranks.gathered(told) == [told] * ranks.size
+    assert plan.again
+
+    expected = trained(ranks, sharded(), eo.Offload(enabled=False))
+    made = sharded()
+    offload = eo.Offload(tier="disk", disk_path=ranks.directory, min_bytes="1KiB", keep_last_bytes=0)
+    with plan.apply(made):
+        assert_identical(expected, trained(ranks, made, offload), "with modules that are computed again")
+    assert offload.stats(synchronize=True).bytes_out > 0
+    offload.close()
+    follows = eo.Offload(tier="disk", disk_path=ranks.directory, plan=plan)
+    with plan.apply(made := sharded()):
+        assert_identical(expected, trained(ranks, made, follows), "with the plan")
+    follows.close()
+
+
+def an_error_of_one_is_an_error_of_all(ranks: Ranks) -> None:
+    x = torch.zeros(ROWS, WIDTH)
+    last = ranks.rank == ranks.size - 1
+    try:
+        eo.plan(model(), x, device=FAR, device_budget=-1 if last else "1GiB")
+    except eo.ConfigError as error:
+        found = str(error)
+    else:
+        raise AssertionError("it has a plan")
+    assert "device_budget=-1 is not accepted" in found
+    assert found.startswith(f"on rank {ranks.size - 1}: ") != last
+    device = "h300" if ranks.rank == 0 else FAR
+    try:
+        eo.plan(model(), x, device=device)
+    except eo.ConfigError as error:
+        assert "device='h300' is not accepted" in str(error)
+    else:
+        raise AssertionError("it has a plan")
