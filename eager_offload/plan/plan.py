@@ -25,7 +25,7 @@ from eager_offload.plan.recompute import Recomputing
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import ComputedPlan, Fate, StepPlan
 
-__all__ = ["POLICIES", "Plan", "Point"]
+__all__ = ["POLICIES", "Plan", "Point", "room_of"]
 
 #: What a plan aims at.
 POLICIES = ("least", "free", "max")
@@ -33,6 +33,8 @@ POLICIES = ("least", "free", "max")
 _FORMAT = 1
 #: Rows of the table; what is left is one more.
 _MOST_ROWS = 12
+#: Of a budget of the tier, one part in so many is left for what its slabs round.
+_ROUNDED = 8
 
 
 class Point(NamedTuple):
@@ -122,6 +124,17 @@ class Plan(ComputedPlan):
     def compute_seconds(self) -> float:
         """Forward and backward without any transfer, and with nothing computed again."""
         return self._whole.compute_seconds
+
+    @property
+    def host_budget(self) -> int | None:
+        """Bytes that may rest in the tier at one time; ``None``: any number."""
+        budget = self.config.host_budget
+        return budget if isinstance(budget, int) else None
+
+    @property
+    def host_bytes(self) -> int:
+        """That rest in the tier at one time, at most, in whole pages."""
+        return self.problem.tier_bytes(self.moves)
 
     @property
     def floor_seconds(self) -> float:
@@ -254,6 +267,8 @@ class Plan(ComputedPlan):
             f"{'move' if self.moved_bytes else 'do'} and {size_text(self.kept_bytes)} stay"
             + (f"; {size_text(self.recomputed_bytes)} are computed again" if self.again else ""),
         ]
+        if self.host_budget is not None:
+            lines.append(f"in the tier: {size_text(self.host_bytes)}, where {size_text(self.host_budget)} may rest")
         rows = self.rows()
         if rows:
             shown, others = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
@@ -284,6 +299,8 @@ class Plan(ComputedPlan):
             "model": self.model,
             "machine": asdict(self.machine),
             "device_budget": self.device_budget,
+            "host_budget": self.host_budget,
+            "host_bytes": self.host_bytes,
             "policy": self.policy,
             "fits": self.fits,
             "peak_bytes": self.peak_bytes,
@@ -347,7 +364,9 @@ class Plan(ComputedPlan):
             raise ValueError(f"the policy {content['policy']!r}")
         machine, program = Machine(**content["machine"]), _program(content["program"])
         windows = _whole(content["max_inflight_bytes"]), _whole(content["prefetch_bytes"])
-        problem = Problem(program, tuple(program.seconds(machine)), machine.out, machine.back, *windows)
+        budget, config = _whole(content["device_budget"]), OffloadConfig.from_text(content["config"])
+        seconds = tuple(program.seconds(machine))
+        problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(config))
         again, whole = tuple(map(str, content["again"])), None
         if content["whole"] is not None:
             program = _program(content["whole"])
@@ -357,7 +376,6 @@ class Plan(ComputedPlan):
         moves = tuple(bool(_whole(one)) for one in content["moves"])
         if len(moves) != len(problem.program.storages):
             raise ValueError(f"{len(moves)} decisions on {len(problem.program.storages)} storages")
-        budget, config = _whole(content["device_budget"]), OffloadConfig.from_text(content["config"])
         rehearsal = content["rehearsal"]
         if rehearsal is not None:
             rehearsal = _rehearsal(rehearsal, len(problem.program.storages))
@@ -367,6 +385,12 @@ class Plan(ComputedPlan):
         if rehearsal is not None and not found.step_plans:
             raise ValueError("it was rehearsed, and there is no step plan")
         return found
+
+
+def room_of(config: OffloadConfig) -> int | None:
+    """Bytes that a decision may let rest in the tier at one time; ``None``: any number."""
+    budget = config.host_budget
+    return budget - budget // _ROUNDED if isinstance(budget, int) else None
 
 
 def _seconds(value: float) -> str:
