@@ -33,6 +33,8 @@ POLICIES = ("least", "free", "max")
 _FORMAT = 1
 #: Rows of the table; what is left is one more.
 _MOST_ROWS = 12
+#: A part of a step for which another plan is worth while.
+_GAIN = 0.02
 #: Of a budget of the tier, one part in so many is left for what its slabs round.
 _ROUNDED = 8
 
@@ -178,6 +180,27 @@ class Plan(ComputedPlan):
         """
         with checkpointed(model, self.again):
             yield
+
+    def adapted(self, surplus: int) -> Plan | None:
+        """The plan for a device on which so many bytes more are in use than this one knows of, or fewer.
+
+        ``Offload`` asks for it, by the peaks that it has measured: see the page on planning.
+
+        Returns:
+            With more of them, one whose peak is lower; with fewer, one whose step is 2 % shorter, where what moves is
+            as little as can be. ``None`` where there is none.
+        """
+        problem = self.problem.with_more(surplus)
+        found = RehearsedSolver(problem, self.machine.launch_seconds).within(self.device_budget)
+        if surplus > 0:
+            is_better = found.peak_bytes < self.peak_bytes + surplus
+        else:
+            is_better = self.policy == "least" and found.step_seconds <= self.step_seconds * (1 - _GAIN)
+            is_better = is_better and found.peak_bytes <= self.device_budget
+        if not is_better or found.rehearsal is None:
+            return None
+        whole = None if self.whole is None else self.whole.with_more(surplus)
+        return replace(self, problem=problem, moves=found.moves, rehearsal=found.rehearsal, whole=whole)
 
     @property
     def least_budget(self) -> int:

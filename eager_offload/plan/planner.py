@@ -134,11 +134,10 @@ def _made(
 
     def traced(again: Sequence[str] = ()) -> Problem:
         program = trace(model, inputs, loss, min_bytes=settings.size("min_bytes"), skip=settings.skip, again=again)
-        if asked.standing:
-            program = replace(program, other_bytes=tuple(nbytes + asked.standing for nbytes in program.other_bytes))
         seconds = tuple(program.seconds(machine))
         windows = settings.size("max_inflight_bytes"), settings.size("prefetch_bytes")
-        return Problem(program, seconds, machine.out, machine.back, *windows, room_of(settings))
+        problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(settings))
+        return problem.with_more(asked.standing)
 
     name, problem = type(model).__name__, traced()
     if recompute:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add
@@ -73,6 +73,11 @@ class Problem:
     def forward_seconds(self) -> float:
         """Of its forward."""
         return self.begins[self.program.forward_ops]
+
+    def with_more(self, nbytes: int) -> Problem:
+        """Where so many other bytes more live at each operator, or fewer."""
+        other = tuple(max(one + nbytes, 0) for one in self.program.other_bytes)
+        return replace(self, program=replace(self.program, other_bytes=other))
 
     @cached_property
     def by_save(self) -> list[int]:
