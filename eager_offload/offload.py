@@ -124,7 +124,7 @@ class Offload:
         given = plan
         if isinstance(plan, ComputedPlan):
             self._accounts.counters.plan = PlanOutcome(plan.peak_bytes, plan.step_seconds)
-            self._hooks.is_computed = True
+            self._hooks.computed = plan
             if not plan.step_plans:
                 self._warn_once("plan", _NOTHING_TO_FOLLOW)
                 return
@@ -521,7 +521,7 @@ def _with_plan(
     if config is None:
         config = plan.config
     elif isinstance(config, Mapping):
-        config = {**planned, **config}
+        config = {**plan.config.changed(), **planned, **config}
     found = OffloadConfig.from_given(config, fields)
     for name, value in planned.items():
         if (given := getattr(found, name)) != value:

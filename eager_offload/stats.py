@@ -138,7 +138,7 @@ class OffloadStats:
     demotions: dict[str, int] = field(default_factory=dict)
     """What could not be done as planned, and how often: ``host_to_disk``, ``budget``, ``write_failed``, ``no_thread``,
     ``device_full`` (no memory to gather the elements of a small view in before they leave: they stay), ``over_budget``
-    (forwards whose peak was above ``device_budget``) and others."""
+    (forwards whose peak was above ``device_budget``; above that of a plan, looked at every 16th) and others."""
     foreign_hooks: int = 0
     """Other saved-tensor hooks that were entered inside this context and hide what is saved there."""
     followed_forwards: int = 0

@@ -252,6 +252,8 @@ class ComputedPlan:
 
     config: OffloadConfig
     """The settings that it was made for."""
+    device_budget: int
+    """Bytes of the device that a step may take."""
 
     @property
     def step_plans(self) -> tuple[StepPlan, ...]:
@@ -266,6 +268,14 @@ class ComputedPlan:
     @property
     def step_seconds(self) -> float:
         """Of forward and backward."""
+        raise NotImplementedError
+
+    def adapted(self, surplus: int) -> ComputedPlan | None:
+        """The plan for a device on which so many bytes more are in use than this one knows of, or fewer.
+
+        Returns:
+            With more of them, one that takes less; with fewer, one whose step is shorter. ``None`` where there is none.
+        """
         raise NotImplementedError
 
 

@@ -41,7 +41,7 @@ from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import is_parameter, plain_tensors, reason_to_stay
 from eager_offload.stats import Accounts, KeepReason
-from eager_offload.step_plan import StepPlan
+from eager_offload.step_plan import ComputedPlan, StepPlan
 
 __all__ = ["Hooks", "Packed", "ThreadState", "logical_bytes"]
 
@@ -88,6 +88,7 @@ class ThreadState:
         if any(saves.offloader.is_crashed for saves in self.queues):
             self.queues = {saves: queue for saves, queue in self.queues.items() if not saves.offloader.is_crashed}
         for saves, queue in self.queues.items():
+            saves.plans.adapt()
             saves.begin_forward(queue)
 
     def end_recording(self) -> None:
@@ -147,8 +148,8 @@ class Hooks:
         self._saves: dict[torch.device, SavedTensors] = {}
         #: The plan that the first forward is to follow.
         self.given: StepPlan | None = None
-        #: Whether a planner has made it.
-        self.is_computed = False
+        #: Of which it is, where a planner has made it.
+        self.computed: ComputedPlan | None = None
         self._threads = _Threads()
 
     def restart(self) -> None:
@@ -290,7 +291,7 @@ class Hooks:
         if isinstance(saves, SavedTensors) and given is not None:
             self.given = None
             with self._accounts.lock:
-                saves.plans.give(given, is_computed=self.is_computed)
+                saves.plans.give(given, self.computed)
 
     def followed(self, device: torch.device | None) -> StepPlan | None:
         """The plan that was followed last on ``device``, or where that is ``None`` on any."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple, Protocol
@@ -10,12 +11,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from eager_offload.errors import warn
+from eager_offload.eager.adapting import Adapting
+from eager_offload.errors import OffloadError, warn
 from eager_offload.runtime.base import Layout, Runtime
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import Footprint
 from eager_offload.stats import Accounts, KeepReason, PlanOutcome
-from eager_offload.step_plan import Fate, Save, StepPlan, StepRecorder
+from eager_offload.step_plan import ComputedPlan, Fate, Save, StepPlan, StepRecorder
 from eager_offload.tiers.base import Slot, keep_ready
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import tell_after_fork
@@ -176,6 +178,8 @@ class StepMeasures:
         self._began: float | None = None
         self._peak: int | None = None
         self._seconds: deque[float] = deque(maxlen=_MEASURED)
+        #: In the last step that was measured; ``None`` where that is not known.
+        self.peak: int | None = None
 
     def begin(self) -> None:
         """A forward begins."""
@@ -185,14 +189,19 @@ class StepMeasures:
 
     def end(self, outcome: PlanOutcome) -> PlanOutcome:
         """Its backward has asked for all that it needs; ``outcome`` with what that says."""
-        memory, now = self._runtime.memory(self._device), self._now()
+        memory, now, self.peak = self._runtime.memory(self._device), self._now(), None
         if memory is not None and memory.peak is not None and self._peak is not None and memory.peak > self._peak:
+            self.peak = memory.peak
             outcome = replace(outcome, peak_bytes=max(memory.peak, outcome.peak_bytes or 0))
         if now is not None and self._began is not None:
             self._seconds.append(now - self._began)
             outcome = replace(outcome, step_seconds=median(self._seconds))
         self._began = None
         return outcome
+
+    def restart(self) -> None:
+        """Another plan is followed from here on."""
+        self._seconds.clear()
 
     def _now(self) -> float | None:
         runtime = self._runtime
@@ -215,8 +224,8 @@ class StepPlans:
         self._known: list[KnownPlan] = []
         #: What the user has given, until a forward has followed it whole or differed from it.
         self._given: KnownPlan | None = None
-        #: Whether that was, at any time, one that a planner has made.
-        self._follows_computed = False
+        #: Compares steps with what a planner has made, where that was given.
+        self._adapting: Adapting | None = None
         #: How many forwards are to be recorded of which it is not known which plan is theirs.
         self._unclear = 0
         #: Where several plans begin alike: how many forwards follow none after the next miss and by now, and whether
@@ -305,15 +314,43 @@ class StepPlans:
         self._in_vain = 0 if plan is not None else self._in_vain + 1
         recording.turn.settle(None if plan is None else self.add(plan))
 
-    def give(self, plan: StepPlan, *, is_computed: bool) -> None:
-        """Takes in a plan that the user has, or a planner has made."""
-        self._follows_computed |= is_computed
-        self._given = self.add(plan, is_computed=is_computed)
+    def give(self, plan: StepPlan, computed: ComputedPlan | None) -> None:
+        """Takes in a plan that the user has; ``computed``: of which it is, where a planner has made it."""
+        if computed is not None:
+            self._adapting = Adapting(computed)
+        self._given = self.add(plan, is_computed=computed is not None)
 
     def enter(self) -> None:
         """A forward is about to begin."""
-        if self._follows_computed:
+        if self._adapting is not None:
             self._measures.begin()
+
+    def adapt(self) -> None:
+        """Makes a computed plan anew where that is due: see [Note: adapting]. The lock is not held."""
+        adapting = self._adapting
+        if adapting is None or not adapting.is_due:
+            return
+        with self._accounts.lock:
+            request = adapting.take()
+        if request is None:
+            return  # another thread's
+        found = None
+        with suppress(OffloadError, RuntimeError, MemoryError):  # training goes on as it did
+            found = request.plan.adapted(request.surplus)
+        step_plans = () if found is None else found.step_plans
+        with self._accounts.lock:
+            old = next((known for known in self._known if known.is_computed), None)
+            if found is None or not step_plans or old is None:  # it may have been forgotten meanwhile
+                adapting.made(None)
+                return
+            adapting.made(found)
+            new = KnownPlan(step_plans[0], is_computed=True)
+            new.next = old.next
+            old.forget()
+            self._known = [new if known is old else known for known in self._known]
+            self._given = new if self._given is old else self._given
+            self._accounts.counters.plan = PlanOutcome(found.peak_bytes, found.step_seconds)
+            self._measures.restart()
 
     def fitting(self, tensor: Tensor, before: Turn | None) -> KnownPlan | None:
         """The plan of a forward whose first save is ``tensor``, if it is known.
@@ -381,8 +418,10 @@ class StepPlans:
         if known is self._given:
             self._given = None
         counters = self._accounts.counters
-        if known.is_computed and counters.plan is not None:
+        if known.is_computed and not known.is_forgotten and counters.plan is not None:
             counters.plan = self._measures.end(counters.plan)
+            if self._adapting is not None and self._adapting.note(self._measures.peak):
+                counters.demote("over_budget")
 
     def missed(self, known: KnownPlan, what: str) -> None:
         """A forward has differed from ``known`` by ``what``; when several have in a row it is forgotten."""

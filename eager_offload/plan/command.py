@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             loss=made[2] if len(made) == 3 else None,
             device=options.device,
             device_budget=options.budget,
+            host_budget=options.host_budget,
             optimizer_bytes=options.optimizer_bytes,
             policy=options.policy,
             recompute=options.recompute,
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device", default="here", help=f"here (measured), {', '.join(MACHINES)}; default: %(default)s"
     )
     parser.add_argument("--budget", help="bytes of the device, such as 40GiB; default: all that it has")
+    parser.add_argument("--host-budget", help="bytes that may rest in the tier at one time; default: any number")
     parser.add_argument("--optimizer-bytes", default=0, help="bytes of the states of an optimizer")
     parser.add_argument("--policy", default=POLICIES[0], choices=POLICIES, help="default: %(default)s")
     parser.add_argument("--recompute", action="store_true", help="modules may be computed again in backward")

@@ -25,7 +25,7 @@ from eager_offload.plan.recompute import Recomputing
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import ComputedPlan, Fate, StepPlan
 
-__all__ = ["POLICIES", "Least", "Plan", "Point"]
+__all__ = ["POLICIES", "Least", "Plan", "Point", "room_of"]
 
 #: What a plan aims at.
 POLICIES = ("least", "free", "max")
@@ -33,6 +33,10 @@ POLICIES = ("least", "free", "max")
 _FORMAT = 1
 #: Rows of the table; what is left is one more.
 _MOST_ROWS = 12
+#: A part of a step for which another plan is worth while.
+_GAIN = 0.02
+#: Of a budget of the tier, one part in so many is left for what its slabs round.
+_ROUNDED = 8
 
 
 class Point(NamedTuple):
@@ -141,6 +145,17 @@ class Plan(ComputedPlan):
         return self._whole.compute_seconds
 
     @property
+    def host_budget(self) -> int | None:
+        """Bytes that may rest in the tier at one time; ``None``: any number."""
+        budget = self.config.host_budget
+        return budget if isinstance(budget, int) else None
+
+    @property
+    def host_bytes(self) -> int:
+        """That rest in the tier at one time, at most, in whole pages."""
+        return self.problem.tier_bytes(self.moves)
+
+    @property
     def floor_seconds(self) -> float:
         """What no order of these transfers goes below: the longer of compute and transfers, in each of its halves."""
         return self.problem.floor_seconds(self.moved_bytes)
@@ -182,6 +197,27 @@ class Plan(ComputedPlan):
         """
         with checkpointed(model, self.again):
             yield
+
+    def adapted(self, surplus: int) -> Plan | None:
+        """The plan for a device on which so many bytes more are in use than this one knows of, or fewer.
+
+        ``Offload`` asks for it, by the peaks that it has measured: see the page on planning.
+
+        Returns:
+            With more of them, one whose peak is lower; with fewer, one whose step is 2 % shorter, where what moves is
+            as little as can be. ``None`` where there is none.
+        """
+        problem = self.problem.with_more(surplus)
+        found = RehearsedSolver(problem, self.machine.launch_seconds).within(self.device_budget)
+        if surplus > 0:
+            is_better = found.peak_bytes < self.peak_bytes + surplus
+        else:
+            is_better = self.policy == "least" and found.step_seconds <= self.step_seconds * (1 - _GAIN)
+            is_better = is_better and found.peak_bytes <= self.device_budget
+        if not is_better or found.rehearsal is None:
+            return None
+        whole = None if self.whole is None else self.whole.with_more(surplus)
+        return replace(self, problem=problem, moves=found.moves, rehearsal=found.rehearsal, whole=whole)
 
     @property
     def least_budget(self) -> int:
@@ -293,6 +329,8 @@ class Plan(ComputedPlan):
             f"{'move' if self.moved_bytes else 'do'} and {size_text(self.kept_bytes)} stay"
             + (f"; {size_text(self.recomputed_bytes)} are computed again" if self.again else ""),
         ]
+        if self.host_budget is not None:
+            lines.append(f"in the tier: {size_text(self.host_bytes)}, where {size_text(self.host_budget)} may rest")
         rows = self.rows()
         if rows:
             shown, others = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
@@ -323,6 +361,8 @@ class Plan(ComputedPlan):
             "model": self.model,
             "machine": asdict(self.machine),
             "device_budget": self.device_budget,
+            "host_budget": self.host_budget,
+            "host_bytes": self.host_bytes,
             "policy": self.policy,
             "fits": self.fits,
             "peak_bytes": self.peak_bytes,
@@ -387,7 +427,9 @@ class Plan(ComputedPlan):
             raise ValueError(f"the policy {content['policy']!r}")
         machine, program = Machine(**content["machine"]), _program(content["program"])
         windows = _whole(content["max_inflight_bytes"]), _whole(content["prefetch_bytes"])
-        problem = Problem(program, tuple(program.seconds(machine)), machine.out, machine.back, *windows)
+        budget, config = _whole(content["device_budget"]), OffloadConfig.from_text(content["config"])
+        seconds = tuple(program.seconds(machine))
+        problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(config))
         again, whole = tuple(map(str, content["again"])), None
         if content["whole"] is not None:
             program = _program(content["whole"])
@@ -400,7 +442,6 @@ class Plan(ComputedPlan):
         moves = tuple(bool(_whole(one)) for one in content["moves"])
         if len(moves) != len(problem.program.storages):
             raise ValueError(f"{len(moves)} decisions on {len(problem.program.storages)} storages")
-        budget, config = _whole(content["device_budget"]), OffloadConfig.from_text(content["config"])
         rehearsal = content["rehearsal"]
         if rehearsal is not None:
             rehearsal = _rehearsal(rehearsal, problem.program)
@@ -409,6 +450,12 @@ class Plan(ComputedPlan):
         if rehearsal is not None and not found.step_plans:
             raise ValueError("it was rehearsed, and there is no step plan")
         return found
+
+
+def room_of(config: OffloadConfig) -> int | None:
+    """Bytes that a decision may let rest in the tier at one time; ``None``: any number."""
+    budget = config.host_budget
+    return budget - budget // _ROUNDED if isinstance(budget, int) else None
 
 
 def _seconds(value: float) -> str:

@@ -13,7 +13,7 @@ from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError
 from eager_offload.machine import LAUNCH_SECONDS, MACHINES, Machine
 from eager_offload.plan.decide import RehearsedSolver
-from eager_offload.plan.plan import POLICIES, Least, Plan
+from eager_offload.plan.plan import POLICIES, Least, Plan, room_of
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.ranks import agreed
 from eager_offload.plan.revise import TracedSolver
@@ -31,6 +31,7 @@ def plan(
     loss: Callable[[Any], Tensor] | None = None,
     device: str | Machine = _HERE,
     device_budget: int | str | None = None,
+    host_budget: int | str | None = None,
     optimizer_bytes: int | str = 0,
     policy: str = "least",
     recompute: bool = False,
@@ -54,14 +55,17 @@ def plan(
             :class:`Machine`.
         device_budget: bytes of the device that the step may take, or a text such as ``"40GiB"``; ``None``: all that it
             has.
+        host_budget: bytes that may rest in the tier at one time, in the same form; ``None``: any number. What finds no
+            room there stays. It is the ``host_budget`` of the ``Offload`` too, and an eighth of it is left for what its
+            slabs round.
         optimizer_bytes: that are there beside parameters and gradients all the time: the states of an optimizer.
         policy: ``"least"``: the least movement that fits the budget, where compute waits as little as can be;
             ``"free"``: only what the link hides; ``"max"``: all that may move.
         recompute: whether modules may be computed again in backward, where that takes less time than moving what they
             save: :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
-            ``prefetch_bytes`` and ``skip`` are heeded, and ``device_budget`` where that is not given here. As for
-            :class:`Offload`, which has all of them from ``plan=...``.
+            ``prefetch_bytes`` and ``skip`` are heeded, and ``device_budget`` and ``host_budget`` where these are not
+            given here. As for :class:`Offload`, which has all of them from ``plan=...``.
 
     Where ``torch.distributed`` has a process group of several ranks, all of them have to call it together. They get one
     plan, by what rank 0 gives and for the least of their budgets; an error of one is an error of all.
@@ -85,6 +89,8 @@ def plan(
             )
         given = OffloadConfig.from_given(config, {})
         settings = replace(given, device_budget=None, policy="max", max_slowdown=None)
+        if host_budget is not None:
+            settings = replace(settings, host_budget=parse_size(host_budget, "host_budget"))
         named = given.device_budget if device_budget is None and given.device_budget != "auto" else device_budget
         budget = None if named is None else parse_size(named, "device_budget")
         standing = parse_size(optimizer_bytes, "optimizer_bytes")
@@ -128,11 +134,10 @@ def _made(
 
     def traced(again: Sequence[str] = ()) -> Problem:
         program = trace(model, inputs, loss, min_bytes=settings.size("min_bytes"), skip=settings.skip, again=again)
-        if asked.standing:
-            program = replace(program, other_bytes=tuple(nbytes + asked.standing for nbytes in program.other_bytes))
         seconds = tuple(program.seconds(machine))
         windows = settings.size("max_inflight_bytes"), settings.size("prefetch_bytes")
-        return Problem(program, seconds, machine.out, machine.back, *windows)
+        problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(settings))
+        return problem.with_more(asked.standing)
 
     name, problem = type(model).__name__, traced()
     if recompute:

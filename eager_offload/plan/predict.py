@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
 from eager_offload.plan.program import Program
+from eager_offload.tiers.memory import PAGE, round_up
 
 __all__ = ["Moves", "Prediction", "Problem"]
 
@@ -55,6 +56,8 @@ class Problem:
     """Bytes on their way out: ``max_inflight_bytes``."""
     ahead: int
     """Bytes brought back early: ``prefetch_bytes``."""
+    room: int | None = None
+    """Bytes that may rest in the tier at one time; ``None``: any number."""
 
     @cached_property
     def begins(self) -> list[float]:
@@ -70,6 +73,11 @@ class Problem:
     def forward_seconds(self) -> float:
         """Of its forward."""
         return self.begins[self.program.forward_ops]
+
+    def with_more(self, nbytes: int) -> Problem:
+        """Where so many other bytes more live at each operator, or fewer."""
+        other = tuple(max(one + nbytes, 0) for one in self.program.other_bytes)
+        return replace(self, program=replace(self.program, other_bytes=other))
 
     @cached_property
     def by_save(self) -> list[int]:
@@ -87,6 +95,33 @@ class Problem:
         """Each half of a step takes as long as its compute or as its transfers, whichever is longer."""
         backward = self.compute_seconds - self.forward_seconds
         return max(self.forward_seconds, moved_bytes / self.out) + max(backward, moved_bytes / self.back)
+
+    def within_room(self, moves: Moves) -> Moves:
+        """``moves`` without the newest ones, as far as the tier has no room for all."""
+        if self.room is None or (over := self.tier_bytes(moves) - self.room) <= 0:
+            return moves
+        found = list(moves)
+        for number in reversed(self.by_save):
+            if over > 0 and found[number] and number not in self._parts:
+                found[number] = False
+                over -= self._pages[number]
+        return tuple(found)
+
+    def tier_bytes(self, moves: Moves) -> int:
+        """Bytes that rest in the tier where those move, in whole pages: between forward and backward all of them.
+
+        Storages of which a part leaves are among them in any case: each step decides about these anew.
+        """
+        return sum(nbytes for number, nbytes in enumerate(self._pages) if moves[number] or number in self._parts)
+
+    @cached_property
+    def _pages(self) -> list[int]:
+        return [round_up(storage.moved_bytes, PAGE) for storage in self.program.storages]
+
+    @cached_property
+    def _parts(self) -> frozenset[int]:
+        storages = self.program.storages
+        return frozenset(number for number, one in enumerate(storages) if one.moved_bytes != one.nbytes)
 
     def predict(self, moves: Moves) -> Prediction:
         """What comes of it where those storages move; see [Note: the model]."""

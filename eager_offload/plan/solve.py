@@ -140,7 +140,7 @@ class Solver:
         if found is None:
             again = self._outermost(flags[self._count :])
             shape = self._shape(again)
-            moves = tuple(flags[number] for number in shape.numbers)
+            moves = shape.problem.within_room(tuple(flags[number] for number in shape.numbers))
             plain = [False] * self._count
             for number, one in zip(shape.numbers, moves, strict=True):
                 plain[number] = one
