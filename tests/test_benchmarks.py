@@ -133,6 +133,20 @@ def test_what_a_slowdown_comes_to_is_shown_behind_each_link(tmp_path: Path) -> N
             assert one["bytes_out"] > 0 < one["waited"]
 
 
+def test_plans_are_compared_with_what_they_say_and_with_other_ways(tmp_path: Path) -> None:
+    on_cpu = ["--cpu-layers", "1", "--cpu-width", "64", "--cpu-heads", "2", "--sequence", "64", "--min-bytes", "4KiB"]
+    content = measured("planning", tmp_path, "--quick", "--layers", "2", *on_cpu, "--window", "128KiB")
+    samples = content["samples"]
+    assert set(samples) == {"cost", "training", "ways", "free", "cpu"}
+    assert all(one["seconds"] > 0 < one["above_bytes"] for one in samples["cost"])
+    assert all(one["same_bits"] and one["step"] > 0 for one in samples["training"])
+    assert {(one["jitter"], one["link"]) for one in samples["training"]} == {(0, 1), (0.3, 0.8), (0.3, 1), (0.3, 1.2)}
+    assert len({way["name"] for way in samples["ways"]["ways"]}) == 5
+    assert all(one["fits"] and one["way_seconds"] > 0 for one in samples["ways"]["plans"])
+    assert [one["tokens"] for one in samples["free"]] == ["8k"]
+    assert all(one["bytes_out"] > 0 < one["followed"] for one in samples["cpu"])
+
+
 def test_what_is_learnt_is_shown_for_each_program_on_both_devices(tmp_path: Path) -> None:
     arguments = [
         "--quick",
@@ -198,6 +212,7 @@ def test_looking_is_compared_step_by_step_and_changes_no_bit(tmp_path: Path) -> 
         ("steps", ["--steps", "0"], "argument --steps"),
         ("simulate", ["--tokens", "9k"], "'9k' is not one of 8k, 32k, 128k"),
         ("cpu_floor", ["--ratios", "0"], "a link moves more than nothing"),
+        ("planning", ["--parts", "all"], "'all' is not one of cost, training, ways, free, cpu"),
         ("slowdown", ["--links", "1,0"], "a link moves more than nothing"),
     ],
 )

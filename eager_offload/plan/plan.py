@@ -169,7 +169,7 @@ class Plan(ComputedPlan):
     @property
     def least_budget(self) -> int:
         """The least ``device_budget`` that a plan fits."""
-        return self._solver.least.peak_bytes
+        return min(self._solver.least.peak_bytes, self.peak_bytes)
 
     def front(self, points: int = 16) -> list[Point]:
         """The best plans for budgets from ``least_budget`` to where nothing has to move, in that order.

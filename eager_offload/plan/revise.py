@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -42,7 +43,14 @@ def computing_again(
         traced: the step in which those modules are.
         launch_seconds: as for ``rehearse``.
     """
-    aim, solver, nearest = budget, Solver(whole, recompute=True), None
+    aim, solver = budget, Solver(whole, recompute=True)
+    found: Computed | None = None
+
+    def better(problem: Problem, names: tuple[str, ...]) -> Computed:
+        """The best decision for that step, or what was found before."""
+        other = Computed(problem, RehearsedSolver(problem, launch_seconds).within(budget), names, whole)
+        return other if found is None or _cost(other, budget) < _cost(found, budget) else found
+
     for _ in range(_REVISIONS):
         decision = solver.within(aim)
         again = _names(whole, decision.again)
@@ -54,20 +62,26 @@ def computing_again(
             whole = _without(whole, _failing(whole, traced, decision.again))
             solver = Solver(whole, recompute=True)
             continue
-        found = RehearsedSolver(problem, launch_seconds).within(budget)
-        over = found.peak_bytes - budget
-        computed = Computed(problem, found, again, whole)
-        if over <= 0:
-            return computed
-        if nearest is None or over < nearest[0]:
-            nearest = over, computed
-        if decision.prediction.peak_bytes > budget:
-            break  # nothing fits
+        found = better(problem, again)
+        over = found.outcome.peak_bytes - budget
+        if over <= 0 or decision.prediction.peak_bytes > budget:
+            break  # it fits, or nothing does
         aim -= over
-    plain = RehearsedSolver(whole, launch_seconds).within(budget)
-    if nearest is not None and plain.peak_bytes > budget + nearest[0]:
-        return nearest[1]._replace(whole=whole)
-    return Computed(whole, plain, (), whole)
+    if found is None or found.outcome.peak_bytes > budget:
+        found = better(whole, ())
+    # By numbers a step in which much moves may take less than it does in rehearsal, and so seem to be the better one.
+    most = solver.all_again
+    at_least = whole.compute_seconds + sum(one.seconds for one in most)
+    if len(most) > len(found.names) and (at_least < found.outcome.step_seconds or found.outcome.peak_bytes > budget):
+        with suppress(PlanError, RuntimeError):
+            names = _names(whole, most)
+            found = better(traced(names), names)
+    return found._replace(whole=whole)
+
+
+def _cost(found: Computed, budget: int) -> tuple[int, float]:
+    """What makes one decision better than another: less of the first, then of the next."""
+    return max(found.outcome.peak_bytes - budget, 0), found.outcome.step_seconds
 
 
 def _names(problem: Problem, chosen: Sequence[Candidate]) -> tuple[str, ...]:
