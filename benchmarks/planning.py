@@ -35,7 +35,7 @@ from benchmarks.common import MIB, Report, add_common_options, console, positive
 from benchmarks.processes import reset_peak, run_worker, status_bytes
 from benchmarks.simulate import GIB, LARGE, SEQUENCES, SMALL_WIDTH, sequences
 from benchmarks.simulation.model import Shape, Stack
-from benchmarks.simulation.oracle import Link, Program, best_step
+from benchmarks.simulation.oracle import Program, best_step
 from benchmarks.simulation.stage import Stage
 from eager_offload.machine import MACHINES
 from eager_offload.plan.draft import draft
@@ -222,7 +222,7 @@ class Small:
         for jitter, link in ((0.0, 1.0), (0.3, 1.0), (0.3, 0.8), (0.3, 1.2)):
             stage = Stage(self._machine, jitter, link)
             offload = stage.offload(plan=plan)
-            real = Link(self._machine.out * link, self._machine.back * link)
+            real = replace(self._machine, out=self._machine.out * link, back=self._machine.back * link)
             steps, best, same = [], [], True
             for _ in range(options.steps):
                 offload.reset_stats()
@@ -513,7 +513,7 @@ def on_cpu(part: float, options: argparse.Namespace) -> OnCpu:
     }
     plain = eo.plan(model, inputs, device_budget=1 << 50, config=config)
     budget = plain.least_budget + int((plain.peak_bytes - plain.least_budget) * part)
-    plan = eo.plan(model, inputs, device_budget=budget, config=config)
+    plan = eo.plan(model, inputs, device=plain.machine, device_budget=budget, config=config)
     there = sum(one.nbytes for one in [*model.parameters(), *inputs])
     predicted, moved = plan.peak_bytes - there, plan.moved_bytes
     with TemporaryDirectory(dir=options.disk_path) as directory:

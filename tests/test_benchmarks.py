@@ -133,17 +133,21 @@ def test_what_a_slowdown_comes_to_is_shown_behind_each_link(tmp_path: Path) -> N
             assert one["bytes_out"] > 0 < one["waited"]
 
 
-def test_plans_are_compared_with_what_they_say_and_with_other_ways(tmp_path: Path) -> None:
-    on_cpu = ["--cpu-layers", "1", "--cpu-width", "64", "--cpu-heads", "2", "--sequence", "64", "--min-bytes", "4KiB"]
-    content = measured("planning", tmp_path, "--quick", "--layers", "2", *on_cpu, "--window", "128KiB")
+def test_plans_are_compared_with_training_other_ways_and_a_formula(tmp_path: Path) -> None:
+    content = measured("planning", tmp_path, "--quick", "--layers", "2", "--parts", "training,ways,free")
     samples = content["samples"]
-    assert set(samples) == {"cost", "training", "ways", "free", "cpu"}
-    assert all(one["seconds"] > 0 < one["above_bytes"] for one in samples["cost"])
     assert all(one["same_bits"] and one["step"] > 0 for one in samples["training"])
     assert {(one["jitter"], one["link"]) for one in samples["training"]} == {(0, 1), (0.3, 0.8), (0.3, 1), (0.3, 1.2)}
     assert len({way["name"] for way in samples["ways"]["ways"]}) == 5
     assert all(one["fits"] and one["way_seconds"] > 0 for one in samples["ways"]["plans"])
     assert [one["tokens"] for one in samples["free"]] == ["8k"]
+
+
+def test_plans_and_their_steps_are_measured_in_processes_of_their_own(tmp_path: Path) -> None:
+    tiny = ["--cpu-layers", "1", "--cpu-width", "64", "--cpu-heads", "2", "--sequence", "64", "--min-bytes", "4KiB"]
+    tiny += ["--layers", "2", "--window", "128KiB", "--parts", "cost,cpu"]
+    samples = measured("planning", tmp_path, "--quick", *tiny)["samples"]
+    assert all(one["seconds"] > 0 < one["above_bytes"] for one in samples["cost"])
     assert all(one["bytes_out"] > 0 < one["followed"] for one in samples["cpu"])
 
 

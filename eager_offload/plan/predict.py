@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from eager_offload.plan.program import Program
 
-__all__ = ["Moves", "Prediction", "Problem"]
+__all__ = ["Moves", "Prediction", "Problem", "floor_seconds"]
 
 #: For each storage that may move, whether it does.
 Moves = tuple[bool, ...]
@@ -39,6 +39,11 @@ class Prediction(NamedTuple):
     peak_bytes: int
     moved_bytes: int
     """That travel out and back; what is asked for before its copy is over is none of them."""
+
+
+def floor_seconds(forward: float, backward: float, nbytes: float, out: float, back: float) -> float:
+    """Each half of a step takes as long as its compute or as its transfers, whichever is longer."""
+    return max(forward, nbytes / out) + max(backward, nbytes / back)
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,9 @@ class Problem:
         return sorted(range(len(storages)), key=lambda number: storages[number].asked)
 
     def floor_seconds(self, moved_bytes: int) -> float:
-        """Each half of a step takes as long as its compute or as its transfers, whichever is longer."""
+        """What no order of so many bytes goes below."""
         backward = self.compute_seconds - self.forward_seconds
-        return max(self.forward_seconds, moved_bytes / self.out) + max(backward, moved_bytes / self.back)
+        return floor_seconds(self.forward_seconds, backward, moved_bytes, self.out, self.back)
 
     def predict(self, moves: Moves) -> Prediction:
         """What comes of it where those storages move; see [Note: the model]."""
