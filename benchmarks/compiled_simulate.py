@@ -27,12 +27,12 @@ from benchmarks.simulate import GIB, LARGE, LIMIT, SEQUENCES, sequences
 from benchmarks.simulation.device import H200
 from benchmarks.simulation.graphs import halves_of, peak_bytes
 from benchmarks.simulation.model import Shape
-from benchmarks.simulation.oracle import Link, floor
 from benchmarks.simulation.player import OURS, Kind, Played, play
 from eager_offload.compile import Choice, prefetch, sink_waits
 from eager_offload.compile.cost import roofline
 from eager_offload.compile.graphs import nbytes_of
 from eager_offload.config import parse_size
+from eager_offload.plan.predict import floor_seconds
 
 try:
     import torch._functorch._activation_offloading.activation_offloading as torch_passes
@@ -91,7 +91,6 @@ class Simulation:
         self.options = options
         #: What the clock has, and what the passes believe.
         self.truth = replace(H200, single_flops=H200.flops / 16, launch_seconds=0.0)
-        self.link = Link(self.truth.out, self.truth.back)
         wrong = 1.0 + options.wrong
         self.belief = replace(
             self.truth,
@@ -112,7 +111,7 @@ class Simulation:
         """The library's passes."""
         forward, backward = self.halves.with_transfers(self.choice, self.config)
         forward = sink_waits(forward, self.window)
-        backward = prefetch(backward, self.window, self.link.back, roofline(self.belief))
+        backward = prefetch(backward, self.window, self.truth.back, roofline(self.belief))
         return self._ordered(forward, backward, OURS)
 
     def torchs(self) -> Ordered | None:
@@ -128,7 +127,7 @@ class Simulation:
             activation_offload_separate_stream=True,
             activation_offload_sink_wait=True,
             activation_reload_prefetch=True,
-            activation_offload_cpu_gpu_bw=self.link.back / GIB,
+            activation_offload_cpu_gpu_bw=self.truth.back / GIB,
         )
         # It times kernels on the device that it compiles for; here is none, so it is told the truth instead.
         with settings, patch.object(torch_passes, "benchmark_node", lambda node: 1e3 * estimate(node)):
@@ -138,15 +137,17 @@ class Simulation:
     def run(self, ordered: Ordered, seed: int) -> Step:
         """A step, with the operator times of ``seed``."""
         seconds = self._perturbed(seed)
-        forward = play(ordered.forward, seconds, self.link, ordered.kinds)
-        backward = play(ordered.backward, seconds, self.link, ordered.kinds)
+        forward = play(ordered.forward, seconds, self.truth, ordered.kinds)
+        backward = play(ordered.backward, seconds, self.truth, ordered.kinds)
         assert forward.bytes_out == backward.bytes_back
         return Step(
             tokens=self.tokens,
             seed=seed,
             step_seconds=forward.seconds + backward.seconds,
             compute_seconds=forward.compute_seconds + backward.compute_seconds,
-            floor_seconds=floor(forward.compute_seconds, backward.compute_seconds, forward.bytes_out, self.link),
+            floor_seconds=floor_seconds(
+                forward.compute_seconds, backward.compute_seconds, forward.bytes_out, self.truth.out, self.truth.back
+            ),
             bytes_out=forward.bytes_out,
             bytes_back=backward.bytes_back,
             inflight_bytes_peak=_peak(forward, Kind.OUT),

@@ -25,8 +25,9 @@ import eager_offload as eo
 from benchmarks.common import Report, Spread, add_common_options, console, positive, table
 from benchmarks.simulation.device import H200, Op, OperatorClock, Scale
 from benchmarks.simulation.model import Shape, Stack
-from benchmarks.simulation.oracle import Link, Program, best_step, floor, watch
+from benchmarks.simulation.oracle import Program, best_step, watch
 from eager_offload.config import parse_size
+from eager_offload.plan.predict import floor_seconds
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.simulation.timeline import Span, Timeline
 
@@ -99,7 +100,6 @@ class Simulation:
         self.model = Stack(small)
         self.data = torch.randn(SMALL_TOKENS, SMALL_WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
         self.min_bytes = self.small(parse_size(options.min_bytes))
-        self.link = Link(self.machine.out, self.machine.back)
         self.program, self.forward_ops, self.expected_hash = self._look()
         largest = max(self.program.nbytes)
         window = options.window_tensors * largest if options.window is None else self.small(parse_size(options.window))
@@ -134,10 +134,8 @@ class Simulation:
         offload.close()
 
     def _runtime(self) -> SimulatedRuntime:
-        bandwidth = self.machine.out / self.scale.nbytes
-        return SimulatedRuntime(
-            out_bandwidth=bandwidth, in_bandwidth=bandwidth, launch_seconds=self.machine.launch_seconds
-        )
+        small = self._small_machine()
+        return SimulatedRuntime(out_bandwidth=small.out, in_bandwidth=small.back, launch_seconds=small.launch_seconds)
 
     def _clock(self, runtime: SimulatedRuntime, seed: int) -> OperatorClock:
         return OperatorClock(runtime, self.machine, self.scale, self.options.jitter, seed)
@@ -177,8 +175,10 @@ class Simulation:
             step_seconds=runtime.default_stream.tail - begun,
             forward_seconds=forward,
             backward_seconds=backward,
-            floor_seconds=floor(forward, backward, moving, self.link),
-            best_seconds=best_step(self.program, seconds, forward_ops, self._small_link(), stats.resident_bytes_peak),
+            floor_seconds=floor_seconds(forward, backward, moving, self.machine.out, self.machine.back),
+            best_seconds=best_step(
+                self.program, seconds, forward_ops, self._small_machine(), stats.resident_bytes_peak
+            ),
             bytes_out=self.large(stats.bytes_out),
             bytes_in=self.large(stats.bytes_in),
             wasted_bytes=self.large(stats.forwarded_bytes),
@@ -189,8 +189,10 @@ class Simulation:
             gradients_hash=self._hash_gradients(),
         )
 
-    def _small_link(self) -> Link:
-        return Link(self.link.out / self.scale.nbytes, self.link.back / self.scale.nbytes)
+    def _small_machine(self) -> eo.Machine:
+        """One whose link takes as long for the tensors at hand as the large one's for those that they stand for."""
+        out, back = self.machine.out / self.scale.nbytes, self.machine.back / self.scale.nbytes
+        return replace(self.machine, out=out, back=back)
 
     def _waits(self, runtime: SimulatedRuntime, begun: float, forward_ops: int) -> Iterator[Wait]:
         """Every time at which compute had nothing to run."""

@@ -46,9 +46,9 @@ class Found:
 
     where: str
     setting: str
-    #: By which part of a step without transfers one takes longer; by the library's own measure too.
+    #: By which part of a step without transfers one takes longer, and of that what compute waits for transfers.
     slowdown: float
-    told: float
+    waited: float
     saved_bytes: float
     bytes_out: float
 
@@ -63,13 +63,13 @@ def simulated(options: argparse.Namespace) -> tuple[list[Found], int]:
         for name, fields in SETTINGS.items():
             last = deque(simulation.run(**fields), maxlen=options.measured)
             hashes |= {step.gradients_hash for step in last}
-            slower = [step.step_seconds / (step.forward_seconds + step.backward_seconds) - 1 for step in last]
+            compute = [step.forward_seconds + step.backward_seconds for step in last]
             found.append(
                 Found(
                     where=f"simulated, link {link:g}",
                     setting=name,
-                    slowdown=median(slower),
-                    told=median(slower),
+                    slowdown=median(step.step_seconds / one - 1 for step, one in zip(last, compute, strict=True)),
+                    waited=median(step.stall_seconds / one for step, one in zip(last, compute, strict=True)),
                     saved_bytes=simulation.large(simulation.program.total_bytes),
                     bytes_out=median(step.bytes_out for step in last),
                 )
@@ -91,12 +91,12 @@ def on_the_cpu(options: argparse.Namespace) -> tuple[list[Found], int]:
         for _ in range(options.steps if SETTINGS[name] else 6):
             trainer.step(None, -1, offload)
     rounds: list[dict[str, cpu_floor.Timed]] = []
-    told = {name: list[float]() for name in SETTINGS}
+    waited = {name: list[float]() for name in SETTINGS}
     for number in range(options.measured):
         one = {"none": trainer.step(None, number, None)}
         for name, offload in offloads.items():
             one[name] = trainer.step(None, number, offload)
-            told[name].append(offload.stats().stall_seconds / max(one[name].seconds - one[name].stall_seconds, 1e-9))
+            waited[name].append(offload.stats().stall_seconds / max(one[name].seconds - one[name].stall_seconds, 1e-9))
         rounds.append(one)
     for offload in offloads.values():
         offload.close()
@@ -105,7 +105,7 @@ def on_the_cpu(options: argparse.Namespace) -> tuple[list[Found], int]:
             where=f"CPU, link {CPU_LINK:g} of what hides all",
             setting=name,
             slowdown=median(one[name].seconds / one["none"].seconds - 1 for one in rounds),
-            told=median(told[name]),
+            waited=median(waited[name]),
             saved_bytes=moved,
             bytes_out=median(one[name].bytes_out for one in rounds),
         )
@@ -115,7 +115,7 @@ def on_the_cpu(options: argparse.Namespace) -> tuple[list[Found], int]:
 
 
 def show(found: list[Found]) -> None:
-    shown = table("where", "setting", "moved", "of", "a step takes longer by", "stalled")
+    shown = table("where", "setting", "moved", "of", "a step takes longer by", "waits by")
     for one in found:
         size, unit = (GIB, "GiB") if one.saved_bytes > GIB else (MIB, "MiB")
         shown.add_row(
@@ -124,7 +124,7 @@ def show(found: list[Found]) -> None:
             f"{one.bytes_out / size:,.1f} {unit}",
             f"{one.saved_bytes / size:,.1f} {unit}",
             f"{one.slowdown:+.1%}",
-            f"{one.told:.1%}",
+            f"{one.waited:.1%}",
         )
     console.print(shown)
 

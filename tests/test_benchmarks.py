@@ -128,7 +128,27 @@ def test_what_a_slowdown_comes_to_is_shown_behind_each_link(tmp_path: Path) -> N
     settings = ["max", "max_slowdown=0.2", "max_slowdown=0.05", "free"]
     assert [one["setting"] for one in content["samples"]] == 2 * settings
     assert [limit["measured"] for limit in content["limits"] if limit["what"].startswith("different")] == [1, 1]
-    assert all(one["bytes_out"] > 0 for one in content["samples"] if one["setting"] == "max")
+    for one in content["samples"]:
+        if one["setting"] == "max":
+            assert one["bytes_out"] > 0 < one["waited"]
+
+
+def test_plans_are_compared_with_training_other_ways_and_a_formula(tmp_path: Path) -> None:
+    content = measured("planning", tmp_path, "--quick", "--layers", "2", "--parts", "training,ways,free")
+    samples = content["samples"]
+    assert all(one["same_bits"] and one["step"] > 0 for one in samples["training"])
+    assert {(one["jitter"], one["link"]) for one in samples["training"]} == {(0, 1), (0.3, 0.8), (0.3, 1), (0.3, 1.2)}
+    assert len({way["name"] for way in samples["ways"]["ways"]}) == 5
+    assert all(one["fits"] and one["way_seconds"] > 0 for one in samples["ways"]["plans"])
+    assert [one["tokens"] for one in samples["free"]] == ["8k"]
+
+
+def test_plans_and_their_steps_are_measured_in_processes_of_their_own(tmp_path: Path) -> None:
+    tiny = ["--cpu-layers", "1", "--cpu-width", "64", "--cpu-heads", "2", "--sequence", "64", "--min-bytes", "4KiB"]
+    tiny += ["--layers", "2", "--window", "128KiB", "--parts", "cost,cpu"]
+    samples = measured("planning", tmp_path, "--quick", *tiny)["samples"]
+    assert all(one["seconds"] > 0 < one["above_bytes"] for one in samples["cost"])
+    assert all(one["bytes_out"] > 0 < one["followed"] for one in samples["cpu"])
 
 
 def test_what_is_learnt_is_shown_for_each_program_on_both_devices(tmp_path: Path) -> None:
@@ -196,6 +216,8 @@ def test_looking_is_compared_step_by_step_and_changes_no_bit(tmp_path: Path) -> 
         ("steps", ["--steps", "0"], "argument --steps"),
         ("simulate", ["--tokens", "9k"], "'9k' is not one of 8k, 32k, 128k"),
         ("cpu_floor", ["--ratios", "0"], "a link moves more than nothing"),
+        ("planning", ["--parts", "all"], "'all' is not one of cost, training, ways, free, cpu"),
+        ("slowdown", ["--links", "1,0"], "a link moves more than nothing"),
     ],
 )
 def test_a_bad_option_is_named(

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eager_offload.machine import Machine
+from eager_offload.plan.predict import floor_seconds
 from eager_offload.simulation.simulated import SimulatedRuntime
 
 pytest.importorskip("rich", reason="the demo's extra is not installed")
 
 from benchmarks.simulation.device import H200, OperatorClock, Scale
-from benchmarks.simulation.oracle import Link, Program, best_step, floor, watch
+from benchmarks.simulation.oracle import Program, best_step, watch
 
 
 def chain(nbytes: list[int]) -> Program:
@@ -24,24 +26,28 @@ def chain(nbytes: list[int]) -> Program:
     return Program(nbytes, list(range(1, count + 1)), dict(asked), dict(asked))
 
 
+def link(out: float, back: float) -> Machine:
+    """A device of which the link alone counts."""
+    return Machine("link", 1.0, 1.0, 1.0, out, back)
+
+
 def test_the_floor_is_compute_or_transfers_whichever_is_longer_in_each_half() -> None:
-    link = Link(out=10.0, back=5.0)
-    assert floor(1.0, 2.0, 100, link) == 10.0 + 20.0
-    assert floor(100.0, 2.0, 100, link) == 100.0 + 20.0
-    assert floor(100.0, 200.0, 100, link) == 300.0
+    assert floor_seconds(1.0, 2.0, 100, out=10.0, back=5.0) == 10.0 + 20.0
+    assert floor_seconds(100.0, 2.0, 100, out=10.0, back=5.0) == 100.0 + 20.0
+    assert floor_seconds(100.0, 200.0, 100, out=10.0, back=5.0) == 300.0
 
 
 def test_where_everything_fits_nothing_moves() -> None:
-    assert best_step(chain([10, 10, 10]), [1.0] * 6, 3, Link(1e-9, 1e-9), room=30) == 6.0
+    assert best_step(chain([10, 10, 10]), [1.0] * 6, 3, link(1e-9, 1e-9), room=30) == 6.0
 
 
 def test_a_link_that_is_fast_enough_costs_nothing() -> None:
-    assert best_step(chain([10] * 8), [1.0] * 16, 8, Link(100.0, 100.0), room=30) == 16.0
+    assert best_step(chain([10] * 8), [1.0] * 16, 8, link(100.0, 100.0), room=30) == 16.0
 
 
 def test_a_slow_link_is_waited_for_once_the_room_is_full() -> None:
     # Two of four storages stay; the others leave in 2 s each, from 1 s on, and come back in 2 s each.
-    step = best_step(chain([10] * 4), [1.0] * 8, 4, Link(5.0, 5.0), room=20)
+    step = best_step(chain([10] * 4), [1.0] * 8, 4, link(5.0, 5.0), room=20)
     # Forward has room for a third storage when the first has left, at 3 s, and for the fourth at 5 s. Backward begins
     # at 5 s with the newest two; each operator that ends makes room for one that comes back.
     assert step == pytest.approx(5.0 + 1.0 + 2.0 + 2.0 + 1.0)
@@ -56,10 +62,10 @@ def test_no_schedule_is_faster_than_its_compute_nor_made_slower_by_more_room(
     nbytes: list[int], out: float, back: float, room: int, random: object
 ) -> None:
     seconds = [random.uniform(0.1, 2.0) for _ in range(2 * len(nbytes))]  # type: ignore[attr-defined]
-    link, program = Link(out, back), chain(nbytes)
-    step = best_step(program, seconds, len(nbytes), link, room)
+    behind, program = link(out, back), chain(nbytes)
+    step = best_step(program, seconds, len(nbytes), behind, room)
     assert step >= sum(seconds) - 1e-9
-    assert best_step(program, seconds, len(nbytes), link, 2 * room + 50) <= step + 1e-9
+    assert best_step(program, seconds, len(nbytes), behind, 2 * room + 50) <= step + 1e-9
     moved = max(0, sum(nbytes) - max(room, max(nbytes)))
     assert step >= moved / out - 1e-9
     assert step >= moved / back - 1e-9

@@ -1,4 +1,4 @@
-"""The best that could be done: the floor of two numbers, and a schedule that knows how long everything takes.
+"""The best that could be done: a schedule that knows how long everything takes.
 
 Plain arithmetic; nothing of the library is in it but the question of which saved tensors are eligible.
 """
@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eager_offload.machine import Machine
 from eager_offload.selection import reason_to_stay
 
-__all__ = ["Link", "Program", "best_step", "floor", "watch"]
+__all__ = ["Program", "best_step", "watch"]
 
 
 @dataclass
@@ -24,7 +25,8 @@ class Program:
     """What a step saves and asks for: storages by number, each at the number of operators that ran before.
 
     Every storage is named once in each list: when it is saved first, and when it is asked for last. In between it has
-    to be there from the first time that it is asked for.
+    to be there from the first time that it is asked for. (The planner's ``Program`` knows more of a step, and of one
+    that is traced alone; this one is of a step that runs, by its own count of operators.)
     """
 
     #: Bytes of each storage, in the order of saving.
@@ -70,20 +72,7 @@ def watch(ops: Sequence[object], min_bytes: int) -> Iterator[Program]:
         yield program
 
 
-@dataclass(frozen=True)
-class Link:
-    """Bytes a second, each way."""
-
-    out: float
-    back: float
-
-
-def floor(forward_seconds: float, backward_seconds: float, nbytes: float, link: Link) -> float:
-    """Each half of a step takes as long as its compute or as its transfers, whichever is longer."""
-    return max(forward_seconds, nbytes / link.out) + max(backward_seconds, nbytes / link.back)
-
-
-def best_step(program: Program, seconds: Sequence[float], forward_ops: int, link: Link, room: int) -> float:
+def best_step(program: Program, seconds: Sequence[float], forward_ops: int, link: Machine, room: int) -> float:
     """How long a step takes under a schedule that knows the time of every operator.
 
     Copies start the moment that their bytes and the link are ready, reloads the moment that there is room; the newest
@@ -129,7 +118,9 @@ class _Held:
         heapq.heappush(self.going, _Going(when, nbytes))
 
 
-def _step(program: Program, seconds: Sequence[float], forward_ops: int, link: Link, room: int, leaving: int) -> float:
+def _step(
+    program: Program, seconds: Sequence[float], forward_ops: int, link: Machine, room: int, leaving: int
+) -> float:
     """The first ``leaving`` storages leave, the others stay."""
     held, now, link_free = _Held(room), 0.0, 0.0
     away_at: dict[int, float] = {}
@@ -150,7 +141,7 @@ def _backward(
     program: Program,
     seconds: Sequence[float],
     forward_ops: int,
-    link: Link,
+    link: Machine,
     held: _Held,
     now: float,
     away_at: dict[int, float],

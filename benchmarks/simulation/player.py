@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from benchmarks.simulation.oracle import Link
 from eager_offload.compile import ops
 from eager_offload.compile.graphs import nbytes_of
+from eager_offload.machine import Machine
 
 __all__ = ["OURS", "Kind", "Played", "play"]
 
@@ -43,7 +43,7 @@ class Played:
         return self.together[kind] <= room
 
 
-def play(graph: Graph, seconds: Callable[[Node], float], link: Link, kinds: dict[object, Kind] = OURS) -> Played:
+def play(graph: Graph, seconds: Callable[[Node], float], link: Machine, kinds: dict[object, Kind] = OURS) -> Played:
     """Runs the nodes of ``graph`` in order on one stream, and its transfers on one for each way.
 
     Args:

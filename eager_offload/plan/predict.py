@@ -27,7 +27,7 @@ from typing import NamedTuple
 from eager_offload.plan.program import Program
 from eager_offload.tiers.memory import PAGE, round_up
 
-__all__ = ["Moves", "Prediction", "Problem"]
+__all__ = ["Moves", "Prediction", "Problem", "floor_seconds"]
 
 #: For each storage that may move, whether it does.
 Moves = tuple[bool, ...]
@@ -40,6 +40,11 @@ class Prediction(NamedTuple):
     peak_bytes: int
     moved_bytes: int
     """That travel out and back; what is asked for before its copy is over is none of them."""
+
+
+def floor_seconds(forward: float, backward: float, nbytes: float, out: float, back: float) -> float:
+    """Each half of a step takes as long as its compute or as its transfers, whichever is longer."""
+    return max(forward, nbytes / out) + max(backward, nbytes / back)
 
 
 @dataclass(frozen=True)
@@ -92,9 +97,9 @@ class Problem:
         return sorted(range(len(storages)), key=lambda number: storages[number].asked)
 
     def floor_seconds(self, moved_bytes: int) -> float:
-        """Each half of a step takes as long as its compute or as its transfers, whichever is longer."""
+        """What no order of so many bytes goes below."""
         backward = self.compute_seconds - self.forward_seconds
-        return max(self.forward_seconds, moved_bytes / self.out) + max(backward, moved_bytes / self.back)
+        return floor_seconds(self.forward_seconds, backward, moved_bytes, self.out, self.back)
 
     def within_room(self, moves: Moves) -> Moves:
         """``moves`` without the newest ones, as far as the tier has no room for all."""

@@ -118,6 +118,11 @@ class Solver:
         """Everything moves that may."""
         return self._all(self._none)
 
+    @property
+    def all_again(self) -> tuple[Candidate, ...]:
+        """As much is computed again as may be."""
+        return tuple(itertools.compress(self._calls, self._chain[-1]))
+
     @cached_property
     def least(self) -> Decision:
         """The decision of the least peak that is known: nearly always that in which everything moves."""
