@@ -64,7 +64,7 @@ class TracedSolver:
                 break
             aim -= over
         best = _fastest(found, budget)
-        # By numbers a step in which much moves may take less than it does in rehearsal, and so seem to be the better one.
+        # By numbers a step in which much moves may take less than in rehearsal, and so seem to be the better one.
         most = self._solver.all_again
         at_least = self._whole.compute_seconds + sum(one.seconds for one in most)
         if len(most) > len(best.names) and at_least < best.outcome.step_seconds:

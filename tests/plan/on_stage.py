@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.simulation.stage import Stage
+from benchmarks.simulation.stage import Stage, Step
 
-__all__ = ["Stage", "gradients"]
+__all__ = ["Stage", "Step", "gradients"]
 
 
 def gradients(model: nn.Module, loss_of: Callable[[], Tensor], around: Any = None) -> list[Tensor]:
