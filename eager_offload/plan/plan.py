@@ -216,8 +216,12 @@ class Plan(ComputedPlan):
             is_better = is_better and found.peak_bytes <= self.device_budget
         if not is_better or found.rehearsal is None:
             return None
-        whole = None if self.whole is None else self.whole.with_more(surplus)
-        return replace(self, problem=problem, moves=found.moves, rehearsal=found.rehearsal, whole=whole)
+        whole, least = self.whole, self.traced_least
+        if whole is not None and least is not None:
+            whole, least = whole.with_more(surplus), least._replace(peak_bytes=least.peak_bytes + surplus)
+        return replace(
+            self, problem=problem, moves=found.moves, rehearsal=found.rehearsal, whole=whole, traced_least=least
+        )
 
     @property
     def least_budget(self) -> int:
