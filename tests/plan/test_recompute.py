@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from eager_offload.plan.recompute import Recomputing
 from eager_offload.plan.solve import Solver
 from eager_offload.plan.trace import trace
 from tests.plan.programs import Stack, slow, wide
+from tests.plan.test_follow import Other
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -396,6 +398,63 @@ def test_a_plan_is_applied_and_a_step_saves_what_it_says(plan: eo.Plan) -> None:
     loss.backward()
     found = [loss.detach(), *(one.grad for one in model.parameters())]
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("how", "rows"), [("", 256), ("another batch", 128), ("another order", 256), ("a layer less", 256)]
+)
+def test_a_plan_with_checkpoints_trains_exactly_whatever_it_was_made_for(
+    how: str, rows: int, plan: eo.Plan, tmp_path: Path
+) -> None:
+    model, x = Other(how), torch.randn(rows, 32)
+    expected = gradients(model, x)
+    with plan.apply(model.inner):
+        offload = eo.Offload(plan=plan, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(5):
+                found = gradients(model, x, offload)
+                assert all(map(torch.equal, found, expected))
+    stats = offload.stats(synchronize=True)
+    assert (stats.followed_forwards == 5, bool(stats.plan_misses)) == (how == "", how != "")
+    assert (stats.bytes_out > 0) == (how != ""), "what is followed has nothing move"
+    offload.close()
+
+
+def test_threads_plan_under_no_grad_while_the_model_trains_and_leave_nothing_behind(plan: eo.Plan) -> None:
+    model, x = wide()
+    before, generator = state_of(model), torch.get_rng_state()
+    expected = gradients(model, x)
+    torch.set_rng_state(generator)
+    begun, found = threading.Barrier(3), dict[int, eo.Plan]()
+
+    def other(number: int) -> None:
+        begun.wait()
+        with torch.no_grad():
+            found[number] = eo.plan(
+                model, x, device=FAR, device_budget=plan.device_budget, recompute=True, config=CONFIG
+            )
+            assert not torch.is_grad_enabled()
+
+    threads = [threading.Thread(target=other, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    for _ in range(20):
+        offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0)
+        model.zero_grad(set_to_none=True)
+        with offload:
+            loss = model(x)
+        loss.backward()
+        seen = [loss.detach(), *(one.grad for one in model.parameters())]
+        assert all(map(torch.equal, seen, expected))
+        assert offload.stats(synchronize=True).bytes_out > 0
+    for thread in threads:
+        thread.join()
+    model.zero_grad(set_to_none=True)
+    assert torch.equal(generator, torch.get_rng_state())
+    assert state_of(model) == before
+    assert [one.to_dict() for one in found.values()] == [plan.to_dict()] * 2
 
 
 def state_of(model: nn.Module) -> list[object]:
