@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
+from eager_offload.machine import MACHINES
 from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.chain import chain
+from eager_offload.plan.decide import RehearsedSolver
 from eager_offload.plan.predict import Prediction, Problem
 from eager_offload.plan.program import Ask, ModuleCall, Op, Program, Save, Storage
 from eager_offload.plan.recompute import Recomputing
@@ -549,3 +551,22 @@ def test_a_stack_on_several_layers_is_planned_below_what_moving_alone_needs_time
         plan = eo.plan(model, x, device=FAR, device_budget=budget, recompute=True, config=CONFIG)
         assert plan.fits
         assert plan.step_seconds < 1.6 * whole.compute_seconds
+
+
+@pytest.mark.parametrize("part", [1.0, 1.15])
+def test_a_plan_needs_no_more_and_takes_no_longer_than_checkpoints_around_all(part: float) -> None:
+    # The host is ahead of the device, so what is brought back early takes more than arithmetic says.
+    with torch.device("meta"):
+        model, x = Stack(4, 4096, 32, 32, 11_008).to(torch.bfloat16), torch.empty(8192, 4096, dtype=torch.bfloat16)
+    fields = {"max_inflight_bytes": "840MiB", "prefetch_bytes": "840MiB"}
+    config = eo.OffloadConfig(**fields)
+    program = trace(model, x, min_bytes=config.size("min_bytes"), again=[f"blocks.{number}" for number in range(4)])
+    device = MACHINES["h200"]
+    windows = config.size("max_inflight_bytes"), config.size("prefetch_bytes")
+    around_all = Problem(program, program.seconds(device), device.out, device.back, *windows)
+    fixed = RehearsedSolver(around_all, device.launch_seconds).nothing
+    budget = int(fixed.peak_bytes * part)
+    plan = eo.plan(model, x, device=device, device_budget=budget, recompute=True, config=fields)
+    assert plan.fits
+    assert plan.step_seconds <= fixed.step_seconds
+    assert plan.least_budget <= plan.peak_bytes
