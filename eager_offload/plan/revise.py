@@ -77,7 +77,9 @@ class TracedSolver:
     def least(self) -> Computed:
         """That of the least peak that is known."""
         _, names = self._decided(0)
-        found = [self._computed(one, self._solvers[one].least) for one in dict.fromkeys([(), names])]
+        most = self._names(self._solver.all_again)
+        tried = dict.fromkeys([(), names, most] if self._is_traced(most) else [(), names])
+        found = [self._computed(one, self._solvers[one].least) for one in tried]
         return min(found, key=lambda one: (one.outcome.peak_bytes, one.outcome.step_seconds))
 
     def _within(self, names: tuple[str, ...], budget: int) -> Computed:
