@@ -51,7 +51,7 @@ mutants: $(STAMP) ## which test notices each wait, record, keepalive and release
 	$(BIN)/python -m tools.mutants $(ARGS)
 
 bench: $(STAMP) ## every benchmark, 40 minutes on 2 quiet cores; benchmarks/results (ARGS="--quick --check")
-	@status=0; for name in hooks memory steps simulate slowdown learning compiled_passes compiled_simulate compiled_coverage \
+	@status=0; for name in hooks memory steps simulate slowdown planning learning compiled_passes compiled_simulate compiled_coverage \
 	  compile_time observe frameworks disk cpu_train fsdp_memory cpu_floor; do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || status=1; done; exit $$status
 
