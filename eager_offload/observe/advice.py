@@ -45,11 +45,36 @@ def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
 
 def over_budget(stats: OffloadStats, config: OffloadConfig) -> str | None:
     count = stats.demotions.get("over_budget", 0)
-    if not count or stats.keep_last_bytes:
+    if not count or stats.keep_last_bytes or stats.plan is not None:
         return None  # it has come down since
     return (
         f"{count:,} forwards had a peak above device_budget, with nothing kept that may leave: raise it, or take "
         "smaller windows, a smaller min_bytes or a smaller batch."
+    )
+
+
+def over_the_plan(stats: OffloadStats, config: OffloadConfig) -> str | None:
+    """A plan that knew too little of what is on the device."""
+    plan = stats.plan
+    if plan is None or not (count := stats.demotions.get("over_budget", 0)):
+        return None
+    found = "" if plan.peak_bytes is None else f", {size_text(plan.peak_bytes)} were measured of it"
+    return (
+        f"{_times(count)} the peak was found above the plan's device_budget, and less stayed from then on where that "
+        f"was possible. What is followed now predicts {size_text(plan.predicted_peak_bytes)}{found}. Name what else is "
+        "on the device as optimizer_bytes when planning, or plan for a larger device_budget."
+    )
+
+
+def not_as_planned(stats: OffloadStats, config: OffloadConfig) -> str | None:
+    """Forwards that the plan does not fit."""
+    count = sum(stats.plan_misses.values())
+    if stats.plan is None or not count or count < _MUCH * (count + stats.followed_forwards):
+        return None
+    how = ", ".join(f"{name} {times:,}" for name, times in sorted(stats.plan_misses.items()))
+    return (
+        f"{count:,} forwards differed from what was planned ({how}), where {stats.followed_forwards:,} began to follow "
+        "it: plan with the model and the inputs of these steps."
     )
 
 
@@ -124,6 +149,18 @@ def unpinned(stats: OffloadStats, config: OffloadConfig) -> str | None:
 
 
 # -- what it waits for ----------------------------------------------------------------------------------------------
+
+
+def planned_waits(stats: OffloadStats, config: OffloadConfig) -> str | None:
+    """A plan says what moves: less does for a larger budget, and no other knob goes with it."""
+    plan = stats.plan
+    if plan is None or not _stalls(stats):
+        return None
+    took = "" if plan.step_seconds is None else f", and {plan.step_seconds:,.4g} s were measured"
+    return (
+        f"{_waited(stats).capitalize()}. The plan predicted a step of {plan.predicted_step_seconds:,.4g} s{took}: plan "
+        "for a larger device_budget to wait less, or with larger windows; plan.front() says what budgets buy."
+    )
 
 
 def slow_link(stats: OffloadStats, config: OffloadConfig) -> str | None:
@@ -234,7 +271,9 @@ def never_asked_for(stats: OffloadStats, config: OffloadConfig) -> str | None:
 def asked_too_soon(stats: OffloadStats, config: OffloadConfig) -> str | None:
     if config.slowdown is not None:
         return None  # what stays is learnt from what is waited for
-    if config.device_budget is not None:
+    if stats.plan is not None:
+        knob = "A plan for a larger device_budget leaves them where they are."
+    elif config.device_budget is not None:
         knob = "A larger device_budget leaves them where they are."
     elif config.keep_last_bytes != "auto":
         knob = 'keep_last_bytes="auto" learns which those are.'
@@ -266,10 +305,16 @@ def freed_memory(stats: OffloadStats, config: OffloadConfig) -> str | None:
     )
 
 
+def _unplanned(rule: Rule) -> Rule:
+    """A rule whose knobs do not go with a plan."""
+    return lambda stats, config: None if stats.plan is not None else rule(stats, config)
+
+
 RULES: tuple[Rule, ...] = (
     *(switched_off, nothing_was_saved, hidden_by_others, failed_writes, no_room, spilled, unpinned, over_budget),
-    *(slow_link, full_window, late_reloads, windows_hold_all),
-    *(originals_alive, small_tensors, newest_bytes, other_devices, layouts),
+    *(over_the_plan, not_as_planned, planned_waits),
+    *map(_unplanned, (slow_link, full_window, late_reloads, windows_hold_all)),
+    *(originals_alive, _unplanned(small_tensors), _unplanned(newest_bytes), other_devices, layouts),
     *(never_asked_for, asked_too_soon, wear, freed_memory),
 )
 

@@ -21,7 +21,7 @@ from eager_offload._torch import is_fake, storage_key, without_dispatch_modes
 from eager_offload.plan.program import Storage, living
 from eager_offload.selection import footprint
 
-__all__ = ["Block", "Blocks", "Saved"]
+__all__ = ["Block", "Blocks", "Saved", "Use"]
 
 
 class Block:
@@ -47,11 +47,20 @@ class Block:
         return self.asked is not None and self.freed is not None and self.freed <= self.asked
 
 
+class Use:
+    """Whether any of the handles that lived together was asked for: graphs may be dropped while forward goes on."""
+
+    __slots__ = ("is_asked",)
+
+    def __init__(self) -> None:
+        self.is_asked = False
+
+
 class Saved:
     """What graphs hold of a block that may move; it lives as long as one of the block's handles does."""
 
     def __init__(self, block: Block, tensor: Tensor) -> None:
-        self.block = block
+        self.block, self.use = block, Use()
         #: The numbers themselves, where the trace has them.
         self._known: torch.UntypedStorage | None = None
         if not is_fake(type(tensor)):
@@ -133,9 +142,10 @@ class Blocks:
         if saved is None:
             saved = Saved(block, tensor)
             block.weak_saved = self._watch(saved, block)
-        if block.saved is None:
-            block.saved = op
-            self.saved.append(block)
+            if block.saved is None:
+                self.saved.append(block)
+            if block.asked is None:  # what was saved before of it was dropped
+                block.saved = op
         area = footprint(tensor, block.nbytes)
         view = None if area.whole else (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         block.moved[view] = area.moved
@@ -144,6 +154,7 @@ class Blocks:
     def ask(self, saved: Saved, dtype: torch.dtype, op: int) -> Tensor:
         """A graph asks for what it has saved; returns all of the block once more, one-dimensional."""
         block = saved.block
+        saved.use.is_asked = True
         if block.asked is None:
             block.asked = op
         copy = saved.copy(dtype)

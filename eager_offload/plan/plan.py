@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -108,6 +109,8 @@ class Plan(ComputedPlan):
     """The step in which nothing is computed again, where something may be."""
     traced_least: Least | None = None
     """What the least peak is where something may be computed again, which takes the model to say."""
+    steps: int = 0
+    """By how many real steps the times of operators are; 0: estimated."""
 
     @cached_property
     def step_plans(self) -> tuple[StepPlan, ...]:
@@ -333,6 +336,8 @@ class Plan(ComputedPlan):
             f"{'move' if self.moved_bytes else 'do'} and {size_text(self.kept_bytes)} stay"
             + (f"; {size_text(self.recomputed_bytes)} are computed again" if self.again else ""),
         ]
+        if self.steps:
+            lines.append(f"operators take what they took in {self.steps} real steps")
         if self.host_budget is not None:
             lines.append(f"in the tier: {size_text(self.host_bytes)}, where {size_text(self.host_budget)} may rest")
         rows = self.rows()
@@ -368,6 +373,7 @@ class Plan(ComputedPlan):
             "host_budget": self.host_budget,
             "host_bytes": self.host_bytes,
             "policy": self.policy,
+            "steps": self.steps,
             "fits": self.fits,
             "peak_bytes": self.peak_bytes,
             "step_seconds": self.step_seconds,
@@ -396,6 +402,8 @@ class Plan(ComputedPlan):
             "config": self.config.to_text(),
             "rehearsal": self.rehearsal,
             "program": asdict(problem.program),
+            "steps": self.steps,
+            "op_seconds": list(problem.op_seconds) if self.steps else None,
             "again": list(self.again),
             "whole": None if self.whole is None else asdict(self.whole.program),
             "least": self.traced_least,
@@ -432,7 +440,8 @@ class Plan(ComputedPlan):
         machine, program = Machine(**content["machine"]), _program(content["program"])
         windows = _whole(content["max_inflight_bytes"]), _whole(content["prefetch_bytes"])
         budget, config = _whole(content["device_budget"]), OffloadConfig.from_text(content["config"])
-        seconds = tuple(program.seconds(machine))
+        steps = _whole(content["steps"])
+        seconds = _measured(content["op_seconds"], program) if steps else tuple(program.seconds(machine))
         problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(config))
         again, whole = tuple(map(str, content["again"])), None
         if content["whole"] is not None:
@@ -450,7 +459,7 @@ class Plan(ComputedPlan):
         if rehearsal is not None:
             rehearsal = _rehearsal(rehearsal, problem.program)
         name, policy = str(content["model"]), content["policy"]
-        found = cls(name, machine, budget, policy, problem, moves, config, rehearsal, again, whole, least)
+        found = cls(name, machine, budget, policy, problem, moves, config, rehearsal, again, whole, least, steps)
         if rehearsal is not None and not found.step_plans:
             raise ValueError("it was rehearsed, and there is no step plan")
         return found
@@ -506,6 +515,18 @@ def _rehearsal(content: Sequence[Any], program: Program) -> Rehearsal:
     if not fits or any(_whole(one) >= storages for one in returning):
         raise ValueError("the numbers of its rehearsal do not fit together")
     return Rehearsal(float(seconds), tuple(map(_whole, living)), tuple(returning), tuple(released))
+
+
+def _measured(content: Sequence[Any], program: Program) -> tuple[float, ...]:
+    """The times of operators in a file.
+
+    Raises:
+        ValueError: they are none.
+    """
+    are_times = all(type(one) in (int, float) and 0 <= one < math.inf for one in content)
+    if len(content) != len(program.ops) or not are_times:
+        raise ValueError("the times of its operators do not fit together")
+    return tuple(map(float, content))
 
 
 def _call(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from eager_offload.config import OffloadConfig, parse_size
@@ -35,6 +36,7 @@ def plan(
     optimizer_bytes: int | str = 0,
     policy: str = "least",
     recompute: bool = False,
+    steps: int = 0,
     config: OffloadConfig | Mapping[str, Any] | None = None,
 ) -> Plan:
     """Says what a training step will take on a device, and which saved tensors are to move, before anything runs.
@@ -42,9 +44,9 @@ def plan(
         plan = eo.plan(model, tokens, device="h200", device_budget="40GiB")
         print(plan)
 
-    The model is traced as it would run on a CPU: forward and backward on tensors without bytes. A kernel that only an
-    accelerator has is not seen. Neither the model nor random numbers change, and nothing is allocated but for integers
-    and booleans. Times are those of a roofline: see :class:`Machine`.
+    Without ``steps`` the model is traced as it would run on a CPU: forward and backward on tensors without bytes. A
+    kernel that only an accelerator has is not seen. Neither the model nor random numbers change, and nothing is
+    allocated but for integers and booleans. Times are those of a roofline: see :class:`Machine`.
 
     Args:
         model: real, or on ``meta``, in the mode in which it is trained.
@@ -63,6 +65,9 @@ def plan(
             ``"free"``: only what the link hides; ``"max"``: all that may move.
         recompute: whether modules may be computed again in backward, where that takes less time than moving what they
             save: :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``.
+        steps: so many real steps are run in place of tracing one, without an optimizer, and their operators timed: for
+            models whose steps depend on numbers. 2 are enough: the first one is slower. Gradients, buffers and random
+            numbers are afterwards what they were. Only with ``device="here"``, on a CPU, in one process.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
             ``prefetch_bytes`` and ``skip`` are heeded, and ``device_budget`` and ``host_budget`` where these are not
             given here. As for :class:`Offload`, which has all of them from ``plan=...``.
@@ -74,7 +79,8 @@ def plan(
         The plan. Where nothing fits, its ``fits`` is false.
 
     Raises:
-        ConfigError: an unknown device or policy, a size below 0, or a pattern of ``skip`` that matches no module.
+        ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` that matches no module, or
+            ``steps`` that cannot be timed.
         PlanError: what the model does depends on numbers that nobody has before it runs; the text names the module.
     """
 
@@ -87,6 +93,7 @@ def plan(
             raise ConfigError(
                 f"recompute={recompute!r} is not accepted: with policy={policy!r} nothing is computed again"
             )
+        _check_steps(steps, device, recompute=recompute)
         given = OffloadConfig.from_given(config, {})
         settings = replace(given, device_budget=None, policy="max", max_slowdown=None)
         if host_budget is not None:
@@ -101,7 +108,7 @@ def plan(
                 raise ConfigError(
                     f"device_budget=None is not accepted, since the memory of {machine.name} is not known"
                 )
-        return _Asked(settings, machine, budget, standing)
+        return _Asked(settings, machine, budget, standing, steps)
 
     return agreed(ask, lambda asked: _made(asked, model, inputs, loss, policy, recompute=recompute))
 
@@ -114,6 +121,8 @@ class _Asked(NamedTuple):
     budget: int
     #: Bytes of the states of an optimizer.
     standing: int
+    #: How many real steps are run; 0: none, and one is traced.
+    steps: int
 
     def with_budget(self, budget: int) -> _Asked:
         return self._replace(budget=budget)
@@ -128,13 +137,18 @@ def _made(
     *,
     recompute: bool,
 ) -> Plan:
-    from eager_offload.plan.trace import trace  # it brings in what only tracing needs
+    from eager_offload.plan.real_steps import record  # they bring in what only tracing needs
+    from eager_offload.plan.trace import trace
 
     settings, machine, budget = asked.settings, asked.machine, asked.budget
 
     def traced(again: Sequence[str] = ()) -> Problem:
-        program = trace(model, inputs, loss, min_bytes=settings.size("min_bytes"), skip=settings.skip, again=again)
-        seconds = tuple(program.seconds(machine))
+        least, skip = settings.size("min_bytes"), settings.skip
+        if asked.steps:
+            program, seconds = record(model, inputs, loss, asked.steps, min_bytes=least, skip=skip)
+        else:
+            program = trace(model, inputs, loss, min_bytes=least, skip=skip, again=again)
+            seconds = tuple(program.seconds(machine))
         windows = settings.size("max_inflight_bytes"), settings.size("prefetch_bytes")
         problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(settings))
         return problem.with_more(asked.standing)
@@ -159,7 +173,30 @@ def _made(
         )
     solver = RehearsedSolver(problem, machine.launch_seconds)
     found = solver.within(budget) if policy == "least" else solver.free() if policy == "free" else solver.all()
-    return Plan(name, machine, budget, policy, problem, found.moves, settings, found.rehearsal)
+    return Plan(name, machine, budget, policy, problem, found.moves, settings, found.rehearsal, steps=asked.steps)
+
+
+def _check_steps(steps: object, device: str | Machine, *, recompute: bool) -> None:
+    """Whether so many real steps can be timed.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if type(steps) is not int or steps < 0:
+        raise ConfigError(f"steps={steps!r} is not accepted: steps takes a whole number, 0 or more")
+    if not steps:
+        return
+    why = ""
+    if device != _HERE:
+        why = f'real steps take the time of this machine: take device="here" in place of {device!r}'
+    elif recompute:
+        why = "what is computed again is decided by a trace: leave recompute out"
+    elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        why = "rank 0 alone would run them, and wait for the others: plan in one process"
+    elif torch.accelerator.current_accelerator(check_available=True) is not None:
+        why = "operators of an accelerator run after their calls, which does not tell their time: leave steps out"
+    if why:
+        raise ConfigError(f"steps={steps!r} is not accepted: {why}")
 
 
 def _machine(device: str | Machine, settings: OffloadConfig) -> Machine:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from eager_offload import marks
 from eager_offload._torch import (
@@ -23,7 +25,7 @@ from eager_offload._torch import (
 )
 from eager_offload.compile.cost import Call, flops_of, is_single, traffic_of
 from eager_offload.errors import PlanError
-from eager_offload.plan.blocks import Block, Blocks, Saved
+from eager_offload.plan.blocks import Block, Blocks, Saved, Use
 from eager_offload.plan.calls import Calls, written_by
 from eager_offload.plan.program import Ask, Op, Program, Save
 from eager_offload.plan.stand_ins import MOST_KNOWN
@@ -52,15 +54,24 @@ class _Moved(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
-    """Writes down operators, storages, saves and asks."""
+    """Writes down operators, storages, saves and asks.
 
-    def __init__(self, min_bytes: int) -> None:
+    Args:
+        min_bytes: a smaller saved tensor stays.
+        is_real: whether tensors have numbers, and operators take their time.
+    """
+
+    def __init__(self, min_bytes: int, *, is_real: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
-        self._min_bytes = min_bytes
+        self._min_bytes, self._is_real = min_bytes, is_real
+        #: How long each operator took, where they are real, and those since the last one that has bytes.
+        self.seconds: list[float] = []
+        self._unwritten = 0.0
+        self._hooks: list[RemovableHandle] = []
         self._blocks = Blocks()
         self._ops: list[Op] = []
         self._forward_ops = 0
-        self._saves: list[tuple[Save, Block | None]] = []
+        self._saves: list[tuple[Save, Block | None, Use | None]] = []
         self._asks: list[Ask] = []
         self._modules = [""]
         self._inside = [0]
@@ -84,13 +95,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._blocks.add(tensor, 0, 0)
 
     def watch(self, model: nn.Module) -> None:
-        """Names the modules of ``model``, a copy, as they are called."""
+        """Names the modules of ``model`` as they are called, until ``unwatch``."""
         for name, module in model.named_modules():
             if module is not model:
                 self._modules.append(name)
             number = 0 if module is model else len(self._modules) - 1
-            module.register_forward_pre_hook(self._entering(number), prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._leaving)
+            entering = module.register_forward_pre_hook(self._entering(number), prepend=True, with_kwargs=True)
+            self._hooks += [entering, module.register_forward_hook(self._leaving)]
+
+    def unwatch(self) -> None:
+        """Takes its hooks off the modules."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _entering(self, number: int) -> Callable[..., None]:
         def entering(module: nn.Module, arguments: Any, named: Any) -> None:
@@ -127,7 +143,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         when = "backward of " if self._is_backward else ""
         return PlanError(
             f"{when}{where} {what}. A plan is made without computing anything: what a step does may depend on shapes, "
-            "and on integers and booleans among the inputs, but on no other numbers"
+            "and on integers and booleans among the inputs, but on no other numbers. Where the model trains on a CPU, "
+            'plan from real steps in its place, in which nothing is traced: eo.plan(..., device="here", steps=2)'
         )
 
     # -- operators ----------------------------------------------------------------------------------------------------
@@ -153,6 +170,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def _run(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Runs an operator: on fakes, or on known numbers."""
+        if self._is_real:
+            began = time.perf_counter()
+            result = func(*args, **named)
+            self._unwritten += time.perf_counter() - began
+            return result
         tensors = [one for one in tree_iter((args, named)) if isinstance(one, Tensor)]
         known = all(self._has_numbers(one) for one in tensors)
         try:
@@ -187,6 +209,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if nbytes:
             name = call.target._schema.name.removeprefix("aten::")
             self._ops.append(Op(name, module, flops_of(call), nbytes, is_single(call)))
+            self.seconds.append(self._unwritten)
+            self._unwritten = 0.0
 
     # -- autograd -----------------------------------------------------------------------------------------------------
 
@@ -217,11 +241,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         whole = tensor.nbytes if block is None and reason is KeepReason.LAYOUT else tensor.untyped_storage().nbytes()
         self._nodes.setdefault(autograd_sequence(), len(self._nodes))
         node = self._nodes[autograd_sequence()]
-        self._saves.append((Save(tensor.nbytes, tensor.requires_grad, stays, -1, whole, op, node), block))
+        save = Save(tensor.nbytes, tensor.requires_grad, stays, -1, whole, op, node)
         if block is None or not (goes_along or reason is None):
+            self._saves.append((save, block, None))
             with _as_it_is(tensor):
                 return _Kept(tensor if tensor.is_leaf else tensor.detach(), number)
         saved = self._blocks.save(block, tensor, op)
+        self._saves.append((save, block, saved.use))
         return _Moved(saved, number, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, handle: _Kept | _Moved) -> Tensor:
@@ -246,8 +272,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._blocks.note_deaths(len(self._ops))
         numbers, storages, other_bytes = self._blocks.result(len(self._ops))
         saves = tuple(
-            save if save.reason is not None or block is None else _of_block(save, block, numbers.get(block, -1))
-            for save, block in self._saves
+            save if save.reason is not None or block is None else _of_block(save, block, numbers.get(block, -1), use)
+            for save, block, use in self._saves
         )
         modules = tuple(self._modules)
         calls, arguments = self._calls.result(numbers, len(self._ops))
@@ -255,8 +281,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, calls, arguments)
 
 
-def _of_block(save: Save, block: Block, number: int) -> Save:
+def _of_block(save: Save, block: Block, number: int, use: Use | None) -> Save:
     """A save that may move by its kind; ``number`` is -1 where its storage does not."""
+    if number >= 0 and use is not None and not use.is_asked:
+        return save  # of a graph that was dropped, before the storage was saved for another one
     is_alive = number < 0 and block.asked is not None and None in block.moved
     return save._replace(storage=number, is_alive=is_alive)
 

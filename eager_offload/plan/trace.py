@@ -31,7 +31,7 @@ from eager_offload.plan.recorder import Recorder
 from eager_offload.plan.stand_ins import StandIns
 from eager_offload.skipping import SkippedModules
 
-__all__ = ["trace"]
+__all__ = ["arguments_of", "loss_of", "nothing_left_behind", "trace"]
 
 
 def trace(
@@ -58,9 +58,9 @@ def trace(
         PlanError: what the model does depends on numbers that nobody has.
     """
     recorder, skipped = Recorder(min_bytes), SkippedModules()
-    with _nothing_left_behind(), FakeTensorMode(allow_non_fake_inputs=True):
+    with nothing_left_behind(), FakeTensorMode(allow_non_fake_inputs=True):
         stand_ins = StandIns(recorder.has)
-        arguments, named = _arguments(stand_ins.of_inputs(inputs))
+        arguments, named = arguments_of(stand_ins.of_inputs(inputs))
         traced, made_loss = stand_ins.copy_of(model, loss)
         if skip:
             skipped.add(traced, skip)
@@ -71,7 +71,7 @@ def trace(
                     torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
                     checkpointed(traced, again),
                 ):
-                    total = _loss_of(traced(*arguments, **named), made_loss)
+                    total = loss_of(traced(*arguments, **named), made_loss)
                 recorder.begin_backward()
                 total.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it
         except PlanError:
@@ -83,7 +83,7 @@ def trace(
         return recorder.program()
 
 
-def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+def loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     """The loss, as a number.
 
     Raises:
@@ -104,7 +104,8 @@ def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     return found if found.dim() == 0 else found.sum()
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with, by position and by name."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
@@ -117,7 +118,7 @@ def _is_of_fakes(error: Exception) -> bool:
 
 
 @contextmanager
-def _nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind() -> Iterator[None]:
     """Autograd is on, whatever the caller has switched off, and random numbers go on afterwards as if nothing were."""
     state, own = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")

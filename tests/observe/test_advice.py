@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import eager_offload as eo
 from eager_offload.observe.advice import RULES, Rule, _knob, advise
+from eager_offload.stats import PlanOutcome
 
 MIB, GIB = 1 << 20, 1 << 30
 #: A run with nothing to be said about.
@@ -41,6 +43,7 @@ def kept(reason: str, nbytes: int) -> dict[str, Any]:
 
 
 FULL = {"demotions": {"budget": 2}, **kept("budget", GIB)}
+PLAN = PlanOutcome(3 * GIB, 0.5)
 WAITS = {"stall_seconds": 5.0, "window_stall_seconds": 1.0}
 #: What is to be said of a run, and how it begins and goes on; nothing else is said of it.
 SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
@@ -160,6 +163,34 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({**WAITS, "window_stall_seconds": 5.0, "steps": 100}, {}, ["Compute waited", "the windows hold all that a step"]),
     ({"keeps_freed_memory": True}, {}, ["Freed memory of the CPU stays", "eo.release_freed_memory()"]),
     ({"keeps_freed_memory": True, "steps": 1000}, {}, ["Nothing held"]),
+    # in the terms of a plan
+    ({"plan": PLAN}, {}, ["Nothing held"]),
+    ({"plan": PLAN, "demotions": {"over_budget": 1}}, {}, ["Once the peak was found above", "predicts 3.0 GiB. Name"]),
+    (
+        {"plan": replace(PLAN, peak_bytes=4 * GIB), "demotions": {"over_budget": 2}},
+        {},
+        ["2 times the peak was found", "predicts 3.0 GiB, 4.0 GiB were measured of it. Name what else is on the"],
+    ),
+    (
+        {"plan": PLAN, "plan_misses": {"size": 2, "order": 1}, "followed_forwards": 20},
+        {},
+        ["3 forwards differed from what was planned (order 1, size 2), where 20 began to follow it: plan with the"],
+    ),
+    ({"plan": PLAN, "plan_misses": {"size": 1}, "followed_forwards": 20}, {}, ["Nothing held"]),  # the last batch
+    ({"plan_misses": {"size": 3}, "followed_forwards": 1}, {}, ["Nothing held"]),  # of plans that were recorded
+    (
+        {"plan": PLAN, "stall_seconds": 20.0, "out_seconds": 50.0, "in_seconds": 30.0},
+        {},
+        ["Compute waited 20 % of the time. The plan predicted a step of 0.5 s: plan for a larger device_budget"],
+    ),
+    (
+        {"plan": replace(PLAN, step_seconds=0.75), **WAITS},
+        {},
+        ["Compute waited 5.0 % of the time.", "a step of 0.5 s, and 0.75 s were measured: plan for a larger"],
+    ),
+    ({"plan": PLAN, **kept("newest", 4 * GIB)}, {}, ["Nothing held"]),  # as it says
+    ({"plan": PLAN, **kept("small", GIB), "small_bytes_largest": MIB}, {"min_bytes": "4MiB"}, ["Nothing held"]),
+    ({"plan": PLAN, "forwarded_bytes": 4 * GIB}, {}, ["4.0 GiB (50 %", "A plan for a larger device_budget leaves"]),
 ]
 
 

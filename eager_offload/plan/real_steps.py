@@ -1,0 +1,133 @@
+"""Real steps of a model on the CPU, written down as a ``Program`` with the time that each operator took.
+
+[Note: real steps]
+Nothing is traced: the model itself runs, forward and backward, so what it does may depend on any number. The recorder
+is the one of a trace. What autograd saves it copies, so that a storage goes when forward lets go of it, as it would if
+it had left; so a step takes the memory of a step, and the largest saved storage once more. Operators are timed where
+they run, without what the recorder does. Gradients, parameters, buffers and random numbers are afterwards what they
+were; what a model counts in attributes of its own goes on counting. A few operators fill what they have saved only
+afterwards: its copy has other numbers then, and so have gradients, which nobody looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from eager_offload._torch import tree_iter, tree_map
+from eager_offload.errors import ConfigError
+from eager_offload.plan.program import Program
+from eager_offload.plan.recorder import Recorder
+from eager_offload.plan.trace import arguments_of, loss_of, nothing_left_behind
+from eager_offload.skipping import SkippedModules
+
+__all__ = ["Measured", "record"]
+
+
+class Measured(NamedTuple):
+    """What real steps have done."""
+
+    program: Program
+    """Of the last one."""
+    seconds: tuple[float, ...]
+    """How long each of its operators took: the least of the steps that had the same ones."""
+
+
+def record(
+    model: nn.Module,
+    inputs: object,
+    loss: Callable[[Any], Tensor] | None,
+    steps: int,
+    *,
+    min_bytes: int,
+    skip: Sequence[str] = (),
+) -> Measured:
+    """Runs ``steps`` training steps without an optimizer; arguments as for ``trace``.
+
+    Raises:
+        ConfigError: a tensor is not on the CPU, or a pattern matches no module.
+        PlanError: there is no loss.
+    """
+    inputs = tree_map(_leaf, inputs)
+    given = [one for one in tree_iter(inputs) if isinstance(one, Tensor)]
+    parts = [one for one in (model, loss) if isinstance(one, nn.Module)]
+    for one in (*_own(parts), *given):
+        if one.device.type != "cpu":
+            raise ConfigError(
+                f"steps={steps!r} is not accepted for a model on {one.device}: real steps are timed on a CPU alone, "
+                "where an operator is over when its call returns. Leave steps out: the step is traced then"
+            )
+    found: list[Measured] = []
+    for _ in range(steps):
+        with nothing_left_behind(), _put_back(parts, given):
+            found.append(_recorded(model, inputs, [*_own(parts), *given], loss, min_bytes, skip))
+    last = found[-1]
+    alike = [one.seconds for one in found if one.program.ops == last.program.ops]
+    return Measured(last.program, tuple(map(min, zip(*alike, strict=True))))
+
+
+def _recorded(
+    model: nn.Module,
+    inputs: object,
+    there: Sequence[Tensor],
+    loss: Callable[[Any], Tensor] | None,
+    min_bytes: int,
+    skip: Sequence[str],
+) -> Measured:
+    recorder, skipped = Recorder(min_bytes, is_real=True), SkippedModules()
+    for one in there:
+        recorder.has(one)
+    arguments, named = arguments_of(inputs)
+    try:
+        if skip:
+            skipped.add(model, skip)
+        recorder.watch(model)
+        with recorder:
+            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+                total = loss_of(model(*arguments, **named), loss)
+            recorder.begin_backward()
+            total.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it
+            del total
+        return Measured(recorder.program(), tuple(recorder.seconds))
+    finally:
+        recorder.unwatch()
+        skipped.end()
+
+
+def _own(parts: Sequence[nn.Module]) -> list[Tensor]:
+    """Their parameters and buffers."""
+    return [one for part in parts for one in (*part.parameters(), *part.buffers())]
+
+
+def _leaf(one: object) -> object:
+    """An input that belongs to no graph, which a backward would free."""
+    if isinstance(one, Tensor) and not one.is_leaf:
+        return one.detach().requires_grad_(one.requires_grad)
+    return one
+
+
+@contextmanager
+def _put_back(parts: Sequence[nn.Module], given: Sequence[Tensor]) -> Iterator[None]:
+    """Gradients, parameters and buffers are what they were, bit for bit, and the same tensors."""
+    leaves = [one for one in (*_own(parts), *given) if one.is_leaf]
+    gradients = [one.grad for one in leaves]
+    owners = [(module._buffers, dict(module._buffers)) for part in parts for module in part.modules()]
+    numbers = [(one, one.detach().clone()) for one in _own(parts)]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+        for now, before in owners:
+            now.clear()
+            now.update(before)
+        with torch.no_grad():
+            for tensor, number in numbers:
+                if not torch.equal(tensor, number):  # to write the same would spoil graphs that have saved it
+                    tensor.copy_(number)
