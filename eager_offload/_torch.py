@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_iter, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     import torch._inductor.config as inductor_config
@@ -86,6 +86,7 @@ __all__ = [
     "dispatch_modes",
     "fake_mode_of",
     "finish_collective",
+    "flatten_with_names",
     "function_modes",
     "has_compiled",
     "hide_from_compilers",
@@ -122,11 +123,13 @@ __all__ = [
     "share_calling_convention",
     "sharing_versions",
     "storage_key",
+    "stream_is_capturing",
     "streams_are_values",
     "top_pack_hook",
     "trace_bans_on_hooks",
     "tree_iter",
     "tree_map",
+    "unflatten",
     "unseen",
     "version_of",
     "weak_storage",
@@ -459,6 +462,30 @@ def is_capturing(index: int | None) -> bool:
         return torch.accelerator.current_stream(index).is_capturing()
     asks: Callable[[], bool] = getattr(torch.get_device_module(), "is_current_stream_capturing", bool)
     return asks()
+
+
+def stream_is_capturing(stream: torch.Stream) -> bool:
+    """Whether what is enqueued on ``stream``, of an accelerator that is in use, goes into a graph."""
+    if hasattr(torch.Stream, "is_capturing"):
+        return stream.is_capturing()
+    before = torch.accelerator.current_stream(stream.device_index)
+    selected = torch.accelerator.current_device_index()
+    torch.accelerator.set_stream(stream)  # and its device
+    try:
+        return is_capturing(stream.device_index)
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(selected)
+
+
+def flatten_with_names(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
+    """What stands in tuples, lists and dicts: where, such as ``[0]['mask']``, what, and how they are nested."""
+    found, structure = tree_flatten_with_path(tree)
+    return [keystr(path) for path, _ in found], [leaf for _, leaf in found], structure
+
+
+#: The inverse: from what stands there and how it is nested.
+unflatten = tree_unflatten
 
 
 #: Has operators run by what lies below autograd.
