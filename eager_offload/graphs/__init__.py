@@ -15,6 +15,7 @@ from eager_offload.errors import (
     StaleEventError,
     UnjoinedStreamError,
 )
+from eager_offload.graphs.graph import CapturedGraph, GraphCaptureGuard, make_graphed_callable
 from eager_offload.graphs.inputs import DeviceScalar, StaticInputs
 from eager_offload.graphs.pools import (
     CapturePool,
@@ -33,7 +34,9 @@ __all__ = [
     "CapturePool",
     "CaptureStateError",
     "CaptureStatus",
+    "CapturedGraph",
     "DeviceScalar",
+    "GraphCaptureGuard",
     "GraphError",
     "GraphPoolHandle",
     "HostAllocationUnderCaptureError",
@@ -48,5 +51,6 @@ __all__ = [
     "capture_status",
     "graph_pool_handle",
     "is_capturing",
+    "make_graphed_callable",
     "release_graph_pool_handle",
 ]

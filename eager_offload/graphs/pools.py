@@ -20,11 +20,13 @@ from eager_offload.errors import (
 )
 from eager_offload.graphs.status import CaptureStatus, capture_status
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
-from eager_offload.runtime.base import ALIGNMENT
+from eager_offload.runtime.base import ALIGNMENT, Event
+from eager_offload.runtime.captures import MemoryPool
 
 __all__ = [
     "CapturePool",
     "GraphPoolHandle",
+    "ReplayOrder",
     "capture_pool_for_handle",
     "graph_pool_handle",
     "release_graph_pool_handle",
@@ -44,6 +46,16 @@ def require_runtime(what: str) -> AcceleratorRuntime:
             "followed (OffloadConfig.step_plans) is what repeats decisions there"
         )
     return accelerator_runtime()
+
+
+class ReplayOrder:
+    """Has replays that share memory come one after another."""
+
+    def __init__(self) -> None:
+        #: Held while one is launched, which a signal handler may do in the midst of another launch.
+        self.lock = threading.RLock()
+        #: Behind the last one.
+        self.latest: Event | None = None
 
 
 class CapturePool:
@@ -67,6 +79,9 @@ class CapturePool:
         self._sealed = False
         self._capture: object | None = None
         self._graphs: weakref.WeakSet[object] = weakref.WeakSet()
+        self._memory: MemoryPool | None = None
+        #: Of the replays of all graphs of this pool.
+        self.order = ReplayOrder()
         self._slab: Tensor | None = None
         self._slab_used = 0
 
@@ -105,14 +120,12 @@ class CapturePool:
         with self._lock:
             self._check_open("host memory was asked for")
             start = -(-self._slab_used // ALIGNMENT) * ALIGNMENT
-            captures = capture_status() is not CaptureStatus.NONE
-            if start + nbytes > self._host_bytes or (self._slab is None and captures):
-                left = max(self._host_bytes - start, 0) if self._slab is not None else 0
-                kind = HostAllocationUnderCaptureError if captures else CapacityError
+            if start + nbytes > self._host_bytes:
+                kind = CapacityError if capture_status() is CaptureStatus.NONE else HostAllocationUnderCaptureError
                 raise kind(
-                    f"{nbytes:,} bytes of pinned memory were asked for, and the pool has {left:,} left of its "
-                    f"{self._host_bytes:,}: make it with CapturePool(host_bytes=...) of what all captures need together"
-                    + (", and ask for the first part before a capture begins" if captures and self._host_bytes else "")
+                    f"{nbytes:,} bytes of pinned memory were asked for, and the pool has "
+                    f"{max(self._host_bytes - start, 0):,} left of its {self._host_bytes:,}: make it with "
+                    "CapturePool(host_bytes=...) of what all captures need together"
                 )
             if self._slab is None:
                 self._slab = runtime.host_buffer(self._host_bytes)
@@ -170,18 +183,18 @@ class CapturePool:
                 raise PoolInUseError("a capture was begun with a pool that another one uses: one at a time")
             self._capture = capture
 
-    def end(self, graph: object | None) -> None:
-        """The capture has ended, with ``graph`` or without one."""
+    def end(self, graph: object | None, memory: MemoryPool | None = None) -> None:
+        """The capture has ended, with ``graph``, whose device memory is ``memory``, or without one."""
         with self._lock:
             self._capture = None
             if graph is not None:
                 self._graphs.add(graph)
-                self._sealed = True
+                self._sealed, self._memory = True, memory
 
     @property
-    def graphs(self) -> list[object]:
-        """Those captured with this pool that live."""
-        return list(self._graphs)
+    def memory(self) -> MemoryPool | None:
+        """The device memory of the graphs that live; torch knows none by this name once the last one has gone."""
+        return self._memory if self._graphs else None
 
     def _check_open(self, what: str) -> None:
         if self._sealed:

@@ -7,13 +7,14 @@ import pickle
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import eager_offload as eo
-from eager_offload import graphs
+from eager_offload import _torch, graphs
 from eager_offload.graphs import (
     CaptureInputError,
     CapturePool,
@@ -23,6 +24,8 @@ from eager_offload.graphs import (
     PoolSealedError,
     StaticInputs,
 )
+from eager_offload.runtime.captures import Capture
+from eager_offload.runtime.host import host_runtime
 
 ERRORS = [name for name in graphs.__all__ if name.endswith("Error")]
 
@@ -61,6 +64,105 @@ def test_nothing_is_captured_where_nothing_can_be() -> None:
     found = [(status.is_capturing, status.is_invalidated) for status in CaptureStatus]
     assert found == [(False, False), (True, False), (False, True)]
     assert [mode.value for mode in graphs.CaptureMode] == ["global", "thread_local", "relaxed"]
+
+
+def test_a_cpu_captures_nothing() -> None:
+    runtime = host_runtime()
+    assert not runtime.captures
+    stream: Any = runtime.current_stream(torch.device("cpu"))
+    for call in (
+        lambda: runtime.begin_capture(stream, graphs.CaptureMode.GLOBAL),
+        lambda: runtime.end_capture(Capture(None, stream, graphs.CaptureMode.GLOBAL, None)),
+        lambda: runtime.abandon_capture(Capture(None, stream, graphs.CaptureMode.GLOBAL, None)),
+    ):
+        with pytest.raises(graphs.NoAcceleratorError, match="captures nothing"):
+            call()
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_what_needs_a_device_says_so() -> None:
+    for call in (
+        graphs.GraphCaptureGuard,
+        lambda: graphs.make_graphed_callable(lambda: None),
+        lambda: CapturePool("1MiB").host_buffer(8),
+    ):
+        with pytest.raises(graphs.NoAcceleratorError, match="a CPU has nothing to capture"):
+            call()
+
+
+# -- which of torch's calls -------------------------------------------------------------------------------------------
+
+CUDA = torch.device("cuda")
+
+
+class OfCuda(torch.cuda.CUDAGraph):
+    """Writes down how it is called."""
+
+    def __new__(cls, keep_graph: bool = False) -> Any:
+        return object.__new__(cls)
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.calls: list[object] = []
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
+        self.calls.append((pool, capture_error_mode))
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+    def __del__(self) -> None:
+        pass
+
+
+def test_without_a_graph_of_the_accelerator_cuda_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.accelerator, "Graph", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: CUDA)
+    assert _torch.graph_kind.__wrapped__() is torch.cuda.CUDAGraph
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    assert _torch.graph_kind.__wrapped__() is None
+    graph = OfCuda()
+    _torch.begin_graph(graph, (0, 7), "thread_local")
+    assert graph.calls == [((0, 7), "thread_local")]
+
+
+@pytest.mark.parametrize(
+    ("version", "knows", "ended", "calls"),
+    [
+        ("2.11.0+cu130", False, True, ["end", "release"]),  # it takes the capture for one that goes on
+        ("2.13.0+cu130", True, True, ["release"]),
+        ("2.13.0+cu130", True, False, []),  # the pool was never taken
+        ("2.14.0", True, True, []),
+    ],
+)
+def test_a_torch_that_keeps_the_memory_of_a_failed_capture_is_made_to_give_it_back_once(
+    monkeypatch: pytest.MonkeyPatch, version: str, knows: bool, ended: bool, calls: list[str]
+) -> None:
+    found: list[str] = []
+
+    def end(index: int, memory: tuple[int, int]) -> None:
+        if knows:
+            raise RuntimeError("not currently recording to mempool_id")
+        found.append("end")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *_: found.append("release"), raising=False)
+    monkeypatch.setattr(torch, "__version__", version)
+    graph = OfCuda()
+    _torch.release_failed_graph(graph, 0, (0, 7), ended=ended)
+    assert (graph.calls, found) == (["reset"], calls)
+
+
+def test_an_older_torch_is_asked_about_a_stream_while_it_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    selected: list[Any] = [SimpleNamespace(name="before", device_index=0)]
+    monkeypatch.setattr(torch, "Stream", object)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda index: selected[-1])
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_stream", selected.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", selected.append)
+    monkeypatch.setattr(_torch, "is_capturing", lambda index: selected[-1].name == "captured")
+    stream: Any = SimpleNamespace(name="captured", device_index=0)
+    assert _torch.stream_is_capturing(stream)
+    assert [getattr(one, "name", one) for one in selected] == ["before", "captured", "before", 0]
 
 
 # -- pools ------------------------------------------------------------------------------------------------------------
@@ -150,12 +252,6 @@ def test_handles_name_pools_until_they_are_released() -> None:
 def test_a_size_that_is_none_is_an_error() -> None:
     with pytest.raises(eo.ConfigError, match="host_bytes"):
         CapturePool(host_bytes="much")
-
-
-@pytest.mark.usefixtures("no_accelerator")
-def test_pinned_memory_needs_a_device_to_pin_it_for() -> None:
-    with pytest.raises(graphs.NoAcceleratorError, match="a CPU has nothing to capture"):
-        CapturePool("1MiB").host_buffer(8)
 
 
 # -- inputs -----------------------------------------------------------------------------------------------------------
