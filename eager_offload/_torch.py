@@ -13,7 +13,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from operator import attrgetter, methodcaller
 from types import FrameType
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_iter, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     import torch._inductor.config as inductor_config
@@ -70,6 +70,7 @@ __all__ = [
     "asker_may_return_it",
     "autograd_sequence",
     "base_of",
+    "begin_graph",
     "below_autograd",
     "channels_last_strides",
     "checkpoint_hooks",
@@ -86,7 +87,10 @@ __all__ = [
     "dispatch_modes",
     "fake_mode_of",
     "finish_collective",
+    "flatten_with_names",
     "function_modes",
+    "graph_kind",
+    "graph_memory_pool",
     "has_compiled",
     "hide_from_compilers",
     "hint",
@@ -106,6 +110,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "module_call",
     "neg_view",
+    "new_graph",
     "node_sequence",
     "offloaded_modules",
     "order_recomputed_kernels",
@@ -113,6 +118,7 @@ __all__ = [
     "preserve_node_ordering",
     "profiled",
     "profiler_is_on",
+    "release_failed_graph",
     "rename_node",
     "replace_checkpoint_modes",
     "replace_hook_inlining",
@@ -122,11 +128,13 @@ __all__ = [
     "share_calling_convention",
     "sharing_versions",
     "storage_key",
+    "stream_is_capturing",
     "streams_are_values",
     "top_pack_hook",
     "trace_bans_on_hooks",
     "tree_iter",
     "tree_map",
+    "unflatten",
     "unseen",
     "version_of",
     "weak_storage",
@@ -222,6 +230,7 @@ PRIVATE_NAMES = {
     "a backward has no end in traces": ("torch.autograd.Variable._execution_engine",),
     "profiles have no ranges of the library": ("torch.autograd.profiler._is_profiler_enabled",),
     "CUDA and XPU say it of the selected device; no other does": ("torch.Stream.is_capturing",),
+    "a capture that fails keeps its device memory": ("torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool"),
 }
 OTHER_VERSIONS = {
     "torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass": "2.13 on, not 2.11",
@@ -459,6 +468,87 @@ def is_capturing(index: int | None) -> bool:
         return torch.accelerator.current_stream(index).is_capturing()
     asks: Callable[[], bool] = getattr(torch.get_device_module(), "is_current_stream_capturing", bool)
     return asks()
+
+
+def stream_is_capturing(stream: torch.Stream) -> bool:
+    """Whether what is enqueued on ``stream``, of an accelerator that is in use, goes into a graph."""
+    if hasattr(torch.Stream, "is_capturing"):
+        return stream.is_capturing()
+    before = torch.accelerator.current_stream(stream.device_index)
+    selected = torch.accelerator.current_device_index()
+    torch.accelerator.set_stream(stream)  # and its device
+    try:
+        return is_capturing(stream.device_index)
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(selected)
+
+
+@functools.cache
+def graph_kind() -> type[Any] | None:
+    """What captures and replays on the accelerator of this process; ``None`` where this torch has nothing that does.
+
+    ``torch.accelerator.Graph``, since 2.13 and where the backend has registered one, else ``torch.cuda.CUDAGraph``.
+    """
+    kind: Any = getattr(torch.accelerator, "Graph", None)
+    with suppress(RuntimeError, NotImplementedError):
+        if kind is not None and kind() is not None:
+            return cast(type[Any], kind)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.cuda.CUDAGraph if accelerator is not None and accelerator.type == "cuda" else None
+
+
+def new_graph(keep: bool) -> Any:
+    """A graph in which nothing is captured yet. With ``keep`` it can be dumped, and its first replay makes it ready."""
+    kind = graph_kind()
+    assert kind is not None
+    graph = kind(keep_graph=keep)
+    if keep and graph_memory_pool() is None:  # on CUDA that is a mode of the process, in which graphs leak
+        graph.enable_debug_mode()
+    return graph
+
+
+def graph_memory_pool() -> tuple[int, int] | None:
+    """A name for memory that graphs share, for CUDA; others name it when a capture begins."""
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.cuda.graph_pool_handle() if accelerator is not None and accelerator.type == "cuda" else None
+
+
+def begin_graph(graph: Any, memory: tuple[int, int] | None, mode: str) -> None:
+    """Has ``graph`` capture the current stream of the selected device."""
+    if isinstance(graph, torch.cuda.CUDAGraph):
+        graph.capture_begin(cast(Any, memory), mode)
+    else:
+        graph.graph_pool, graph.capture_error_mode = memory, mode
+        graph.capture_begin()
+
+
+def release_failed_graph(graph: Any, index: int, memory: tuple[int, int] | None, *, ended: bool) -> None:
+    """Gives back what a graph has whose capture has failed, by ``ended`` at its end or at its begin.
+
+    To 2.13 torch keeps the device memory of such a graph on CUDA for good (pytorch#180395, #190308), and 2.11 goes on
+    to take the capture for one that is under way. Builds for ROCm have been put right without another version.
+    """
+    graph.reset()
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if memory is None or torch.version.hip is not None or release > (2, 13):
+        return
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(index, memory)  # raises where the allocator knows that the capture is over
+        ended = True
+    if ended:
+        with suppress(RuntimeError):
+            torch._C._cuda_releasePool(index, memory)
+
+
+def flatten_with_names(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
+    """What stands in tuples, lists and dicts: where, such as ``[0]['mask']``, what, and how they are nested."""
+    found, structure = tree_flatten_with_path(tree)
+    return [keystr(path) for path, _ in found], [leaf for _, leaf in found], structure
+
+
+#: The inverse: from what stands there and how it is nested.
+unflatten = tree_unflatten
 
 
 #: Has operators run by what lies below autograd.

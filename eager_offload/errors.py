@@ -9,12 +9,23 @@ from typing import Any
 
 __all__ = [
     "CapacityError",
+    "CaptureInputError",
+    "CaptureInvalidatedError",
+    "CaptureStateError",
     "ConfigError",
     "CorruptionError",
+    "GraphError",
+    "HostAllocationUnderCaptureError",
+    "NoAcceleratorError",
     "OffloadError",
     "PlanError",
+    "PoolInUseError",
+    "PoolSealedError",
     "SavedTensorModifiedError",
+    "ScheduleMismatchError",
+    "StaleEventError",
     "TransferError",
+    "UnjoinedStreamError",
     "captured",
     "reentered",
     "warn",
@@ -78,9 +89,59 @@ class SavedTensorModifiedError(OffloadError):
     """
 
 
-def captured(what: str) -> OffloadError:
+class GraphError(OffloadError):
+    """The base of the errors of ``eager_offload.graphs``, and of a capture in whose way something is."""
+
+
+class NoAcceleratorError(GraphError):
+    """There is nothing to capture: no accelerator, or one of whose work this torch makes no graphs."""
+
+
+class CaptureStateError(GraphError):
+    """This cannot be done in a capture, or only in one: such as to begin another, to have the host wait, or to launch.
+
+    The capture is as valid as it was before the call.
+    """
+
+
+class CaptureInvalidatedError(GraphError):
+    """A call that the driver does not permit in a capture came before, and made the capture void."""
+
+
+class UnjoinedStreamError(GraphError):
+    """A stream came into the capture by waiting for an event of it, and the capture ended without waiting for it."""
+
+
+class StaleEventError(GraphError):
+    """An event that was recorded in a capture is a part of that graph: outside it stands for no moment."""
+
+
+class PoolSealedError(GraphError):
+    """A graph has been captured with this pool, and ``unseal`` has not been called since."""
+
+
+class PoolInUseError(GraphError):
+    """Graphs that live, or a capture that is under way, need what the pool holds."""
+
+
+class HostAllocationUnderCaptureError(GraphError):
+    """Host memory for a device cannot be had while a graph is captured: to pin it would invalidate the capture.
+
+    The text says how many bytes were asked for, and how many the pool has left.
+    """
+
+
+class ScheduleMismatchError(GraphError):
+    """A step that is captured does not do what its warm-ups did. The text has the first difference, and both sides."""
+
+
+class CaptureInputError(GraphError, ValueError):
+    """What a replay is given differs from what was captured. The text names where, and has both sides."""
+
+
+def captured(what: str) -> CaptureStateError:
     """What is raised where a stream is being captured into a graph, and ``what`` cannot be a part of it."""
-    return OffloadError(
+    return CaptureStateError(
         f"{what} while the current stream of the accelerator is being captured into a graph. A replay does not repeat "
         "what the host does for a transfer, and its events would invalidate the capture. Leave the capture out of "
         "`with offload:`, or `with offload:` out of the capture"

@@ -28,6 +28,7 @@ BELOW = {
         *("observe", "step_plan", "offload", "simulation"),
     },
     "simulation": {"runtime", "tiers"},
+    "graphs": {"runtime", "config"},
 }
 LEAVES = {"_torch", "config", "errors", "live_bytes", "machine", "malloc"}
 

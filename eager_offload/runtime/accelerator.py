@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import streams_are_values
-from eager_offload.errors import OffloadError
+from eager_offload.errors import HostAllocationUnderCaptureError, OffloadError
 from eager_offload.runtime.accelerator_api import AcceleratorApi
+from eager_offload.runtime.accelerator_captures import AcceleratorCaptures
 from eager_offload.runtime.accelerator_events import AcceleratorEvent, EventPool
 from eager_offload.runtime.base import ALIGNMENT, DeviceMemory, Direction, Event, Hop, Layout, Runtime, Stream
+from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode, MemoryPool
 from eager_offload.runtime.device_clock import DeviceClocks, DeviceMark
 from eager_offload.runtime.link_probe import LinkProbe
 from eager_offload.runtime.pinned import PinnedMemory
@@ -78,6 +80,7 @@ class AcceleratorRuntime(Runtime):
         self._pinned = PinnedMemory(self._api)
         self._staging = Staging(self, self._enqueue)
         self._events = EventPool(self._api)
+        self._captures = AcceleratorCaptures(self._api, self._events)
         self._clocks = DeviceClocks(partial(self._events.record, timed=True))
         #: How many copies each transfer stream was given.
         self._copies: dict[torch.Stream, int] = {}
@@ -90,6 +93,27 @@ class AcceleratorRuntime(Runtime):
 
     def is_capturing(self, device: torch.device | None = None) -> bool:
         return not self._inherited and self._api.is_capturing(None if device is None else _index(device))
+
+    @property
+    def captures(self) -> bool:
+        return not self._inherited and self._api.makes_graphs()
+
+    def begin_capture(
+        self, stream: Stream, mode: CaptureMode, pool: MemoryPool | None = None, *, keep: bool = False
+    ) -> Capture:
+        assert isinstance(stream, torch.Stream)
+        self._indexed(stream.device)
+        if not self.captures:
+            return super().begin_capture(stream, mode, pool, keep=keep)
+        if not self.is_capturing():
+            self.poll()
+        return self._captures.begin(stream, mode, pool, keep=keep)
+
+    def end_capture(self, capture: Capture) -> None:
+        self._captures.end(capture)
+
+    def abandon_capture(self, capture: Capture) -> None:
+        self._captures.abandon(capture)
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> torch.Stream:
         """The process's one transfer stream of ``device`` in ``direction``; created at the first call.
@@ -142,7 +166,12 @@ class AcceleratorRuntime(Runtime):
 
         Raises:
             MemoryError: the system has no room.
+            HostAllocationUnderCaptureError: a graph is being captured, which to pin would invalidate.
         """
+        if pin_memory and (CAPTURES.own() is not None or self.is_capturing()):
+            raise HostAllocationUnderCaptureError(
+                f"{nbytes:,} bytes of host memory were to be pinned while a graph is captured: have them before that"
+            )
         return self._pinned.allocate(nbytes) if pin_memory else self._pinned.pageable(nbytes)
 
     def slab_sizes(self, *, pin_memory: bool = True) -> SlabSizes | None:
@@ -312,6 +341,7 @@ class AcceleratorRuntime(Runtime):
     def after_fork(self) -> None:
         """The child has no device: what its parent started there is neither asked about nor given back."""
         self._inherited = True
+        CAPTURES.under_way = ()
         _of_the_parent.extend([self._kept, self._events, self._transfer_streams])
         self._transfer_streams = {}
         self._kept = deque()

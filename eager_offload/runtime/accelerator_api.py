@@ -6,11 +6,12 @@ Every decision is in ``accelerator.py``, above this line, where a double of thes
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, suppress
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from eager_offload import _torch
 from eager_offload._torch import host_registration, is_capturing
 
 __all__ = ["AcceleratorApi"]
@@ -43,6 +44,34 @@ class AcceleratorApi:
     def is_capturing(self, index: int | None) -> bool:
         """Whether the calling thread's current stream is being captured: of the selected device, for ``None``."""
         return is_capturing(index)
+
+    def makes_graphs(self) -> bool:
+        """Whether this torch makes graphs of what is enqueued on the accelerator."""
+        return _torch.graph_kind() is not None
+
+    def graph(self, keep: bool) -> Any:
+        """A new graph, in which nothing is captured; ``keep``: it can be dumped."""
+        return _torch.new_graph(keep)
+
+    def memory_pool(self) -> tuple[int, int] | None:
+        """A new name for memory that graphs share; ``None`` where a graph names it itself."""
+        return _torch.graph_memory_pool()
+
+    def begin_graph(self, graph: Any, memory: tuple[int, int] | None, mode: str) -> None:
+        """The current stream is captured from here on."""
+        _torch.begin_graph(graph, memory, mode)
+
+    def release_failed_graph(self, graph: Any, index: int, memory: tuple[int, int] | None, *, ended: bool) -> None:
+        """Gives back what a graph has whose capture has failed: at its end, or at its begin."""
+        _torch.release_failed_graph(graph, index, memory, ended=ended)
+
+    def synchronize(self, index: int) -> None:
+        """Makes the host wait for all streams of a device."""
+        torch.accelerator.synchronize(index)
+
+    def empty_cache(self) -> None:
+        """Gives memory back that nobody has: a graph allocates its own."""
+        torch.accelerator.empty_cache()
 
     def set_stream(self, stream: torch.Stream) -> None:
         """Selects ``stream`` on its device, and that device, for the calling thread."""

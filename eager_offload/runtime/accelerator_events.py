@@ -6,10 +6,12 @@ from collections import deque
 
 import torch
 
+from eager_offload.errors import CaptureStateError, StaleEventError
 from eager_offload.runtime.accelerator_api import AcceleratorApi
+from eager_offload.runtime.captures import CAPTURES, Capture
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = ["AcceleratorEvent", "EventPool"]
+__all__ = ["AcceleratorEvent", "CapturedEvent", "EventPool"]
 
 
 class AcceleratorEvent:
@@ -35,6 +37,11 @@ class AcceleratorEvent:
         """Makes what is enqueued on ``stream`` from here on come after this event."""
         # A stream is in order by itself, and what is enqueued now comes after what is already over.
         if not self._done and stream != self.recorded_on:
+            if CAPTURES.under_way and CAPTURES.of(stream) is not None:
+                raise CaptureStateError(
+                    "in a capture, a stream was told to wait for an event that was recorded outside of it after it had "
+                    "begun: no replay could. What came before the capture is over"
+                )
             stream.wait_event(self._event)
 
     def seconds_until(self, other: AcceleratorEvent) -> float | None:
@@ -49,16 +56,57 @@ class AcceleratorEvent:
             return None
 
     def query(self) -> bool:
-        """Whether it is over; never blocks."""
-        if not self._done:
+        """Whether it is over, as far as is known where a capture forbids to ask the driver; never blocks."""
+        if not self._done and not (CAPTURES.under_way and CAPTURES.forbid_queries()):
             self._done = self._event.query()
         return self._done
 
     def synchronize(self) -> None:
         """Makes the host wait until it is over."""
         if not self._done:
+            if CAPTURES.under_way and CAPTURES.own() is not None:
+                raise _no_wait()
             self._event.synchronize()
             self._done = True
+
+    def note_over(self) -> None:
+        """The host has waited for the whole device since this was recorded."""
+        self._done = True
+
+
+class CapturedEvent(AcceleratorEvent):
+    """A point on a stream that is being captured: a place in the graph, to which no moment belongs."""
+
+    __slots__ = ("_capture",)
+
+    def __init__(self, event: torch.Event, stream: torch.Stream, capture: Capture) -> None:
+        super().__init__(event, stream)
+        self._capture = capture
+
+    def wait_on(self, stream: torch.Stream) -> None:
+        self._check("a stream was told to wait for")
+        if stream == self.recorded_on:
+            return
+        if CAPTURES.of(stream) not in (self._capture, None):
+            raise StaleEventError("a stream that is captured was told to wait for an event of another capture")
+        stream.wait_event(self._event)
+        self._capture.streams.add(stream)
+
+    def query(self) -> bool:
+        self._check("the host asked about")
+        return False
+
+    def synchronize(self) -> None:
+        self._check("the host waited for")
+        raise _no_wait()
+
+    def _check(self, what: str) -> None:
+        if self._capture.is_over:
+            raise StaleEventError(f"{what} an event that was recorded in a capture, which is over")
+
+
+def _no_wait() -> CaptureStateError:
+    return CaptureStateError("the host was to wait for a device in a capture, where nothing runs before a replay")
 
 
 class _EventRecord(FinalizerRecord[AcceleratorEvent]):
@@ -103,8 +151,15 @@ class EventPool:
             event = gone.event
         except IndexError:
             event = self._api.event(stream.device, enable_timing=timed)
-        recorded = AcceleratorEvent(event, stream)
+        capture = CAPTURES.of(stream) if CAPTURES.under_way else None
+        recorded = AcceleratorEvent(event, stream) if capture is None else CapturedEvent(event, stream, capture)
         record = _EventRecord(recorded, kind.free.append)
         record.event = event
         kind.in_use.add(record)
         return recorded
+
+    def of(self, index: int) -> list[AcceleratorEvent]:
+        """Those of a device that somebody holds now."""
+        kinds = [kind for kind in (self._plain.get(index), self._timed.get(index)) if kind is not None]
+        found = [record() for kind in kinds for record in list(kind.in_use)]
+        return [event for event in found if event is not None]

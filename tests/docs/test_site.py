@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 import eager_offload as eo
+from eager_offload import graphs
 from eager_offload.config import VERSION
 from tests.docs.pages import PAGES, ROOT, links, name
 from tests.observe.browser import CHROMIUM, Browser
@@ -141,6 +142,7 @@ def test_every_public_name_is_on_the_page_of_the_api(site: Path) -> None:
 
     anchors = Page(site / "api.html").anchors
     assert not [one for one in eo.__all__ if f"eager_offload.{one}" not in anchors]
+    assert not [one for one in graphs.__all__ if f"eager_offload.graphs.{one}" not in anchors]
 
 
 def slug(heading: str) -> str:

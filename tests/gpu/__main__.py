@@ -9,6 +9,7 @@ import traceback
 
 import torch
 
+from tests.gpu.graph_scenarios import GRAPH_SCENARIOS
 from tests.gpu.machine import DeviceMachine
 from tests.gpu.scenarios import SCENARIOS, Skipped
 
@@ -27,7 +28,9 @@ def main() -> int:
         return 2
     failed = 0
     names = arguments.names or [""]
-    chosen = [scenario for scenario in SCENARIOS if any(name in scenario.__name__ for name in names)]
+    chosen = [
+        scenario for scenario in [*SCENARIOS, *GRAPH_SCENARIOS] if any(name in scenario.__name__ for name in names)
+    ]
     for scenario in chosen:
         machine, began = DeviceMachine(), time.perf_counter()
         try:

@@ -12,6 +12,7 @@ import torch
 from eager_offload import Offload
 from eager_offload.simulation.checker import Checker
 from tests.doubles.training_accelerator import TrainingAccelerator
+from tests.gpu.graph_scenarios import GRAPH_SCENARIOS
 from tests.gpu.machine import DeviceMachine, Machine
 from tests.gpu.scenarios import SCENARIOS, Scenario, Skipped
 
@@ -76,7 +77,7 @@ def test_on_the_double(scenario: Scenario) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine")
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", [*SCENARIOS, *GRAPH_SCENARIOS])
 def test_on_the_device(scenario: Scenario) -> None:
     machine = DeviceMachine()
     try:

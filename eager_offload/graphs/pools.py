@@ -1,0 +1,229 @@
+"""What graphs need for as long as they live, and may share: buffers, pinned memory, and memory of the device."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eager_offload.config import parse_size
+from eager_offload.errors import (
+    CapacityError,
+    HostAllocationUnderCaptureError,
+    NoAcceleratorError,
+    PoolInUseError,
+    PoolSealedError,
+)
+from eager_offload.graphs.status import CaptureStatus, capture_status
+from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.base import ALIGNMENT, Event
+from eager_offload.runtime.captures import MemoryPool
+
+__all__ = [
+    "CapturePool",
+    "GraphPoolHandle",
+    "ReplayOrder",
+    "capture_pool_for_handle",
+    "graph_pool_handle",
+    "release_graph_pool_handle",
+    "require_runtime",
+]
+
+
+def require_runtime(what: str) -> AcceleratorRuntime:
+    """The runtime of the accelerator, for ``what``.
+
+    Raises:
+        NoAcceleratorError: there is none.
+    """
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        raise NoAcceleratorError(
+            f"{what} needs an accelerator, and torch finds none: a CPU has nothing to capture. A step plan that is "
+            "followed (OffloadConfig.step_plans) is what repeats decisions there"
+        )
+    return accelerator_runtime()
+
+
+class ReplayOrder:
+    """Has replays that share memory come one after another."""
+
+    def __init__(self) -> None:
+        #: Held while one is launched, which a signal handler may do in the midst of another launch.
+        self.lock = threading.RLock()
+        #: Behind the last one.
+        self.latest: Event | None = None
+
+
+class CapturePool:
+    """Keeps what graphs that are captured with it use, for as long as one of them lives, or somebody holds the pool.
+
+    A capture that ends with a graph seals it: nothing is added, and no other capture begins, before ``unseal``. Graphs
+    with one pool share memory of the device as well; their replays come one after another, on whichever streams.
+
+    Args:
+        host_bytes: of the one slab of pinned memory that ``host_buffer`` hands out parts of, as a number or as a text
+            such as ``"256MiB"``; ``None`` for none.
+
+    Raises:
+        ConfigError: ``host_bytes`` is no size.
+    """
+
+    def __init__(self, host_bytes: int | str | None = None) -> None:
+        self._host_bytes = 0 if host_bytes is None else parse_size(host_bytes, "host_bytes")
+        self._lock = threading.RLock()
+        self._buffers: list[object] = []
+        self._sealed = False
+        self._capture: object | None = None
+        self._graphs: weakref.WeakSet[object] = weakref.WeakSet()
+        self._memory: MemoryPool | None = None
+        #: Of the replays of all graphs of this pool.
+        self.order = ReplayOrder()
+        self._slab: Tensor | None = None
+        self._slab_used = 0
+
+    def record_buffer(self, obj: object) -> int:
+        """Keeps ``obj``, of whatever kind, such as a tensor whose address a graph has.
+
+        Returns:
+            Its number, from 0 on; buffers go in this order.
+
+        Raises:
+            PoolSealedError: the pool is sealed.
+        """
+        with self._lock:
+            self._check_open("a buffer was recorded")
+            self._buffers.append(obj)
+            return len(self._buffers) - 1
+
+    @property
+    def buffer_count(self) -> int:
+        """How many buffers the pool keeps."""
+        return len(self._buffers)
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """A part of the slab: a flat ``uint8`` CPU tensor of ``nbytes``, pinned, in which nothing stands yet.
+
+        The first call pins the slab, so it comes before a capture. Parts are given back together, by
+        ``clear_buffers``; a tensor that is still alive then keeps the memory of all.
+
+        Raises:
+            NoAcceleratorError: there is none that memory could be pinned for.
+            PoolSealedError: the pool is sealed.
+            HostAllocationUnderCaptureError: in a capture, the slab has no room, or has yet to be pinned.
+            CapacityError: elsewhere, the slab has no room.
+        """
+        runtime = require_runtime("pinned memory")
+        with self._lock:
+            self._check_open("host memory was asked for")
+            start = -(-self._slab_used // ALIGNMENT) * ALIGNMENT
+            if start + nbytes > self._host_bytes:
+                kind = CapacityError if capture_status() is CaptureStatus.NONE else HostAllocationUnderCaptureError
+                raise kind(
+                    f"{nbytes:,} bytes of pinned memory were asked for, and the pool has "
+                    f"{max(self._host_bytes - start, 0):,} left of its {self._host_bytes:,}: make it with "
+                    "CapturePool(host_bytes=...) of what all captures need together"
+                )
+            if self._slab is None:
+                self._slab = runtime.host_buffer(self._host_bytes)
+            self._slab_used = start + nbytes
+            return self._slab[start : self._slab_used]
+
+    def seal(self) -> None:
+        """From here on nothing is added; a capture that ends with a graph calls this."""
+        with self._lock:
+            self._sealed = True
+
+    def unseal(self) -> None:
+        """Lets another capture begin, and buffers be recorded."""
+        with self._lock:
+            self._sealed = False
+
+    @property
+    def sealed(self) -> bool:
+        return self._sealed
+
+    def clear_buffers(self, force: bool = False) -> None:
+        """Lets go of the buffers, in the order in which they were recorded, and of the slab.
+
+        Args:
+            force: also where graphs that live use them, which must not be launched again then.
+
+        Raises:
+            PoolInUseError: graphs live, or a capture is under way, and ``force`` is not set.
+        """
+        with self._lock:
+            if not force and (self._graphs or self._capture is not None):
+                users = f"{len(self._graphs)} graphs" if self._graphs else "a capture that is under way"
+                raise PoolInUseError(
+                    f"the {self.buffer_count} buffers of the pool are in use by {users}: let go of them first, or call "
+                    "clear_buffers(force=True) if nothing launches them again"
+                )
+            buffers, self._buffers = self._buffers, []
+            self._slab, self._slab_used = None, 0
+        buffers.reverse()
+        while buffers:  # outside of the lock: what goes may run code of others
+            buffers.pop()
+
+    # -- for a capture ----------------------------------------------------------------------------------------------
+
+    def begin(self, capture: object) -> None:
+        """``capture`` begins, and uses the pool until ``end``.
+
+        Raises:
+            PoolSealedError: the pool is sealed.
+            PoolInUseError: another capture uses it.
+        """
+        with self._lock:
+            self._check_open("a capture was begun")
+            if self._capture is not None:
+                raise PoolInUseError("a capture was begun with a pool that another one uses: one at a time")
+            self._capture = capture
+
+    def end(self, graph: object | None, memory: MemoryPool | None = None) -> None:
+        """The capture has ended, with ``graph``, whose device memory is ``memory``, or without one."""
+        with self._lock:
+            self._capture = None
+            if graph is not None:
+                self._graphs.add(graph)
+                self._sealed, self._memory = True, memory
+
+    @property
+    def memory(self) -> MemoryPool | None:
+        """The device memory of the graphs that live; torch knows none by this name once the last one has gone."""
+        return self._memory if self._graphs else None
+
+    def _check_open(self, what: str) -> None:
+        if self._sealed:
+            raise PoolSealedError(f"{what} with a pool that is sealed, as a capture leaves it: call unseal() first")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPoolHandle:
+    """Names a pool of this process; ``graph_pool_handle`` makes one that there is."""
+
+    id: int
+
+
+_pools: dict[int, CapturePool] = {}
+_numbers = itertools.count(1)
+
+
+def graph_pool_handle() -> GraphPoolHandle:
+    """A new handle, of a new pool, which lives until the handle is released and nobody else holds it."""
+    handle = GraphPoolHandle(next(_numbers))
+    _pools[handle.id] = CapturePool()
+    return handle
+
+
+def capture_pool_for_handle(handle: GraphPoolHandle) -> CapturePool | None:
+    """The pool that ``handle`` names; ``None`` for one that is unknown, or was released."""
+    return _pools.get(handle.id)
+
+
+def release_graph_pool_handle(handle: GraphPoolHandle) -> None:
+    """``handle`` names nothing any more; its pool lives on while a graph or somebody else holds it."""
+    _pools.pop(handle.id, None)

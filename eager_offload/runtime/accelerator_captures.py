@@ -1,0 +1,125 @@
+"""How an accelerator captures: begin, end, and what is put right after a capture that failed."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from eager_offload.errors import CaptureInvalidatedError, CaptureStateError, GraphError, UnjoinedStreamError
+from eager_offload.runtime.accelerator_api import AcceleratorApi
+from eager_offload.runtime.accelerator_events import EventPool
+from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode, MemoryPool
+
+__all__ = ["AcceleratorCaptures"]
+
+
+class AcceleratorCaptures:
+    """Begins and ends captures. torch's own context managers are left alone: where the end of a capture raises, their
+    exit leaves the stream of the capture selected."""
+
+    def __init__(self, api: AcceleratorApi, events: EventPool) -> None:
+        self._api = api
+        self._events = events
+        self._lock = threading.Lock()
+        #: What the capturing thread had selected: the stream of the capture's device, and that of the selected device.
+        self._before: dict[Capture, tuple[torch.Stream, torch.Stream]] = {}
+
+    def begin(self, stream: torch.Stream, mode: CaptureMode, memory: MemoryPool | None, *, keep: bool) -> Capture:
+        """See ``Runtime.begin_capture``."""
+        api, device = self._api, stream.device
+        with self._lock:
+            self._check_may_begin(stream)
+            # Every event that there is is over then, and nobody has to ask about it during the capture.
+            events = self._events.of(device.index)
+            api.synchronize(device.index)
+            for event in events:
+                event.note_over()
+            api.empty_cache()
+            graph, memory = api.graph(keep), api.memory_pool() if memory is None else memory
+            selected = torch.device(device.type, api.current_device_index())
+            before = api.current_stream(device), api.current_stream(selected)
+            api.set_stream(stream)
+            try:
+                api.begin_graph(graph, memory, mode.value)
+            except BaseException as error:
+                api.release_failed_graph(graph, device.index, memory, ended=False)
+                self._select(before)
+                if isinstance(error, RuntimeError):
+                    raise CaptureStateError(f"no capture can begin on {stream}: {error}") from error
+                raise
+            capture = Capture(graph, stream, mode, memory)
+            self._before[capture] = before
+            CAPTURES.begin(capture)
+            return capture
+
+    def end(self, capture: Capture) -> None:
+        """See ``Runtime.end_capture``."""
+        self._check_may_end(capture)
+        self._api.set_stream(capture.stream)
+        try:
+            capture.graph.capture_end()
+        except RuntimeError as error:
+            self._drop(capture)
+            raise _named(error) from error
+        finally:
+            self._finish(capture)
+        if capture.memory is None:
+            capture.memory = capture.graph.pool()
+
+    def abandon(self, capture: Capture) -> None:
+        """See ``Runtime.abandon_capture``."""
+        self._check_may_end(capture)
+        self._api.set_stream(capture.stream)
+        try:
+            capture.graph.capture_end()
+        except RuntimeError:  # the caller has an error of its own, which is what this one comes of
+            self._drop(capture)
+        else:
+            capture.graph.reset()
+        finally:
+            self._finish(capture)
+
+    def _check_may_begin(self, stream: torch.Stream) -> None:
+        api = self._api
+        if CAPTURES.own() is not None or api.is_capturing(None) or api.is_capturing(stream.device_index):
+            raise CaptureStateError("a capture was begun inside of another one: what would a replay of it begin?")
+        for other in CAPTURES.under_way:
+            if other.mode is CaptureMode.GLOBAL or other.stream.device == stream.device:
+                raise CaptureStateError(
+                    f"a capture was begun on {stream.device} while another thread captures on {other.stream.device}, "
+                    f"mode {other.mode.value!r}: the host waits for the device first, which would invalidate that one"
+                )
+
+    def _check_may_end(self, capture: Capture) -> None:
+        if capture.is_over:
+            raise CaptureStateError("a capture was ended that is over")
+        if capture.thread != threading.get_ident():
+            raise CaptureStateError("a capture was ended by another thread than has begun it")
+
+    def _drop(self, capture: Capture) -> None:
+        self._api.release_failed_graph(capture.graph, capture.stream.device_index, capture.memory, ended=True)
+
+    def _finish(self, capture: Capture) -> None:
+        CAPTURES.end(capture)
+        self._select(self._before.pop(capture))
+
+    def _select(self, streams: tuple[torch.Stream, torch.Stream]) -> None:
+        of_capture, selected = streams
+        self._api.set_stream(of_capture)
+        if selected.device != of_capture.device:
+            self._api.set_stream(selected)
+
+
+def _named(error: RuntimeError) -> GraphError:
+    """What the driver's error at the end of a capture says."""
+    text = str(error)
+    if "unjoined" in text or "has not joined" in text:
+        return UnjoinedStreamError(
+            "a stream waited for an event of the capture, and the stream on which that began does not come after its "
+            f"work: have it wait for that stream before the capture ends. The driver says: {text}"
+        )
+    return CaptureInvalidatedError(
+        "a call that is not permitted in a capture has invalidated it, such as one that has the host wait. What raised "
+        f"first, inside of the capture, says which. The driver says: {text}"
+    )

@@ -1,0 +1,327 @@
+"""Of graphs, what needs no accelerator: names, states, pools, handles, and inputs that stay where they are."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import subprocess
+import sys
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import eager_offload as eo
+from eager_offload import _torch, graphs
+from eager_offload.graphs import (
+    CaptureInputError,
+    CapturePool,
+    CaptureStatus,
+    DeviceScalar,
+    GraphPoolHandle,
+    PoolSealedError,
+    StaticInputs,
+)
+from eager_offload.runtime.captures import Capture
+from eager_offload.runtime.host import host_runtime
+
+ERRORS = [name for name in graphs.__all__ if name.endswith("Error")]
+
+
+@pytest.fixture
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_sorted_documented_and_there() -> None:
+    assert list(graphs.__all__) == sorted(graphs.__all__)
+    assert all(getattr(graphs, name).__doc__ for name in graphs.__all__)
+
+
+def test_the_package_is_imported_by_who_asks_for_it() -> None:
+    program = "import sys, eager_offload; print(sorted(name for name in sys.modules if 'offload.graphs' in name))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_of_one_kind_and_travel(name: str) -> None:
+    kind = getattr(graphs, name)
+    assert issubclass(kind, graphs.GraphError)
+    assert issubclass(graphs.GraphError, eo.OffloadError)
+    assert issubclass(kind, ValueError) == (name == "CaptureInputError")
+    assert str(pickle.loads(pickle.dumps(kind("why")))) == "why"
+
+
+def test_nothing_is_captured_where_nothing_can_be() -> None:
+    assert graphs.capture_status() is graphs.capture_status(torch.Stream(device="cpu")) is CaptureStatus.NONE
+    assert not graphs.is_capturing()
+    found = [(status.is_capturing, status.is_invalidated) for status in CaptureStatus]
+    assert found == [(False, False), (True, False), (False, True)]
+    assert [mode.value for mode in graphs.CaptureMode] == ["global", "thread_local", "relaxed"]
+
+
+def test_a_cpu_captures_nothing() -> None:
+    runtime = host_runtime()
+    assert not runtime.captures
+    stream: Any = runtime.current_stream(torch.device("cpu"))
+    for call in (
+        lambda: runtime.begin_capture(stream, graphs.CaptureMode.GLOBAL),
+        lambda: runtime.end_capture(Capture(None, stream, graphs.CaptureMode.GLOBAL, None)),
+        lambda: runtime.abandon_capture(Capture(None, stream, graphs.CaptureMode.GLOBAL, None)),
+    ):
+        with pytest.raises(graphs.NoAcceleratorError, match="captures nothing"):
+            call()
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_what_needs_a_device_says_so() -> None:
+    for call in (
+        graphs.GraphCaptureGuard,
+        lambda: graphs.make_graphed_callable(lambda: None),
+        lambda: CapturePool("1MiB").host_buffer(8),
+    ):
+        with pytest.raises(graphs.NoAcceleratorError, match="a CPU has nothing to capture"):
+            call()
+
+
+# -- which of torch's calls -------------------------------------------------------------------------------------------
+
+CUDA = torch.device("cuda")
+
+
+class OfCuda(torch.cuda.CUDAGraph):
+    """Writes down how it is called."""
+
+    def __new__(cls, keep_graph: bool = False) -> Any:
+        return object.__new__(cls)
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.calls: list[object] = []
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
+        self.calls.append((pool, capture_error_mode))
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+    def __del__(self) -> None:
+        pass
+
+
+def test_without_a_graph_of_the_accelerator_cuda_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.accelerator, "Graph", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: CUDA)
+    assert _torch.graph_kind.__wrapped__() is torch.cuda.CUDAGraph
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    assert _torch.graph_kind.__wrapped__() is None
+    graph = OfCuda()
+    _torch.begin_graph(graph, (0, 7), "thread_local")
+    assert graph.calls == [((0, 7), "thread_local")]
+
+
+@pytest.mark.parametrize(
+    ("version", "knows", "ended", "calls"),
+    [
+        ("2.11.0+cu130", False, True, ["end", "release"]),  # it takes the capture for one that goes on
+        ("2.13.0+cu130", True, True, ["release"]),
+        ("2.13.0+cu130", True, False, []),  # the pool was never taken
+        ("2.14.0", True, True, []),
+    ],
+)
+def test_a_torch_that_keeps_the_memory_of_a_failed_capture_is_made_to_give_it_back_once(
+    monkeypatch: pytest.MonkeyPatch, version: str, knows: bool, ended: bool, calls: list[str]
+) -> None:
+    found: list[str] = []
+
+    def end(index: int, memory: tuple[int, int]) -> None:
+        if knows:
+            raise RuntimeError("not currently recording to mempool_id")
+        found.append("end")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *_: found.append("release"), raising=False)
+    monkeypatch.setattr(torch, "__version__", version)
+    graph = OfCuda()
+    _torch.release_failed_graph(graph, 0, (0, 7), ended=ended)
+    assert (graph.calls, found) == (["reset"], calls)
+
+
+def test_an_older_torch_is_asked_about_a_stream_while_it_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    selected: list[Any] = [SimpleNamespace(name="before", device_index=0)]
+    monkeypatch.setattr(torch, "Stream", object)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda index: selected[-1])
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_stream", selected.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", selected.append)
+    monkeypatch.setattr(_torch, "is_capturing", lambda index: selected[-1].name == "captured")
+    stream: Any = SimpleNamespace(name="captured", device_index=0)
+    assert _torch.stream_is_capturing(stream)
+    assert [getattr(one, "name", one) for one in selected] == ["before", "captured", "before", 0]
+
+
+# -- pools ------------------------------------------------------------------------------------------------------------
+
+
+class Anything:
+    pass
+
+
+def test_a_pool_keeps_anything_in_order_until_it_is_cleared() -> None:
+    pool, one = CapturePool(), Anything()
+    gone: list[int] = []
+    for number in range(3):
+        weakref.finalize(buffer := Anything(), gone.append, number)
+        assert pool.record_buffer(buffer) == number
+    assert pool.record_buffer(one) == 3
+    assert pool.record_buffer("text") == 4
+    assert pool.buffer_count == 5
+    del buffer
+    gc.collect()
+    assert gone == []
+    pool.clear_buffers()
+    assert (gone, pool.buffer_count) == ([0, 1, 2], 0)
+    assert pool.record_buffer(one) == 0
+
+
+def test_a_sealed_pool_takes_nothing() -> None:
+    pool = CapturePool()
+    assert not pool.sealed
+    pool.seal()
+    assert pool.sealed
+    for call in (lambda: pool.record_buffer(1), lambda: pool.begin(object())):
+        with pytest.raises(PoolSealedError, match=r"sealed.*unseal"):
+            call()
+    pool.unseal()
+    assert pool.record_buffer(1) == 0
+    pool.begin(object())
+
+
+def test_what_is_in_use_is_cleared_by_force_only() -> None:
+    pool, graph = CapturePool(), Anything()
+    pool.record_buffer(1)
+    pool.begin(object())
+    with pytest.raises(graphs.PoolInUseError, match="one at a time"):
+        pool.begin(object())
+    with pytest.raises(graphs.PoolInUseError, match="by a capture that is under way"):
+        pool.clear_buffers()
+    pool.end(graph)
+    assert pool.sealed
+    with pytest.raises(graphs.PoolInUseError, match=r"the 1 buffers.*by 1 graphs"):
+        pool.clear_buffers()
+    pool.clear_buffers(force=True)
+    assert pool.buffer_count == 0
+    del graph
+    gc.collect()
+    pool.clear_buffers()
+
+
+def test_a_capture_that_fails_leaves_its_pool_open() -> None:
+    pool = CapturePool()
+    pool.begin(object())
+    pool.end(None)
+    assert not pool.sealed
+    pool.begin(object())
+
+
+def test_handles_name_pools_until_they_are_released() -> None:
+    one, other = graphs.graph_pool_handle(), graphs.graph_pool_handle()
+    assert one != other
+    pool = graphs.capture_pool_for_handle(one)
+    assert isinstance(pool, CapturePool)
+    assert graphs.capture_pool_for_handle(GraphPoolHandle(one.id)) is pool
+    assert graphs.capture_pool_for_handle(other) not in (pool, None)
+    assert graphs.capture_pool_for_handle(GraphPoolHandle(-1)) is None
+    pool.record_buffer(1)
+    graphs.release_graph_pool_handle(one)
+    graphs.release_graph_pool_handle(one)
+    assert graphs.capture_pool_for_handle(one) is None
+    assert pool.buffer_count == 1, "somebody holds it"
+    there = weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert there() is None
+    graphs.release_graph_pool_handle(other)
+
+
+def test_a_size_that_is_none_is_an_error() -> None:
+    with pytest.raises(eo.ConfigError, match="host_bytes"):
+        CapturePool(host_bytes="much")
+
+
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_accelerator")
+@pytest.mark.parametrize(
+    ("value", "then", "dtype"), [(0.5, 0.25, torch.float32), (3, 2**40 + 1, torch.int64), (True, False, torch.bool)]
+)
+def test_a_scalar_is_a_tensor_that_stays(value: Any, then: Any, dtype: torch.dtype) -> None:
+    scalar = DeviceScalar(value)
+    tensor, address = scalar.tensor, scalar.tensor.data_ptr()
+    assert (tensor.item(), tensor.dtype, tensor.device.type, tensor.shape) == (value, dtype, "cpu", ())
+    scalar.update(then)
+    assert scalar.tensor is tensor
+    assert (tensor.item(), tensor.data_ptr()) == (then, address)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(0.5, torch.int64), (float("nan"), torch.int32), (300, torch.uint8), (2, torch.bool), ("1", None), (None, None)],
+)
+def test_a_scalar_refuses_what_it_cannot_hold(value: Any, dtype: torch.dtype | None) -> None:
+    with pytest.raises(CaptureInputError, match="DeviceScalar"):
+        DeviceScalar(value, dtype, "cpu")
+    scalar = DeviceScalar(0, torch.float64 if dtype is None else dtype, "cpu")
+    with pytest.raises(CaptureInputError, match="DeviceScalar"):
+        scalar.update(value)
+    assert scalar.tensor.item() == 0
+    scalar.update(1.0)
+    assert scalar.tensor.item() == 1
+
+
+def given(scale: float = 1.0, **changed: Any) -> Any:
+    batch: dict[str, Any] = {"ids": torch.full((2, 3), scale), "flags": [True, None, float("nan"), "train"]}
+    return (batch | changed, torch.full((4,), 2 * scale, dtype=torch.float64))
+
+
+def test_inputs_come_into_buffers_that_stay() -> None:
+    source = given(requires=torch.ones(2, requires_grad=True))
+    static = StaticInputs(source)
+    batch, y = static.values
+    addresses = [batch["ids"].data_ptr(), y.data_ptr()]
+    assert batch["ids"].data_ptr() != source[0]["ids"].data_ptr()
+    assert batch["flags"][3] == "train"
+    assert not batch["requires"].requires_grad
+    static.update(given(5.0, requires=torch.zeros(2, requires_grad=True)))
+    assert static.values[0]["ids"] is batch["ids"]
+    assert (batch["ids"].unique().item(), y.unique().item(), batch["requires"].sum().item()) == (5.0, 10.0, 0.0)
+    assert [batch["ids"].data_ptr(), y.data_ptr()] == addresses
+    static.update(static.values)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (given()[0], "captured with 6 values at .* and are given 5 at"),
+        (given(more=1), "captured with 6 values at .* and are given 7 at"),
+        (given(ids=torch.ones(3, 2)), r"input \[0\]\['ids'\] was captured as a tensor of \(2, 3\).* as .* of \(3, 2\)"),
+        (given(ids=torch.ones(2, 3).long()), r"\['ids'\].*torch.float32, cpu, and is given as .*torch.int64"),
+        (given(ids=torch.ones(2, 3, device="meta")), "cpu, and is given as .*meta"),
+        (given(ids=1), "captured as a tensor of .* and is given as int 1"),
+        (given(flags=[True, None, 0.0, "train"]), r"\[0\]\['flags'\]\[2\] was captured as float nan.* as float 0.0"),
+        (given(flags=[1, None, float("nan"), "train"]), "captured as bool True, and is given as int 1"),
+        (given(flags=[True, None, float("nan"), "eval"]), "captured as str 'train', and is given as str 'eval'"),
+    ],
+)
+def test_inputs_that_differ_are_an_error_with_both_sides_and_nothing_is_copied(inputs: Any, message: str) -> None:
+    static = StaticInputs(given())
+    with pytest.raises(CaptureInputError, match=message):
+        static.update(inputs)
+    batch, y = static.values
+    assert (batch["ids"].unique().item(), y.unique().item()) == (1.0, 2.0)

@@ -1,0 +1,615 @@
+"""``eager_offload.graphs`` on the virtual device: replays do what eager code does, and what fails is put right."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload import Offload
+from eager_offload.graphs import (
+    CapturedGraph,
+    CaptureInputError,
+    CaptureInvalidatedError,
+    CaptureMode,
+    CapturePool,
+    CaptureStateError,
+    CaptureStatus,
+    DeviceScalar,
+    GraphCaptureGuard,
+    GraphPoolHandle,
+    HostAllocationUnderCaptureError,
+    PoolInUseError,
+    PoolSealedError,
+    StaleEventError,
+    StaticInputs,
+    UnjoinedStreamError,
+    capture_pool_for_handle,
+    capture_status,
+    graph_pool_handle,
+    is_capturing,
+    make_graphed_callable,
+    release_graph_pool_handle,
+)
+from eager_offload.runtime.accelerator import accelerator_runtime
+from tests.virtual_device import NAME, VirtualDevice
+from tests.virtual_device.graphs import nodes_of, violations
+from tests.virtual_device.on_device.steps import BATCH, TOKENS, WIDTH, Step, inputs
+
+if not hasattr(torch.accelerator, "Graph"):
+    pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
+
+REPLAYS = 100
+HERE = torch.device(NAME, 0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(virtual: VirtualDevice) -> Iterator[None]:
+    stream, alive = torch.accelerator.current_stream(), virtual.graphs_alive
+    yield
+    assert torch.accelerator.current_stream() == stream
+    assert capture_status() is CaptureStatus.NONE
+    assert virtual.graphs_alive <= alive or graphs_alive(virtual) <= alive  # to collect garbage takes long
+    assert_captures()
+
+
+def graphs_alive(virtual: VirtualDevice) -> int:
+    """Those that somebody holds; one that has gone while it ran is let go of at the next launch, pack or unpack."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    accelerator_runtime().poll()
+    gc.collect()
+    return virtual.graphs_alive
+
+
+def assert_captures() -> None:
+    x = torch.ones(4, device=NAME)
+    graph = make_graphed_callable(lambda: x + 1)
+    graph.launch()
+    assert graph.result.tolist() == [2.0] * 4
+
+
+class Trained:
+    """A step that offloads by hand, its inputs at addresses that stay, and its host memory in a pool."""
+
+    def __init__(self, stream: torch.Stream, pool: CapturePool | None = None) -> None:
+        self.step = step = Step(stream)
+        self.rate, self.inputs = DeviceScalar(1e-2), StaticInputs((step.x, step.y))
+        step.rate, (step.x, step.y) = self.rate.tensor, self.inputs.values
+        step.optimizer = torch.optim.AdamW(step.block.parameters(), lr=self.rate.tensor, fused=True)
+        for number in range(0 if pool is None else 8):
+            part = pool.host_buffer(step.x.nbytes)
+            assert part.is_pinned()
+            step._hosts.append(part.view(torch.float32).view(BATCH * TOKENS, WIDTH))
+            assert pool.record_buffer(part) == number
+
+    def feed(self, x: Tensor, y: Tensor, rate: float) -> None:
+        self.inputs.update((x.to(NAME), y.to(NAME)))
+        self.rate.update(rate)
+
+    def warm_up(self) -> None:
+        for batch in inputs(2, seed=9):
+            self.feed(*batch)
+            self.step()
+
+    def run(self, one: Callable[[], Tensor], state: list[Tensor]) -> list[Tensor]:
+        """The losses of many steps from ``state``, and all that they have changed."""
+        self.step.restore(state)
+        torch.manual_seed(3)
+        found = []
+        for batch in inputs(REPLAYS):
+            self.feed(*batch)
+            found.append(one().cpu())
+        return found + self.step.state()
+
+
+# -- exact ------------------------------------------------------------------------------------------------------------
+
+
+def test_replays_of_a_training_step_are_eager_steps_to_the_bit(virtual: VirtualDevice) -> None:
+    """Forward, backward, dropout, a fused AdamW, a rate that changes, and saved tensors that cross the link."""
+    stream, pool = torch.Stream(device=NAME), CapturePool("64KiB")
+    with stream:
+        trained = Trained(stream, pool)
+        trained.warm_up()
+        state = trained.step.state()
+        eager = trained.run(trained.step, state)
+        trained.step.restore(state)
+        with GraphCaptureGuard(stream, pool=pool, debug=True) as guard:
+            loss = trained.step()
+        graph = guard.finish()
+        assert guard.finish() is graph
+        assert (graph.pool, graph.pool_buffer_count, pool.sealed) == (pool, 8, True)
+
+        def replay() -> Tensor:
+            graph.launch()
+            return loss
+
+        before = virtual.copied_bytes
+        with virtual.replays(1):
+            replayed = trained.run(replay, state)
+        for one, other in zip(eager, replayed, strict=True):
+            assert torch.equal(one, other)
+        moved = REPLAYS * trained.step.offloads * trained.step.x.nbytes
+        assert moved > 0
+        assert all(now - then > moved for now, then in zip(virtual.copied_bytes, before, strict=True))
+        assert (graph.num_replays, len({value.item() for value in eager[:REPLAYS]})) == (REPLAYS, REPLAYS)
+        assert not violations(nodes_of(graph._graph))
+
+
+def test_a_function_is_captured_with_what_it_refers_to() -> None:
+    def make() -> tuple[CapturedGraph, StaticInputs, DeviceScalar]:
+        static, scale = StaticInputs({"x": torch.ones(1 << 12, device=NAME)}), DeviceScalar(2.0)
+        weight = torch.full((1 << 12,), 3.0, device=NAME)  # which only the function has
+        return make_graphed_callable(lambda: static.values["x"] * weight * scale.tensor), static, scale
+
+    graph, static, scale = make()
+    gc.collect()
+    torch.full((1 << 12,), 7.0, device=NAME)
+    for x, number in ((1.0, 2.0), (5.0, 0.5)):
+        static.update({"x": torch.full((1 << 12,), x, device=NAME)})
+        scale.update(number)
+        graph.launch()
+        assert graph.result.unique().tolist() == [x * 3 * number]
+    assert not graph.has_pool
+    assert (graph.pool, graph.pool_buffer_count, graph.num_replays) == (None, 0, 2)
+    assert not graph.upload()
+    assert not graph.is_uploaded
+
+
+def test_updates_do_not_overtake_each_other(virtual: VirtualDevice) -> None:
+    scale, out = DeviceScalar(0), torch.zeros(8, dtype=torch.int64, device=NAME)
+    graph = make_graphed_callable(lambda: out.copy_(out.roll(1)).select(0, 0).copy_(scale.tensor))
+    with virtual.held():
+        for number in range(8):
+            scale.update(number)
+            graph.launch()
+    assert out.tolist() == list(range(7, -1, -1))
+
+
+# -- streams and pools ------------------------------------------------------------------------------------------------
+
+
+def test_a_replay_on_another_stream_comes_after_its_inputs_and_the_last_one(virtual: VirtualDevice) -> None:
+    x, other = torch.ones(8, device=NAME), torch.Stream(device=NAME)
+    total = torch.zeros(8, device=NAME)
+    graph = make_graphed_callable(lambda: total.add_(x))
+    with virtual.slow_compute(0.01):
+        x.fill_(3)
+        graph.launch(other)
+        graph.launch()
+        with other:
+            graph.launch()
+            assert total.unique().tolist() == [9.0]
+    with pytest.raises(CaptureInputError, match="captured on virtual:0 was launched on a stream of virtual:1"):
+        graph.launch(torch.Stream(device=f"{NAME}:1"))
+    assert graph.num_replays == 3
+
+
+def test_graphs_of_one_pool_share_memory_and_take_turns_on_any_stream(virtual: VirtualDevice) -> None:
+    n, stream, other = 1 << 14, torch.Stream(device=NAME), torch.Stream(device=NAME)
+    handle = graph_pool_handle()
+    pool = capture_pool_for_handle(handle)
+    assert pool is not None
+    x, out = torch.ones(n, device=NAME), torch.zeros(n, device=NAME)
+    torch.accelerator.synchronize()
+    addresses = []
+
+    def work(number: int) -> None:
+        part = x * (number + 2)  # in memory of the pool, which the other graph uses too
+        addresses.append(part.data_ptr())
+        out.copy_(part)
+
+    first = make_graphed_callable(lambda: work(0), pool=handle)
+    with pytest.raises(PoolSealedError, match="unseal"):
+        make_graphed_callable(lambda: work(1), pool=handle)
+    pool.unseal()
+    second = make_graphed_callable(lambda: work(1), pool=pool)
+    assert addresses[0] == addresses[1]
+    with other, virtual.held():
+        second.launch()
+        with stream:
+            first.launch()
+    torch.accelerator.synchronize()
+    assert out.unique().tolist() == [2.0]
+    with pytest.raises(PoolInUseError, match="by 2 graphs"):
+        pool.clear_buffers()
+    release_graph_pool_handle(handle)
+    with pytest.raises(CaptureInputError, match="names no pool"):
+        GraphCaptureGuard(pool=handle)
+    with pytest.raises(CaptureInputError, match="names no pool"):
+        GraphCaptureGuard(pool=GraphPoolHandle(-1))
+    del first, second
+    gc.collect()
+    pool.clear_buffers()
+    pool.unseal()
+    third = make_graphed_callable(lambda: work(1), pool=pool)  # in new memory: that of the others has gone
+    third.launch()
+    assert out.unique().tolist() == [3.0]
+
+
+def test_a_graph_that_goes_while_it_runs_keeps_what_it_uses(virtual: VirtualDevice) -> None:
+    out, alive = torch.zeros(1 << 14, device=NAME), graphs_alive(virtual)
+    default = torch.accelerator.current_stream()
+    x, stream, other = torch.ones(1 << 14, device=NAME), torch.Stream(device=NAME), torch.Stream(device=NAME)
+
+    def overwrite() -> None:
+        for _ in range(4):
+            torch.full((1 << 14,), 9.0, device=NAME)
+
+    graph = make_graphed_callable(lambda x=x: out.copy_((x * 2).neg()), stream)
+    del x
+    torch.accelerator.synchronize()
+    with other, virtual.held():
+        graph.launch()
+        del graph
+        gc.collect()
+        with stream:
+            overwrite()
+        with default:
+            overwrite()
+        for one in (stream, default):
+            one.synchronize()
+    torch.accelerator.synchronize()
+    assert out.unique().tolist() == [-2.0]
+    assert graphs_alive(virtual) == alive
+
+
+def test_a_graph_goes_with_the_object_that_has_it_and_is_captured_in_it(virtual: VirtualDevice) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.x = torch.zeros(4, device=NAME)
+            self.graph = make_graphed_callable(self.step)
+
+        def step(self) -> None:
+            self.x += 1
+
+    alive, trainer = graphs_alive(virtual), Trainer()
+    with virtual.held():
+        trainer.graph.launch()
+        gone, x = weakref.ref(trainer.graph), trainer.x
+        del trainer
+        gc.collect()
+    assert x.tolist() == [1.0] * 4
+    assert graphs_alive(virtual) == alive
+    assert gone() is None
+
+
+def test_a_graph_that_goes_in_a_capture_of_somebody_else_does_not_spoil_it(virtual: VirtualDevice) -> None:
+    x, foreign, other = torch.zeros(4, device=NAME), torch.accelerator.Graph(), torch.Stream(device=NAME)
+    graph = make_graphed_callable(lambda: x + 1)
+    with other, virtual.held():
+        graph.launch()
+        with torch.Stream(device=NAME):
+            foreign.capture_begin()
+            x += 1
+            del graph
+            gc.collect()
+            foreign.capture_end()
+    foreign.replay()
+    assert x.tolist() == [1.0] * 4
+
+
+# -- what a capture refuses without being the worse for it ------------------------------------------------------------
+
+REFUSED: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
+    "another capture": (CaptureStateError, lambda given: GraphCaptureGuard().__enter__()),
+    "itself again": (CaptureStateError, lambda given: given["guard"].__enter__()),
+    "a launch": (CaptureStateError, lambda given: given["graph"].launch()),
+    "an upload": (CaptureStateError, lambda given: given["graph"].upload()),
+    "a scalar's update": (CaptureStateError, lambda given: given["scalar"].update(2.0)),
+    "a scalar": (CaptureStateError, lambda given: DeviceScalar(2.0)),
+    "an update of inputs": (CaptureStateError, lambda given: given["static"].update(given["x"])),
+    "inputs": (CaptureStateError, lambda given: StaticInputs(given["x"])),
+    "an Offload": (CaptureStateError, lambda given: Offload().__enter__()),
+    "pinned memory": (HostAllocationUnderCaptureError, lambda given: accelerator_runtime().host_buffer(1 << 20)),
+    "a pool's first part": (HostAllocationUnderCaptureError, lambda given: CapturePool(64).host_buffer(64)),
+    "more than a pool has": (HostAllocationUnderCaptureError, lambda given: given["pool"].host_buffer(64)),
+    "to clear its pool": (PoolInUseError, lambda given: given["pool"].clear_buffers()),
+    "a wait for its event": (CaptureStateError, lambda given: given["runtime"].synchronize(given["own"]())),
+    "a wait for a younger event": (CaptureStateError, lambda given: given["runtime"].synchronize(given["beside"]())),
+    "a stream's wait for it": (
+        CaptureStateError,
+        lambda given: given["runtime"].wait(torch.accelerator.current_stream(), given["beside"]()),
+    ),
+    "an event of another capture": (
+        StaleEventError,
+        lambda given: given["runtime"].wait(torch.accelerator.current_stream(), given["stale"]),
+    ),
+    "the end on another thread": (CaptureStateError, lambda given: on_a_thread(given["guard"].finish)),
+}
+
+
+def on_a_thread(call: Callable[[], object]) -> object:
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            found.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def given() -> dict[str, Any]:
+    runtime, x, pool = accelerator_runtime(), torch.ones(4, device=NAME), CapturePool(64)
+    other = torch.Stream(device=NAME)
+    pool.host_buffer(32)
+    graph = make_graphed_callable(lambda: x + 1)
+    with GraphCaptureGuard():
+        stale = runtime.record(torch.accelerator.current_stream())
+    return {
+        "runtime": runtime,
+        "x": x,
+        "pool": pool,
+        "graph": graph,
+        "scalar": DeviceScalar(1.0),
+        "static": StaticInputs(x),
+        "stale": stale,
+        "own": lambda: runtime.record(torch.accelerator.current_stream()),
+        "beside": lambda: on_a_thread(lambda: runtime.record(other)),
+    }
+
+
+@pytest.mark.parametrize("mode", [CaptureMode.THREAD_LOCAL, CaptureMode.RELAXED])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_in_a_capture_leaves_it_valid(given: dict[str, Any], name: str, mode: CaptureMode) -> None:
+    kind, call = REFUSED[name]
+    out, pool = torch.zeros(4, device=NAME), given["pool"]
+    pool.unseal()
+    with GraphCaptureGuard(mode=mode, pool=pool) as guard:
+        out += 1
+        with pytest.raises(kind):
+            call(given | {"guard": guard})
+        assert guard.status() is capture_status() is CaptureStatus.ACTIVE
+        assert is_capturing()
+        out += 1
+    assert guard.status() is CaptureStatus.NONE
+    guard.finish().launch()
+    assert out.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("mode", CaptureMode)
+def test_no_driver_is_asked_about_events_in_a_capture(virtual: VirtualDevice, mode: CaptureMode) -> None:
+    """Older ones are over, its own are not; of one that is recorded beside it nobody knows. Side streams join by it."""
+    runtime, other, out = accelerator_runtime(), torch.Stream(device=NAME), torch.zeros(4, device=NAME)
+    beside = torch.Stream(device=NAME)
+    with virtual.slow_compute(0.01):
+        out += 1
+        older = runtime.record(torch.accelerator.current_stream())
+        with GraphCaptureGuard(mode=mode, debug=True) as guard:
+            here = torch.accelerator.current_stream()
+            assert virtual.peek(out).tolist() == [1.0] * 4
+            assert runtime.query(older)
+            runtime.synchronize(older)
+            runtime.wait(here, older)
+            own = runtime.record(here)
+            assert not runtime.query(own)
+            runtime.wait(other, own)
+            with runtime.enter(other):
+                out += 1
+            runtime.wait(here, runtime.record(other))
+            out += 1
+            younger = on_a_thread(lambda: runtime.record(beside))
+            assert not runtime.query(younger) or mode is CaptureMode.RELAXED
+            if mode is CaptureMode.GLOBAL:
+                assert not on_a_thread(lambda: runtime.query(younger))
+    graph = guard.finish()
+    assert not violations(nodes_of(graph._graph))
+    graph.launch()
+    assert out.tolist() == [3.0] * 4
+    for call in (runtime.query, runtime.synchronize, lambda event: runtime.wait(here, event)):
+        with pytest.raises(StaleEventError, match="recorded in a capture, which is over"):
+            call(own)
+    torch.accelerator.synchronize()
+    assert runtime.query(younger)
+
+
+def test_another_thread_trains_and_pins_during_a_capture(virtual: VirtualDevice) -> None:
+    def train() -> Tensor:
+        x = torch.linspace(0, 1, 1 << 12, device=NAME).requires_grad_()
+        offload = Offload(tier="host", min_bytes=0, keep_last_bytes=0)
+        with offload:
+            loss = (x * 2).exp().sin().sum()
+        loss.backward()
+        assert offload.stats().bytes_out > 0
+        offload.close()
+        assert x.grad is not None
+        return x.grad.cpu()
+
+    expected, out = train(), torch.zeros(4, device=NAME)
+    for mode in (CaptureMode.THREAD_LOCAL, CaptureMode.RELAXED):
+        with GraphCaptureGuard(mode=mode) as guard:
+            out += 1
+            found = on_a_thread(train)
+        assert isinstance(found, Tensor)
+        assert torch.equal(found, expected)
+        guard.finish().launch()
+    assert out.tolist() == [2.0] * 4
+
+
+def test_captures_of_threads_do_not_get_into_each_others_way() -> None:
+    runtime = accelerator_runtime()
+
+    def capture(mode: CaptureMode, device: int, of_another: Any = None) -> None:
+        with torch.accelerator.device_index(device), GraphCaptureGuard(mode=mode):
+            if of_another is not None:
+                with pytest.raises(StaleEventError, match="of another capture"):
+                    runtime.wait(torch.accelerator.current_stream(), of_another)
+
+    with GraphCaptureGuard():
+        with pytest.raises(CaptureStateError, match="while another thread captures on virtual:0"):
+            on_a_thread(lambda: capture(CaptureMode.THREAD_LOCAL, 0))
+        own = runtime.record(torch.accelerator.current_stream())
+        on_a_thread(lambda: capture(CaptureMode.THREAD_LOCAL, 1, own))
+    with GraphCaptureGuard(mode=CaptureMode.GLOBAL), pytest.raises(CaptureStateError, match="mode 'global'"):
+        on_a_thread(lambda: capture(CaptureMode.THREAD_LOCAL, 1))
+
+
+# -- captures that fail -----------------------------------------------------------------------------------------------
+
+
+def invalidate() -> None:
+    torch.ones(4, device=NAME).sum().item()
+
+
+def fail() -> None:
+    raise KeyError("of the step")
+
+
+def leave_a_stream() -> None:
+    other = torch.Stream(device=NAME)
+    other.wait_stream(torch.accelerator.current_stream())
+    with other:
+        torch.ones(4, device=NAME).mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        (fail, KeyError, "of the step"),
+        (invalidate, RuntimeError, "not permitted while a stream is being captured"),
+        (
+            lambda: suppressed(invalidate),
+            CaptureInvalidatedError,
+            "What raised first.*was invalidated by an earlier call",
+        ),
+        (leave_a_stream, UnjoinedStreamError, "has that stream.*stream \\d+ has work|have it wait for that stream"),
+        (lambda: (leave_a_stream(), fail()), KeyError, "of the step"),
+    ],
+)
+def test_after_a_capture_that_fails_everything_works(
+    virtual: VirtualDevice, body: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    pool, user = CapturePool(), torch.Stream(device=NAME)
+    torch.accelerator.empty_cache()
+    reserved, alive = torch.accelerator.memory_reserved(), graphs_alive(virtual)
+    with user:
+        guard = GraphCaptureGuard(pool=pool)
+
+        def capture() -> None:
+            with guard:
+                torch.zeros(1 << 20, device=NAME).add_(1)
+                body()
+
+        with pytest.raises(error, match=message):
+            capture()
+        assert torch.accelerator.current_stream() == user
+    assert guard.status() is CaptureStatus.NONE
+    assert (virtual.graphs_alive, pool.sealed) == (alive, False)
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() == reserved
+    with pytest.raises(CaptureStateError, match="the capture has failed"):
+        guard.finish()
+    with pytest.raises(CaptureStateError, match="a second time"):
+        guard.__enter__()
+    out = torch.zeros(4, device=NAME)
+    make_graphed_callable(lambda: out.add_(1), pool=pool).launch()
+    assert out.tolist() == [1.0] * 4
+
+
+def suppressed(call: Callable[[], object]) -> None:
+    with suppress(RuntimeError):
+        call()
+    assert capture_status() is CaptureStatus.INVALIDATED
+    assert not is_capturing()
+
+
+def test_a_capture_that_cannot_begin_changes_nothing() -> None:
+    pool, default = CapturePool(), torch.accelerator.current_stream()
+    user = torch.Stream(device=NAME)
+    with user:
+        with pytest.raises(CaptureStateError, match="not the default one"):
+            GraphCaptureGuard(default, pool=pool).__enter__()
+        assert torch.accelerator.current_stream() == user
+    assert not pool.sealed
+    with pytest.raises(CaptureStateError, match="no capture has begun"):
+        GraphCaptureGuard().finish()
+    foreign = torch.accelerator.Graph()
+    with torch.Stream(device=NAME):
+        foreign.capture_begin()
+        with pytest.raises(CaptureStateError, match="inside of another one"):
+            GraphCaptureGuard(pool=pool).__enter__()
+        foreign.capture_end()
+    make_graphed_callable(lambda: torch.ones(4, device=NAME).mul_(2), pool=pool)
+
+
+def test_who_switches_streams_and_devices_has_them_back() -> None:
+    with torch.accelerator.device_index(1):
+        stream = torch.Stream(device=HERE)
+        with GraphCaptureGuard(stream):
+            assert torch.accelerator.current_device_index() == 0
+            torch.accelerator.set_stream(torch.Stream(device=HERE))
+        assert torch.accelerator.current_device_index() == 1
+    with pytest.raises(CaptureStateError, match="debug=True"):
+        make_graphed_callable(lambda: torch.ones(4, device=NAME).mul_(2)).dump("graph.json")
+
+
+def test_a_hundred_captures_leak_nothing(virtual: VirtualDevice) -> None:
+    """Some end, some raise, some are invalidated, some leave a stream behind."""
+    pool, weight = CapturePool(), torch.ones(1 << 12, device=NAME)
+    endings: list[Callable[[], object]] = [int, fail, lambda: suppressed(invalidate), leave_a_stream]
+
+    def capture(number: int) -> None:
+        def work() -> Tensor:
+            found = (weight * 2).exp()
+            endings[number % len(endings)]()
+            return found
+
+        with suppress(KeyError, CaptureInvalidatedError, UnjoinedStreamError):
+            graph = make_graphed_callable(work, pool=pool if number % 8 == 0 else None)
+            graph.launch()
+            pool.unseal()
+
+    def held() -> tuple[int, ...]:
+        alive = graphs_alive(virtual)
+        torch.accelerator.empty_cache()
+        return alive, torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
+
+    for number in range(8):
+        capture(number)
+    before = held()
+    for number in range(100):
+        capture(number)
+    assert held() == before
+
+
+# -- last, since a compiler makes it long to collect garbage ----------------------------------------------------------
+
+
+def test_a_compiled_block_is_captured_with_its_backward() -> None:
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ w).sin() * x).square().mean()
+
+    compiled = torch.compile(forward, backend="aot_eager")
+    static, stream = StaticInputs(torch.zeros(8, 8, device=NAME)), torch.Stream(device=NAME)
+    w = torch.full((8, 8), 0.5, device=NAME, requires_grad=True)
+
+    def step() -> tuple[Tensor, Tensor]:
+        loss = compiled(static.values, w)
+        return loss.detach(), torch.autograd.grad(loss, w)[0]
+
+    with stream:
+        step()
+        graph = make_graphed_callable(step, stream)
+        for seed in range(3):
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)).to(NAME)
+            static.update(x)
+            graph.launch()
+            loss = compiled(x, w)
+            assert torch.equal(graph.result[0], loss)
+            assert torch.equal(graph.result[1], torch.autograd.grad(loss, w)[0])
