@@ -146,9 +146,8 @@ class CapturedGraph:
 
         No finalizer beside the object does: what the function refers to may be what holds the graph.
         """
-        runtime, latest = self._runtime, self._order.latest
-        if latest is not None and not sys.is_finalizing() and (runtime.is_capturing() or not runtime.query(latest)):
-            runtime.keep_until(latest, [self._graph, *self._uses])
+        if not sys.is_finalizing():
+            self._order.outlive([self._graph, *self._uses])
 
 
 class GraphCaptureGuard:

@@ -57,6 +57,13 @@ class ReplayOrder:
         #: Behind the last one.
         self.latest: Event | None = None
 
+    def outlive(self, used: list[object]) -> None:
+        """Holds ``used`` until the last replay is over. Takes no lock, waits for nothing, and spoils no capture."""
+        if self.latest is not None:
+            runtime = accelerator_runtime()
+            if runtime.is_capturing() or not runtime.query(self.latest):
+                runtime.keep_until(self.latest, used)
+
 
 class CapturePool:
     """Keeps what graphs that are captured with it use, for as long as one of them lives, or somebody holds the pool.
@@ -149,6 +156,8 @@ class CapturePool:
     def clear_buffers(self, force: bool = False) -> None:
         """Lets go of the buffers, in the order in which they were recorded, and of the slab.
 
+        Where a replay still runs, of a graph that has gone or by ``force``, they stay until it is over.
+
         Args:
             force: also where graphs that live use them, which must not be launched again then.
 
@@ -163,7 +172,8 @@ class CapturePool:
                     "clear_buffers(force=True) if nothing launches them again"
                 )
             buffers, self._buffers = self._buffers, []
-            self._slab, self._slab_used = None, 0
+            slab, self._slab, self._slab_used = self._slab, None, 0
+        self.order.outlive([list(buffers), slab])
         buffers.reverse()
         while buffers:  # outside of the lock: what goes may run code of others
             buffers.pop()

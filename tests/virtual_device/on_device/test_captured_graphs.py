@@ -262,6 +262,27 @@ def test_a_graph_that_goes_while_it_runs_keeps_what_it_uses(virtual: VirtualDevi
     assert graphs_alive(virtual) == alive
 
 
+def test_buffers_of_a_pool_that_is_cleared_stay_while_a_replay_runs(virtual: VirtualDevice) -> None:
+    out, pool, other = torch.zeros(1 << 14, device=NAME), CapturePool(), torch.Stream(device=NAME)
+    x = torch.ones(1 << 14, device=NAME)
+    torch.accelerator.synchronize()
+    with GraphCaptureGuard(pool=pool) as guard:
+        pool.record_buffer(x)
+        out.copy_(x)
+    address, default = x.data_ptr(), torch.accelerator.current_stream()
+    del x
+    with other, virtual.held():
+        guard.finish().launch()
+        del guard
+        pool.clear_buffers()
+        with default:
+            assert torch.full((1 << 14,), 9.0, device=NAME).data_ptr() != address
+    torch.accelerator.synchronize()
+    assert out.unique().tolist() == [1.0]
+    accelerator_runtime().poll()
+    assert torch.full((1 << 14,), 9.0, device=NAME).data_ptr() == address
+
+
 def test_a_graph_goes_with_the_object_that_has_it_and_is_captured_in_it(virtual: VirtualDevice) -> None:
     class Trainer:
         def __init__(self) -> None:
