@@ -7,6 +7,7 @@ matter. Shares of time are of the time since counting began, so a run that mostl
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import TypeAlias
 
 from eager_offload.config import MIB, OffloadConfig, size_text
@@ -307,7 +308,12 @@ def freed_memory(stats: OffloadStats, config: OffloadConfig) -> str | None:
 
 def _unplanned(rule: Rule) -> Rule:
     """A rule whose knobs do not go with a plan."""
-    return lambda stats, config: None if stats.plan is not None else rule(stats, config)
+
+    @wraps(rule)
+    def without_plan(stats: OffloadStats, config: OffloadConfig) -> str | None:
+        return None if stats.plan is not None else rule(stats, config)
+
+    return without_plan
 
 
 RULES: tuple[Rule, ...] = (
