@@ -58,7 +58,8 @@ def test_the_fixed_ways_are_those_decisions(plan: eo.Plan) -> None:
     assert nothing.step_seconds == plan.compute_seconds
     assert nothing.peak_bytes == max(plan.problem.living((False,) * len(plan.moves)))
     assert everything.peak_bytes <= half.peak_bytes <= nothing.peak_bytes
-    assert max(plan.problem.living(plan.moves)) == plan.peak_bytes
+    drawn = max(plan.problem.living(plan.moves))
+    assert plan.problem.program.other_bytes[0] < drawn <= plan.peak_bytes, "which rehearsal adds to"
 
 
 @pytest.mark.parametrize("dark", [False, True])
