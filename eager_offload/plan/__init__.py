@@ -4,6 +4,13 @@ trace.py      a model and its inputs -> Program: one step as numbers (program.py
               down, stand_ins.py has what stands for the model's tensors
 real_steps.py as trace.py, of steps that are run
 predict.py    Program, a machine, a decision -> the step's time and its peak
-solve.py      which storages are to move
-planner.py    plan(): all of that; plan.py is what it returns, command.py the command line
+solve.py      which storages are to move, which modules to be computed again: a search, which begins with decisions of
+              paced.py (what the link hides) and chain.py (in which order modules are taken); recompute.py has the step
+              with checkpoints as numbers
+draft.py      Program, a decision -> the step plan that carries it out
+rehearse.py   the library follows it on a simulated device: the peak and the time that are given out
+decide.py     solve, draft, rehearse, until a budget is kept to; revise.py traces steps with checkpoints before
+apply.py      checkpoints around the modules of a plan
+planner.py    plan(): all of that; plan.py is what it returns, command.py the command line, html.py the page; ranks.py
+              has several ranks agree
 """

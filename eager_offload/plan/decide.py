@@ -10,7 +10,7 @@ from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.recompute import Candidate
 from eager_offload.plan.solve import Decision, Solver
 
-__all__ = ["Outcome", "RehearsedSolver"]
+__all__ = ["Outcome", "RehearsedSolver", "outcome_of"]
 
 #: So many times a decision is made anew that does not keep to its budget in rehearsal.
 _REVISIONS = 4
@@ -25,6 +25,12 @@ class Outcome(NamedTuple):
     rehearsal: Rehearsal | None
     again: tuple[Candidate, ...] = ()
     """The modules that are computed again."""
+
+
+def outcome_of(problem: Problem, moves: Moves, rehearsal: Rehearsal | None) -> Outcome:
+    """What comes of a decision, by its rehearsal where there is one."""
+    found = problem.predict(moves) if rehearsal is None else rehearsal
+    return Outcome(moves, found.step_seconds, found.peak_bytes, rehearsal)
 
 
 class RehearsedSolver:
@@ -91,7 +97,4 @@ class RehearsedSolver:
 
         plan = draft(self.problem, moves)
         rehearsal = None if plan is None else rehearse(self.problem, plan, self._launch_seconds)
-        if rehearsal is not None:
-            return Outcome(moves, rehearsal.step_seconds, rehearsal.peak_bytes, rehearsal)
-        predicted = self.problem.predict(moves)
-        return Outcome(moves, predicted.step_seconds, predicted.peak_bytes, None)
+        return outcome_of(self.problem, moves, rehearsal)

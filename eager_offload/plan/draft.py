@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from eager_offload.errors import ConfigError
 from eager_offload.plan.predict import Moves, Problem
-from eager_offload.plan.program import Save, Storage
+from eager_offload.plan.program import Save
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import StepPlan, StepRecorder
@@ -79,8 +79,8 @@ class _Draft:
         return self._recorder.plan()
 
     def _is_followed(self, save: Save) -> bool:
-        """Whether the storage of a save stays or leaves as the decision says: it does as a whole."""
-        return save.storage >= 0 and _is_whole(self._program.storages[save.storage])
+        """Whether the storage of a save stays or leaves as the decision says."""
+        return save.storage >= 0 and self._program.storages[save.storage].is_whole
 
     def _save(self, number: int, save: Save) -> None:
         recorder = self._recorder
@@ -129,10 +129,6 @@ class _Draft:
             self._recorder.asked(number, first, bring, looked.drop, order.holds(first), kept)
             if number not in asked:
                 asked.append(number)
-
-
-def _is_whole(storage: Storage) -> bool:
-    return storage.moved_bytes == storage.nbytes
 
 
 def _reason(save: Save) -> KeepReason | None:

@@ -18,7 +18,7 @@ from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine
 from eager_offload.plan.apply import checkpointed
-from eager_offload.plan.decide import Outcome, RehearsedSolver
+from eager_offload.plan.decide import Outcome, RehearsedSolver, outcome_of
 from eager_offload.plan.draft import Rehearsal, draft
 from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.program import Ask, ModuleCall, Op, Program, Save, Storage, kind_of
@@ -291,10 +291,7 @@ class Plan(ComputedPlan):
     @cached_property
     def _outcome(self) -> Outcome:
         """What comes of it."""
-        if (rehearsal := self.rehearsal) is not None:
-            return Outcome(self.moves, rehearsal.step_seconds, rehearsal.peak_bytes, rehearsal)
-        predicted = self.problem.predict(self.moves)
-        return Outcome(self.moves, predicted.step_seconds, predicted.peak_bytes, None)
+        return outcome_of(self.problem, self.moves, self.rehearsal)
 
     @cached_property
     def _returning(self) -> frozenset[int]:

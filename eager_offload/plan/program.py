@@ -80,6 +80,11 @@ class Storage(NamedTuple):
     dropped: int
     """From this operator on backward does not hold it any more."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it travels, so that it stays or leaves as a whole."""
+        return self.moved_bytes == self.nbytes
+
 
 class ModuleCall(NamedTuple):
     """A call of a module in forward that may be computed again in backward: it is the only call of that module, writes

@@ -29,7 +29,6 @@ from eager_offload._torch import without_dispatch_modes, without_torch_function
 from eager_offload.offload import Offload
 from eager_offload.plan.draft import Rehearsal
 from eager_offload.plan.predict import Problem
-from eager_offload.plan.program import Storage
 from eager_offload.simulation.checker import Checker
 from eager_offload.simulation.observer import Observer
 from eager_offload.simulation.simulated import SimulatedRuntime
@@ -199,7 +198,7 @@ class _Stage:
             self._make(save.storage)
             storage = self._program.storages[save.storage]
             tensor = self._tensors[save.storage]
-            if not _is_whole(storage):
+            if not storage.is_whole:
                 tensor = tensor[: max(self._nbytes(min(save.nbytes, storage.moved_bytes)), _MIN_BYTES)]
         self._handles[number] = self._offload.pack(tensor)  # type: ignore[assignment]  # whatever autograd holds
         while self._gone:
@@ -266,10 +265,6 @@ class _Stage:
 
     def _requires_grad(self, storage: int) -> bool:
         return self._program.saves[self._saves_of[storage][0]].requires_grad
-
-
-def _is_whole(storage: Storage) -> bool:
-    return storage.moved_bytes == storage.nbytes
 
 
 def _by_op(ops: Any) -> dict[int, list[int]]:

@@ -206,7 +206,7 @@ def test_what_is_computed_again_takes_less_time_than_moving_it(plan: eo.Plan) ->
 @pytest.mark.parametrize(
     "device", [FAR, pytest.param(slow(out=1e8, back=1e8), marks=pytest.mark.long)], ids=["far", "near"]
 )
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.long), True])
 def test_every_budget_from_the_least_one_on_is_met_and_none_below_it(device: eo.Machine, recompute: bool) -> None:
     model, x = wide()
 
