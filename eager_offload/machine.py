@@ -45,9 +45,11 @@ class Machine:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             least = 0 if field.name in ("memory_bytes", "launch_seconds") else math.ulp(0.0)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or math.isnan(value) or value < least:
+            is_whole = field.name == "memory_bytes"
+            is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or value < least:
                 accepted = "0 or more" if least == 0 else "a number above 0"
+                accepted = "a whole number, 0 or more" if is_whole else accepted
                 raise ConfigError(f"{field.name}={value!r} is not accepted: {field.name} of a Machine takes {accepted}")
 
     def seconds(self, flops: float, nbytes: float, *, single: bool = False) -> float:

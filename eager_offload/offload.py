@@ -521,7 +521,7 @@ def _with_plan(
     if config is None:
         config = plan.config
     elif isinstance(config, Mapping):
-        config = {**plan.config.changed(), **planned, **config}
+        config = OffloadConfig.from_fields(config, plan.config)
     found = OffloadConfig.from_given(config, fields)
     for name, value in planned.items():
         if (given := getattr(found, name)) != value:

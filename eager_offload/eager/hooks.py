@@ -150,6 +150,8 @@ class Hooks:
         self.given: StepPlan | None = None
         #: Of which it is, where a planner has made it.
         self.computed: ComputedPlan | None = None
+        #: The same, once it is known to a device; offloaders that come in the place of others are told again.
+        self._taken: StepPlan | None = None
         self._threads = _Threads()
 
     def restart(self) -> None:
@@ -157,6 +159,11 @@ class Hooks:
         for saves in self._saves.values():
             saves.plans.close()
         self._saves, self._threads = {}, _Threads()
+        self._give_again()
+
+    def _give_again(self) -> None:
+        if self.given is None:
+            self.given = self._taken
 
     @property
     def thread(self) -> ThreadState:
@@ -169,6 +176,7 @@ class Hooks:
             for saves in self._saves.values():
                 if saves.offloader.is_crashed:
                     saves.plans.close()
+                    self._give_again()
             self._saves = {device: one for device, one in self._saves.items() if not one.offloader.is_crashed}
 
     def saved_tensors(self, device: torch.device) -> SavedTensors | KeepReason:
@@ -289,7 +297,7 @@ class Hooks:
         """The plan that the user has given is known from here on to the device that the first saves are on."""
         saves, given = self.saved_tensors(device), self.given
         if isinstance(saves, SavedTensors) and given is not None:
-            self.given = None
+            self.given, self._taken = None, given
             with self._accounts.lock:
                 saves.plans.give(given, self.computed)
 

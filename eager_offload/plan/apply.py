@@ -49,6 +49,8 @@ def modules_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     Raises:
         ConfigError: there is none of a name.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={type(model).__name__} is not accepted: apply takes a torch.nn.Module")
     known = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     plain = [plain_name(name) for name in names]
     for name in plain:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from operator import is_
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eager_offload._torch import tree_iter
 from eager_offload.compile.cost import Call
 from eager_offload.plan.blocks import Block, Blocks
 from eager_offload.plan.program import ModuleCall, Storage, living
 
-__all__ = ["Calls", "written_by"]
+__all__ = ["Calls", "State", "written_by"]
 
 #: They change what these arguments hold, and their schemas do not say so.
 _STATISTICS = ("running_mean", "running_var")
@@ -30,6 +34,8 @@ class _Open:
     inputs: list[Block]
     end: int = -1
     last_save: int = -1
+    #: Whether something that is no tensor's numbers is another one afterwards: an attribute, a count, Python's numbers.
+    has_changed: bool = False
 
 
 class Calls:
@@ -58,6 +64,11 @@ class Calls:
         """The call that was entered last has returned."""
         call = self._open.pop()
         call.end, call.last_save = op, save
+
+    def changed(self) -> None:
+        """What is not seen as a write has changed in the calls that have begun."""
+        for call in self._open:
+            call.has_changed = True
 
     def write(self, op: int, tensor: Tensor) -> None:
         """Operator ``op`` writes to ``tensor``."""
@@ -96,7 +107,7 @@ class Calls:
         """
         if call.module == 0 or call.end < 0 or self._times[call.module] > 1 or call.first_save == call.last_save:
             return False
-        if any(call.first_save <= save < call.last_save for save in self._decided):
+        if call.has_changed or any(call.first_save <= save < call.last_save for save in self._decided):
             return False
         given = set(call.inputs)
         return not any(
@@ -113,6 +124,28 @@ class Calls:
         scratch = max(living(call.end - call.begin, made), default=0)
         inputs = tuple(sorted(known[block] for block in call.inputs if block in known))
         return ModuleCall(call.module, call.begin, call.end, call.first_save, call.last_save, inputs, scratch)
+
+
+class State:
+    """What a module has beside the numbers of its tensors, and where Python's random numbers are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts: list[Any] = []
+        for name, value in vars(module).items():
+            self._parts += [name, value]
+            if isinstance(value, Mapping):
+                self._parts += [part for pair in list(value.items()) for part in pair]
+            elif isinstance(value, Sequence | Set) and not isinstance(value, str):
+                self._parts += list(value)
+            self._parts.append(None)  # ends it
+        numpy = sys.modules.get("numpy")
+        theirs = () if numpy is None else numpy.random.get_state(legacy=True)
+        self._numbers = random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in theirs)
+
+    def is_like(self, other: State) -> bool:
+        """Whether both have the very same parts. They are held, so that none has the address of another."""
+        same = len(self._parts) == len(other._parts) and all(map(is_, self._parts, other._parts))
+        return same and self._numbers == other._numbers
 
 
 def written_by(call: Call) -> Iterator[Tensor]:

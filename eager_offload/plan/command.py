@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.save(options.save)
         if options.html:
             found.html(options.html)
-    except OffloadError as error:
+    except (OffloadError, OSError) as error:
         print(f"eager_offload.plan: {error}", file=sys.stderr)
         return 2
     print(_json(found, points) if options.json else _text(found, points))
@@ -98,8 +98,10 @@ def _made(text: str) -> tuple[Any, ...]:
     sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{text!r} is not accepted: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"{text!r} is not accepted: it is no function")
     made = function()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ConfigError(f"{text!r} is not accepted: it returns no (model, inputs) and no (model, inputs, loss)")

@@ -30,6 +30,8 @@ __all__ = ["POLICIES", "Least", "Plan", "Point", "room_of"]
 
 #: What a plan aims at.
 POLICIES = ("least", "free", "max")
+#: Numbers in files are below it.
+_MOST = 1 << 62
 #: The form of the file that ``Plan.save`` writes.
 _FORMAT = 1
 #: Rows of the table; what is left is one more.
@@ -425,7 +427,7 @@ class Plan(ComputedPlan):
         """
         try:
             return cls._from_dict(json.loads(Path(path).read_text("utf-8")))
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
             raise ConfigError(f"{os.fspath(path)!r} holds no plan that this version can read: {error}") from error
 
     @classmethod
@@ -473,7 +475,7 @@ def _seconds(value: float) -> str:
 
 
 def _whole(value: object) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < _MOST:
         raise ValueError(f"{value!r} is no number of bytes, or of operators")
     return value
 

@@ -16,7 +16,7 @@ from eager_offload.machine import LAUNCH_SECONDS, MACHINES, Machine
 from eager_offload.plan.decide import RehearsedSolver
 from eager_offload.plan.plan import POLICIES, Least, Plan, room_of
 from eager_offload.plan.predict import Problem
-from eager_offload.plan.ranks import agreed
+from eager_offload.plan.ranks import Limits, agreed
 from eager_offload.plan.revise import TracedSolver
 
 __all__ = ["here", "plan"]
@@ -55,7 +55,7 @@ def plan(
         loss: makes the loss of what the model returns; ``None``: what it returns itself, or its ``loss``.
         device: ``"here"``, which is measured; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or ``"rtx4090"``; or a
             :class:`Machine`.
-        device_budget: bytes of the device that the step may take, or a text such as ``"40GiB"``; ``None``: all that it
+        device_budget: bytes of the device that the step may take, or a text such as ``"40GiB"``; ``None`` or ``"auto"``: all that it
             has.
         host_budget: bytes that may rest in the tier at one time, in the same form; ``None``: any number. What finds no
             room there stays. It is the ``host_budget`` of the ``Offload`` too, and an eighth of it is left for what its
@@ -87,6 +87,10 @@ def plan(
     def ask() -> _Asked:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model={type(model).__name__} is not accepted: model takes a torch.nn.Module")
+        if loss is not None and not callable(loss):
+            raise ConfigError(f"loss={loss!r} is not accepted: loss takes a function that makes the loss")
+        if type(recompute) is not bool:
+            raise ConfigError(f"recompute={recompute!r} is not accepted: recompute takes True or False")
         if policy not in POLICIES:
             raise ConfigError(f"policy={policy!r} is not accepted: policy takes {_or(POLICIES)}")
         if recompute and policy != "least":
@@ -98,8 +102,8 @@ def plan(
         settings = replace(given, device_budget=None, policy="max", max_slowdown=None)
         if host_budget is not None:
             settings = replace(settings, host_budget=parse_size(host_budget, "host_budget"))
-        named = given.device_budget if device_budget is None and given.device_budget != "auto" else device_budget
-        budget = None if named is None else parse_size(named, "device_budget")
+        named = given.device_budget if device_budget is None else device_budget
+        budget = None if named is None or named == "auto" else parse_size(named, "device_budget")
         standing = parse_size(optimizer_bytes, "optimizer_bytes")
         machine = _machine(device, settings)
         if budget is None:
@@ -124,8 +128,14 @@ class _Asked(NamedTuple):
     #: How many real steps are run; 0: none, and one is traced.
     steps: int
 
-    def with_budget(self, budget: int) -> _Asked:
-        return self._replace(budget=budget)
+    @property
+    def limits(self) -> Limits:
+        host = self.settings.host_budget
+        return Limits(self.budget, host if isinstance(host, int) else None, self.standing)
+
+    def within(self, limits: Limits) -> _Asked:
+        settings = self.settings if limits.host is None else replace(self.settings, host_budget=limits.host)
+        return self._replace(settings=settings, budget=limits.device, standing=limits.standing)
 
 
 def _made(
@@ -221,7 +231,6 @@ def here(settings: OffloadConfig) -> Machine:
     memory, or the CPU and the disk."""
     from eager_offload.compile.cost import disk_bandwidth, machine_of
     from eager_offload.runtime.accelerator import accelerator_runtime
-    from eager_offload.runtime.accelerator_api import AcceleratorApi
     from eager_offload.runtime.base import Direction
     from eager_offload.runtime.host import host_runtime
     from eager_offload.tiers.limits import host_headroom
@@ -231,7 +240,9 @@ def here(settings: OffloadConfig) -> Machine:
         device, memory_bytes = torch.device("cpu"), host_headroom().nbytes
     else:
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-        memory_bytes = AcceleratorApi().total_memory(device) or 0
+        # Other processes and the driver have some of it, and an allocator cannot hand out all: as device_budget="auto".
+        used, free = accelerator_runtime().memory(device), accelerator_runtime().free_memory(device)
+        memory_bytes = int((0 if used is None else used.used) + 0.9 * free)
     if settings.tier == "disk" or (accelerator is None and settings.tier == "auto"):
         disk = disk_bandwidth(settings.to_text())
         out, back = disk.write, disk.read

@@ -1,22 +1,38 @@
-"""Several ranks, one plan: rank 0 decides, for the least of their budgets."""
+"""Several ranks, one plan: rank 0 decides, within the limits of all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, Self, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import torch.distributed as dist
 
 from eager_offload.errors import ConfigError, OffloadError, PlanError
 
-__all__ = ["agreed"]
+__all__ = ["Limits", "agreed"]
+
+
+class Limits(NamedTuple):
+    """What a step of a rank has to keep to; bytes."""
+
+    device: int
+    host: int | None
+    """That may rest in the tier; ``None`` for any number."""
+    standing: int
+    """Of an optimizer's states."""
+
+    @classmethod
+    def of_all(cls, each: Sequence[Limits]) -> Limits:
+        """Those that keep to all."""
+        hosts = [one.host for one in each if one.host is not None]
+        return cls(min(one.device for one in each), min(hosts, default=None), max(one.standing for one in each))
 
 
 class _Asked(Protocol):
     @property
-    def budget(self) -> int: ...
+    def limits(self) -> Limits: ...
 
-    def with_budget(self, budget: int) -> Self: ...
+    def within(self, limits: Limits) -> Self: ...
 
 
 _A = TypeVar("_A", bound=_Asked)
@@ -24,7 +40,7 @@ _P = TypeVar("_P")
 
 
 def agreed(ask: Callable[[], _A], make: Callable[[_A], _P]) -> _P:
-    """What ``make`` returns for what ``ask`` returns; on several ranks what it returns on rank 0, for the least budget.
+    """What ``make`` returns for what ``ask`` returns; on several ranks what it returns on rank 0, in the limits of all.
 
     Modules that only one rank computes again would gather their parameters alone under FSDP2, and wait forever. All
     ranks get an error that one of them meets, so that none waits for it.
@@ -32,14 +48,14 @@ def agreed(ask: Callable[[], _A], make: Callable[[_A], _P]) -> _P:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return make(ask())
     asked, own = _tried(ask)
-    answers: list[tuple[int | None, OffloadError | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(answers, (None if asked is None else asked.budget, _told(own)))
+    answers: list[tuple[Limits | None, OffloadError | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(answers, (None if asked is None else asked.limits, _told(own)))
     _raise_any(own, [error for _, error in answers])
     assert asked is not None
     made, own = None, None
     if dist.get_rank() == 0:
-        least = min(budget for budget, _ in answers if budget is not None)
-        made, own = _tried(lambda: make(asked.with_budget(least)))
+        limits = Limits.of_all([one for one, _ in answers if one is not None])
+        made, own = _tried(lambda: make(asked.within(limits)))
     answer = [(made, _told(own))]
     dist.broadcast_object_list(answer, src=0)
     found, error = answer[0]

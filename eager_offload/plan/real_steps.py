@@ -3,9 +3,10 @@
 [Note: real steps]
 Nothing is traced: the model itself runs, forward and backward, so what it does may depend on any number. The recorder
 is the one of a trace. What autograd saves it copies, so that a storage goes when forward lets go of it, as it would if
-it had left; so a step takes the memory of a step, and the largest saved storage once more. Operators are timed where
-they run, without what the recorder does. Gradients, parameters, buffers and random numbers are afterwards what they
-were; what a model counts in attributes of its own goes on counting. A few operators fill what they have saved only
+it had left; so a step takes the memory of a step, the largest saved storage once more, and parameters and buffers
+twice, which are copied to be put back. Operators are timed where they run, without what the recorder does. Gradients,
+parameters, buffers and random numbers are afterwards what they were; what a model counts in attributes of its own, and
+hooks of the user's, such as an optimizer that steps in backward, go on. A few operators fill what they have saved only
 afterwards: its copy has other numbers then, and so have gradients, which nobody looks at.
 """
 
@@ -129,5 +130,6 @@ def _put_back(parts: Sequence[nn.Module], given: Sequence[Tensor]) -> Iterator[N
             now.update(before)
         with torch.no_grad():
             for tensor, number in numbers:
-                if not torch.equal(tensor, number):  # to write the same would spoil graphs that have saved it
+                same = (tensor == number) | ((tensor != tensor) & (number != number))
+                if not same.all():  # to write the same would spoil graphs that have saved it
                     tensor.copy_(number)

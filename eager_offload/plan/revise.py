@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-from eager_offload.errors import PlanError
 from eager_offload.plan.decide import Outcome, RehearsedSolver
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import kind_of
@@ -103,7 +102,7 @@ class TracedSolver:
         if names not in self._solvers:
             try:
                 problem = self._trace(names)
-            except (PlanError, RuntimeError):  # a module that does another thing the second time
+            except Exception:  # whatever a module raises that does another thing the second time
                 return False
             self._solvers[names] = RehearsedSolver(problem, self._launch_seconds)
         return True
@@ -118,7 +117,7 @@ class TracedSolver:
         for kind, one in kinds.items():
             try:
                 self._trace(self._names([one]))
-            except (PlanError, RuntimeError):
+            except Exception:
                 failing.add(kind)
         return failing or set(kinds)
 

@@ -68,5 +68,7 @@ def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(caps
         assert main([function, "--device", "h200"]) == 2
         assert said in capsys.readouterr().err
     assert main([f"{MODELS}:questions", "--device", "h300"]) == 2
+    assert main(["os:path"]) == 2
+    assert main(["..x:f"]) == 2
     with pytest.raises(SystemExit):
         main(["--policy", "most"])

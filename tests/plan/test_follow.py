@@ -67,6 +67,10 @@ def test_every_step_follows_it_from_the_first_one_on(half: eo.Plan, model: nn.Mo
     assert stats.bytes_out == 20 * sum(step_plan.slots) > 0, "what is to leave, and nothing else"
     assert stats.offloaded_bytes + stats.kept_bytes["newest"] > 0
     offload.close()
+    assert_identical(train(model, None, 1), train(model, offload, 1))
+    again = offload.stats(synchronize=True)
+    assert (again.followed_forwards, again.bytes_out) == (21, 21 * sum(step_plan.slots)), "and when it is used again"
+    offload.close()
 
 
 def test_a_plan_that_was_loaded_is_followed_too(half: eo.Plan, model: nn.Module, tmp_path: Path) -> None:

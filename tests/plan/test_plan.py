@@ -170,6 +170,25 @@ def test_a_file_that_is_no_plan_is_an_error(tmp_path: Path) -> None:
             eo.Plan.load(path)
     with pytest.raises(FileNotFoundError):
         eo.Plan.load(tmp_path / "other.json")
+    eo.plan(*wide(), device="h200", config=CONFIG).save(path)
+    content = json.loads(path.read_text())
+    content["device_budget"] = 10**400
+    path.write_text(json.dumps(content))
+    with pytest.raises(eo.ConfigError, match="holds no plan"):
+        eo.Plan.load(path)
+
+
+def test_arguments_of_other_kinds_are_errors() -> None:
+    model, x = wide()
+    for given in ({"loss": 5}, {"recompute": "no"}, {"device_budget": "much"}, {"optimizer_bytes": -1}):
+        with pytest.raises(eo.ConfigError, match=f"{next(iter(given))}=.* is not accepted"):
+            eo.plan(model, x, device="h200", **given)
+    with pytest.raises(eo.ConfigError, match="model=int is not accepted"), eo.plan(model, x, device="h200").apply(5):
+        pass
+    for memory in (80e9, True, -1):
+        with pytest.raises(eo.ConfigError, match=r"memory_bytes=.* takes a whole number"):
+            eo.Machine("mine", 1e12, 1e12, 1e12, memory_bytes=memory)
+    assert eo.plan(model, x, device="h200", device_budget="auto").device_budget == MACHINES["h200"].memory_bytes
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -266,6 +267,7 @@ class Writes(nn.Module):
         super().__init__()
         self.norm, self.how, self.cache = nn.BatchNorm1d(32), how, []
         self.register_buffer("count", torch.zeros(()))
+        self.left = [1.0]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.how(self, x).exp().sin().exp().cos()
@@ -279,6 +281,24 @@ def counts(module: Any, x: Tensor) -> Tensor:
 def grows(module: Any, x: Tensor) -> Tensor:
     module.cache.append(x)
     return torch.cat(module.cache).sin()
+
+
+def rebinds(module: Any, x: Tensor) -> Tensor:
+    module.count = module.count / 2 + 1
+    return x.sin()
+
+
+def tells(module: Any, x: Tensor) -> Tensor:
+    module.times = getattr(module, "times", 0) + 1
+    return (x * module.times).sin()
+
+
+def draws(module: Any, x: Tensor) -> Tensor:
+    return (x * random.random()).sin()
+
+
+def runs_out(module: Any, x: Tensor) -> Tensor:
+    return (x * module.left.pop()).sin()
 
 
 def marked(module: Any, x: Tensor) -> Tensor:
@@ -298,7 +318,9 @@ class Around(nn.Module):
         return (y.sum() + z.sum()).sum()
 
 
-@pytest.mark.parametrize("how", [counts, grows, marked, lambda module, x: module.norm(x)])
+@pytest.mark.parametrize(
+    "how", [counts, grows, rebinds, tells, draws, runs_out, marked, lambda module, x: module.norm(x)]
+)
 def test_modules_that_would_do_another_thing_or_of_which_somebody_has_decided_are_not_computed_again(how: Any) -> None:
     x = torch.randn(64, 32)
 
