@@ -55,8 +55,8 @@ def plan(
         loss: makes the loss of what the model returns; ``None``: what it returns itself, or its ``loss``.
         device: ``"here"``, which is measured; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or ``"rtx4090"``; or a
             :class:`Machine`.
-        device_budget: bytes of the device that the step may take, or a text such as ``"40GiB"``; ``None`` or ``"auto"``: all that it
-            has.
+        device_budget: bytes of the device that the step may take, or a text such as ``"40GiB"``; ``None`` or
+            ``"auto"``: all that it has; of the device that is here, what is free, less a tenth.
         host_budget: bytes that may rest in the tier at one time, in the same form; ``None``: any number. What finds no
             room there stays. It is the ``host_budget`` of the ``Offload`` too, and an eighth of it is left for what its
             slabs round.
