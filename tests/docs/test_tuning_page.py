@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import io
 import re
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from eager_offload.observe import advice
+from eager_offload.runtime.host import host_runtime
 from tests.docs.pages import ROOT
+from tests.hazards.backends import transfer_threads
 
 #: These say how long compute waited or what came too soon, which on a busy machine is another thing each time.
 _TIMED = {advice.slow_link, advice.full_window, advice.late_reloads, advice.windows_hold_all, advice.asked_too_soon}
@@ -44,6 +47,10 @@ def test_what_the_page_shows_is_what_its_code_prints(tmp_path: Path, monkeypatch
             assert _lasting(printed.getvalue()) == _lasting(body)
             compared += 1
     assert compared == 4
+    names.clear()
+    gc.collect()  # its functions and its names refer to each other
+    host_runtime().close()  # a user's program leaves it to the threads to end when they have had nothing to do for long
+    assert transfer_threads() == []
 
 
 def _lasting(printed: str) -> list[str]:
