@@ -19,7 +19,7 @@ GPU_OPTIONS := -o addopts=-ra
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-full gpu soak mutants bench lint clean
+.PHONY: help demo docs test test-full gpu pallas soak mutants bench lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -38,11 +38,18 @@ test-full: $(STAMP) ## the long ones too, under 30 minutes; TESTS_WHOLE=1 leaves
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not short" $(ARGS)
 
 gpu: ## the tests and benchmarks that need an accelerator, under 10 minutes, with PYTHON's own torch and nothing installed
-	$(PYTHON) -m tests.gpu
-	@if $(PYTHON) -c 'import pytest' 2> /dev/null; then $(PYTHON) -m pytest $(GPU_OPTIONS) -m gpu $(GPU_TESTS); \
-	  else echo "pytest is not installed for $(PYTHON): left out: $(GPU_TESTS)"; fi
-	$(PYTHON) -m benchmarks.gpu_train $(ARGS)
-	$(PYTHON) -m benchmarks.gpu_frameworks
+	@failed=0; run() { echo "$$*"; "$$@" || failed=1; }; \
+	  run $(PYTHON) -m tests.gpu; \
+	  if $(PYTHON) -c 'import pytest' 2> /dev/null; then run $(PYTHON) -m pytest $(GPU_OPTIONS) -m gpu $(GPU_TESTS); \
+	  else echo "pytest is not installed for $(PYTHON): left out: $(GPU_TESTS)"; fi; \
+	  run $(PYTHON) -m benchmarks.gpu_train $(ARGS); \
+	  run $(PYTHON) -m benchmarks.capture; \
+	  run $(PYTHON) -m benchmarks.gpu_frameworks; \
+	  exit $$failed  # whatever has failed, the rest has run
+
+pallas: $(STAMP) ## the tests of kernels by JAX's Pallas, which it installs (350 MB)
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[pallas]'
+	$(BIN)/python -m pytest tests/kernels/test_pallas.py $(ARGS)
 
 soak: $(STAMP) ## trains for MINUTES (10) with faults and exceptions; a table of every resource before and after
 	$(BIN)/python -m tools.soak --minutes $(or $(MINUTES),10) $(ARGS)
@@ -52,7 +59,7 @@ mutants: $(STAMP) ## which test notices each wait, record, keepalive and release
 
 bench: $(STAMP) ## every benchmark, 40 minutes on 2 quiet cores; benchmarks/results (ARGS="--quick --check")
 	@status=0; for name in hooks memory steps simulate slowdown planning learning compiled_passes compiled_simulate compiled_coverage \
-	  compile_time observe frameworks disk cpu_train fsdp_memory cpu_floor; do \
+	  compile_time observe frameworks disk cpu_train fsdp_memory cpu_floor codecs; do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || status=1; done; exit $$status
 
 lint: $(STAMP) ## ruff (lint and format) and mypy --strict

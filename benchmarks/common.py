@@ -36,11 +36,9 @@ __all__ = [
     "Limit",
     "Report",
     "Spread",
-    "add_common_options",
     "console",
     "disk",
     "environment",
-    "positive",
     "table",
 ]
 
@@ -144,26 +142,6 @@ def table(first: str, *others: str) -> Table | PlainTable:
     for header in others:
         shown.add_column(header, justify="right", no_wrap=True)
     return shown
-
-
-def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """``--quick``, ``--check``, ``--output`` and ``--disk-path``."""
-    parser.add_argument(
-        "--quick", action="store_true", help="a short run, to see that it works; its numbers mean little"
-    )
-    parser.add_argument("--check", action="store_true", help="exit with status 1 if a limit is missed")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: benchmarks/results/NAME.json")
-    parser.add_argument(
-        "--disk-path", type=Path, metavar="DIR", help="of the spill file; default: as the library chooses"
-    )
-
-
-def positive(text: str) -> int:
-    """A whole number from 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
 
 
 def environment() -> dict[str, Any]:

@@ -27,8 +27,9 @@ import torch._inductor.config as inductor_config
 from torch._inductor.utils import fresh_cache
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, add_common_options, console, positive, table
+from benchmarks.common import MIB, Report, Spread, console, table
 from benchmarks.llama import Config, Llama
+from benchmarks.options import command_line, parse
 
 #: Compiling inside an ``Offload``, against compiling without.
 LIMIT = 1.10
@@ -97,7 +98,7 @@ def sample(variant: str, layers: int) -> Sample:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    options = options_of(arguments)
     report = Report("compile_time", options)
     for variant in VARIANTS:
         sample(variant, 1)  # imports, and what is made once in a process
@@ -124,17 +125,8 @@ def judge(report: Report, samples: list[Sample]) -> dict[str, object]:
     return summary
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--layers", type=positive, default=8)
-    parser.add_argument("--rounds", type=positive, default=4)
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.layers, options.rounds = 1, 1
-    return options
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    return parse(command_line(__doc__, layers=8, rounds=4), arguments, layers=1, rounds=1)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from torch.fx import GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, add_common_options, console, positive, table
+from benchmarks.common import MIB, Report, console, table
+from benchmarks.options import command_line, parse
 from eager_offload.compile import choose
 from eager_offload.compile.graphs import hint, nbytes_of, outputs_of, storage_of, tensor_of
 
@@ -189,19 +190,9 @@ def _torchs_choice(
         return None
 
 
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=positive, default=4)
-    parser.add_argument("--width", type=positive, default=1024)
-    parser.add_argument("--heads", type=positive, default=16)
-    parser.add_argument("--batch", type=positive, default=8)
-    parser.add_argument("--sequence", type=positive, default=512)
-    parser.add_argument("--min-bytes", default="1MiB", help="of an OffloadConfig; default: 1MiB")
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.layers = 1
-    return options
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__, layers=4, width=1024, heads=16, batch=8, sequence=512, min_bytes="1MiB")
+    return parse(parser, arguments, layers=1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

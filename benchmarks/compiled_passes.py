@@ -24,7 +24,8 @@ import torch
 from torch.fx import Graph, Node
 
 import eager_offload as eo
-from benchmarks.common import Report, Spread, add_common_options, console, positive, table
+from benchmarks.common import Report, Spread, console, table
+from benchmarks.options import command_line, listed, parse, positive
 from benchmarks.simulation.graphs import Halves, halves_of
 from benchmarks.simulation.model import Shape
 from eager_offload.compile import choose, insert_asynchronous, insert_synchronous, ops
@@ -149,7 +150,7 @@ def show(found: dict[int, list[Sample]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    options = options_of(arguments)
     torch.set_num_threads(1)
     report = Report("compiled_passes", options)
     found: dict[int, list[Sample]] = {}
@@ -162,22 +163,10 @@ def main(arguments: list[str] | None = None) -> int:
     return report.finish({count: [asdict(one) for one in samples] for count, samples in found.items()}, summary)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--nodes", type=counts, default="1000,3000,10000")
-    parser.add_argument("--rounds", type=positive, default=5)
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.nodes, options.rounds = [300, 900], min(options.rounds, 2)
-    return options
-
-
-def counts(text: str) -> list[int]:
-    """Whole numbers with commas between."""
-    return [positive(one) for one in text.split(",")]
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__, rounds=5)
+    parser.add_argument("--nodes", type=listed(positive), default="1000,3000,10000")
+    return parse(parser, arguments, nodes=[300, 900], rounds=2)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m benchmarks.compiled_simulate
     python -m benchmarks.compiled_simulate --tokens 32k --jitter 0
 
-The graphs are those of the large model itself, without its numbers; what moves, when it starts and when somebody waits
+The graphs are those of the large model itself, without its numbers; what moves, when it starts and when compute waits
 is decided by the library's passes. They believe in other rates than the clock has, and every operator takes a time that
 differs by up to 30 percent from what it should take. Beside it: torch's own passes on the same graphs, which get the
 true time of every operator, for the values of our choice that they accept.
@@ -22,8 +22,9 @@ import torch
 from torch.fx import Graph, Node
 
 import eager_offload as eo
-from benchmarks.common import Report, Spread, add_common_options, console, positive, table
-from benchmarks.simulate import GIB, LARGE, LIMIT, SEQUENCES, sequences
+from benchmarks.common import Report, Spread, console, table
+from benchmarks.options import command_line, named, parse, positive
+from benchmarks.simulate import GIB, LARGE, LIMIT, SEQUENCES
 from benchmarks.simulation.device import H200
 from benchmarks.simulation.graphs import halves_of, peak_bytes
 from benchmarks.simulation.model import Shape
@@ -238,7 +239,7 @@ def show(found: dict[str, dict[str, tuple[Ordered, list[Step]]]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    options = options_of(arguments)
     torch.set_num_threads(1)
     report = Report("compiled_simulate", options)
     found: dict[str, dict[str, tuple[Ordered, list[Step]]]] = {}
@@ -260,13 +261,10 @@ def main(arguments: list[str] | None = None) -> int:
     return report.finish(samples, summary)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--tokens", type=sequences, default=",".join(SEQUENCES))
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__, layers=LARGE.layers)
+    parser.add_argument("--tokens", type=named(SEQUENCES), default=",".join(SEQUENCES))
     parser.add_argument("--steps", type=positive, default=5, help="each with other operator times")
-    parser.add_argument("--layers", type=positive, default=LARGE.layers)
     parser.add_argument("--jitter", type=float, default=0.3, help="how far operator times vary; a part of them")
     parser.add_argument(
         "--wrong", type=float, default=0.25, help="how far off the rates are that the passes believe in"
@@ -274,11 +272,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the jitter")
     parser.add_argument("--window-tensors", type=float, default=5.0, help="both windows, in largest saved tensors")
     parser.add_argument("--window", help="both windows, in bytes instead")
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.steps, options.layers = min(options.steps, 2), min(options.layers, 4)
-    return options
+    return parse(parser, arguments, steps=2, layers=4)
 
 
 if __name__ == "__main__":

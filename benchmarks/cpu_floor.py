@@ -12,7 +12,6 @@ gradients must be those without offload.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import sys
 import time
@@ -21,16 +20,15 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, add_common_options, console, positive, table
+from benchmarks.common import MIB, Report, Spread, console, table
+from benchmarks.options import command_line, parse, speeds
 from benchmarks.throttle import ThrottledTier
+from benchmarks.training import hash_gradients, language_model, on_a_quiet_cpu, one_batch, windows
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.disk import Bandwidth, DiskTier
 
-from lm.data import Batch, batches, read_text
-from lm.model import LanguageModel
+from lm.data import Batch
 
 #: The most that a step may take, as a multiple of its floor, by how fast the link is: 1 is where it is just free.
 LIMITS = {0.5: 1.15, 1.0: 1.15, 2.0: 1.10}
@@ -76,10 +74,9 @@ class Trainer:
     """The model and its batch; parameters never change, so that every step is the same."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        torch.manual_seed(0)
         self.options = options
-        self.model = LanguageModel(options.layers, options.width, options.heads, options.sequence, checkpointing=False)
-        (self.batch,) = batches(read_text(), count=1, batch=options.batch, sequence=options.sequence, seed=1)
+        self.model = language_model(options)
+        self.batch = one_batch(options)
 
     def step(self, ratio: float | None, number: int, offload: eo.Offload | None) -> Timed:
         """One step, timed."""
@@ -98,21 +95,12 @@ class Trainer:
             stall_seconds=0.0 if stats is None else stats.stall_seconds,
             bytes_out=0 if stats is None else stats.bytes_out,
             bytes_in=0 if stats is None else stats.bytes_in,
-            gradients_hash=self._hash_gradients(),
+            gradients_hash=hash_gradients(self.model),
             load_average=os.getloadavg()[0],
         )
 
     def offload(self, around: Callable[[Tier], Tier] | None = None, **fields: Any) -> eo.Offload:
-        size = self.options.window
-        return eo.Offload(
-            tier="disk",
-            disk_path=self.options.disk_path,
-            min_bytes=self.options.min_bytes,
-            max_inflight_bytes=size,
-            prefetch_bytes=size,
-            around_tier=around,
-            **fields,
-        )
+        return eo.Offload(around_tier=around, **windows(self.options), **fields)
 
     def _train(self, batch: Batch, offload: eo.Offload | None) -> float:
         """Forward and backward; returns the time between them."""
@@ -121,13 +109,6 @@ class Trainer:
         between = time.perf_counter()
         loss.backward()
         return between
-
-    def _hash_gradients(self) -> str:
-        digest = hashlib.sha256()
-        for parameter in self.model.parameters():
-            assert parameter.grad is not None
-            digest.update(parameter.grad.numpy(force=True).tobytes())
-        return digest.hexdigest()[:16]
 
 
 class Buckets:
@@ -229,10 +210,8 @@ def show(timed: list[Timed], summary: dict[str, dict[str, Spread]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch reads it when it first allocates; see the README on huge pages
-    torch.set_num_threads(options.threads)
-    eo.release_freed_memory()
+    options = options_of(arguments)
+    on_a_quiet_cpu(options)
     report = Report("cpu_floor", options)
     tier = DiskTier(None if options.disk_path is None else [options.disk_path], None)
     bandwidth = tier.measure()
@@ -245,33 +224,21 @@ def main(arguments: list[str] | None = None) -> int:
     return report.finish(samples, summary)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(
+        __doc__,
+        rounds=5,
+        layers=8,
+        width=768,
+        heads=12,
+        sequence=1024,
+        batch=4,
+        threads=2,
+        window="64MiB",
+        min_bytes="1MiB",
     )
-    parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--ratios", type=ratios, default="0.5,1,2", help="links, in multiples of the free point")
-    parser.add_argument("--layers", type=positive, default=8)
-    parser.add_argument("--width", type=positive, default=768)
-    parser.add_argument("--heads", type=positive, default=12)
-    parser.add_argument("--sequence", type=positive, default=1024)
-    parser.add_argument("--batch", type=positive, default=4)
-    parser.add_argument("--threads", type=positive, default=2, help="of torch")
-    parser.add_argument("--window", default="64MiB", help="max_inflight_bytes and prefetch_bytes")
-    parser.add_argument("--min-bytes", default="1MiB")
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.rounds = 1
-    return options
-
-
-def ratios(text: str) -> list[float]:
-    """Numbers above 0 with commas between."""
-    found = [float(word) for word in text.split(",")]
-    if min(found) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: a link moves more than nothing")
-    return found
+    parser.add_argument("--ratios", type=speeds, default="0.5,1,2", help="links, in multiples of the free point")
+    return parse(parser, arguments, rounds=1)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,12 @@ from statistics import median
 import torch
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, add_common_options, console, disk, positive, table
-from benchmarks.processes import names, reset_peak, run_worker, status_bytes, turns
+from benchmarks.common import MIB, Report, Spread, console, disk, table
+from benchmarks.options import command_line, named, parse
+from benchmarks.processes import reset_peak, run_worker, status_bytes, turns
+from benchmarks.training import language_model
 
 from lm.data import Batch, batches, read_text
-from lm.model import LanguageModel
 from lm.result import hash_losses, hash_parameters
 
 
@@ -120,10 +121,7 @@ def train(name: str, options: argparse.Namespace) -> Run:
     torch.set_num_threads(options.threads)
     # What Inductor makes of an embedding's gradient adds up in the order of its threads, with or without offload.
     torch.use_deterministic_algorithms(variant.compiled)
-    torch.manual_seed(0)
-    model = LanguageModel(
-        options.layers, options.width, options.heads, options.sequence, checkpointing=variant.checkpointing
-    )
+    model = language_model(options, checkpointing=variant.checkpointing)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     offload = make_offload(variant, options) if variant.offload else None
     forward = torch.compile(model, dynamic=False) if variant.compiled else model
@@ -251,7 +249,7 @@ def show(runs: list[Run], summary: dict[str, dict[str, Spread]]) -> None:
 
 
 def main() -> int:
-    options = parse()
+    options = options_of()
     if options.worker is not None:
         print(json.dumps(asdict(train(options.worker, options))))
         return 0
@@ -270,30 +268,27 @@ def main() -> int:
     return report.finish([asdict(run) for run in runs], summary)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(
+        __doc__,
+        rounds=5,
+        steps=3,
+        layers=8,
+        width=768,
+        heads=12,
+        sequence=1024,
+        batch=4,
+        threads=2,
+        window="64MiB",
+        min_bytes="1MiB",
     )
-    parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--steps", type=positive, default=3, help="real steps in each process")
-    parser.add_argument("--variants", type=names(VARIANTS), default=";".join(VARIANTS), help="with semicolons between")
-    parser.add_argument("--layers", type=positive, default=8)
-    parser.add_argument("--width", type=positive, default=768)
-    parser.add_argument("--heads", type=positive, default=12)
-    parser.add_argument("--sequence", type=positive, default=1024)
-    parser.add_argument("--batch", type=positive, default=4)
-    parser.add_argument("--threads", type=positive, default=2, help="of torch")
-    parser.add_argument("--window", default="64MiB", help="max_inflight_bytes and prefetch_bytes")
-    parser.add_argument("--small-window", default="16MiB", help="the same, for the variant with small windows")
-    parser.add_argument("--min-bytes", default="1MiB")
+    known = named(VARIANTS, ";")
+    parser.add_argument("--variants", type=known, default=";".join(VARIANTS), help="with semicolons between")
+    parser.add_argument("--small-window", default="16MiB", help="of the variant with small windows")
     parser.add_argument("--drop-gradients", action="store_true", help="zero_grad(set_to_none=True) before each step")
     parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
-    add_common_options(parser)
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds = options.steps = 1
-    return options
+    return parse(parser, arguments, rounds=1, steps=1)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ count; of several block sizes the one that was fastest in that round stands for 
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -24,7 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.common import MIB, Report, Spread, add_common_options, console, positive, table
+from benchmarks.common import MIB, Report, Spread, console, table
+from benchmarks.options import command_line, parse, positive
 from eager_offload.config import parse_size
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.disk import DiskSlot, DiskTier
@@ -135,14 +135,10 @@ def ratios(samples: Sequence[Sample], way: str) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.disk", description=(__doc__ or "").splitlines()[0])
-    add_common_options(parser)
-    parser.add_argument("--slot", type=parse_size, default="8MiB", help="bytes of one slot (8MiB)")
-    parser.add_argument("--slots", type=positive, default=64, help="how many of them (64)")
-    parser.add_argument("--rounds", type=positive, default=15)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.slots, options.rounds = min(options.slots, 8), min(options.rounds, 2)
+    parser = command_line(__doc__, rounds=15)
+    parser.add_argument("--slot", type=parse_size, default="8MiB", help="bytes of one slot")
+    parser.add_argument("--slots", type=positive, default=64, help="how many of them")
+    options = parse(parser, arguments, slots=8, rounds=2)
     if shutil.which("dd") is None or not Path("/proc/self/fd").is_dir():
         parser.error("this needs dd and /proc")
     report = Report("disk", options)

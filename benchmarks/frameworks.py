@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 import eager_offload as eo
-from benchmarks.common import Report, Spread, add_common_options, console, positive, table
+from benchmarks.common import Report, Spread, console, table
 from benchmarks.habits import LOOPS, Habit, Settings, Stamped, batches
 from benchmarks.llama import Config
+from benchmarks.options import command_line, parse
 
 #: The most that an integration may add, as a part of a step.
 LIMIT = 0.01
@@ -100,12 +101,9 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.frameworks", description=(__doc__ or "").split("\n")[0])
-    add_common_options(parser)
-    parser.add_argument("--rounds", type=positive, help="default: 5")
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--frameworks", nargs="+", choices=list(LOOPS), default=list(LOOPS))
-    options = parser.parse_args()
-    rounds = options.rounds or (1 if options.quick else 5)
+    options = parse(parser, rounds=1)
     steps, small_steps = (3, 12) if options.quick else (6, 102)
     report = Report("frameworks", options)
     shown = table("framework", "added, ms", "step by hand, s", "added / step", "steps in turn")
@@ -113,8 +111,8 @@ def main() -> int:
     for framework in options.frameworks:
         # The first run of a framework pays for its imports.
         measure(framework, SMALL, SMALL_BATCH, 3, 1, options, **EVERYTHING)
-        small, moved_small = measure(framework, SMALL, SMALL_BATCH, small_steps, rounds, options, **EVERYTHING)
-        large, moved = measure(framework, LARGE, LARGE_BATCH, steps, rounds, options, **MOST)
+        small, moved_small = measure(framework, SMALL, SMALL_BATCH, small_steps, options.rounds, options, **EVERYTHING)
+        large, moved = measure(framework, LARGE, LARGE_BATCH, steps, options.rounds, options, **MOST)
         if not (moved_small and moved):
             raise AssertionError(f"{framework}: nothing was offloaded")
         added = Spread.of([turn.added for turn in small])

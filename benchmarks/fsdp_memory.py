@@ -29,8 +29,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, add_common_options, console, disk, positive, table
+from benchmarks.common import MIB, Report, Spread, console, disk, table
+from benchmarks.options import command_line, parse, positive
 from benchmarks.processes import reset_peak, run_worker, status_bytes, turns
+from benchmarks.training import language_model, windows
 
 from lm.data import Batch, batches, read_text
 from lm.model import LanguageModel
@@ -84,18 +86,12 @@ def train(name: str, options: argparse.Namespace) -> Run:
     if not eo.release_freed_memory():
         raise SystemExit("benchmarks.fsdp_memory: this C library has no mallopt, so its memory cannot be compared")
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     rank = dist.get_rank() if by_ranks else 0
-    model: nn.Module = LanguageModel(
-        options.layers, options.width, options.heads, options.sequence, checkpointing=False
-    )
+    model: nn.Module = language_model(options)
     if by_ranks:
         model = sharded(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    windows = {"max_inflight_bytes": options.window, "prefetch_bytes": options.window}
-    offload = None
-    if offloads:
-        offload = eo.Offload(tier="disk", disk_path=options.disk_path, min_bytes=options.min_bytes, **windows)
+    offload = eo.Offload(**windows(options)) if offloads else None
 
     def step(batch: Batch) -> float:
         optimizer.zero_grad(set_to_none=False)
@@ -200,7 +196,7 @@ def show(runs: list[Run], summary: dict[str, dict[str, Spread]]) -> None:
 
 
 def main() -> int:
-    options = parse()
+    options = options_of()
     if options.worker is not None:
         work(options.worker, options)
         return 0
@@ -218,28 +214,24 @@ def main() -> int:
     return report.finish([asdict(run) for run in runs], summary)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(
+        __doc__,
+        rounds=3,
+        steps=2,
+        layers=8,
+        width=384,
+        heads=6,
+        sequence=512,
+        batch=4,
+        window="16MiB",
+        min_bytes="1MiB",
     )
-    parser.add_argument("--rounds", type=positive, default=3)
-    parser.add_argument("--steps", type=positive, default=2, help="real steps in each process")
     parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument("--layers", type=positive, default=8)
-    parser.add_argument("--width", type=positive, default=384)
-    parser.add_argument("--heads", type=positive, default=6)
-    parser.add_argument("--sequence", type=positive, default=512)
-    parser.add_argument("--batch", type=positive, default=4, help="of each process")
-    parser.add_argument("--window", default="16MiB", help="max_inflight_bytes and prefetch_bytes")
-    parser.add_argument("--min-bytes", default="1MiB")
     parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
-    add_common_options(parser)
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds = options.steps = 1
-    return options
+    return parse(parser, arguments, rounds=1, steps=1)
 
 
 if __name__ == "__main__":

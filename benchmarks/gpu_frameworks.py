@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from benchmarks.common import ROOT, Report, Spread, add_common_options, console, positive, table
+from benchmarks.common import ROOT, Report, Spread, console, table
 from benchmarks.gpu_train import QUICK
 from benchmarks.habits import LOOPS, Habit, Settings, Stamped, batches
 from benchmarks.llama import Config
+from benchmarks.options import accelerator_or_message, command_line, named, parse, positive
 
 GIB = 1 << 30
 
@@ -187,34 +188,23 @@ def run(options: argparse.Namespace) -> list[Measured]:
     return measured
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_frameworks", description=(__doc__ or "").split("\n")[0]
-    )
-    add_common_options(parser)
-    parser.add_argument("--device", help="default: the accelerator; cpu only tries the plumbing, with --quick")
-    parser.add_argument("--sequence", type=positive, help="default: 8192")
-    parser.add_argument("--batch", type=positive, help="default: 2")
-    parser.add_argument("--steps", type=positive, default=5)
-    parser.add_argument("--rows", type=lambda text: text.split(";"), default=list(ROWS), help="separated by ;")
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__, batch=2, steps=5)
+    parser.add_argument("--device", help="in place of the accelerator; cpu only tries the plumbing, with --quick")
+    parser.add_argument("--sequence", type=positive, help="8192, but with --quick")
+    parser.add_argument("--rows", type=named(ROWS, ";"), default=";".join(ROWS), help="with semicolons between")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, arguments)
     options.sequence = options.sequence or (64 if options.quick else 8192)
-    options.batch = options.batch or 2
-    if unknown := [name for name in options.rows if name not in ROWS]:
-        parser.error(f"there is no row {unknown[0]!r}; there are {', '.join(ROWS)}")
     return options
 
 
 def main() -> int:
-    options = parse()
+    options = options_of()
     if options.device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None:
-            message = "torch finds no accelerator on this machine (--device cpu --quick only tries the plumbing)"
-            print(f"benchmarks.gpu_frameworks: {message}", file=sys.stderr)
+        options.device = accelerator_or_message("gpu_frameworks", "--device cpu --quick")
+        if options.device is None:
             return 2
-        options.device = f"{accelerator.type}:{torch.accelerator.current_device_index()}"
     if options.worker is not None:
         print(json.dumps(asdict(work(options.worker, options))), flush=True)
         return 0

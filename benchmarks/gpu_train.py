@@ -33,8 +33,9 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.common import ROOT, Report, Spread, add_common_options, console, positive, table
+from benchmarks.common import ROOT, Report, Spread, console, table
 from benchmarks.llama import Config, Llama
+from benchmarks.options import accelerator_or_message, command_line, named, parse, positive
 from benchmarks.peers import VARIANTS, Method
 from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction
@@ -59,7 +60,7 @@ class Point:
     backward_seconds: list[float]
     optimizer_seconds: list[float]
     losses: list[float]
-    #: Per step, each way; 0 where nobody counts them.
+    #: Per step, each way; 0 where they are not counted.
     bytes_out: int
     bytes_in: int
     stats: dict[str, Any] | None
@@ -320,37 +321,30 @@ def run(options: argparse.Namespace) -> tuple[list[Point], dict[str, Link]]:
     return points, links
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_train", description=(__doc__ or "").split("\n")[0])
-    add_common_options(parser)
-    parser.add_argument("--device", help="default: the accelerator; cpu only tries the plumbing, with --quick")
-    parser.add_argument("--sequences", type=positive, nargs="+", help="default: 2048 8192 32768")
-    parser.add_argument("--tokens", type=positive, help="in a batch; default: 32768")
-    parser.add_argument("--layers", type=positive, default=16)
-    parser.add_argument("--steps", type=positive, default=3)
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__, layers=16, steps=3)
+    parser.add_argument("--device", help="in place of the accelerator; cpu only tries the plumbing, with --quick")
+    parser.add_argument("--sequences", type=positive, nargs="+", help="2048 8192 32768, but with --quick")
+    parser.add_argument("--tokens", type=positive, help="in a batch; 32768, but with --quick")
     parser.add_argument("--warm-up", type=positive, default=2)
-    parser.add_argument("--variants", type=lambda text: text.split(";"), default=list(VARIANTS))
+    known = named(VARIANTS, ";")
+    parser.add_argument("--variants", type=known, default=";".join(VARIANTS), help="with semicolons between")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of these results, beside them")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, arguments)
     options.sequences = options.sequences or ([64, 128] if options.quick else [2048, 8192, 32768])
     options.tokens = options.tokens or (128 if options.quick else 32768)
-    if unknown := [name for name in options.variants if name not in VARIANTS]:
-        parser.error(f"there is no variant {unknown[0]!r}; there are {', '.join(VARIANTS)}")
     return options
 
 
 def main() -> int:
-    options = parse()
+    options = options_of()
     if options.draw is not None:
         return draw(options.draw)
     if options.device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None:
-            message = "torch finds no accelerator on this machine (--device cpu --quick only tries the plumbing)"
-            print(f"benchmarks.gpu_train: {message}", file=sys.stderr)
+        options.device = accelerator_or_message("gpu_train", "--device cpu --quick")
+        if options.device is None:
             return 2
-        options.device = f"{accelerator.type}:{torch.accelerator.current_device_index()}"
     if options.worker is not None:
         work(options.worker, options)
         return 0

@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import eager_offload as eo
-from benchmarks.common import Report, Spread, add_common_options, console, disk, positive, table
+from benchmarks.common import Report, Spread, console, disk, table
+from benchmarks.options import command_line, listed, parse, positive
 from eager_offload.active import unpack
 from eager_offload.config import parse_size
 from eager_offload.eager import plans
@@ -163,7 +164,7 @@ def run_operator(candidate: Candidate, leaf: Tensor, live: int, chunk: int, forw
     for part in chunks(live, chunk):
         with forward:
             for _ in part:
-                outputs.append(leaf.exp().neg())  # which saves nothing, so that nobody holds what exp has saved
+                outputs.append(leaf.exp().neg())  # which saves nothing, so that nothing else holds what exp has saved
         wait_if_needed(candidate)
     with forward:
         context.__exit__(None, None, None)
@@ -345,7 +346,7 @@ def show_offloaded(found: dict[str, dict[str, Costs]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    options = options_of(arguments)
     torch.set_num_threads(1)  # the caller's own thread is what is measured
     warnings.filterwarnings("ignore", message=".*copies within host memory.*")
     report = Report("hooks", options)
@@ -368,22 +369,15 @@ def main(arguments: list[str] | None = None) -> int:
     return report.finish({"unit": "microseconds a call", "kept": kept, "offloaded": offloaded}, summary)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    words = partial(str.split, sep=",")
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__)
     parser.add_argument("--calls", type=positive, default=20_480, help="pack and unpack pairs in a repetition")
     parser.add_argument("--repeats", type=positive, default=7)
     parser.add_argument("--live", type=positive, default=256, help="handles that are alive at once")
     parser.add_argument("--chunk", type=positive, default=16, help="calls between pauses for the transfers")
-    parser.add_argument("--tiers", type=words, default="host,disk")
-    parser.add_argument("--sizes", type=words, default="4KiB,64KiB,1MiB")
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.calls, options.repeats = min(options.calls, 1024), min(options.repeats, 3)
-    return options
+    parser.add_argument("--tiers", type=listed(str), default="host,disk")
+    parser.add_argument("--sizes", type=listed(str), default="4KiB,64KiB,1MiB")
+    return parse(parser, arguments, calls=1024, repeats=3)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 import eager_offload as eo
-from benchmarks.common import Report, add_common_options, console, disk, positive, table
+from benchmarks.common import Report, console, disk, table
+from benchmarks.options import command_line, parse
 from eager_offload.config import parse_size
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.simulation.timeline import Timeline
@@ -143,7 +144,7 @@ def run(program: str, where: str, number: int, options: argparse.Namespace) -> l
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    options = options_of(arguments)
     report = Report("learning", options)
     report.environment["disk"] = disk(options.disk_path)
     steps = [
@@ -173,21 +174,9 @@ def main(arguments: list[str] | None = None) -> int:
     return report.finish([asdict(step) for step in steps], {})
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--layers", type=positive, default=6)
-    parser.add_argument("--width", type=positive, default=256)
-    parser.add_argument("--sequence", type=positive, default=256)
-    parser.add_argument("--window", default="8MiB", help="max_inflight_bytes and prefetch_bytes")
-    parser.add_argument("--min-bytes", default="256KiB")
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.rounds = 1
-    return options
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__, rounds=5, layers=6, width=256, sequence=256, window="8MiB", min_bytes="256KiB")
+    return parse(parser, arguments, rounds=1)
 
 
 if __name__ == "__main__":

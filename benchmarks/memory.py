@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import sys
 import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, add_common_options, console, disk, positive, table
-
-from lm.data import batches, read_text
-from lm.model import LanguageModel
+from benchmarks.common import MIB, Report, console, disk, table
+from benchmarks.options import command_line, listed, parse
+from benchmarks.training import hash_gradients, language_model, one_batch, windows
 
 #: The least part of the offloaded bytes that has to be freed, and the most room that they may take.
 FREED, HELD = 0.99, 1.05
@@ -91,10 +88,9 @@ class Found:
 
 def measure(tier: str | None, options: argparse.Namespace) -> Found:
     """One forward and backward of a new model."""
-    torch.manual_seed(0)
-    model = LanguageModel(options.layers, options.width, options.heads, options.sequence, checkpointing=False)
-    data = batches(read_text(), count=1, batch=options.batch, sequence=options.sequence, seed=1)[0]
-    offload = make_offload(tier, options) if tier is not None else None
+    model = language_model(options)
+    data = one_batch(options)
+    offload = eo.Offload(**windows(options, tier)) if tier is not None else None
     census = StorageCensus()
     with census, offload or nullcontext():
         loss = model(data.inputs, data.targets)
@@ -102,20 +98,20 @@ def measure(tier: str | None, options: argparse.Namespace) -> Found:
     before: dict[str, int] = {}
     if offload is not None:
         stats = offload.stats()  # this lets go of what has arrived, so the live bytes are counted after it
-        (lane,) = offload._offloaders.all()
+        (offloader,) = offload._offloaders.all()
         before = {
             "offloaded_at_once": stats.offloaded_bytes,
             "moved_at_once": stats.bytes_out,
-            "inflight_at_once": lane.inflight_bytes,
+            "inflight_at_once": offloader.inflight_bytes,
         }
     live_at_once = census.live_bytes()
     if offload is not None:
         stats = offload.stats(synchronize=True)
-        (place,) = lane.tiers
+        (place,) = offloader.tiers
         before |= {
             "offloaded_settled": stats.offloaded_bytes,
             "moved_settled": stats.bytes_out,
-            "resident_settled": lane.resident_bytes,
+            "resident_settled": offloader.resident_bytes,
             "used_by_tier": place.used_bytes,
             "held_by_tier": place.held_bytes,
         }
@@ -128,28 +124,14 @@ def measure(tier: str | None, options: argparse.Namespace) -> Found:
         offload.stats(synchronize=True)
         used_at_end = place.used_bytes
         offload.close()
-    gradients = hashlib.sha256()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        gradients.update(parameter.grad.numpy())
     return Found(
         tier=tier or "none",
         live_at_once=live_at_once,
         live_settled=live_settled,
         live_at_end=census.live_bytes(),
         used_at_end=used_at_end,
-        gradients_hash=gradients.hexdigest(),
+        gradients_hash=hash_gradients(model),
         **before,
-    )
-
-
-def make_offload(tier: str, options: argparse.Namespace) -> eo.Offload:
-    return eo.Offload(
-        tier=tier,
-        disk_path=options.disk_path if tier == "disk" else None,
-        min_bytes=options.min_bytes,
-        max_inflight_bytes=options.window,
-        prefetch_bytes=options.window,
     )
 
 
@@ -191,7 +173,7 @@ def show(results: list[Found]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    options = options_of(arguments)
     warnings.filterwarnings("ignore", message=".*copies within host memory.*")
     report = Report("memory", options)
     if "disk" in options.tiers:
@@ -202,23 +184,12 @@ def main(arguments: list[str] | None = None) -> int:
     return report.finish([asdict(found) for found in (none, *results)], summary)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(
+        __doc__, layers=8, width=768, heads=12, sequence=1024, batch=4, window="64MiB", min_bytes="1MiB"
     )
-    parser.add_argument("--tiers", type=partial(str.split, sep=","), default="host,disk")
-    parser.add_argument("--layers", type=positive, default=8)
-    parser.add_argument("--width", type=positive, default=768)
-    parser.add_argument("--heads", type=positive, default=12)
-    parser.add_argument("--sequence", type=positive, default=1024)
-    parser.add_argument("--batch", type=positive, default=4)
-    parser.add_argument("--window", default="64MiB", help="max_inflight_bytes and prefetch_bytes")
-    parser.add_argument("--min-bytes", default="1MiB")
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.layers = min(options.layers, 2)
-    return options
+    parser.add_argument("--tiers", type=listed(str), default="host,disk")
+    return parse(parser, arguments, layers=2)
 
 
 if __name__ == "__main__":

@@ -30,17 +30,18 @@ from typing import Any
 import torch
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, add_common_options, console, disk, positive, table
+from benchmarks.common import MIB, Report, Spread, console, disk, table
+from benchmarks.options import command_line, parse, positive
+from benchmarks.training import language_model, one_batch, windows
 from eager_offload.eager.handles import KeptTensor, SavedView
 from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.transfer import BytesRecord
 from eager_offload.observe.compute import Forwards
-from eager_offload.observe.recorder import Recorder
+from eager_offload.observe.recorder import TraceRecorder
 from eager_offload.observe.trace import read_trace
 from eager_offload.stats import Accounts, KeepReason
 
-from lm.data import Batch, batches, read_text
-from lm.model import LanguageModel
+from lm.data import Batch
 from lm.result import hash_losses
 
 #: Parts of a step: the most that the stats and a trace may cost; and of what the configuration allows to be resident.
@@ -101,7 +102,7 @@ class Calls:
 #: What a step calls; the second half only while a trace runs.
 CALLED: list[tuple[type, str]] = [
     *((Hooks, "_pack"), (KeptTensor, "unpack"), (SavedView, "unpack")),
-    *((Recorder, "pack"), (Recorder, "unpack"), (Forwards, "enter"), (Forwards, "leave")),
+    *((TraceRecorder, "pack"), (TraceRecorder, "unpack"), (Forwards, "enter"), (Forwards, "leave")),
 ]
 
 
@@ -110,16 +111,9 @@ class Training:
 
     def __init__(self, options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
-        torch.manual_seed(0)
-        self.model = LanguageModel(options.layers, options.width, options.heads, options.sequence, checkpointing=False)
-        self.offload = eo.Offload(
-            tier="disk",
-            disk_path=options.disk_path,
-            min_bytes=options.min_bytes,
-            max_inflight_bytes=options.window,
-            prefetch_bytes=options.window,
-        )
-        (self._batch,) = batches(read_text(), count=1, batch=options.batch, sequence=options.sequence, seed=1)
+        self.model = language_model(options)
+        self.offload = eo.Offload(**windows(options))
+        self._batch = one_batch(options)
         #: Of all steps; a set of one if looking changes nothing.
         self.results: set[tuple[float, str]] = set()
 
@@ -220,7 +214,7 @@ def seconds_of_stats(offload: eo.Offload, calls: int = 200) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    options = options_of(arguments)
     eo.release_freed_memory()
     report = Report("observe", options)
     report.environment["disk"] = disk(options.disk_path)
@@ -290,25 +284,21 @@ def show(summary: dict[str, Any]) -> None:
     console.print(shown)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(
+        __doc__,
+        layers=8,
+        width=768,
+        heads=12,
+        sequence=512,
+        batch=4,
+        threads=2,
+        window="64MiB",
+        min_bytes="1MiB",
     )
     parser.add_argument("--pairs", type=positive, default=6)
-    parser.add_argument("--layers", type=positive, default=8)
-    parser.add_argument("--width", type=positive, default=768)
-    parser.add_argument("--heads", type=positive, default=12)
-    parser.add_argument("--sequence", type=positive, default=512)
-    parser.add_argument("--batch", type=positive, default=4)
-    parser.add_argument("--threads", type=positive, default=2, help="of torch")
-    parser.add_argument("--window", default="64MiB", help="max_inflight_bytes and prefetch_bytes")
-    parser.add_argument("--min-bytes", default="1MiB")
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.pairs, options.layers, options.width, options.sequence = 2, 2, 192, 256
-        options.min_bytes, options.window = "64KiB", "1MiB"
-    return options
+    smaller = {"pairs": 2, "layers": 2, "width": 192, "sequence": 256, "min_bytes": "64KiB", "window": "1MiB"}
+    return parse(parser, arguments, **smaller)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.common import ROOT, console
 
-__all__ = ["names", "reset_peak", "run_worker", "status_bytes", "turns"]
+__all__ = ["reset_peak", "run_worker", "status_bytes", "turns"]
 
 #: Of the environment, what changes how the C library and torch's CPU allocator work.
 _ALLOCATION = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE")
@@ -59,16 +58,3 @@ def reset_peak() -> str:
     except OSError:
         return "VmHWM since the process began"
     return "VmHWM, reset after the tiny step"
-
-
-def names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """A type for argparse: names out of ``known`` with semicolons between."""
-
-    def chosen_names(text: str) -> list[str]:
-        chosen = [name.strip() for name in text.split(";")]
-        for name in chosen:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {'; '.join(known)}")
-        return chosen
-
-    return chosen_names

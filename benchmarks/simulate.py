@@ -11,7 +11,6 @@ compared with its floor and with a schedule that knows all times in advance and 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -22,10 +21,12 @@ from typing import Any
 import torch
 
 import eager_offload as eo
-from benchmarks.common import Report, Spread, add_common_options, console, positive, table
+from benchmarks.common import Report, Spread, console, table
+from benchmarks.options import command_line, named, parse, positive
 from benchmarks.simulation.device import H200, Op, OperatorClock, Scale
 from benchmarks.simulation.model import Shape, Stack
 from benchmarks.simulation.oracle import Program, best_step, watch
+from benchmarks.training import hash_gradients
 from eager_offload.config import parse_size
 from eager_offload.plan.predict import floor_seconds
 from eager_offload.simulation.simulated import SimulatedRuntime
@@ -145,7 +146,7 @@ class Simulation:
         clock = self._clock(self._runtime(), 0)
         with clock, watch(clock.ops, self.min_bytes) as program:
             forward_ops = self._train(clock.ops, None)
-        return program, forward_ops, self._hash_gradients()
+        return program, forward_ops, hash_gradients(self.model)
 
     def _train(self, ops: list[Op], offload: eo.Offload | None) -> int:
         """Forward and backward; returns how many operators forward has."""
@@ -186,7 +187,7 @@ class Simulation:
             host_wait_seconds=runtime.timeline.host_wait_seconds,
             resident_bytes_peak=self.large(stats.resident_bytes_peak),
             longest_waits=sorted(waits, key=lambda wait: -wait.seconds)[:8],
-            gradients_hash=self._hash_gradients(),
+            gradients_hash=hash_gradients(self.model),
         )
 
     def _small_machine(self) -> eo.Machine:
@@ -210,13 +211,6 @@ class Simulation:
                     name = f"{span.what} ({half} operator {where})"
                     yield Wait(half, before - half_begun, seconds, name, reason)
             before = span.stop
-
-    def _hash_gradients(self) -> str:
-        digest = hashlib.sha256()
-        for parameter in self.model.parameters():
-            assert parameter.grad is not None
-            digest.update(parameter.grad.view(torch.uint8).numpy(force=True).tobytes())
-        return digest.hexdigest()[:16]
 
 
 def _on(timeline: Timeline, runtime: SimulatedRuntime) -> list[Span]:
@@ -279,7 +273,7 @@ def show_waits(name: str, step: Step) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    options = options_of(arguments)
     torch.set_num_threads(1)
     report = Report("simulate", options)
     found, summary = {}, {}
@@ -294,35 +288,18 @@ def main(arguments: list[str] | None = None) -> int:
     return report.finish({name: [asdict(step) for step in steps] for name, steps in found.items()}, summary)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--tokens", type=sequences, default=",".join(SEQUENCES))
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__, layers=LARGE.layers, min_bytes="1MiB")
+    parser.add_argument("--tokens", type=named(SEQUENCES), default=",".join(SEQUENCES))
     parser.add_argument("--steps", type=positive, default=5, help="the first knows nothing and is shown apart")
-    parser.add_argument("--layers", type=positive, default=LARGE.layers)
     parser.add_argument("--jitter", type=float, default=0.3, help="how far operator times vary; a part of them")
     parser.add_argument("--seed", type=int, default=0, help="of that")
     parser.add_argument("--window-tensors", type=float, default=5.0, help="all windows, in largest saved tensors")
     parser.add_argument("--window", help="all windows, in bytes instead")
     parser.add_argument("--fixed", action="store_true", help="keep_last_bytes is a window too, and nothing is learnt")
-    parser.add_argument("--min-bytes", default="1MiB")
     parser.add_argument("--launch-seconds", type=float, default=5e-6, help="of the host, for each call")
     parser.add_argument("--waits", action="store_true", help="show where compute waited")
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.steps, options.layers = min(options.steps, 2), min(options.layers, 4)
-    return options
-
-
-def sequences(text: str) -> list[str]:
-    """Names from ``SEQUENCES`` with commas between."""
-    chosen = [name.strip() for name in text.split(",")]
-    for name in chosen:
-        if name not in SEQUENCES:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(SEQUENCES)}")
-    return chosen
+    return parse(parser, arguments, steps=2, layers=4)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,17 @@ bit for bit.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections import deque
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-import torch
-
-import eager_offload as eo
 from benchmarks import cpu_floor, simulate
-from benchmarks.common import MIB, Report, Spread, add_common_options, console, positive, table
+from benchmarks.common import MIB, Report, Spread, console, table
+from benchmarks.options import command_line, parse, positive, speeds
 from benchmarks.simulate import GIB, SEQUENCES, Simulation
+from benchmarks.training import on_a_quiet_cpu
 
 #: Settings to compare, by name.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -55,7 +53,7 @@ class Found:
 
 def simulated(options: argparse.Namespace) -> tuple[list[Found], int]:
     """On the virtual clock; and how many different gradients there were."""
-    quiet = simulate.parse(["--layers", str(options.layers), "--steps", str(options.steps)])
+    quiet = simulate.options_of(["--layers", str(options.layers), "--steps", str(options.steps)])
     found, hashes = [], set[str]()
     for link in options.links:
         simulation = Simulation(SEQUENCES[options.tokens], quiet, link)
@@ -130,10 +128,8 @@ def show(found: list[Found]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch reads it when it first allocates; see the README on huge pages
-    torch.set_num_threads(options.threads)
-    eo.release_freed_memory()
+    options = options_of(arguments)
+    on_a_quiet_cpu(options)
     report = Report("slowdown", options)
     on_clock, kinds = simulated(options)
     found, others = on_the_cpu(options)
@@ -148,35 +144,26 @@ def main(arguments: list[str] | None = None) -> int:
     return report.finish([asdict(one) for one in found], summary)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(
+        __doc__,
+        layers=8,
+        width=256,
+        heads=4,
+        sequence=256,
+        batch=4,
+        threads=1,
+        window="4MiB",
+        min_bytes="256KiB",
     )
-    parser.add_argument("--links", type=links, default="0.25,1,2", help="speeds, in multiples of PCIe 5 x16")
+    parser.add_argument("--links", type=speeds, default="0.25,1,2", help="in multiples of PCIe 5 x16")
     parser.add_argument("--tokens", choices=SEQUENCES, default="32k", help="of the simulated model's sequence")
     parser.add_argument("--steps", type=positive, default=100, help="from which is learnt what stays")
     parser.add_argument("--measured", type=positive, default=16, help="steps; the last ones")
-    parser.add_argument("--layers", type=positive, default=8)
-    parser.add_argument("--width", type=positive, default=256, help="of the CPU's model, as are those below")
-    parser.add_argument("--heads", type=positive, default=4)
-    parser.add_argument("--sequence", type=positive, default=256)
-    parser.add_argument("--batch", type=positive, default=4)
-    parser.add_argument("--threads", type=positive, default=1, help="of torch")
-    parser.add_argument("--window", default="4MiB", help="max_inflight_bytes and prefetch_bytes")
-    parser.add_argument("--min-bytes", default="256KiB")
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments, steps=4, measured=2)
     if options.quick:
-        options.steps, options.measured, options.links = min(options.steps, 4), 2, options.links[:1]
+        options.links = options.links[:1]
     return options
-
-
-def links(text: str) -> list[float]:
-    """Speeds with commas between."""
-    found = [float(one) for one in text.split(",")]
-    if not all(one > 0 for one in found):
-        raise argparse.ArgumentTypeError("a link moves more than nothing")
-    return found
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, add_common_options, console, disk, positive, table
-from benchmarks.processes import names, reset_peak, run_worker, status_bytes, turns
+from benchmarks.common import MIB, Report, Spread, console, disk, table
+from benchmarks.options import command_line, named, parse
+from benchmarks.processes import reset_peak, run_worker, status_bytes, turns
 
 from lm.model import VOCABULARY, LanguageModel
 from lm.result import hash_losses, hash_parameters
@@ -359,7 +360,7 @@ def judge(report: Report, runs: list[Run], options: argparse.Namespace) -> dict[
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    options = options_of(arguments)
     if options.worker is not None:
         print(json.dumps(asdict(train(options.worker, options.worker_malloc, options.offload, options))))
         return 0
@@ -375,24 +376,16 @@ def main(arguments: list[str] | None = None) -> int:
     return report.finish([asdict(run) for run in runs], summary)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--rounds", type=positive, default=3)
-    parser.add_argument("--steps", type=positive, default=4, help="real steps in each process")
-    parser.add_argument("--models", type=names(MODELS), default=";".join(MODELS), help="with semicolons between")
-    parser.add_argument("--malloc", type=names(MALLOC), default=";".join(MALLOC), help="with semicolons between")
-    parser.add_argument("--threads", type=positive, default=1, help="of torch")
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__, rounds=3, steps=4, threads=1)
+    many = "with semicolons between"
+    parser.add_argument("--models", type=named(MODELS, ";"), default=";".join(MODELS), help=many)
+    parser.add_argument("--malloc", type=named(MALLOC, ";"), default=";".join(MALLOC), help=many)
     parser.add_argument("--worker", choices=MODELS, help=argparse.SUPPRESS)
     parser.add_argument("--worker-malloc", choices=MALLOC, default=MALLOC[0], help=argparse.SUPPRESS)
     parser.add_argument("--offload", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.rounds, options.steps = 1, 2
-    return options
+    return parse(parser, arguments, rounds=1, steps=2)
 
 
 if __name__ == "__main__":

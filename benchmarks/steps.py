@@ -18,26 +18,26 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from statistics import linear_regression
 
 import psutil
 import torch
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, add_common_options, console, disk, positive, table
+from benchmarks.common import MIB, Report, console, disk, table
+from benchmarks.options import command_line, listed, parse
+from benchmarks.training import language_model, windows
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.base import release_idle_slots
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.host import HostTier
 
 from lm.data import batches, read_text
-from lm.model import LanguageModel
 
 #: Bytes that the process may grow by from the first sample to the last, in the straight line through all samples.
 MOST_GROWTH = 4 << 20
 EVENTS = ("HostEvent",)
-HANDLES = ("SavedStorage", "SavedView", "KeptTensor", "Reload", "Remains")
+HANDLES = ("SavedStorage", "SavedView", "KeptTensor", "Transfer")
 SLOTS = ("HostSlot", "DiskSlot")
 
 
@@ -71,10 +71,10 @@ CONSTANT = ("events", "handles", "slots", "threads", "descriptors", "used_bytes"
 def sample(step: int, began: float, offload: eo.Offload) -> Sample:
     offload.stats(synchronize=True)
     release_idle_slots()  # of the step plan that is followed, ready for the next step
-    (lane,) = offload._offloaders.all()
-    (tier,) = lane.tiers
+    (offloader,) = offload._offloaders.all()
+    (tier,) = offloader.tiers
     assert isinstance(tier, HostTier | DiskTier)
-    tier.drain()  # what dead slots leave behind is taken up at the next call, which is this one
+    tier.poll()  # what dead slots leave behind is taken up at the next call, which is this one
     objects = gc.get_objects()
     kinds = Counter(type(one).__name__ for one in objects if str(type(one).__module__).startswith("eager_offload."))
     process = psutil.Process()
@@ -97,16 +97,9 @@ def sample(step: int, began: float, offload: eo.Offload) -> Sample:
 
 def run(tier: str, options: argparse.Namespace) -> list[Sample]:
     """Trains and samples."""
-    torch.manual_seed(0)
-    model = LanguageModel(options.layers, options.width, 2, options.sequence, checkpointing=False)
+    model = language_model(options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    offload = eo.Offload(
-        tier=tier,
-        disk_path=options.disk_path if tier == "disk" else None,
-        min_bytes=options.min_bytes,
-        max_inflight_bytes=options.window,
-        prefetch_bytes=options.window,
-    )
+    offload = eo.Offload(**windows(options, tier))
     data = batches(read_text(), count=16, batch=4, sequence=options.sequence, seed=1)
     samples: list[Sample] = []
     began = time.perf_counter()
@@ -168,7 +161,7 @@ def show(tier: str, samples: list[Sample]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    options = options_of(arguments)
     warnings.filterwarnings("ignore", message=".*copies within host memory.*")
     report = Report("steps", options)
     if "disk" in options.tiers:
@@ -181,22 +174,12 @@ def main(arguments: list[str] | None = None) -> int:
     return report.finish({tier: [asdict(one) for one in found] for tier, found in samples.items()}, summary)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(
+        __doc__, steps=1000, layers=2, width=64, heads=2, sequence=128, window="256KiB", min_bytes="4KiB"
     )
-    parser.add_argument("--steps", type=positive, default=1000)
-    parser.add_argument("--tiers", type=partial(str.split, sep=","), default="disk,host")
-    parser.add_argument("--layers", type=positive, default=2)
-    parser.add_argument("--width", type=positive, default=64)
-    parser.add_argument("--sequence", type=positive, default=128)
-    parser.add_argument("--window", default="256KiB", help="max_inflight_bytes and prefetch_bytes")
-    parser.add_argument("--min-bytes", default="4KiB")
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.steps = min(options.steps, 100)
-    return options
+    parser.add_argument("--tiers", type=listed(str), default="disk,host")
+    return parse(parser, arguments, steps=100)
 
 
 if __name__ == "__main__":

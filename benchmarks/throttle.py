@@ -26,7 +26,7 @@ class TokenBucket:
     that are missing.
 
     Transfers queue: each begins to fill when the one before has its bytes. So over any time the bytes that got through
-    are at most ``rate`` times that, and ``burst`` more. No clock: whoever asks says what time it is.
+    are at most ``rate`` times that, and ``burst`` more. No clock: the caller says what time it is.
 
     Args:
         rate: bytes a second, more than 0.
@@ -113,7 +113,7 @@ class ThrottledTier(Tier):
 
     A transfer takes as long as its bytes at that rate, or as it takes in reality where that is more; a thread that
     transfers sleeps for the difference. For tiers that transfer threads write and read: on a device that copies by
-    itself nobody would wait.
+    itself the copy would not be slower.
 
     Args:
         tier: where the bytes rest; it keeps its name.
@@ -125,7 +125,7 @@ class ThrottledTier(Tier):
 
     def __init__(self, tier: Tier, write_rate: float, read_rate: float, *, clock: Clock = time) -> None:
         self.tier = tier
-        self.name = tier.name  # type: ignore[misc]  # whoever counts by tier means the one inside
+        self.name = tier.name  # type: ignore[misc]  # statistics by tier mean the one inside
         self.writes = _Gate(TokenBucket(write_rate, write_rate * _BURST_SECONDS), clock)
         self.reads = _Gate(TokenBucket(read_rate, read_rate * _BURST_SECONDS), clock)
 
@@ -137,8 +137,8 @@ class ThrottledTier(Tier):
     def shortage(self) -> Shortage:
         return self.tier.shortage
 
-    def trim(self) -> None:
-        self.tier.trim()
+    def release_idle(self) -> None:
+        self.tier.release_idle()
 
     @property
     def used_bytes(self) -> int:

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, add_common_options, console, positive, table
+from benchmarks.common import MIB, Report, Spread, console, table
+from benchmarks.options import command_line, parse, positive
 from benchmarks.processes import turns
 from eager_offload.runtime.accelerator import accelerator_runtime
 from tests.virtual_device import NAME, VirtualDevice, install
@@ -234,7 +235,7 @@ def _median(run: Run) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    options = options_of(arguments)
     torch.set_num_threads(1)
     virtual = install()
     report = Report("virtual_peers", options)
@@ -254,21 +255,12 @@ def main(arguments: list[str] | None = None) -> int:
     return report.finish([asdict(run) for run in runs], summarize(report, runs))
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--rounds", type=positive, default=3)
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__, rounds=3, layers=4, width=512)
     parser.add_argument("--steps", type=positive, default=1, help="counted ones, in each round")
-    parser.add_argument("--layers", type=positive, default=4)
-    parser.add_argument("--width", type=positive, default=512)
     parser.add_argument("--rows", type=positive, default=512)
     parser.add_argument("--operator-seconds", type=float, default=4e-3, help="what an operator takes beyond its kernel")
-    add_common_options(parser)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.rounds, options.steps, options.layers, options.rows = 1, 1, 3, 256
-    return options
+    return parse(parser, arguments, rounds=1, steps=1, layers=3, rows=256)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from eager_offload.codecs.policy import CodecPolicy
 from eager_offload.config import VERSION, OffloadConfig
 from eager_offload.errors import (
     CapacityError,
@@ -9,6 +10,7 @@ from eager_offload.errors import (
     CorruptionError,
     OffloadError,
     PlanError,
+    PrecisionError,
     SavedTensorModifiedError,
     TransferError,
 )
@@ -23,6 +25,7 @@ from eager_offload.step_plan import StepPlan
 
 __all__ = [
     "CapacityError",
+    "CodecPolicy",
     "ConfigError",
     "CorruptionError",
     "Machine",
@@ -33,6 +36,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Point",
+    "PrecisionError",
     "SavedTensorModifiedError",
     "StepPlan",
     "TransferError",

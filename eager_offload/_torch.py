@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -36,6 +36,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_i
 if TYPE_CHECKING:
     import torch._inductor.config as inductor_config
     import torch._inductor.ir as inductor_ir
+    from torch._decomp import get_decompositions
     from torch._dynamo.eval_frame import OptimizedModule
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.compile_fx import compile_fx
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from torch.utils._ordered_set import OrderedSet
 
 __all__ = [
+    "OF_CUDA",
     "OTHER_VERSIONS",
     "PRIVATE_NAMES",
     "CustomGraphPass",
@@ -68,10 +70,12 @@ __all__ = [
     "allow_hooks_again",
     "allowing_changes",
     "asker_may_return_it",
+    "asking_node",
     "autograd_sequence",
     "base_of",
     "begin_graph",
     "below_autograd",
+    "cast_from",
     "channels_last_strides",
     "checkpoint_hooks",
     "checkpoint_is_traced",
@@ -88,7 +92,10 @@ __all__ = [
     "fake_mode_of",
     "finish_collective",
     "flatten_with_names",
+    "forget_workspaces",
     "function_modes",
+    "generators",
+    "get_decompositions",
     "graph_kind",
     "graph_memory_pool",
     "has_compiled",
@@ -105,6 +112,7 @@ __all__ = [
     "is_view",
     "is_wrapper",
     "keep_side_effects",
+    "leave_out_of_peak",
     "library",
     "make_fallback",
     "min_cut_rematerialization_partition",
@@ -114,6 +122,7 @@ __all__ = [
     "node_sequence",
     "offloaded_modules",
     "order_recomputed_kernels",
+    "overriding_stale_streams",
     "own_call",
     "preserve_node_ordering",
     "profiled",
@@ -192,6 +201,7 @@ PRIVATE_NAMES = {
     "offload.compile of a module fails": ("torch._dynamo.eval_frame.OptimizedModule",),
     "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
     "compiling fails": (
+        "torch._decomp.get_decompositions",
         "torch._functorch.partitioners.min_cut_rematerialization_partition",
         "torch._inductor.config",
         "torch._inductor.compile_fx.compile_fx",
@@ -205,6 +215,10 @@ PRIVATE_NAMES = {
         "torch.utils._ordered_set.OrderedSet",
         "torch._prims_common.make_channels_last_strides_for",
         "torch.fx.Node._rename",
+    ),
+    "compiled code holds more: host tensors count as memory of the device": (
+        "torch._inductor.memory.compute_size_for_scheduler_buffer",
+        "torch._inductor.memory.get_freeable_input_buf",
     ),
     "not told of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
     "what should go to the CPU is recomputed": (
@@ -226,20 +240,37 @@ PRIVATE_NAMES = {
         "torch.nn.Module._call_impl",
     ),
     "what it hides is not warned of": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",),
+    "what was cast to float32 travels whole": ("torch.autograd.graph.Node._input_metadata",),
     "traces do not show backward": ("torch._C._current_graph_task_id",),
     "a backward has no end in traces": ("torch.autograd.Variable._execution_engine",),
+    "a plan of a model with checkpoints of its own sets back what other threads draw meanwhile": (
+        "torch.random.default_generator",
+    ),
     "profiles have no ranges of the library": ("torch.autograd.profiler._is_profiler_enabled",),
     "CUDA and XPU say it of the selected device; no other does": ("torch.Stream.is_capturing",),
     "a capture that fails keeps its device memory": ("torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool"),
+    "graphs of one stream work in one memory, which goes with the first of them": (
+        "torch._C._cuda_clearCublasWorkspaces",
+    ),
+    "a parameter that a graph is kept of from another stream spoils a capture": (
+        "torch._C._override_stale_capture_stream",
+        "torch._C._set_override_stale_capture_stream",
+    ),
 }
 OTHER_VERSIONS = {
     "torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass": "2.13 on, not 2.11",
     "torch.utils.checkpoint._sac_storage_key": "2.13 on, not 2.11",
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": "2.11 to 2.13",
     "torch.Stream.is_capturing": "2.13 on, not 2.11",
+    "torch._C._override_stale_capture_stream": "2.13 on, not 2.11",
+    "torch._C._set_override_stale_capture_stream": "2.13 on, not 2.11",
 }
+#: Only builds for CUDA have them, and only there are they missed.
+OF_CUDA = frozenset({"torch._C._cuda_clearCublasWorkspaces"})
 
 _OLDEST = (2, 11)
+#: Functions such as ``torch.get_rng_state`` ask its ``default_generator``: see ``plan/numbers.py``.
+generators: Any = torch.random
 _profiler: Any = torch.autograd.profiler
 
 
@@ -351,11 +382,23 @@ def asker_may_return_it() -> bool:
     node = current_autograd_node()
     if node is None:  # outside of a backward nothing is about to become a gradient
         return False
+    return not _engine_asks() or type(node).__name__ == "CppFunction"
+
+
+def _engine_asks() -> bool:
+    """Whether it is the engine that has called the library, and no code in Python that runs in backward."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("eager_offload."):
         frame = frame.f_back
-    by_engine = frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
-    return not by_engine or type(node).__name__ == "CppFunction"
+    return frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
+
+
+def asking_node() -> str:
+    """The name of torch's own node that asks for a saved tensor, as ``MulBackward0``; empty where anything else does:
+    code in Python, of a checkpoint that recomputes or a custom function, or a program that looks at a node.
+    """
+    node: Any = current_autograd_node()
+    return str(node.name()) if node is not None and _engine_asks() else ""
 
 
 #: What counts where nothing but a tuple holds a tensor; how many references a loop adds is up to the interpreter.
@@ -488,7 +531,8 @@ def stream_is_capturing(stream: torch.Stream) -> bool:
 def graph_kind() -> type[Any] | None:
     """What captures and replays on the accelerator of this process; ``None`` where this torch has nothing that does.
 
-    ``torch.accelerator.Graph``, since 2.13 and where the backend has registered one, else ``torch.cuda.CUDAGraph``.
+    ``torch.accelerator.Graph``, since 2.13 and where the backend has registered one (CUDA's has not, to 2.13), else
+    ``torch.cuda.CUDAGraph``.
     """
     kind: Any = getattr(torch.accelerator, "Graph", None)
     with suppress(RuntimeError, NotImplementedError):
@@ -523,11 +567,24 @@ def begin_graph(graph: Any, memory: tuple[int, int] | None, mode: str) -> None:
         graph.capture_begin()
 
 
+def forget_workspaces() -> None:
+    """Lets go of the memory that matrix products work in: torch has one workspace for each stream and thread of CUDA.
+
+    A graph has its address. It is the graph's own where the first product of the capture finds none; and where none is
+    left behind the capture, no product of eager code, and of no other graph, works there. In 2.13 a graph that
+    goes takes that of its stream along, whichever graphs work in it (pytorch#193402).
+    """
+    clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:  # in builds for CUDA
+        clear()
+
+
 def release_failed_graph(graph: Any, index: int, memory: tuple[int, int] | None, *, ended: bool) -> None:
     """Gives back what a graph has whose capture has failed, by ``ended`` at its end or at its begin.
 
     To 2.13 torch keeps the device memory of such a graph on CUDA for good (pytorch#180395, #190308), and 2.11 goes on
-    to take the capture for one that is under way. Builds for ROCm have been put right without another version.
+    to take the capture for one that is under way: its allocator, and its generator (pytorch#171263), which then refuses
+    to draw in eager code. Builds for ROCm have been put right without another version.
     """
     graph.reset()
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -539,6 +596,41 @@ def release_failed_graph(graph: Any, index: int, memory: tuple[int, int] | None,
     if ended:
         with suppress(RuntimeError):
             torch._C._cuda_releasePool(index, memory)
+    if release < (2, 13):
+        _never_ended.append(graph)
+        _end_capture_of_generator(index)
+
+
+#: What torch's allocator of pinned memory asks, for good, whether a stream is captured in it: it has no more than their
+#: addresses.
+_never_ended: list[Any] = []
+
+
+def _end_capture_of_generator(index: int) -> None:
+    """A capture that ends well, of next to nothing: the generator of a device takes none for one that goes on then."""
+    graph, of_cuda = torch.cuda.CUDAGraph(), cast(Any, torch.cuda)
+    with suppress(RuntimeError), torch.cuda.stream(of_cuda.Stream(index)):
+        cell = torch.empty(1, device=torch.device("cuda", index))
+        graph.capture_begin(capture_error_mode="thread_local")
+        cell.zero_()
+        graph.capture_end()
+    graph.reset()
+
+
+@contextmanager
+def overriding_stale_streams() -> Iterator[None]:
+    """Has a backward that is captured run on the stream of the capture where a node of it, such as that of a parameter,
+    was made on another stream earlier: to wait for that one would spoil the capture (pytorch#180090).
+    """
+    if not hasattr(torch._C, "_set_override_stale_capture_stream"):
+        yield
+        return
+    before = torch._C._override_stale_capture_stream()
+    torch._C._set_override_stale_capture_stream(True)
+    try:
+        yield
+    finally:
+        torch._C._set_override_stale_capture_stream(before)
 
 
 def flatten_with_names(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
@@ -567,11 +659,15 @@ weak_storage: Callable[[torch.UntypedStorage], weakref.ref[torch.UntypedStorage]
 #: A number that no other storage has while this one lives: the address of what torch keeps in C++.
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
-is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 #: What autograd takes a view to be of.
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 #: How often a tensor, and what shares its counter, was changed in place.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes ``tensor`` to be a view of another one."""
+    return tensor._is_view()
 
 
 #: The attribute of a storage that holds what it owns.
@@ -712,6 +808,7 @@ _OF_THE_COMPILER = {
     "V": "torch._inductor.virtualized",
     "channels_last_strides": "torch._prims_common",
     "compile_fx": "torch._inductor.compile_fx",
+    "get_decompositions": "torch._decomp",
     "inductor_config": "torch._inductor.config",
     "inductor_ir": "torch._inductor.ir",
     "make_fallback": "torch._inductor.lowering",
@@ -769,6 +866,34 @@ def order_recomputed_kernels() -> None:
     node.recompute_size_and_body = recompute_size_and_body
 
 
+def leave_out_of_peak(is_elsewhere: Callable[[Any], bool], read_elsewhere: Callable[[Any], str | None]) -> None:
+    """Has Inductor's estimate of a graph's peak, by which it orders kernels and reuses buffers, leave buffers out.
+
+    It takes all that a graph hands over, whatever device it is on, for memory that the graph takes itself.
+
+    Args:
+        is_elsewhere: whether the buffer that an IR node makes takes no memory of the device.
+        read_elsewhere: which input an IR node reads that takes none.
+    """
+    memory: Any = importlib.import_module("torch._inductor.memory")
+    sizes = getattr(memory, "compute_size_for_scheduler_buffer", None)
+    freeable = getattr(memory, "get_freeable_input_buf", None)
+    if sizes is None or freeable is None:
+        return  # what the table says
+
+    @functools.wraps(sizes)
+    def compute_size_for_scheduler_buffer(buffers: Any, *args: Any, **named: Any) -> Any:
+        found = sizes(buffers, *args, **named)
+        return {name: (0, 0) if is_elsewhere(buffers[name].node) else size for name, size in found.items()}
+
+    @functools.wraps(freeable)
+    def get_freeable_input_buf(nodes: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+        return freeable(nodes, inputs - {read_elsewhere(node.node) for node in nodes}, *args, **named)
+
+    memory.compute_size_for_scheduler_buffer = compute_size_for_scheduler_buffer
+    memory.get_freeable_input_buf = get_freeable_input_buf
+
+
 def inductor_options() -> frozenset[str]:
     """The names of all options that Inductor has."""
     return frozenset(importlib.import_module("torch._inductor.config").get_config_copy())
@@ -799,21 +924,25 @@ class _HookInlining:
     needs none of that.
     """
 
-    def __init__(self, ours: Callable[[GraphModule, GraphModule, int], bool], theirs: Callable[..., None]) -> None:
+    def __init__(
+        self, ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], bool], theirs: Callable[..., None]
+    ) -> None:
         self.ours, self.theirs = ours, theirs
 
     def __call__(
         self, fw_module: GraphModule, bw_module: GraphModule, num_inner_fwd_outputs: int, *rest: Any, **named: Any
     ) -> None:
+        meta = rest[0] if rest else named.get("inner_meta")
         backward_is_compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if getattr(backward_is_compiled, "in_compiled_autograd_region", False) or not self.ours(
-            fw_module, bw_module, num_inner_fwd_outputs
+            fw_module, bw_module, num_inner_fwd_outputs, getattr(meta, "static_input_indices", None) or ()
         ):
             self.theirs(fw_module, bw_module, num_inner_fwd_outputs, *rest, **named)
 
 
-def replace_hook_inlining(ours: Callable[[GraphModule, GraphModule, int], bool]) -> bool:
-    """Has AOTAutograd call ``ours`` with the two graphs of a split and the number of the user's outputs.
+def replace_hook_inlining(ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], bool]) -> bool:
+    """Has AOTAutograd call ``ours`` with the two graphs of a split, the number of the user's outputs, and which of the
+    inputs are parameters and buffers, as far as this torch says it.
 
     It stays: other threads may be compiling. ``ours`` returns ``False`` where AOTAutograd is to do what it always does.
 
@@ -889,9 +1018,8 @@ def offloaded_modules(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, wrapper)]
 
 
-def profiler_is_on() -> bool:
-    """Whether a profiler of torch's runs."""
-    return getattr(_profiler, "_is_profiler_enabled", False)
+#: Whether a profiler of torch's runs. Each pack and unpack asks, so it is no function in Python.
+profiler_is_on: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_profiler_enabled", False)
 
 
 def profiled(what: str) -> AbstractContextManager[object]:
@@ -913,6 +1041,16 @@ def after_backward(call: Callable[[], None]) -> None:
 def node_sequence(node: Any) -> int:
     """When an autograd node was made: its number in the count of the thread that made it."""
     return int(node._sequence_nr())
+
+
+def cast_from(tensor: Tensor) -> torch.dtype | None:
+    """The dtype that ``tensor`` was cast from and has had the values of since, as far as autograd knows."""
+    node = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0" or version_of(tensor):
+        return None
+    source, number = node.next_functions[0]
+    outputs: Any = getattr(source, "_input_metadata", ())  # what a node is given in backward is what it made in forward
+    return outputs[number].dtype if number < len(outputs) else None
 
 
 def module_call(module: nn.Module) -> Callable[..., Any] | None:

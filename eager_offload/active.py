@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from eager_offload._torch import dispatch_modes, function_modes, top_pack_hook, unseen
+from eager_offload._torch import (
+    HookFunctions,
+    autograd_sequence,
+    dispatch_modes,
+    function_modes,
+    replace_hooks,
+    top_pack_hook,
+    unseen,
+)
 from eager_offload.config import OffloadConfig
 from eager_offload.tiers.forking import ForkSafeLock
 
@@ -27,6 +36,7 @@ __all__ = [
     "entered",
     "has_hook",
     "left",
+    "outside",
     "packing",
     "serving",
     "thread",
@@ -74,6 +84,9 @@ class Context(Protocol):
     def packed(self) -> bool:
         """Whether anything was packed for its object since it was entered."""
 
+    def overlook(self, nodes: int) -> None:
+        """So many nodes of autograd were made since it was entered by what is none of the user's forward."""
+
 
 class _Thread(threading.local):
     def __init__(self) -> None:
@@ -109,6 +122,28 @@ def left(context: Context) -> None:
     """The calling thread is out of a ``with`` again; may be called again."""
     if context in thread.contexts:
         thread.contexts.remove(context)
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """The calling thread is in no ``with`` meanwhile, and what it saves goes to no hooks; then it is as before."""
+    contexts, nodes, hooks = thread.contexts, autograd_sequence(), list[HookFunctions]()
+
+    def take_off(found: list[HookFunctions]) -> None:
+        hooks[:], found[:] = found, []
+
+    def put_back(found: list[HookFunctions]) -> None:
+        found[:] = hooks
+
+    try:
+        thread.contexts = []
+        replace_hooks(take_off)
+        yield
+    finally:
+        replace_hooks(put_back)
+        thread.contexts = contexts
+        for context in contexts:
+            context.overlook(autograd_sequence() - nodes)
 
 
 def current() -> Owner | None:
@@ -151,7 +186,7 @@ def serving(text: str) -> Owner:
     """
     if (innermost := _innermost(text)) is not None:
         return innermost
-    if configuration_on_top() == text and (last := _entered_last(text)) is not None:
+    if (configuration_on_top() or "").partition("\n")[0] == text and (last := _entered_last(text)) is not None:
         return last
     standing = _standing.get(text)
     if standing is None:
@@ -167,7 +202,8 @@ def has_hook(text: str, pack_hook: object) -> None:
 
 
 def configuration_on_top() -> str | None:
-    """The text of the configuration whose hooks the calling thread's saved tensors go to now.
+    """The text of the configuration whose hooks the calling thread's saved tensors go to now; behind its first line,
+    what a plan was made for: see [Note: the text of a configuration] in ``compile/aim.py``.
 
     Not that of the innermost ``with``: where other hooks hide ours, compilers know nothing of us, and would keep a
     graph with transfers in it for calls that are in no ``with`` at all.

@@ -13,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypedDict, cast
 
+from eager_offload.codecs.policy import CODEC_NAMES, CodecPolicy, named_if_any
 from eager_offload.errors import ConfigError
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "OffloadFields",
     "field_from_text",
     "parse_size",
+    "rate_text",
     "size_literal",
     "size_text",
     "switched_on",
@@ -80,6 +82,11 @@ def size_text(nbytes: int) -> str:
     return f"{value:,.1f} TiB"
 
 
+def rate_text(bytes_a_second: float) -> str:
+    """For a reader, such as ``"1.50 GB/s"``: in thousands, as links and disks are sold."""
+    return f"{bytes_a_second / 1e9:,.2f} GB/s" if bytes_a_second >= 1e9 else f"{bytes_a_second / 1e6:,.1f} MB/s"
+
+
 def size_literal(nbytes: int) -> str:
     """A number of bytes as a config takes it, such as ``"4MiB"``: exact."""
     for unit, size in (("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10)):
@@ -120,6 +127,7 @@ class OffloadFields(TypedDict, total=False):
     device_budget: Size | None
     policy: str
     max_slowdown: float | None
+    codec: str | CodecPolicy
     skip: Sequence[str] | str
     enabled: bool
 
@@ -185,18 +193,26 @@ class OffloadConfig:
     device_budget: Size | None = None
     """Bytes of the device that training may take: the least moves that fits. ``"auto"`` is what is used and nine tenths
     of what is free when it is first used; ``None`` bounds nothing, and what may move does. What fits is learnt from the
-    first forwards, and adapted: see the page on tuning. Of a CPU device it is the process's memory. In compiled code
-    all that may move does."""
+    first forwards, and adapted: see the page on tuning. Of a CPU device it is the process's memory. Compiled code is
+    decided when it is compiled, by what its graphs say that they take: see the page on it."""
 
     policy: str = "max"
     """``"max"`` moves all that may move. ``"free"`` moves what the link hides: so much stays that compute waits for
     transfers for less than 0.5 % of a step. That is learnt from measured waits, and adapted: see the page on tuning.
-    What stays is not bounded, but by ``device_budget`` where that is given. In compiled code it is as ``"max"``."""
+    What stays is not bounded, but by ``device_budget`` where that is given. Compiled code is decided when it is
+    compiled, by estimated times."""
 
     max_slowdown: float | None = None
     """How much longer a step may take than without offload, such as 0.05: of the saved bytes the fewest stay with which
-    it does, learnt as for ``policy="free"``, which is 0. ``None``: as long as it takes. In compiled code it changes
-    nothing."""
+    it does, learnt, or in compiled code estimated, as for ``policy="free"``, which is 0. ``None``: as long as it
+    takes."""
+
+    codec: str | CodecPolicy = "identity"
+    """What packs saved tensors before they travel. ``"identity"``: nothing does. ``"lossless"``: what fits into fewer
+    bytes, bit for bit: ``float32`` cast from ``bfloat16``, ``bool``, and on a CPU masks. ``"bf16"``, ``"int8"``
+    and ``"fp8"`` round, too, what some consumers read in backward, each within a bound; a
+    :class:`~eager_offload.CodecPolicy` says which codec for which consumer. See the page on codecs. In compiled code
+    only ``bool`` is packed, and nothing rounded."""
 
     skip: Sequence[str] | str = ()
     """Patterns of the names of modules of which nothing moves that they save, such as ``["lm_head", "*.norm"]``: ``*``
@@ -223,6 +239,7 @@ class OffloadConfig:
         if self.device_budget is not None:
             self._check_device_budget()
         self._check_slowdown()
+        self._store("codec", _codec(self.codec))
         for field in ("pin_memory", "step_plans"):
             if not (isinstance(value := getattr(self, field), bool) or value == "auto"):
                 raise _refuse(field, value, 'True, False or "auto"')
@@ -305,8 +322,8 @@ class OffloadConfig:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> OffloadConfig:
         """A config from ``EAGER_OFFLOAD_<FIELD>`` variables, such as ``EAGER_OFFLOAD_MIN_BYTES=4MiB``.
 
-        Several disk paths are separated as in ``PATH``, the patterns of ``skip`` by commas. An unset or empty variable
-        leaves the default.
+        Several disk paths are separated as in ``PATH``, the patterns of ``skip`` by commas; a policy of codecs is JSON.
+        An unset or empty variable leaves the default.
 
         Raises:
             ConfigError: for a variable with the prefix that names no field, or a value that is not accepted.
@@ -338,7 +355,8 @@ class OffloadConfig:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         paths = self.disk_paths
         texts = None if paths is None else [os.fspath(path) for path in paths]
-        return fields | {"disk_path": texts, "skip": list(self.skip)}
+        codec = self.codec.to_dict() if isinstance(self.codec, CodecPolicy) else self.codec
+        return fields | {"disk_path": texts, "codec": codec, "skip": list(self.skip)}
 
     def changed(self) -> dict[str, Any]:
         """The fields that are not at their defaults."""
@@ -348,7 +366,7 @@ class OffloadConfig:
     def to_text(self) -> str:
         """The fields that are not at their defaults, as one line that ``from_text`` reads: equal for equal configs."""
         given = self.changed()
-        return json.dumps(given, default=os.fspath, sort_keys=True) if given else ""
+        return json.dumps(given, default=_json, sort_keys=True) if given else ""
 
     @classmethod
     def from_text(cls, text: str) -> OffloadConfig:
@@ -386,6 +404,11 @@ class OffloadConfig:
     def says_slowdown(self) -> str:
         """The setting that ``slowdown`` comes from, as a user writes it."""
         return 'policy="free"' if self.policy == "free" else f"max_slowdown={self.max_slowdown!r}"
+
+    @property
+    def codec_policy(self) -> CodecPolicy:
+        """``codec`` as a policy."""
+        return self.codec if isinstance(self.codec, CodecPolicy) else CodecPolicy.named(self.codec)
 
     @property
     def disk_paths(self) -> tuple[Path, ...] | None:
@@ -439,11 +462,34 @@ def _paths(value: object) -> tuple[Path, ...] | None:
     return tuple(Path(p) for p in listed)
 
 
+def _codec(value: object) -> str | CodecPolicy:
+    if isinstance(value, Mapping):
+        value = CodecPolicy.from_dict(value)
+    if isinstance(value, CodecPolicy):
+        return named_if_any(value)
+    if not isinstance(value, str) or value not in CODEC_NAMES:
+        raise _refuse("codec", value, ", ".join(f'"{one}"' for one in CODEC_NAMES) + " or a CodecPolicy")
+    return value
+
+
+def _json(value: Any) -> object:
+    """What JSON has in place of a value that it does not know."""
+    return value.to_dict() if isinstance(value, CodecPolicy) else os.fspath(value)
+
+
 def _patterns(value: object) -> tuple[str, ...]:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, Sequence) or not all(isinstance(one, str) and one for one in listed):
         raise _refuse("skip", value, "the names of modules, or patterns of them, as a list of texts")
     return tuple(listed)
+
+
+def _codec_from_text(text: str) -> object:
+    """A policy that is written as ``OffloadConfig.to_dict`` has it, in JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise _refuse("codec", text, "the text of a CodecPolicy in JSON, or a name") from None
 
 
 def field_from_text(field: str, text: str) -> object:
@@ -454,6 +500,8 @@ def field_from_text(field: str, text: str) -> object:
         return [one.strip() for one in text.split(",")]
     if field in ("device_budget", "max_slowdown") and text.lower() == "none":
         return None
+    if field == "codec" and text.lstrip().startswith("{"):
+        return _codec_from_text(text)
     if field in ("verify", "pin_memory", "step_plans", "enabled") and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
     return text

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 __all__ = [
+    "CapabilityError",
     "CapacityError",
     "CaptureInputError",
     "CaptureInvalidatedError",
@@ -16,11 +17,13 @@ __all__ = [
     "CorruptionError",
     "GraphError",
     "HostAllocationUnderCaptureError",
+    "KernelError",
     "NoAcceleratorError",
     "OffloadError",
     "PlanError",
     "PoolInUseError",
     "PoolSealedError",
+    "PrecisionError",
     "SavedTensorModifiedError",
     "ScheduleMismatchError",
     "StaleEventError",
@@ -51,7 +54,7 @@ class CapacityError(OffloadError):
 
 
 class PlanError(OffloadError):
-    """A model cannot be planned without running it: what it does depends on numbers that nobody has before the step.
+    """A model cannot be planned without running it: what it does depends on numbers that are computed in the step.
 
     The text names the module in which that was met, and the operator.
     """
@@ -86,6 +89,13 @@ class SavedTensorModifiedError(OffloadError):
 
     Raised where autograd itself raises when no hooks are installed; installing any saved-tensor
     hook switches autograd's own check off, so this library repeats it.
+    """
+
+
+class PrecisionError(OffloadError):
+    """A saved tensor was rounded for a consumer that may be given rounded numbers, and another one asks for it.
+
+    The text names both. What is saved alike stays exact from then on.
     """
 
 
@@ -137,6 +147,14 @@ class ScheduleMismatchError(GraphError):
 
 class CaptureInputError(GraphError, ValueError):
     """What a replay is given differs from what was captured. The text names where, and has both sides."""
+
+
+class KernelError(OffloadError, ValueError):
+    """A kernel is given, or made of, what it does not take. The text has what was expected and what was given."""
+
+
+class CapabilityError(OffloadError):
+    """A kernel needs what the device, or what is installed, does not have."""
 
 
 def captured(what: str) -> CaptureStateError:

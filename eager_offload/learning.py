@@ -2,6 +2,20 @@
 
 Numbers only, like ``schedule.py``: saves are counted from 0 in each forward, sizes are bytes, times are seconds.
 
+[Note: lessons and step plans]
+A step plan holds the order of need and what is kept alive as well, but for a forward that follows it, and all of what
+was done in one. Lessons are for forwards that follow none: all with ``step_plans=False``, the first ones with "auto",
+those that are decided anew, and those of which no plan can be made. This module alone
+
+    has such a forward expect its saves in the order of need, and leave alone what the program keeps alive
+    knows how long after its pack each storage is asked for, so what the link cannot bring in time stays
+    spreads what is to stay over the forward, where a limit of the slowdown says how many bytes (``Lessons.keep``)
+    has a storage that is saved again wait for its last save, and a forward that fits into the newest bytes stay
+    knows who asks for what may be rounded, so that a codec may
+    counts forwards that are alike: after how many of them "auto" has one recorded
+
+and what a recorder writes down is what these have led to. A forward that follows a plan takes no notes.
+
 [Note: a lesson is a hint]
     Forward   takes notes while a forward is packed and its graph unpacked; dies with the last handle of that graph
     Notes     what it leaves behind
@@ -23,7 +37,7 @@ from typing import Any, NamedTuple
 from eager_offload.step_plan import StepRecorder
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = ["Advice", "Forward", "ForwardRecord", "Lesson", "Lessons", "Link", "Notes"]
+__all__ = ["Advice", "Forward", "ForwardRecord", "Kind", "Lesson", "Lessons", "Link", "Notes"]
 
 #: How many lessons are remembered: the forwards of one step may differ, of a generator and a discriminator say.
 _MOST_LESSONS = 8
@@ -31,6 +45,15 @@ _MOST_LESSONS = 8
 _LOOK_AGAIN = 16
 #: Saves of one forward: a context that is never left, with a graph that is never whole, would fill the memory.
 _MOST_SAVES = 1 << 16
+
+
+class Kind(NamedTuple):
+    """What a save is known by that may be rounded."""
+
+    nbytes: int
+    dtype: str
+    maker: str
+    """The node of the operator that made the tensor; empty for none."""
 
 
 class Advice(Enum):
@@ -67,6 +90,9 @@ class Notes:
     #: Those that took a storage whose original was alive when it was asked for, or would have: for how many forwards
     #: it was not looked at.
     alive: dict[int, int] = field(default_factory=dict)
+    #: What may be rounded, and of that the names of the nodes that asked for it, empty for anything else that did.
+    kinds: dict[int, Kind] = field(default_factory=dict)
+    readers: dict[int, set[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,31 +115,51 @@ class Lesson:
         self.times = times
         self.sizes = notes.sizes
         self.owners = notes.owners
-        self._notes, self._link, self._room = notes, link, room
+        self.notes, self._link, self._room = notes, link, room
         #: Saves of storages that the program keeps alive.
         self.alive = notes.alive
         self.advice = _advice(notes, link, room)
         #: The last save before backward of each storage that is saved more than once, by the first one.
         owners = notes.owners[: notes.before_backward]
         self.last_saves = {owner: number for number, owner in enumerate(owners) if owner != number}
+        #: By the first save of a storage, who asks for that; no entry where it is not known of all of its saves.
+        self.readers = _readers(notes)
         #: The saves that are to be asked for, in that order.
         self.order = [number for number in notes.asked_at if notes.owners[number] not in notes.alive]
 
     @property
     def movable_bytes(self) -> int:
         """Bytes of the storages that may leave."""
-        return sum(self.sizes[number] for number in _taken(self._notes))
+        return sum(self.sizes[number] for number in _taken(self.notes))
 
     def keep(self, nbytes: int, newest: int) -> None:
         """So many bytes are to stay, as ``Lessons.keep`` says."""
-        self.advice = _advice(self._notes, self._link, self._room)
-        stays = _spread([(number, self.sizes[number]) for number in _taken(self._notes)], nbytes, newest)
-        for number in _taken(self._notes):
+        self.advice = _advice(self.notes, self._link, self._room)
+        stays = _spread([(number, self.sizes[number]) for number in _taken(self.notes)], nbytes, newest)
+        for number in _taken(self.notes):
             self.advice[number] = Advice.STAY if number in stays else Advice.LEAVE
+
+    def has(self, number: int, owner: int, kind: Kind | None) -> bool:
+        """Whether save ``number`` is of the storage that save ``owner`` has taken, and of this ``kind``."""
+        return number < len(self.owners) and self.owners[number] == owner and self.notes.kinds.get(number) == kind
+
+    def readers_of(self, owner: int, number: int, kind: Kind) -> frozenset[str]:
+        """Who asks for the storage of save ``owner``, which save ``number`` of this ``kind`` takes; none: not known."""
+        return self.readers.get(owner, frozenset()) if self.notes.kinds.get(number) == kind else frozenset()
 
     def fits(self, number: int, nbytes: int, owner: int) -> bool:
         """Whether save ``number`` of a forward is as it was in the one that this was learnt from."""
         return number < len(self.sizes) and self.sizes[number] == nbytes and self.owners[number] == owner
+
+
+def _readers(notes: Notes) -> dict[int, frozenset[str]]:
+    found: dict[int, set[str]] = {}
+    if notes.kinds:
+        for number, owner in enumerate(notes.owners):
+            readers = notes.readers.get(number) if number in notes.kinds else None
+            is_alike = number in notes.kinds and notes.kinds[number].dtype == notes.kinds.get(owner, ("", ""))[1]
+            found.setdefault(owner, set()).update(readers if readers and is_alike else {""})
+    return {owner: frozenset(names) for owner, names in found.items() if "" not in names}
 
 
 def _taken(notes: Notes) -> list[int]:
@@ -192,6 +238,9 @@ class Lessons:
         alike = [old for old in self._lessons if old.sizes == notes.sizes and old.owners == notes.owners]
         others = [old for old in self._lessons if old not in alike]
         times = 1 + sum(old.times for old in alike)
+        for old in alike:  # whoever has asked once may ask again
+            for number, names in old.notes.readers.items():
+                notes.readers.setdefault(number, set()).update(names)
         lesson = Lesson(notes, link, self.room, times)
         if self._keep is not None:
             lesson.keep(*self._keep)
@@ -335,6 +384,22 @@ class Forward:
     def is_known(self) -> bool:
         """Whether a lesson is followed."""
         return bool(self._lessons)
+
+    def readers(self, number: int, first: int, kind: Kind) -> frozenset[str]:
+        """Who asks for the storage that save ``number``, of this ``kind``, takes, as far as is known; none: it is not.
+
+        Args:
+            first: the first save of that storage.
+        """
+        nbytes = self.notes.sizes[number]
+        self._lessons = [lesson for lesson in self._lessons if lesson.fits(number, nbytes, first)]
+        found = [lesson.readers_of(first, number, kind) for lesson in self._lessons]
+        return frozenset().union(*found) if all(found) else frozenset()
+
+    def expects(self, owner: int, kind: Kind | None) -> bool:
+        """Whether the next save is to be one of the storage that save ``owner`` has taken, of this ``kind``."""
+        number = len(self.notes.sizes)
+        return bool(self._lessons) and all(lesson.has(number, owner, kind) for lesson in self._lessons)
 
     def last_save(self, number: int) -> int | None:
         """The last save to come of the storage that save ``number`` is the first of, as far as is known."""

@@ -47,6 +47,13 @@ def why(stats: OffloadStats, config: OffloadConfig) -> str:
         return f"the {size_text(sum(kept.values()))} that were saved were asked for, or closed upon, before they left"
     if reason == KeepReason.NEWEST and 0 < stats.device_memory_peak <= stats.device_budget:
         return f"the {size_text(sum(kept.values()))} that were saved fit into device_budget beside all else"
+    is_bounded = config.device_budget is not None or config.slowdown is not None
+    if reason == KeepReason.NEWEST and is_bounded and not (stats.device_budget or stats.keep_last_bytes):
+        total, stay = size_text(sum(kept.values())), size_text(kept[reason])
+        return (
+            f"of the {total} that were saved, {stay} stay as was decided for compiled code: by its budget, since the "
+            "link hides no more, or since less than a window frees nothing"
+        )
     if reason == KeepReason.NEWEST and config.slowdown is not None:
         return (
             f"of the {size_text(sum(kept.values()))} that were saved, {size_text(kept[reason])} stay, as long as "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from types import TracebackType
 from typing import Any, Self, TypeAlias, Unpack
@@ -14,21 +15,26 @@ from torch import Tensor
 
 from eager_offload import active
 from eager_offload._torch import (
-    allow_hooks_again,
-    autograd_sequence,
     compiler_is_loaded,
-    has_compiled,
     unseen,
 )
+from eager_offload.compile.aim import text_of
 from eager_offload.compile.hooks import hook_pair
-from eager_offload.config import OffloadConfig, OffloadFields, size_literal, size_text
-from eager_offload.eager import checkpointing, foreign
+from eager_offload.config import OffloadConfig, OffloadFields, size_text
+from eager_offload.context import EnteredContext
+from eager_offload.eager import checkpointing
+from eager_offload.eager.captured import CapturedRun
+from eager_offload.eager.coding import check_rounding
 from eager_offload.eager.hooks import Hooks
+from eager_offload.eager.warm_ups import WarmUp
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.offloaders import Offloaders
-from eager_offload.errors import ConfigError, OffloadError, captured, reentered, warn
+from eager_offload.errors import CaptureStateError, ConfigError, OffloadError, captured, reentered, warn
 from eager_offload.nothing_moved import why
+from eager_offload.observe.advice import advise
+from eager_offload.observe.summary import describe
 from eager_offload.observe.tracing import Tracing
+from eager_offload.plan_settings import settings_of, shown
 from eager_offload.runtime.base import Runtime
 from eager_offload.skipping import SkippedModules
 from eager_offload.stats import Accounts, KeepReason, OffloadStats, PlanOutcome
@@ -38,10 +44,6 @@ from eager_offload.tiers.forking import can_begin_nothing
 
 __all__ = ["Offload"]
 
-#: How many forwards a plain loop runs before it is looked at whether anything moved.
-_LOOKED_AT = 3
-#: The fields that a plan has been made for.
-_PLANNED = ("min_bytes", "max_inflight_bytes", "prefetch_bytes", "skip")
 _NOTHING_TO_FOLLOW = (
     "the plan that was given has no step plan, since none can say what this model does: its settings hold, and what "
     "moves is decided as without it"
@@ -97,7 +99,7 @@ class Offload:
         **fields: Unpack[OffloadFields],
     ) -> None:
         if isinstance(plan, ComputedPlan):
-            self._begin(_with_plan(plan, config, fields), runtime, around_tier)
+            self._begin(settings_of(plan, config, fields), runtime, around_tier)
         else:
             self._begin(OffloadConfig.from_given(config, fields), runtime, around_tier)
         if plan is not None:
@@ -105,35 +107,6 @@ class Offload:
         if self.config.enabled:
             with unseen():
                 self._offloaders.open_what_is_named()
-
-    def _take(self, plan: StepPlan | ComputedPlan) -> None:
-        """Has forwards follow ``plan``."""
-        if not isinstance(plan, StepPlan | ComputedPlan):
-            raise ConfigError(
-                f"plan={plan!r} is not accepted: plan takes what eager_offload.plan or Plan.load returns, or a "
-                "StepPlan of step_plan() or StepPlan.load"
-            )
-        if self.config.device_budget is not None:
-            raise ConfigError("plan=... does not go with device_budget, which says what moves: leave one of them out")
-        if self.config.slowdown is not None:
-            raise ConfigError(
-                f"plan=... does not go with {self.config.says_slowdown}, which says what moves: leave one of them out"
-            )
-        if self.config.step_plans is False:
-            raise ConfigError("plan=... does not go with step_plans=False, which follows none: leave one of them out")
-        given = plan
-        if isinstance(plan, ComputedPlan):
-            self._accounts.counters.plan = PlanOutcome(plan.peak_bytes, plan.step_seconds)
-            self._hooks.computed = plan
-            if not plan.step_plans:
-                self._warn_once("plan", _NOTHING_TO_FOLLOW)
-                return
-            (given,) = plan.step_plans
-        assert isinstance(given, StepPlan)
-        given.check()
-        if not given.slots:
-            self._warned.add("nothing")  # moves, as it is to be
-        self._hooks.given = given
 
     def _begin(
         self, config: OffloadConfig, runtime: Runtime | None, around_tier: Callable[[Tier], Tier] | None
@@ -155,6 +128,37 @@ class Offload:
         self._skipped = SkippedModules()
         #: Outermost contexts in which something was saved, or hidden.
         self._forwards = 0
+
+    def _take(self, plan: StepPlan | ComputedPlan) -> None:
+        """Has forwards follow ``plan``."""
+        if not isinstance(plan, StepPlan | ComputedPlan):
+            raise ConfigError(
+                f"plan={plan!r} is not accepted: plan takes what eager_offload.plan or Plan.load returns, or a "
+                "StepPlan of step_plan() or StepPlan.load"
+            )
+        if self.config.device_budget is not None:
+            raise ConfigError("plan=... does not go with device_budget, which says what moves: leave one of them out")
+        if self.config.slowdown is not None:
+            raise ConfigError(
+                f"plan=... does not go with {self.config.says_slowdown}, which says what moves: leave one of them out"
+            )
+        if self.config.step_plans is False:
+            raise ConfigError("plan=... does not go with step_plans=False, which follows none: leave one of them out")
+        given = plan
+        if isinstance(plan, ComputedPlan):
+            self._accounts.counters.plan = PlanOutcome(plan.peak_bytes, plan.step_seconds)
+            self._hooks.computed = plan
+            self._hook_pair = hook_pair(text_of(self.config_text, plan))
+            if not plan.step_plans:
+                self._warn_once("plan", _NOTHING_TO_FOLLOW)
+                return
+            (given,) = plan.step_plans
+        assert isinstance(given, StepPlan)
+        given.check()
+        check_rounding(given, self.config.codec_policy)
+        if not given.slots:
+            self._warned.add("nothing")  # moves, as it is to be
+        self._hooks.given = given
 
     # -- copies: new objects of the same configuration --------------------------------------------------------------
 
@@ -213,12 +217,12 @@ class Offload:
                 "once, before the first `with offload:`"
             )
         self.refuse_reentry()
-        if self._offloaders.is_capturing():
+        if self._hooks.thread.step is None and self._offloaders.is_capturing():
             raise captured("an Offload was entered")
         if not self._serves_compiled_code and compiler_is_loaded():
             self._prepare_for_compiled_code()
         checkpointing.install()
-        context = _Context(self)
+        context = EnteredContext(self)
         try:
             context.__enter__()
         except BaseException:
@@ -258,6 +262,34 @@ class Offload:
         """
         if self.config.enabled and self.config.skip:
             self._skipped.add(model, self.config.skip)
+
+    @contextmanager
+    def in_step(self, step: WarmUp | CapturedRun) -> Iterator[None]:
+        """A ``with`` of this object, around a step whose saved tensors go where ``step`` says.
+
+        For ``eager_offload.graphs.capture_step``.
+
+        Raises:
+            CaptureStateError: the calling thread is in a ``with`` of this object, this is being traced, or it was
+                given a plan.
+        """
+        thread = self._hooks.thread
+        if self._hooks.has_given:
+            raise CaptureStateError(
+                "an Offload(plan=...) cannot be captured: a capture follows what its warm-ups did. Leave plan= out"
+            )
+        if self._innermost() is not None or thread.step is not None:
+            raise CaptureStateError("a step was captured inside of a `with` of its Offload: capture_step enters that")
+        if self._accounts.observer is not None:
+            raise CaptureStateError(
+                "a step was captured while its Offload is traced: a capture runs nothing that a trace could show"
+            )
+        thread.step = step
+        try:
+            with self:
+                yield
+        finally:
+            thread.step = None
 
     def refuse_reentry(self) -> None:
         """See [Note: reentry] in ``tiers/forking.py``.
@@ -335,7 +367,7 @@ class Offload:
         return around
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={_shown(value)!r}" for name, value in self.config.changed().items())
+        given = ", ".join(f"{name}={shown(value)!r}" for name, value in self.config.changed().items())
         counted = self._accounts.counters
         moved = f"{size_text(counted.offloaded_bytes)} offloaded of {size_text(counted.saved_bytes)} saved"
         return f"<{type(self).__name__}({given}): {moved if counted.saved_tensors else 'nothing saved yet'}>"
@@ -360,6 +392,7 @@ class Offload:
                     offloader.synchronize()
             with self._accounts.lock:
                 self._offloaders.poll()
+                self._hooks.count_kept()
                 self._offloaders.snapshot_peaks()
                 return self._accounts.counters.snapshot(self.config)
 
@@ -382,6 +415,7 @@ class Offload:
         self.refuse_reentry()
         with unseen(), self._accounts.lock:
             self._offloaders.poll()
+            self._hooks.count_kept()
             self._offloaders.restart_counters()
             self._forwards = 0
             if self._innermost() is not None or any(any(offloader.census()) for offloader in self._offloaders.all()):
@@ -509,130 +543,5 @@ class Offload:
             warn(message)
 
 
-def _with_plan(
-    plan: ComputedPlan, config: OffloadConfig | Mapping[str, Any] | None, fields: OffloadFields
-) -> OffloadConfig:
-    """The settings of a plan, with those that a user gives beside it.
-
-    Raises:
-        ConfigError: one of them contradicts the plan.
-    """
-    planned = {name: getattr(plan.config, name) for name in _PLANNED}
-    if config is None:
-        config = plan.config
-    elif isinstance(config, Mapping):
-        config = OffloadConfig.from_fields(config, plan.config)
-    found = OffloadConfig.from_given(config, fields)
-    for name, value in planned.items():
-        if (given := getattr(found, name)) != value:
-            raise ConfigError(
-                f"{name}={_shown(given)!r} does not go with plan=..., which was made for {name}={_shown(value)!r}: "
-                f"leave it out, or plan with config={{{name!r}: ...}}"
-            )
-    return found
-
-
-def _shown(value: object) -> object:
-    """A field's value as a user would write it."""
-    if isinstance(value, tuple):
-        return str(value[0]) if len(value) == 1 else [str(one) for one in value]
-    return size_literal(value) if type(value) is int else value
-
-
-class _Context:
-    """One ``with``: installs the hooks, and sees to what is left when they go."""
-
-    def __init__(self, offload: Offload) -> None:
-        self.offload = offload
-        self._hooks = foreign.ours(*offload._hook_pair)
-        self.pack_hook: object = self._hooks.pack_hook
-        self._watch = foreign.watch()
-        #: Whether the hooks are on, or may be: an interrupt can come between any two lines.
-        self._is_on = False
-        self._thread = offload._hooks.thread
-        self._nodes_before = 0
-        self._packed_before = 0
-        #: Whether another context, entered after this one, has seen what was saved inside of it.
-        self.hears_of_saves = False
-
-    def __enter__(self) -> None:
-        offload, thread = self.offload, self._thread
-        if offload._innermost() is None:
-            offload.replace_crashed()
-            thread.begin()
-            offload._accounts.counters.begin()
-            offload._offloaders.trim()
-        active.entered(self)
-        self._packed_before = thread.packed
-        self._nodes_before = autograd_sequence()
-        self._is_on = True
-        try:
-            self._hooks.__enter__()
-        except RuntimeError as error:
-            self._is_on = False
-            raise _explained(error) from error
-        self._watch.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        offload = self.offload
-        self._watch.__exit__()
-        contexts = active.thread.contexts
-        position = contexts.index(self)
-        earlier, later = contexts[:position], contexts[position + 1 :]
-        active.left(self)
-        allow_hooks_again()  # no caller has forbidden them: ours could not have been put on
-        self._hooks.take_off([context.pack_hook for context in (*earlier, *later)])
-        self._is_on = False
-        with unseen():
-            # With an exception it does not wait: an interrupt would wait for room in a full window.
-            offload._hooks.leave(waits=kind is None, is_outermost=offload._innermost() is None)
-        with unseen(), offload._accounts.lock:
-            seen = self.hears_of_saves or True in [context.packed() for context in (self, *later)]
-            if seen:
-                for context in earlier:
-                    context.hears_of_saves = True
-            if kind is None and not seen and autograd_sequence() > self._nodes_before and not has_compiled():
-                offload._accounts.counters.empty_forwards += 1
-                offload._warn_once(
-                    "empty",
-                    "autograd recorded operators inside the context, but no saved tensor could be seen: other hooks "
-                    "inside it hide them, or the forward ran elsewhere. Enter this context inside the others, around "
-                    "the forward alone",
-                )
-            if kind is None and seen and not contexts:
-                offload._forwards += 1
-                if offload._forwards == _LOOKED_AT:
-                    offload.warn_if_nothing_moved()
-        if isinstance(error, RuntimeError) and _is_forbidden(error):
-            raise _explained(error) from error
-
-    def give_up(self) -> None:
-        """Undoes what is still to be undone, if an error or an interrupt came before that."""
-        self._watch.__exit__()
-        active.left(self)
-        if self._is_on:
-            self._is_on = False
-            allow_hooks_again()
-            self._hooks.leave_on([context.pack_hook for context in active.thread.contexts].count(self.pack_hook))
-
-    def packed(self) -> bool:
-        """Whether anything was packed for this object since the context was entered."""
-        thread = self.offload._hooks.thread
-        return thread is not self._thread or thread.packed != self._packed_before  # another: closed meanwhile
-
-
-def _is_forbidden(error: RuntimeError) -> bool:
-    """Whether torch refused hooks, as ``torch.func`` transforms do."""
-    return "saved tensor hooks" in str(error) and not isinstance(error, OffloadError)
-
-
-def _explained(error: RuntimeError) -> OffloadError:
-    return OffloadError(
-        f"torch does not allow saved-tensor hooks here: {error} "
-        "Call the transform outside `with offload:`, or leave the context out around it"
-    )
-
-
 active.maker.new = Offload
+OffloadStats._advise, OffloadStats._describe = staticmethod(advise), staticmethod(describe)

@@ -24,6 +24,7 @@ from eager_offload.config import field_from_text
 from eager_offload.errors import ConfigError, OffloadError
 from eager_offload.nothing_moved import why
 from eager_offload.offload import Offload
+from eager_offload.tiers.ranks import rank
 
 __all__ = ["main", "offload_modules"]
 
@@ -135,7 +136,7 @@ def _file(path: Path) -> dict[str, Any]:
 
 def _report(offload: Offload) -> None:
     """What it did, for the user, on the first rank alone."""
-    if os.environ.get("RANK", "0") != "0":
+    if rank():
         return
     stats = offload.stats(synchronize=True)
     said = str(stats)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from eager_offload._torch import base_of, is_plain_fake, is_view, is_wrapper
+from eager_offload._torch import base_of, hint, is_plain_fake, is_view, is_wrapper
 from eager_offload.config import OffloadConfig
 from eager_offload.stats import KeepReason
 
@@ -23,6 +23,7 @@ __all__ = [
     "inner_values",
     "is_parameter",
     "keeps_cpu_tensors",
+    "logical_bytes",
     "own_bytes",
     "plain_tensors",
     "reason_to_stay",
@@ -104,6 +105,17 @@ def inner_values(wrapper: Tensor) -> list[Any]:
     return [getattr(wrapper, name) for name in names]
 
 
+def logical_bytes(tensor: Tensor) -> int:
+    """The bytes that the stats count for a saved tensor that stays."""
+    kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
+        return sum(map(logical_bytes, plain_tensors(tensor)))  # its own number may be that of all processes together
+    try:
+        return hint(tensor.nbytes, unseen=1)
+    except (NotImplementedError, RuntimeError):  # some layouts have no such number
+        return hint(tensor.numel(), unseen=1) * tensor.element_size()
+
+
 def root_of(tensor: Tensor) -> Tensor:
     """The tensor that ``tensor`` is a view of, or itself. Views of one root share one version counter."""
     if is_view(tensor):
@@ -131,6 +143,8 @@ def is_parameter(tensor: Tensor) -> bool:
     if node is None:
         return True
     # What backward was given, and saves for a backward of its own, is no view any more: its nodes still tell.
+    if (name := node.name()) not in _VIEWS and name != "ToCopyBackward0":
+        return False  # as of most, which is told without a loop
     for _ in range(_MOST_VIEWS):
         name = node.name()
         if name not in _VIEWS and not (name == "ToCopyBackward0" and root.dtype in _AUTOCAST):

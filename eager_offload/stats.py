@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Protocol, cast
@@ -30,10 +29,6 @@ __all__ = [
     "Waiting",
     "kept_by_graph",
 ]
-
-
-#: Of a shorter run nothing is said about a day.
-WEAR_SECONDS = 60.0
 
 
 class KeepReason(StrEnum):
@@ -102,6 +97,12 @@ class OffloadStats:
     """Bytes that stay on the device, by reason."""
     small_bytes_largest: int = 0
     """Bytes of the largest saved tensor that stayed as ``small``."""
+    coded_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes that a codec packed before they left, as they were on the device; by codec."""
+    packed_bytes: dict[str, int] = field(default_factory=dict)
+    """Those bytes as they travelled."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """How many storages had values that their codec cannot hold: they travel as they are, or on an accelerator stay."""
     reloaded_bytes: int = 0
     """Offloaded bytes that were brought back."""
     forwarded_bytes: int = 0
@@ -173,7 +174,9 @@ class OffloadStats:
     _config: ClassVar[OffloadConfig] = OffloadConfig()
     """What it ran with; no field, and not compared."""
     _advise: ClassVar[Callable[[OffloadStats, OffloadConfig], tuple[str, ...]]]
-    """The rules of ``observe/advice.py``, which puts them here: nothing below imports what observes."""
+    """The rules of ``observe/advice.py``. ``Offload`` puts them here: nothing below imports what observes."""
+    _describe: ClassVar[Callable[[OffloadStats, OffloadConfig], str]]
+    """The report of ``observe/summary.py``, likewise."""
 
     def __post_init__(self) -> None:
         if isinstance(plan := cast(object, self.plan), dict):  # as ``to_dict`` has it
@@ -194,85 +197,7 @@ class OffloadStats:
         return self.disk_bytes_written / self.seconds * 86_400 / 1e12 if self.seconds else 0.0
 
     def __str__(self) -> str:
-        lines = [self._headline(), *self._table(), *self._peaks()]
-        if self.demotions:
-            found = (f"{name} {count:,}" for name, count in sorted(self.demotions.items()))
-            lines.append("fallbacks  " + ", ".join(found))
-        if self.disk_bytes_written:
-            daily = self.terabytes_a_day
-            pace = f", {daily:,.1f} TB a day if it goes on" if daily >= 0.1 and self.seconds >= WEAR_SECONDS else ""
-            lines.append(f"written    {size_text(self.disk_bytes_written)} to disk{pace}")
-        if self.device_budget:
-            lines.append(
-                f"budget     {size_text(self.device_budget)} of the device, whose peak was "
-                f"{size_text(self.device_memory_peak)}: the newest {size_text(self.keep_last_bytes)} may stay"
-            )
-        if (setting := self._config.slowdown) is not None:
-            told = f"max_slowdown of {_share(setting)}" if setting else "free"
-            lines.append(
-                f"policy     {told}: compute waits {_share(self.slowdown)} of a step, and "
-                f"{size_text(self.keep_last_bytes)} may stay"
-            )
-        if self.compiled_regions:
-            graphs, runs = _number(self.compiled_graphs, "graph"), _number(self.compiled_regions, "run")
-            lines.append(f"compiled   {graphs}, {runs}")
-        if self.plan is not None:
-            lines.append(f"planned    {self.plan}")
-        if self.plan_misses:
-            found = (f"{name} {count:,}" for name, count in sorted(self.plan_misses.items()))
-            lines.append(
-                f"followed   {_number(self.followed_forwards, 'forward')}, which differed by " + ", ".join(found)
-            )
-        if self.is_approximate:
-            lines.append("note       an interrupt came in the midst of the library: the figures are approximate")
-        for sentence in self.advice:
-            lines += textwrap.wrap(sentence, 100, initial_indent="advice     ", subsequent_indent=" " * 11)
-        return "\n".join(lines)
-
-    def _headline(self) -> str:
-        """What it came to."""
-        if not self._config.enabled:
-            return "switched off"
-        before, after = self.without_offload_bytes_peak, self.device_bytes_peak
-        if not self.offloaded_bytes or not before:
-            return "nothing moved"
-        share = f"{after / before - 1:+.0%}".replace("%", " %").replace("+0", "0").replace("-0 ", "0 ")
-        stalled = f"{self.stall_seconds / self.seconds if self.seconds else 0:.1%}".replace("%", " %")
-        return (
-            f"device peak of saved tensors {_short(after)} instead of {_short(before)} ({share}), a step; "
-            f"stalled {stalled} of it"
-        )
-
-    def _table(self) -> Iterator[str]:
-        """Amounts, for a step and in all."""
-        steps = max(self.steps, 1)
-
-        def row(name: str, nbytes: int, rest: str = "") -> str:
-            return f"{name:<11}{_column(round(nbytes / steps))}  {_column(nbytes)}  {rest}".rstrip()
-
-        yield f"{'':<11}{'a step':>13}  {_number(self.steps, 'step'):>13}"
-        yield row("saved", self.saved_bytes, _number(self.saved_tensors, "tensor"))
-        shared = f", and {size_text(self.shared_bytes)} on the same storages" if self.shared_bytes else ""
-        yield row("offloaded", self.offloaded_bytes, _number(self.offloaded_tensors, "tensor") + shared)
-        yield row("kept", sum(self.kept_bytes.values()), _breakdown(self.kept_bytes))
-        more = "more than offloaded: of a view, all that it spans travels"
-        yield row("moved out", self.bytes_out, more if self.bytes_out > self.offloaded_bytes else "")
-        found = {"still resident": self.forwarded_bytes, "never asked for": self.released_bytes}
-        rest = ", ".join(f"{size_text(nbytes)} {what}" for what, nbytes in found.items() if nbytes)
-        more = "more than went out: asked for several times" if self.bytes_in > self.bytes_out else ""
-        yield row("moved in", self.bytes_in, "; ".join(filter(None, (more, rest))))
-        stalled = f"{self.stall_seconds / steps:>11.3f} s  {self.stall_seconds:>11.3f} s"
-        yield f"{'stalled':<11}{stalled}  of {self.seconds:,.1f} s"
-
-    def _peaks(self) -> Iterator[str]:
-        peaks = {
-            "in flight": self.inflight_bytes_peak,
-            "resident": self.resident_bytes_peak,
-            "host": self.host_bytes_peak,
-            "disk": self.disk_bytes_peak,
-        }
-        if any(peaks.values()):
-            yield "peaks      " + ", ".join(f"{size_text(nbytes)} {name}" for name, nbytes in peaks.items())
+        return type(self)._describe(self, self._config)
 
 
 class Counters:
@@ -289,6 +214,9 @@ class Counters:
         self.shared_bytes = 0
         self.kept_bytes = dict.fromkeys(KeepReason, 0)
         self.small_bytes_largest = 0
+        self.coded_bytes: dict[str, int] = {}
+        self.packed_bytes: dict[str, int] = {}
+        self.refused: dict[str, int] = {}
         self.reloaded_bytes = 0
         self.forwarded_bytes = 0
         self.released_bytes = 0
@@ -342,8 +270,24 @@ class Counters:
         self.saved_tensors += 1
         self.saved_bytes += nbytes
         self.kept_bytes[reason] += nbytes
-        if reason is KeepReason.SMALL and nbytes > self.small_bytes_largest:
+        if nbytes > self.small_bytes_largest and reason is KeepReason.SMALL:  # the cheaper question first
             self.small_bytes_largest = nbytes
+
+    def kept_as_planned(self, tensors: int, parameter_bytes: int, small_bytes: int, largest_small: int) -> None:
+        """Several saves that stay, together; or none."""
+        if self.step_begins and tensors:
+            self._begin_step()
+        self.saved_tensors += tensors
+        self.saved_bytes += parameter_bytes + small_bytes
+        self.kept_bytes[KeepReason.PARAMETER] += parameter_bytes
+        self.kept_bytes[KeepReason.SMALL] += small_bytes
+        self.small_bytes_largest = max(self.small_bytes_largest, largest_small)
+
+    def follow(self) -> None:
+        """A forward begins that follows a plan; what it keeps is counted later."""
+        if self.step_begins:
+            self._begin_step()
+        self.followed_forwards += 1
 
     def kept_by_graph(self, region: str) -> int:
         """What a compiled graph keeps each time it runs; bytes, parameters left out."""
@@ -375,6 +319,15 @@ class Counters:
         self.demotions[kind] = self.demotions.get(kind, 0) + 1
         return self.demotions[kind] == 1
 
+    def packed(self, codec: str, nbytes: int, packed_nbytes: int) -> None:
+        """What ``codec`` packed has left."""
+        self.coded_bytes[codec] = self.coded_bytes.get(codec, 0) + nbytes
+        self.packed_bytes[codec] = self.packed_bytes.get(codec, 0) + packed_nbytes
+
+    def refuse(self, codec: str) -> None:
+        """A storage has values that ``codec`` cannot hold."""
+        self.refused[codec] = self.refused.get(codec, 0) + 1
+
     def snapshot(self, config: OffloadConfig | None = None) -> OffloadStats:
         """What is counted so far, with what the run was configured with, for the advice."""
         values = dict(vars(self))
@@ -383,8 +336,8 @@ class Counters:
         values["compiled_graphs"] = len(values.pop("graphs"))
         values["seconds"] = 0.0 if began is None else time.perf_counter() - began
         values["kept_bytes"] = {r.value: n for r, n in self.kept_bytes.items() if n}
-        values["demotions"] = dict(self.demotions)
-        values["plan_misses"] = dict(self.plan_misses)
+        for name in ("coded_bytes", "packed_bytes", "refused", "demotions", "plan_misses"):
+            values[name] = dict(values[name])
         stats = OffloadStats(**values)
         if config is not None:
             object.__setattr__(stats, "_config", config)  # the one way to give something to a frozen dataclass
@@ -452,28 +405,3 @@ def kept_by_graph(region: str) -> dict[KeepReason, int]:
     """What a compiled graph keeps, of what its first offload is given: the graph's name, and ``reason=bytes,...``."""
     items = (item.partition("=") for item in region.split(",")[1:])
     return {KeepReason(reason): int(nbytes) for reason, _, nbytes in items}
-
-
-def _column(nbytes: int) -> str:
-    """A size with its unit below the others' units."""
-    number, unit = size_text(nbytes).split()
-    return f"{number:>9} {unit:<3}"
-
-
-def _short(nbytes: int) -> str:
-    """A size in three digits."""
-    number, unit = size_text(nbytes).replace(",", "").split()
-    return f"{float(number):,.0f} {unit}" if float(number) >= 100 else f"{float(number):.3g} {unit}"
-
-
-def _share(part: float) -> str:
-    return f"{part:.1%}".replace("%", " %")
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count:,} {what}" + ("s" if count != 1 else "")
-
-
-def _breakdown(parts: dict[str, int]) -> str:
-    shown = sorted(parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in shown)

@@ -17,13 +17,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError
+from eager_offload.machine import Machine
 from eager_offload.stats import KeepReason
 
-__all__ = ["Ask", "ComputedPlan", "Fate", "Save", "StepPlan", "StepRecorder", "Totals"]
+__all__ = ["Ask", "ComputedPlan", "Fate", "Rounded", "Save", "StepPlan", "StepRecorder", "Totals"]
 
 #: The form of the file that ``StepPlan.save`` writes.
 _FORMAT = 1
@@ -40,6 +41,17 @@ class Fate(StrEnum):
     """Its storage leaves, whole."""
     DECIDE = "decide"
     """It is decided anew in each step."""
+
+
+class Rounded(NamedTuple):
+    """How a storage travels that its readers may be given rounded."""
+
+    codec: str
+    dtype: str
+    maker: str
+    """The node of the operator that made the tensor; empty for none."""
+    nbytes: int
+    """Bytes that travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +76,13 @@ class Save:
     """The save after which its copy starts; the number of saves where that is when the context is left."""
     release: int = dataclasses.field(default=-1, compare=False)
     """The save before which its source was seen to have gone; -1 where that was later than the last."""
+    rounded: Rounded | None = None
+    """How it travels; ``None``: as it is."""
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of its place."""
+        return self.storage_nbytes if self.rounded is None else self.rounded.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +188,7 @@ class StepPlan:
                     **one,
                     "fate": Fate(one["fate"]),
                     "reason": None if one["reason"] is None else KeepReason(one["reason"]),
+                    "rounded": Rounded(*one["rounded"]) if one.get("rounded") else None,
                 }
             )
             for one in content["saves"]
@@ -182,6 +202,7 @@ class StepPlan:
         Raises:
             ConfigError: they do not.
         """
+        self._check_kinds()
         if not self.saves:
             raise ConfigError("it has no saves")
         for number, save in enumerate(self.saves):
@@ -202,31 +223,42 @@ class StepPlan:
             if not storages >= {*ask.bring, *ask.drop} or self.saves[ask.save].owner in ask.drop:
                 raise ConfigError(f"the unpack of save {ask.save} brings or drops what it cannot")
 
+    def _check_kinds(self) -> None:
+        """Looks whether there are numbers where numbers belong: 1.0 is equal to 1, and no place in a list."""
+        fields: tuple[Any, ...] = (self.saves, self.asks, self.end, self.slots)
+        if not all(type(one) is tuple for one in fields) or not _are_numbers(self.end) or not _are_numbers(self.slots):
+            raise ConfigError("saves, asks, end and slots are not tuples, the last two of whole numbers")
+        for number, save in enumerate(cast(tuple[Any, ...], self.saves)):
+            if (
+                type(save) is not Save
+                or (type(save.fate), type(save.requires_grad)) != (Fate, bool)
+                or type(save.reason) not in (KeepReason, type(None))
+                or not _are_numbers((save.nbytes, save.storage_nbytes, save.autograd_bytes))
+                or not _are_numbers((save.owner, save.slot, save.start, save.release), least=-1)
+                or (save.rounded is not None and [type(one) for one in save.rounded] != [str, str, str, int])
+            ):
+                raise ConfigError(f"save {number} holds something else than its numbers")
+        for number, ask in enumerate(cast(tuple[Any, ...], self.asks)):
+            if (
+                type(ask) is not Ask
+                or {type(ask.bring), type(ask.drop)} != {tuple}
+                or {type(ask.keep), type(ask.last)} != {bool}
+                or not _are_numbers((ask.save, *ask.bring, *ask.drop))
+            ):
+                raise ConfigError(f"unpack {number} holds something else than its numbers")
+
     def _check_save(self, number: int, save: Save) -> None:
-        numbers = (
-            save.nbytes,
-            save.storage_nbytes,
-            save.autograd_bytes,
-            save.owner,
-            save.slot,
-            save.start,
-            save.release,
-        )
-        if not all(type(one) is int and one >= -1 for one in numbers) or type(save.requires_grad) is not bool:
-            raise ConfigError(f"save {number} holds something else than numbers")
-        if min(save.nbytes, save.storage_nbytes, save.autograd_bytes) < 0:
-            raise ConfigError(f"save {number} has less than no bytes")
         match save.fate:
             case Fate.SHARE:
                 fits = 0 <= save.owner < number and self.saves[save.owner].owner == save.owner
             case Fate.OFFLOAD:
                 fits = save.owner == number <= save.start <= len(self.saves) and 0 <= save.slot < len(self.slots)
-                fits = fits and 0 < save.storage_nbytes == self.slots[save.slot]
+                fits = fits and 0 < save.slot_nbytes == self.slots[save.slot] <= save.storage_nbytes
             case Fate.KEEP:
                 fits = save.reason is not None and save.owner in (-1, number)
             case _:
                 fits = save.owner == -1
-        if not fits:
+        if not fits or save.autograd_bytes > save.storage_nbytes:
             raise ConfigError(f"save {number} cannot {save.fate.value} as it says")
 
     def __str__(self) -> str:
@@ -247,6 +279,40 @@ class StepPlan:
         return "\n".join(lines)
 
 
+def _are_numbers(values: tuple[object, ...], least: int = 0) -> bool:
+    """Whether all are whole numbers, ``least`` or more."""
+    return all(type(one) is int and one >= least for one in values)
+
+
+class Stretch(NamedTuple):
+    """A part of a step that was measured: from the end of the one before, or the beginning of forward, on."""
+
+    save: int
+    """The number of the save at which it ends, or that is asked for then."""
+    is_ask: bool
+    seconds: float
+    """That compute took, without what it has waited for transfers."""
+
+
+class Timing(NamedTuple):
+    """What a step has taken, in parts that follow each other."""
+
+    stretches: tuple[Stretch, ...]
+    waited_seconds: float
+    """That compute has waited for transfers in all of them."""
+    out: float | None
+    back: float | None
+    """Bytes a second of the link; ``None`` where nothing has travelled."""
+
+
+class Adapted(NamedTuple):
+    """A plan that was made anew."""
+
+    plan: ComputedPlan
+    is_other: bool
+    """Whether other storages move; else only what is expected of the step is another."""
+
+
 class ComputedPlan:
     """What a planner has worked out, as far as an ``Offload`` follows it; sizes in bytes, times in seconds."""
 
@@ -254,6 +320,10 @@ class ComputedPlan:
     """The settings that it was made for."""
     device_budget: int
     """Bytes of the device that a step may take."""
+    policy: str
+    """``"least"``, ``"free"`` or ``"max"``."""
+    machine: Machine
+    """The device."""
 
     @property
     def step_plans(self) -> tuple[StepPlan, ...]:
@@ -270,11 +340,24 @@ class ComputedPlan:
         """Of forward and backward."""
         raise NotImplementedError
 
-    def adapted(self, surplus: int) -> ComputedPlan | None:
+    @property
+    def seen_bytes(self) -> int | None:
+        """That are in use at a save or an ask, at most; ``None`` where that is not known."""
+        raise NotImplementedError
+
+    def is_off(self, timing: Timing) -> bool:
+        """Whether a step has taken another time than is expected of it. Takes no time itself."""
+        raise NotImplementedError
+
+    def adapted(self, surplus: int, timing: Timing | None) -> Adapted | None:
         """The plan for a device on which so many bytes more are in use than this one knows of, or fewer.
 
+        Args:
+            timing: what operators take, and the link; ``None``: as this one has it.
+
         Returns:
-            With more of them, one that takes less; with fewer, one whose step is shorter. ``None`` where there is none.
+            Over the budget, one that takes less; else one whose step is shorter, or with ``timing`` what is to be
+            expected of this one. ``None`` where there is none.
         """
         raise NotImplementedError
 
@@ -284,6 +367,8 @@ def _row(number: int, save: Save) -> tuple[str, str, str, str]:
     what = save.fate.value if save.reason is None else f"{save.fate.value} ({save.reason.value})"
     if save.fate is Fate.SHARE:
         what += f" {number - save.owner} back"
+    if save.rounded is not None:
+        what += f" as {save.rounded.codec}"
     if save.fate is not Fate.OFFLOAD:
         return what, size_text(save.nbytes), "", ""
     start, release = save.start - number, save.release - number
@@ -304,6 +389,7 @@ class _Recorded:
     #: See ``Save``. Of a first save: 0 where its storage is decided anew each time.
     storage_nbytes: int = 0
     autograd_bytes: int = 0
+    rounded: Rounded | None = None
 
 
 class _Unpacked(NamedTuple):
@@ -330,6 +416,7 @@ class StepRecorder:
         "_released",
         "_saves",
         "_started",
+        "is_early",
         "is_void",
         "looks_again",
     )
@@ -351,6 +438,8 @@ class StepRecorder:
         self._needed: set[int] = set()
         #: Whether something happened that no plan can say.
         self.is_void = False
+        #: Whether forwards of its kind are to do otherwise than it, once more is known of them.
+        self.is_early = False
 
     @property
     def saves(self) -> int:
@@ -362,15 +451,22 @@ class StepRecorder:
         self._saves.append(_Recorded(nbytes, requires_grad, reason, storage_nbytes=storage_nbytes))
 
     def take(
-        self, name: int, owner: int, nbytes: int, requires_grad: bool, storage_nbytes: int, autograd_bytes: int
+        self,
+        name: int,
+        owner: int,
+        nbytes: int,
+        requires_grad: bool,
+        storage_nbytes: int,
+        autograd_bytes: int,
+        rounded: Rounded | None = None,
     ) -> None:
         """A save of a storage that is to leave.
 
         Args:
             owner: the name of the storage, -1 for one of another forward.
-            storage_nbytes, autograd_bytes: of the storage, where this is its first save.
+            storage_nbytes, autograd_bytes, rounded: of the storage, where this is its first save.
         """
-        self._saves.append(_Recorded(nbytes, requires_grad, None, name, owner, storage_nbytes, autograd_bytes))
+        self._saves.append(_Recorded(nbytes, requires_grad, None, name, owner, storage_nbytes, autograd_bytes, rounded))
 
     def left_in_parts(self, owner: int) -> None:
         """A part of a storage is to leave by itself: it is decided anew each time, and so is the storage."""
@@ -406,7 +502,12 @@ class StepRecorder:
             self._kept[owner] = kept
 
     def plan(self) -> StepPlan | None:
-        """What was written down; ``None`` where it cannot be followed."""
+        """What was written down; ``None`` where it cannot be followed, or nothing in it."""
+        plan = self.whole_plan()
+        return None if plan is None or not plan.asks else plan
+
+    def whole_plan(self) -> StepPlan | None:
+        """What was written down, be it that nothing is to move; ``None`` where something happened that no plan says."""
         saves: list[Save] = []
         numbers: dict[int, int] = {}  # by name, of those that are followed
         owners = {one.name: one.owner for one in self._saves}
@@ -416,12 +517,12 @@ class StepRecorder:
         for number, one in enumerate(self._saves):
             save = self._save(number, one, saves, numbers, len(slots))
             if save.fate is Fate.OFFLOAD:
-                slots.append(save.storage_nbytes)
+                slots.append(save.slot_nbytes)
             if save.owner >= 0:
                 numbers[one.name] = number
             saves.append(save)
         asks = self._asks(saves, numbers)
-        if self.is_void or not asks:
+        if self.is_void:
             return None
         end = [numbers[name] for name, start in self._started.items() if start == len(saves) and name in numbers]
         return StepPlan(tuple(saves), tuple(asks), tuple(end), tuple(slots))
@@ -455,7 +556,8 @@ class StepRecorder:
         if start is None:  # where it has, backward has come to it before its stream had: it may be otherwise next time
             return decide if kept is None else dataclasses.replace(decide, fate=Fate.KEEP, reason=kept, **common)
         release = self._released.get(one.name, -1)
-        return dataclasses.replace(decide, fate=Fate.OFFLOAD, slot=slots, start=start, release=release, **common)
+        common |= {"slot": slots, "start": start, "release": release, "rounded": one.rounded}
+        return dataclasses.replace(decide, fate=Fate.OFFLOAD, **common)
 
     def _asks(self, saves: Sequence[Save], numbers: Mapping[int, int]) -> list[Ask]:
         """The unpacks of saves that are followed; what another one has set off, the next of these does."""

@@ -1,7 +1,8 @@
-"""How long each test module may take: a run on CI fails where one takes longer, so that the suite can be run.
+"""How long each test module may take: a run on CI names those that took longer, so that the suite can be run.
 
 ``tests/seconds.json`` says what each module took on two quiet cores, all of its tests run; it has those alone that took
-more than a few seconds. A machine that is shared is slower, so a budget is a multiple of that and some seconds more.
+more than a few seconds. A machine that is shared is slower, so a budget is a multiple of that and some seconds more,
+and no run fails for it: the time of a test says as much of the machine as of the code.
 
     TESTS_SECONDS=write make test-full     measures all of them anew
 """
@@ -44,12 +45,10 @@ class SecondsOfModules:
             _TABLE.write_text(json.dumps(kept, indent=2) + "\n")
         elif os.environ.get("CI"):
             self._over = overruns(self._spent, json.loads(_TABLE.read_text()))
-            if self._over and session.exitstatus == pytest.ExitCode.OK:
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for line in self._over:
-            terminalreporter.write_line(line, red=True)
+            terminalreporter.write_line(line, yellow=True)
 
 
 def overruns(spent: Mapping[str, float], table: Mapping[str, float]) -> list[str]:

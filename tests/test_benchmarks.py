@@ -64,6 +64,19 @@ def test_training_compares_variants_pair_by_pair_and_bit_by_bit(tmp_path: Path) 
     assert "offload, huge pages: time to default malloc" in limits
 
 
+def test_codecs_are_compared_on_models_bit_by_bit_and_timed_one_by_one(tmp_path: Path) -> None:
+    sizes = ["--width", "64", "--sequence", "64", "--min-bytes", "4KiB", "--window", "1MiB", "--speed-bytes", "65536"]
+    content = measured("codecs", tmp_path, "--quick", *sizes)
+    trained, speeds = content["summary"]["trained"], content["summary"]["speeds"]
+    assert set(trained) == {"llama", "gpt"}
+    for found in trained.values():
+        assert 0 < found["bytes_out"]["lossless"] < found["bytes_out"]["identity"]
+        assert found["refused"] == {}
+    assert {limit["what"]: limit["measured"] for limit in content["limits"]}["llama: gradients that differ"] == 0
+    assert {"narrow", "bitmask of bool", "bf16", "int8"} <= set(speeds)
+    assert all(rates["pack"] > 0 and rates["unpack"] > 0 for rates in speeds.values())
+
+
 def test_hook_costs_are_kept_call_by_call_for_every_candidate(tmp_path: Path) -> None:
     arguments = ["--calls", "64", "--live", "32", "--repeats", "2", "--sizes", "4KiB"]
     content = measured("hooks", tmp_path, *arguments)
@@ -140,7 +153,10 @@ def test_plans_are_compared_with_training_other_ways_and_a_formula(tmp_path: Pat
     assert {(one["jitter"], one["link"]) for one in samples["training"]} == {(0, 1), (0.3, 0.8), (0.3, 1), (0.3, 1.2)}
     assert len({way["name"] for way in samples["ways"]["ways"]}) == 5
     assert all(one["fits"] and one["way_seconds"] > 0 for one in samples["ways"]["plans"])
-    assert [one["tokens"] for one in samples["free"]] == ["8k"]
+    assert [(one["tokens"], one["fused"]) for one in samples["free"]] == [("8k", False), ("8k", True)]
+    apart, fused = samples["free"]  # one kernel computes again what the others save
+    assert fused["saved_bytes"] < apart["saved_bytes"]
+    assert fused["formula_bytes"] < apart["formula_bytes"]
 
 
 @pytest.mark.parametrize("part", ["cost", "cpu"])
@@ -206,7 +222,7 @@ def test_looking_is_compared_step_by_step_and_changes_no_bit(tmp_path: Path) -> 
     assert all(one["traced"] > one["end"] > 0 < one["plain"] for one in pairs)
     assert pairs[0]["slices"] > 0 < pairs[0]["file_bytes"]
     (counted,) = content["samples"]["counted"]
-    assert counted["calls"]["Hooks._pack"] == counted["calls"]["Recorder.pack"] > 0
+    assert counted["calls"]["Hooks._pack"] == counted["calls"]["TraceRecorder.pack"] > 0
     limits = {limit["what"]: limit for limit in content["limits"]}
     assert limits["different results"]["measured"] == 1
     assert 0 < limits["stats, part of a step"]["measured"] < content["summary"]["hooks_share"]["median"]

@@ -42,6 +42,7 @@ DEFAULTS = {
     "device_budget": None,
     "policy": "max",
     "max_slowdown": None,
+    "codec": "identity",
     "skip": (),
     "enabled": True,
 }
@@ -158,6 +159,10 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("disk_budget", "0B", 'more than 0 bytes, or "auto"'),
     ("device_budget", "0B", "a whole number of bytes, more than 0"),
     *(("policy", bad, '"max" or "free"') for bad in ("least", None, True, ["free"])),
+    *(
+        ("codec", bad, '"identity", "lossless", "bf16", "int8", "fp8" or a CodecPolicy')
+        for bad in ("int4", None, True, ["lossless"])
+    ),
     *(("max_slowdown", bad, "a number, 0 or more") for bad in (-0.1, "5 %", True, float("nan"), float("inf"), [0.1])),
     ("pin_memory", "yes", 'True, False or "auto"'),
     ("pin_memory", 1, 'True, False or "auto"'),
@@ -275,6 +280,7 @@ def test_every_field_can_come_from_the_environment(tmp_path: Path) -> None:
         "EAGER_OFFLOAD_DEVICE_BUDGET": "20GiB",
         "EAGER_OFFLOAD_POLICY": "max",
         "EAGER_OFFLOAD_MAX_SLOWDOWN": "0.05",
+        "EAGER_OFFLOAD_CODEC": "lossless",
         "EAGER_OFFLOAD_SKIP": "lm_head, *.norm",
         "EAGER_OFFLOAD_ENABLED": "no",
         "PATH": "/bin",
@@ -295,6 +301,7 @@ def test_every_field_can_come_from_the_environment(tmp_path: Path) -> None:
         device_budget=20 << 30,
         policy="max",
         max_slowdown=0.05,
+        codec="lossless",
         skip=["lm_head", "*.norm"],
         enabled=False,
     )

@@ -120,7 +120,7 @@ def test_h55_threads_share_it_and_gradients_are_exact(budget: int | str, tmp_pat
     assert stats.device_memory_peak > 1
 
 
-def test_in_compiled_code_all_that_may_move_does(tmp_path: Path) -> None:
+def test_in_compiled_code_that_is_a_part_of_a_step_all_that_may_move_does(tmp_path: Path) -> None:
     offload = eo.Offload(device_budget="1TiB", min_bytes=0, tier="disk", disk_path=tmp_path)
     compiled = offload.compile(lambda x: (x * 2).sin().exp().sum(), backend="aot_eager")
     x, plain = torch.ones(1 << 14, requires_grad=True), torch.ones(1 << 14, requires_grad=True)

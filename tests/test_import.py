@@ -151,7 +151,7 @@ def test_what_observes_is_imported_by_what_a_user_calls_and_by_nothing_below() -
     }
     assert {one for one in importers if not one.startswith("observe/")} == {
         *("doctor.py", "offload.py", "report.py"),
-        *("integrations/metrics.py", "plan/html.py"),
+        *("integrations/metrics.py", "kernels/profiles.py", "plan/html.py"),
     }
 
 

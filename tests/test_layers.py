@@ -14,22 +14,27 @@ import eager_offload
 PACKAGE = Path(eager_offload.__file__).parent
 #: What each room may import of the others. What is in no row is a leaf that imports leaves only.
 BELOW = {
+    "codecs": set(),
+    "config": {"codecs"},
     "tiers": {"config", "errors"},
     "runtime": {"tiers"},
     "stats": {"tiers", "runtime"},
     "engine": {"tiers", "runtime", "stats", "schedule", "selection"},
     "eager": {
         *("engine", "tiers", "runtime", "stats", "schedule", "selection", "learning", "marks", "active"),
-        "step_plan",
+        *("step_plan", "codecs"),
     },
-    "compile": {"engine", "tiers", "runtime", "stats", "selection", "marks", "active"},
+    "compile": {"engine", "tiers", "runtime", "stats", "selection", "marks", "active", "step_plan", "codecs"},
     "plan": {
         *("compile", "tiers", "runtime", "stats", "schedule", "selection", "marks", "skipping", "active"),
         *("observe", "step_plan", "offload", "simulation"),
     },
     "simulation": {"runtime", "tiers"},
-    "graphs": {"runtime", "config"},
+    "graphs": {"runtime", "eager", "offload", "stats", "step_plan"},
+    "kernels": {"observe"},
 }
+#: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
+SOLVER = {f"eager_offload.plan.{name}" for name in ("chain", "paced", "predict", "program", "recompute", "solve")}
 LEAVES = {"_torch", "config", "errors", "live_bytes", "machine", "malloc"}
 
 
@@ -66,6 +71,13 @@ def test_a_room_knows_what_is_below_it_and_nothing_else(room: str) -> None:
         for module, others in imports().items()
         for other in others
         if room_of(module) == room and room_of(other) not in {room, *BELOW[room], *LEAVES}
+        if not (room == "compile" and other in SOLVER)
     }
     assert known == set()
     assert any(room_of(module) == room for module in imports())
+
+
+def test_the_solver_knows_numbers_only() -> None:
+    assert imports().keys() >= SOLVER
+    known = {other for module in SOLVER for other in imports()[module]} - SOLVER
+    assert {room_of(other) for other in known} <= {"machine", "stats", "tiers"}

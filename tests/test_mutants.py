@@ -168,3 +168,23 @@ def test_the_virtual_device_is_asked_about_what_runs_on_an_accelerator() -> None
         path, _, name = suite.partition("::")
         assert f"def {name}" in (ROOT / path).read_text()
     assert device_suites_of("eager_offload/tiers/arena.py") == []
+
+
+def test_a_guard_is_each_condition_under_which_a_step_is_not_as_its_plan_has_it() -> None:
+    text = (
+        "def check(self, a, b):\n"
+        "    if a or b:\n"
+        "        return 'size'\n"
+        "    if b:\n"
+        "        self.miss('order')\n"
+        "        return None\n"
+        "    if self.is_early and a:\n"
+        "        return False\n"
+        "    if a:\n"
+        "        return None\n"
+        "    return None\n"
+    )
+    sites = [site for site in find_in(text, "eager_offload/eager/following.py") if site.kind == "guard"]
+    assert [site.line for site in sites] == [2, 2, 4, 7]
+    assert "if False or b:" in mutate(text, sites[0])
+    assert "if False:\n        return False" in mutate(text, sites[3])

@@ -12,7 +12,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from eager_offload.eager.handles import compact
+from eager_offload.codecs.base import compact
 from eager_offload.selection import Footprint, footprint, is_parameter, own_bytes, reason_to_stay, root_of
 from eager_offload.stats import KeepReason
 

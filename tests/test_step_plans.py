@@ -138,6 +138,24 @@ def broken() -> list[Any]:
         pytest.param(
             dataclasses.replace(good, saves=(dataclasses.replace(saves[0], nbytes=-5), *saves[1:])), id="no size"
         ),
+        pytest.param(
+            dataclasses.replace(good, saves=(dataclasses.replace(saves[0], autograd_bytes=10**9), *saves[1:])),
+            id="more than the storage has",
+        ),
+        # What is equal to a number, and none: 0.0 is no place in a list, and 1 no answer.
+        pytest.param(
+            dataclasses.replace(good, end=(0.0,), saves=(dataclasses.replace(saves[0], start=len(saves)), *saves[1:])),
+            id="an end of floats",
+        ),
+        pytest.param(dataclasses.replace(good, slots=(2.0 * KIB,)), id="slots of floats"),
+        pytest.param(dataclasses.replace(good, asks=(Ask(2, bring=(0.0,)),)), id="a reload by a float"),
+        pytest.param(dataclasses.replace(good, asks=(Ask(2, drop=(False,)),)), id="a drop by a bool"),
+        pytest.param(dataclasses.replace(good, asks=(Ask(0.0),)), id="an unpack by a float"),
+        pytest.param(dataclasses.replace(good, asks=(Ask(0, keep=1),)), id="a keep that is a number"),
+        pytest.param(
+            dataclasses.replace(good, saves=(dataclasses.replace(saves[0], slot=0.0), *saves[1:])),
+            id="a slot by a float",
+        ),
     ]
 
 
@@ -147,6 +165,18 @@ def test_a_file_whose_numbers_do_not_fit_together_is_refused(bad: StepPlan, tmp_
     bad.save(path)
     with pytest.raises(eo.ConfigError, match=r"plan\.json' holds no step plan that this version can read"):
         StepPlan.load(path)
+    with pytest.raises(eo.ConfigError):
+        eo.Offload(plan=bad)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"saves": None}, {"saves": (1, 2)}, {"saves": []}, {"asks": (1,)}, {"asks": None}, {"slots": None}, {"end": None}],
+    ids=str,
+)
+def test_a_plan_that_was_put_together_by_hand_is_refused_as_a_file_is(fields: dict[str, Any]) -> None:
+    with pytest.raises(eo.ConfigError):
+        eo.Offload(plan=dataclasses.replace(plan(), **fields))
 
 
 @settings(deadline=None, max_examples=30)

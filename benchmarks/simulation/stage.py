@@ -13,7 +13,7 @@ from eager_offload import Machine, Offload
 from eager_offload._torch import OpOverload, TorchDispatchMode, storage_key, tree_iter
 from eager_offload.compile.cost import Call, flops_of, is_single, traffic_of
 from eager_offload.simulation.checker import Checker
-from eager_offload.simulation.observer import Observer
+from eager_offload.simulation.observer import OperatorObserver
 from eager_offload.simulation.simulated import SimulatedRuntime
 
 __all__ = ["Stage", "Step"]
@@ -83,7 +83,7 @@ class Stage:
         model.zero_grad(set_to_none=True)
         self.runtime.synchronize_all()
         self._steps += 1
-        observer = Observer(self.runtime, Checker(), torch.device("cpu"))
+        observer = OperatorObserver(self.runtime, Checker(), torch.device("cpu"))
         self.runtime.attach(None, observer)
         began = self.runtime.default_stream.tail
         with observer, _Clock(self.runtime, self._machine, self._jitter, self._steps) as clock:

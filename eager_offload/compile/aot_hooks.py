@@ -9,11 +9,14 @@ it raises, they are dropped, the graphs are compiled as if no ``Offload`` were t
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 from torch.fx import GraphModule
 
 from eager_offload._torch import replace_hook_inlining, trace_bans_on_hooks
 from eager_offload.active import configuration_on_top
+from eager_offload.compile.aim import aim_of
+from eager_offload.compile.decide import is_whole
 from eager_offload.compile.graphs import copied
 from eager_offload.compile.insert import insert_into_pair, insert_report
 from eager_offload.compile.log import log_choice
@@ -39,32 +42,38 @@ def install() -> bool:
     return replace_hook_inlining(_in_place_of_hooks)
 
 
-def _in_place_of_hooks(forward: GraphModule, backward: GraphModule, num_outputs: int) -> bool:
+def _in_place_of_hooks(
+    forward: GraphModule, backward: GraphModule, num_outputs: int, parameters: Sequence[int]
+) -> bool:
     """What AOTAutograd does in place of tracing hooks into its graphs; whether there is nothing left for it to do."""
     text = configuration_on_top()
     if text is None:
         return False
-    offload_between(forward, backward, num_outputs, text)
+    offload_between(forward, backward, num_outputs, text, parameters)
     return True
 
 
-def offload_between(forward: GraphModule, backward: GraphModule, num_outputs: int, text: str) -> None:
+def offload_between(
+    forward: GraphModule, backward: GraphModule, num_outputs: int, text: str, parameters: Sequence[int] = ()
+) -> None:
     """Moves what ``forward`` saves for ``backward``. Does so once: compilers ask at more than one place.
 
     Args:
         forward: its outputs are ``num_outputs`` of the user's, then what is saved.
         backward: takes what is saved under the names of the forward's nodes.
         num_outputs: how many of the forward's outputs are the user's.
-        text: the configuration.
+        text: the configuration, and what a plan was made for: see [Note: the text of a configuration].
+        parameters: which of the forward's inputs are parameters and buffers.
     """
     if forward.meta.get(_OFFLOADED):
         return
     forward.meta[_OFFLOADED] = True
-    config = OffloadConfig.from_text(text)
+    config = OffloadConfig.from_text(text.partition("\n")[0])
     try:
         (ours, _), (theirs, _) = copied(forward.graph), copied(backward.graph)
         name_results_of_pair(ours, theirs, num_outputs)
-        choice = choose(ours, theirs, num_outputs, config)
+        whole = is_whole(ours, theirs, num_outputs, parameters)
+        choice = choose(ours, theirs, num_outputs, config, aim=aim_of(text), whole=whole)
         insert_into_pair(ours, theirs, num_outputs, choice, config)
     except Exception as error:  # [Note: a graph that cannot be offloaded]
         _warn(error)

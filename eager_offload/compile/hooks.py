@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule
 
 from eager_offload import active
 from eager_offload._torch import hide_from_compilers
+from eager_offload.compile.aim import key_of
 from eager_offload.compile.revision import revision
 from eager_offload.tiers.forking import ForkSafeLock
 
@@ -33,6 +34,7 @@ class _Hook(GraphModule):
     """A graph module that makes its graph when it is asked for it. It is small: each configuration has its own."""
 
     text: str
+    config_text: str
     # Of a module, for code that looks through all modules: there is nothing in it.
     training = False
     _parameters = _buffers = _modules = _NOTHING
@@ -43,6 +45,7 @@ class _Hook(GraphModule):
 
     def __init__(self, text: str) -> None:
         object.__setattr__(self, "text", text)
+        object.__setattr__(self, "config_text", text.partition("\n")[0])
 
     @property  # type: ignore[misc]  # it is never set
     def graph(self) -> Graph:
@@ -50,15 +53,15 @@ class _Hook(GraphModule):
         graph = Graph()
         call = graph.call_function(offloads, (graph.placeholder("tensor"), self.text))
         graph.output(call)
-        call.meta["is_wrapped"], call.meta["user_cache_hash"] = True, f"{revision()} {self.text}"
+        call.meta["is_wrapped"], call.meta["user_cache_hash"] = True, f"{revision()} {key_of(self.text)}"
         return graph
 
 
 class PackHook(_Hook):
-    """Packs by the configuration ``text``."""
+    """Packs by the configuration ``config_text``."""
 
     def __call__(self, tensor: Tensor) -> object:
-        return active.packing(self.text).pack(tensor)
+        return active.packing(self.config_text).pack(tensor)
 
 
 class UnpackHook(_Hook):
@@ -79,7 +82,7 @@ _pairs_lock = ForkSafeLock()
 
 
 def hook_pair(text: str) -> HookPair:
-    """The process's one pair for the configuration ``text``."""
+    """The process's one pair for ``text``; see [Note: the text of a configuration]."""
     pair = _pairs.get(text)
     if pair is None:
         with _pairs_lock.lock:

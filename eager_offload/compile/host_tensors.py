@@ -23,6 +23,7 @@ from torch import Tensor
 
 from eager_offload import active
 from eager_offload._torch import own, owned_by
+from eager_offload.codecs import Gather
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import BytesRecord, State, Transfer
 from eager_offload.errors import CapacityError, OffloadError
@@ -41,16 +42,29 @@ _OUT_OF_ROOM = (
 )
 
 
+class Coded(NamedTuple):
+    """What has packed the bytes that move, and how many there were; no codec where they are as they were saved."""
+
+    codec: str = ""
+    nbytes: int = 0
+
+
 class _Record(BytesRecord["HostBytes"]):
     """What is counted of the bytes of a host tensor."""
 
     fallback = "a copy of the saved tensor stays in memory"
-    __slots__ = ()
+    __slots__ = ("coded",)
+    coded: Coded
 
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
+        if failure is None and self.coded.nbytes:
+            self.counters.packed(*self.coded, transfer.moved)
         super().on_transferred(transfer, failure)
         if (owner := self()) is not None:
             owner.failure = failure
+
+
+_AS_IT_IS = Coded()
 
 
 class _Kept(NamedTuple):
@@ -78,10 +92,19 @@ class HostBytes:
     )
 
     def __init__(
-        self, offloader: DeviceOffloader, source: Tensor, slot: Slot | None, counters: Counters, kept_bytes: int = 0
+        self,
+        offloader: DeviceOffloader,
+        source: Tensor,
+        slot: Slot | None,
+        counters: Counters,
+        kept_bytes: int = 0,
+        coded: Coded = _AS_IT_IS,
     ) -> None:
         self.record = _Record(self, offloader.finalized.append)
-        self.record.save(counters, source.nbytes, KeepReason.BUDGET)  # until it is on its way
+        self.record.coded = coded
+        # What is gathered lay in a storage with more than what was saved.
+        saved = source.nbytes if coded.codec in ("", Gather.name) else coded.nbytes
+        self.record.save(counters, saved, KeepReason.BUDGET, source.nbytes, saved)  # until it is on its way
         self.record.keep_beside(kept_bytes)
         offloader.records.add(self.record)
         self.offloader = offloader
@@ -116,7 +139,9 @@ class _Arriving:
 # -- forward ------------------------------------------------------------------------------------------------------
 
 
-def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None) -> Tensor:
+def offload(
+    offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None, coded: Coded = _AS_IT_IS
+) -> Tensor:
     """Starts to move the bytes that ``source`` spans; returns the host tensor that stands for them.
 
     Where no tier has room, the bytes are copied to plain host memory, or else on the device: a graph has no way to keep
@@ -126,6 +151,7 @@ def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: s
         source: strided, without a conjugate or negative bit.
         wait: whether ``source`` may be written over when this returns; else ``wait_for`` has to be called first.
         region: with the first offload of a graph: the bytes that the graph keeps, as ``reason=bytes,...``.
+        coded: what has made ``source`` of what was saved.
 
     Raises:
         CapacityError: nothing has room for the bytes.
@@ -138,7 +164,7 @@ def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: s
         kept = 0 if region is None else _begin_region(offloader, region, waits=wait)
         slot = None if offloader.is_crashed else offloader.reserve(span_bytes(source), fallback=_OUT_OF_ROOM)
         memory = None if slot is None else _memory_of(slot)
-        stands_for = HostBytes(offloader, source, None if memory is None else slot, counters, kept)
+        stands_for = HostBytes(offloader, source, None if memory is None else slot, counters, kept, coded)
         if slot is None or memory is None:
             host = _stay(stands_for, source)
         else:

@@ -21,6 +21,7 @@ from eager_offload._torch import (
 )
 from eager_offload.active import configuration_on_top
 from eager_offload.compile import ops
+from eager_offload.compile.aim import key_of
 from eager_offload.compile.aot_hooks import offload_between
 from eager_offload.compile.cost import bandwidth_of, machine_of, roofline
 from eager_offload.compile.graphs import has_sparse_values
@@ -60,7 +61,8 @@ class Partitioner(CustomPartitionerFn):
         text = configuration_on_top() if self.text is None else self.text
         if text is not None and joint_inputs:  # a region that others call has none: what it saves, they save
             install_lowerings()
-            offload_between(forward, backward, num_outputs, text)
+            parameters = kwargs.get("static_lifetime_input_indices") or ()
+            offload_between(forward, backward, num_outputs, text, parameters)
         return forward, backward
 
     def uuid(self) -> object:
@@ -70,7 +72,7 @@ class Partitioner(CustomPartitionerFn):
             # One without an identity has to be asked anew each time. The compiler takes None for an identity like
             # any other, so there is another one at each look into what it keeps.
             theirs = uuid4().hex if theirs is None else theirs
-        return revision(), self.text, theirs
+        return revision(), None if self.text is None else key_of(self.text), theirs
 
 
 class OrderTransfers(CustomInferenceAwareGraphPass):

@@ -14,7 +14,7 @@ from torch.fx.node import Argument
 
 from eager_offload._torch import fake_mode_of
 from eager_offload.compile import ops
-from eager_offload.compile.geometry import spread
+from eager_offload.compile.coding import insert_pack, insert_unpack
 from eager_offload.compile.graphs import (
     copied,
     first_use,
@@ -93,8 +93,9 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
     output = forward.output_node()
     outputs = outputs_of(forward)
     inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
-    begin = next((node for node in backward.nodes if node.op != "placeholder"), None)
-    assert begin is not None
+    top = next((node for node in backward.nodes if node.op != "placeholder"), None)
+    assert top is not None
+    order = positions(backward)
     became: dict[Node, list[Node]] = {}
     text = config.to_text()
     for number, group in enumerate(choice.groups):
@@ -103,6 +104,9 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
         first = group.members[0]
         became[first].append(host)
         arrived = _input_for(backward, host, inputs[first.name])
+        # What is packed is unpacked where it is needed, or it would be there as a whole from the beginning on.
+        uses = () if group.codec is None else (first_use(inputs[one.name], order) for one in group.members)
+        begin = min(filter(None, uses), key=order.__getitem__, default=top)
         with backward.inserting_before(begin):
             reload = insert_reload(backward, group, arrived, text)
         for member in group.members:
@@ -175,12 +179,12 @@ def insert_offload(graph: Graph, group: Group, text: str, region: str | None) ->
     arguments: dict[str, Argument] = {"config": text}
     if region is not None:
         arguments["region"] = region  # what stays is told once for each graph
+    if group.codec is not None:
+        arguments |= {"codec": group.codec.name, "coded_bytes": group.coded_bytes}
     with graph.inserting_before(base.next):
-        if group.gathered:
-            base = graph.call_function(_aten.clone.default, (base,), {"memory_format": torch.contiguous_format})
-            with fake_mode_of(value):
-                value = torch.empty(value.size(), dtype=value.dtype, device=value.device)
-            base.meta["val"] = value
+        if group.codec is not None:
+            base = insert_pack(graph, base, group.codec)
+            value = base.meta["val"]
         host = graph.create_node("call_function", ops.offload, (base,), arguments, f"{group.base.name}_on_host")
     host.meta = _host_meta(value, group.members[0])
     host.meta[EXACT] = group.counted or group.members != (group.base,)
@@ -188,17 +192,16 @@ def insert_offload(graph: Graph, group: Group, text: str, region: str | None) ->
 
 
 def insert_reload(graph: Graph, group: Group, host: Node, text: str) -> Node:
-    """What travelled for ``group``, on its device again, at the present insertion point."""
+    """``group`` on its device again, at the present insertion point."""
     value: Tensor = group.base.meta["val"]
     reload = graph.call_function(ops.reload, (host, value.device), {"config": text})
     reload.meta = {"val": value}
-    if not group.gathered:
+    if group.codec is None:
         return reload
+    like: Tensor = host.meta["val"]
     with fake_mode_of(value):
-        reload.meta["val"] = torch.empty(value.size(), dtype=value.dtype, device=value.device)
-    places = graph.call_function(spread, (reload, list(value.stride()), int(value.storage_offset())))
-    places.meta = {"val": value}
-    return places
+        reload.meta["val"] = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=value.device)
+    return insert_unpack(graph, reload, group.codec, value)
 
 
 def geometry_of(graph: Graph, node: Node | None, value: Tensor) -> Geometry:
@@ -236,6 +239,7 @@ def on_nodes(choice: Choice, became: Callable[[Node], Node]) -> Choice:
     return Choice(
         tuple(replace(one, base=became(one.base), members=tuple(map(became, one.members))) for one in choice.groups),
         {became(node): reason for node, reason in choice.kept.items()},
+        choice.prediction,
     )
 
 

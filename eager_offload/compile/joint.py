@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
+from eager_offload.compile.decide import step_of_joint
 from eager_offload.compile.graphs import (
     copied,
     counted_from_the_beginning,
@@ -80,7 +81,7 @@ def choose_joint(graph: Graph, boundary: Node, config: OffloadConfig) -> Choice:
 
     Args:
         boundary: the first node of the backward, as of :func:`boundary_of`.
-        config: ``min_bytes`` and ``keep_last_bytes``.
+        config: as of :func:`~eager_offload.compile.choose`.
 
     Raises:
         OffloadError: the graph does not tell which values share a storage.
@@ -96,7 +97,8 @@ def choose_joint(graph: Graph, boundary: Node, config: OffloadConfig) -> Choice:
         if users:
             saved[node] = Saved(node, min(order[user] for user in users), any(map(is_in_region, users)))
     counted = counted_from_the_beginning(node for node, position in order.items() if position >= begin)
-    return choose_among(graph, saved, returned_by(graph), config, counted=counted)
+    returned = returned_by(graph)
+    return choose_among(graph, saved, returned, config, counted=counted, step=lambda: step_of_joint(graph, boundary))
 
 
 def insert_synchronous_joint(graph: Graph, boundary: Node, choice: Choice, config: OffloadConfig) -> Graph:

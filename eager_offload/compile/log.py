@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from eager_offload.compile.select import Choice
+from eager_offload.config import size_text
 
 __all__ = ["log_choice"]
 
@@ -20,5 +21,7 @@ def log_choice(choice: Choice) -> None:
         _logger.debug("%s moves: %d bytes, as the storage of %s", names, group.nbytes, group.base.name)
     for node, reason in choice.kept.items():
         _logger.debug("%s stays: %s", node.name, reason.value)
+    if (found := choice.prediction) is not None:
+        _logger.debug("expected: a peak of %s, in %.3g s", size_text(found.peak_bytes), found.step_seconds)
     if not choice.groups:
         _logger.debug("nothing of this graph moves")

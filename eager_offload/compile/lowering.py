@@ -13,6 +13,12 @@ once. So what ``wait_tensor`` keeps alive is what the offload was really given, 
 [Note: the memory of a slot is no buffer]
 Within one graph that offloads and reloads, a host tensor is done with after its reload, and Inductor would let a later
 kernel compute into it: into the spill file. So it never hands the memory of one on.
+
+[Note: a host tensor weighs nothing]
+Inductor estimates the peak of a graph, orders kernels by it, and keeps a buffer for a later kernel as far as the peak
+allows. The host tensors that a forward returns, or a backward is given, would be most of such a peak, so that every
+buffer of a layer would stay for the next layer: the sum of what each part of a layer needs, in place of the most that
+one does. But they take no memory of the device, and where they stand for a disk none of the host.
 """
 
 from __future__ import annotations
@@ -23,7 +29,14 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.fx import Node
 
-from eager_offload._torch import V, channels_last_strides, inductor_ir, make_fallback, order_recomputed_kernels
+from eager_offload._torch import (
+    V,
+    channels_last_strides,
+    inductor_ir,
+    leave_out_of_peak,
+    make_fallback,
+    order_recomputed_kernels,
+)
 from eager_offload.compile import ops
 from eager_offload.compile.insert import EXACT
 
@@ -38,6 +51,7 @@ def install_lowerings() -> None:
     for operation, prepared in ((ops.offload, _for_offload), (ops.reload, _as_it_is), (ops.wait_tensor, _for_wait)):
         make_fallback(operation, prepared, warn=False)  # type: ignore[no-untyped-call]  # torch's
     order_recomputed_kernels()  # or a reload might be read before it is waited for
+    leave_out_of_peak(_is_host_tensor, _host_tensor_read)
 
 
 def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:
@@ -71,8 +85,25 @@ def _source_of(tensor: Any) -> Any:
     result: Any = tensor
     while isinstance(result, inductor_ir.MutableBox):
         result = result.data
-    kernel = result.inputs[0] if isinstance(result, inductor_ir.MultiOutput) else result
-    if not isinstance(kernel, inductor_ir.FallbackKernel) or kernel.op_overload is not ops.offload:
+    if not _is_host_tensor(result):
         return None
-    read: Any = kernel.inputs[0]
+    read: Any = _call_of(result).inputs[0]
     return inductor_ir.TensorBox(read if isinstance(read, inductor_ir.BaseView) else inductor_ir.StorageBox(read))
+
+
+def _is_host_tensor(node: Any) -> bool:
+    """Whether ``node`` of Inductor's is what an offload returns, or its call."""
+    call = _call_of(node)
+    return call is not None and call.op_overload is ops.offload
+
+
+def _host_tensor_read(node: Any) -> str | None:
+    """The host tensor that ``node`` of Inductor's brings back, by its name."""
+    call = _call_of(node)
+    return call.inputs[0].get_name() if call is not None and call.op_overload is ops.reload else None
+
+
+def _call_of(node: Any) -> Any:
+    """The call of an operation without a kernel that ``node`` is, or is a result of."""
+    call = node.inputs[0] if isinstance(node, inductor_ir.MultiOutput) else node
+    return call if isinstance(call, inductor_ir.FallbackKernel) else None

@@ -1,6 +1,7 @@
 """The three operations that compiled code moves bytes with.
 
-    offload(Tensor source, *, str config="", bool wait=True, Tensor? after=None, str? region=None) -> Tensor
+    offload(Tensor source, *, str config="", bool wait=True, Tensor? after=None, str? region=None, str codec="",
+            int coded_bytes=0) -> Tensor
     reload(Tensor host, Device device, *, str config="", bool wait=True, Tensor? after=None) -> Tensor
     wait_tensor(Tensor(a!) tensor, Tensor? keepalive=None, *, Tensor? after=None) -> ()
 
@@ -21,7 +22,8 @@ transfer and with its source as ``keepalive``.
 ``config`` is :meth:`OffloadConfig.to_text`; the innermost :class:`Offload` of that configuration that is active on the
 calling thread does the work and counts it. ``after`` is a tensor that has to exist first, and nothing else: compilers
 keep an order only where data flows. ``region`` goes with the first offload of a graph: what the graph keeps, for the
-stats. A graph that moves nothing offloads an empty tensor to say so.
+stats. A graph that moves nothing offloads an empty tensor to say so. ``codec`` is what has made ``source`` of so many
+``coded_bytes`` bytes.
 
 [Note: a wait is a mutation]
 No operation returns its input: compilers take the result of an operation for memory of its own, reuse it, and
@@ -51,7 +53,8 @@ _library = library("eager_offload")
 #: hands tensors over are the business of lowering.py.)
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _library.define(
-    'offload(Tensor source, *, str config="", bool wait=True, Tensor? after=None, str? region=None) -> Tensor',
+    'offload(Tensor source, *, str config="", bool wait=True, Tensor? after=None, str? region=None, str codec="", '
+    "int coded_bytes=0) -> Tensor",
     tags=_TAGS,
 )
 _library.define(
@@ -69,7 +72,14 @@ for _operation in OPERATIONS:
 
 
 def _offload(
-    source: Tensor, *, config: str = "", wait: bool = True, after: Tensor | None = None, region: str | None = None
+    source: Tensor,
+    *,
+    config: str = "",
+    wait: bool = True,
+    after: Tensor | None = None,
+    region: str | None = None,
+    codec: str = "",
+    coded_bytes: int = 0,
 ) -> Tensor:
     if source.layout is not torch.strided:
         raise OffloadError(f"eager_offload::offload takes a strided tensor, not one of layout {source.layout}")
@@ -78,7 +88,9 @@ def _offload(
             active.serving(config).count_kept(region)
         return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
     offloader = active.serving(config).offloader_of(source.device)
-    return host_tensors.offload(offloader, host_tensors.resolved(source), wait=wait, region=region)
+    return host_tensors.offload(
+        offloader, host_tensors.resolved(source), wait=wait, region=region, coded=host_tensors.Coded(codec, coded_bytes)
+    )
 
 
 def _reload(
@@ -94,9 +106,7 @@ def _wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tens
     host_tensors.wait_for(tensor, keepalive)
 
 
-def _fake_offload(
-    source: Tensor, *, config: str = "", wait: bool = True, after: Tensor | None = None, region: str | None = None
-) -> Tensor:
+def _fake_offload(source: Tensor, **_: object) -> Tensor:
     return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
 
 

@@ -12,7 +12,11 @@ from eager_offload.config import VERSION
 __all__ = ["revision"]
 
 #: Beside the modules of this package: what decides which bytes move, and what the operations in a graph mean.
-_OTHERS = ("_torch.py", "config.py", "marks.py")
+_OTHERS = (
+    *("_torch.py", "config.py", "machine.py", "marks.py"),
+    *(f"codecs/{name}.py" for name in ("base", "exact", "policy", "rounded")),
+    *(f"plan/{name}.py" for name in ("chain", "paced", "predict", "program", "recompute", "solve")),
+)
 
 
 @cache

@@ -6,18 +6,23 @@ what kind of node made it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from eager_offload._torch import is_plain_fake
+from eager_offload.codecs import Codec, CodecPolicy, Gather
+from eager_offload.compile.aim import Aim, aim_of
+from eager_offload.compile.coding import codec_for
+from eager_offload.compile.decide import Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
 from eager_offload.compile.graphs import (
     counted_from_the_beginning,
     covers_its_storage,
     has_static_offset,
     hint,
+    is_static,
     mutated_storages,
     nbytes_of,
     outputs_of,
@@ -31,6 +36,7 @@ from eager_offload.compile.graphs import (
 from eager_offload.compile.policies import Wish, is_in_region, strongest
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
+from eager_offload.plan.predict import Prediction
 from eager_offload.selection import keeps_cpu_tensors
 from eager_offload.stats import KeepReason
 
@@ -54,10 +60,21 @@ class Group:
     """The saved values, in the order in which they were saved; ``base`` may be one of them."""
     nbytes: int
     """That travel."""
-    gathered: bool = False
-    """Whether only the elements of ``base``, the only member, travel, not all that lies between them."""
+    codec: Codec | None = None
+    """What packs ``base``. Gathered is a view with holes, alone: what lies in them does not travel."""
     counted: bool = False
     """Whether backward counts elements from the beginning of the storage, which ``base`` is then all of."""
+
+    @property
+    def gathered(self) -> bool:
+        """Whether what lies between the elements of ``base`` stays behind."""
+        return isinstance(self.codec, Gather)
+
+    @property
+    def coded_bytes(self) -> int:
+        """What ``base`` takes on the device, where something packs it; 0 as well if that is known at run time only."""
+        value = self.base.meta["val"]
+        return 0 if self.codec is None or not is_static(value) else span_of(value)
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,8 @@ class Choice:
 
     groups: tuple[Group, ...]
     kept: dict[Node, KeepReason] = field(default_factory=dict)
+    prediction: Prediction | None = None
+    """What comes of it by the solver's numbers, where that has decided."""
 
     def kept_bytes(self) -> dict[KeepReason, int]:
         """Bytes that stay, by reason. A size that is not known counts as one, so that they are never too many."""
@@ -92,7 +111,15 @@ class Saved:
     """Whether what uses it belongs to operators of a region that keeps what it saves."""
 
 
-def choose(forward: Graph, backward: Graph, num_outputs: int, config: OffloadConfig) -> Choice:
+def choose(
+    forward: Graph,
+    backward: Graph,
+    num_outputs: int,
+    config: OffloadConfig,
+    *,
+    aim: Aim | None = None,
+    whole: bool = True,
+) -> Choice:
     """Chooses among what a partitioned forward saves for its backward.
 
         forward                                   chosen
@@ -107,7 +134,9 @@ def choose(forward: Graph, backward: Graph, num_outputs: int, config: OffloadCon
         forward: its outputs are ``num_outputs`` of the user's (mutated inputs among them), then what is saved.
         backward: takes what is saved under the names of the forward's nodes.
         num_outputs: how many of the forward's outputs are the user's.
-        config: ``min_bytes`` and ``keep_last_bytes``.
+        config: ``min_bytes`` and ``keep_last_bytes``; ``device_budget``, ``policy`` and ``max_slowdown``.
+        aim: what the decision is made for, if ``config`` does not say it.
+        whole: whether the two graphs are a whole step. Of a part everything moves that may where there is a budget.
 
     Raises:
         OffloadError: the graph does not tell which values share a storage.
@@ -128,6 +157,9 @@ def choose(forward: Graph, backward: Graph, num_outputs: int, config: OffloadCon
         [*outputs[:num_outputs], *outputs_of(backward)],
         config,
         counted=[node for node in saved if node.name in counted],
+        step=lambda: step_of_pair(forward, backward, num_outputs),
+        aim=aim,
+        whole=whole,
     )
 
 
@@ -144,11 +176,17 @@ def choose_among(
     config: OffloadConfig,
     *,
     counted: Iterable[Node],
+    step: Callable[[], Step],
+    aim: Aim | None = None,
+    whole: bool = True,
 ) -> Choice:
     """The choice among ``saved`` values of ``graph``, of which the user gets what is ``returned``.
 
     Args:
         counted: see :func:`~eager_offload.compile.graphs.counted_from_the_beginning`.
+        step: makes the graph's step, where a solver decides.
+        aim: as of :func:`choose`.
+        whole: as of :func:`choose`.
     """
     _require_aliases(graph)
     inputs = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
@@ -177,30 +215,63 @@ def choose_among(
         else:
             by_storage.setdefault(key, []).append(node)
     sharing = _sharing(graph, by_storage)
-    whole = {storage_of(node) for node in counted}
+    from_the_beginning = {storage_of(node) for node in counted}
     firm: list[Group] = []
     free: list[Group] = []
+    movable: dict[object, Movable] = {}
     for key, members in by_storage.items():
         wish = strongest(sharing[key])
         reason = _reason_to_stay(members, wish, any(saved[node].in_region for node in members), config)
         groups = []
-        if reason is None and key in whole:
+        if reason is None and key in from_the_beginning:
             groups = _whole_groups(members, [*members, *sharing[key]])
         elif reason is None:
             groups = _groups(members, sharing[key])
-        (firm if wish in (Wish.MOVE, Wish.MOVE_IF_LARGE) else free).extend(groups)
+        groups = [_coded(group, config.codec_policy) for group in groups]
+        is_firm = wish in (Wish.MOVE, Wish.MOVE_IF_LARGE)
+        (firm if is_firm else free).extend(groups)
         moving = {node for group in groups for node in group.members}
+        if moving.issuperset(members):  # else moving it frees nothing
+            bases = tuple(group.base for group in groups)
+            movable[key] = Movable(bases, sum(group.nbytes for group in groups), is_firm)
         kept.update({node: reason or KeepReason.LAYOUT for node in members if node not in moving})
-    # The newest bytes are those that backward asks for first; they stay. But not where a budget of the device is to be
-    # kept: a graph is not made anew when it is known how many of them there is room for.
-    room = config.delay_bytes if config.device_budget is None else 0
     first = {group: min(saved[node].first for node in group.members) for group in (*firm, *free)}
     free.sort(key=first.__getitem__)
-    while free and free[0].nbytes <= room:
-        newest = free.pop(0)
-        room -= newest.nbytes
-        kept.update(dict.fromkeys(newest.members, KeepReason.NEWEST))
-    return Choice(tuple(sorted((*firm, *free), key=first.__getitem__)), kept)
+    aim = aim_of(config.to_text()) if aim is None else aim
+    found = None
+    if aim is None:
+        staying = _newest(free, config.delay_bytes)
+    else:
+        found = _decided(step, movable, config, aim, whole=whole)
+        staying = [] if found is None else [one for one in free if storage_of(one.base) in found.stay]
+    kept.update((node, KeepReason.NEWEST) for group in staying for node in group.members)
+    moving_groups = (*firm, *(group for group in free if group not in staying))
+    ordered = tuple(sorted(moving_groups, key=first.__getitem__))
+    return Choice(ordered, kept, None if found is None else found.prediction)
+
+
+def _newest(groups: Iterable[Group], room: int) -> list[Group]:
+    """The first of ``groups``, as far as they fit: backward asks for them first."""
+    found: list[Group] = []
+    for group in groups:
+        nbytes = group.nbytes if group.gathered else max(group.nbytes, group.coded_bytes)
+        if nbytes > room:
+            break
+        room -= nbytes
+        found.append(group)
+    return found
+
+
+def _decided(
+    step: Callable[[], Step], movable: Mapping[object, Movable], config: OffloadConfig, aim: Aim, *, whole: bool
+) -> Decided | None:
+    """The solver's decision; ``None`` where all moves that may. See [Note: what a budget bounds in a graph]."""
+    if not movable or aim.is_of_all or not (whole or aim.budget is None):
+        return None
+    device = next(iter(movable.values())).bases[0].meta["val"].device
+    machine = machine_here(device, config.to_text()) if aim.machine is None else aim.machine
+    problem, names = problem_of(step(), movable, config, machine)
+    return decided(problem, names, aim)
 
 
 def _reason_to_stay(members: Sequence[Node], wish: Wish, in_region: bool, config: OffloadConfig) -> KeepReason | None:
@@ -288,7 +359,7 @@ def _whole_of(members: Sequence[Node], candidates: Iterable[Node]) -> Node | Non
 
 def _alone(node: Node, own_bytes: int) -> Group:
     span = span_of(node.meta["val"])
-    return Group(node, (node,), min(own_bytes, span), gathered=own_bytes < span)
+    return Group(node, (node,), min(own_bytes, span), Gather() if own_bytes < span else None)
 
 
 def _travels_alone(value: Tensor) -> bool:
@@ -301,6 +372,12 @@ def _travels_alone(value: Tensor) -> bool:
     return all(isinstance(stride, int) for stride in strides) and all(
         stride != 0 or hint(size) == 1 for size, stride in zip(value.size(), strides, strict=True)
     )
+
+
+def _coded(group: Group, policy: CodecPolicy) -> Group:
+    """``group`` with what packs it, where ``policy`` allows something that does."""
+    found = codec_for(group.base.meta["val"], policy) if group.codec is None else None
+    return group if found is None else replace(group, codec=found.codec, nbytes=found.nbytes)
 
 
 def _is_lazy(value: Tensor) -> bool:

@@ -1,24 +1,28 @@
 """A computed plan that is followed: what its steps take, beside its budget and what it has predicted.
 
 [Note: adapting]
-What a planner could not know (an optimizer's states, memory that kernels take for themselves) shows in the peak of the
-device. After every 16th forward that has followed the plan to its end, the highest peak of these is looked at:
+What a planner could not know (an optimizer's states, memory that kernels take for themselves, how fast kernels are)
+shows in the peak of the device and in how long its operators take: see ``measuring.py``. After every 16th forward that
+has followed the plan to its end, both are looked at:
 
     above the budget       counted as ``over_budget``; the plan is made anew for a device on which as much more is in
                            use as the peak was above the predicted one, so that less stays
-    5 % below prediction   made anew with as much less in use, and followed if its step is 2 % shorter
+    5 % below prediction   made anew with as much less in use
+    times 5 % off          made anew with those that were measured, of operators and of the link
+
+What moves changes only where the peak has to be lower, or where the step gets 2 % shorter.
 
 To make it takes up to seconds. So that is done where a thread enters its outermost ``with``, which no lock is held for
 and no operator waits in; the forward that begins there is the first one to follow it. What is made in vain is made
-ever more rarely. Where the device does not remember a peak, or had more in use before, nothing is known and nothing
-changes.
+ever more rarely. Where the device tells neither peak nor time, nothing changes.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from eager_offload.step_plan import ComputedPlan
+from eager_offload.eager.measuring import Measured
+from eager_offload.step_plan import Adapted, ComputedPlan, Timing
 
 __all__ = ["Adapting", "Request"]
 
@@ -26,6 +30,8 @@ __all__ = ["Adapting", "Request"]
 _EVERY = 16
 #: A peak that is lower than predicted by less than one part in so many changes nothing.
 _LOWER = 20
+#: The forwards before it that are measured closely.
+_CLOSELY = 3
 
 
 class Request(NamedTuple):
@@ -34,6 +40,8 @@ class Request(NamedTuple):
     plan: ComputedPlan
     surplus: int
     """Bytes by which the peak was above the predicted one."""
+    timing: Timing | None
+    """What was measured, where it is off."""
 
 
 class Adapting:
@@ -53,24 +61,41 @@ class Adapting:
         """Whether there is a request. No lock is needed to ask."""
         return self._request is not None
 
-    def note(self, peak: int | None) -> bool:
+    @property
+    def looks_closely(self) -> bool:
+        """Whether a forward that begins now is to be measured closely."""
+        return self._forwards % _EVERY >= _EVERY - _CLOSELY
+
+    @property
+    def is_last(self) -> bool:
+        """Whether what was measured is asked for at the next ``note``."""
+        return (self._forwards + 1) % _EVERY == 0
+
+    def note(self, peak: int | None, measured: Measured | None = None) -> bool:
         """A forward has followed the plan to its end; whether its budget was exceeded, as far as this is looked at.
 
         Args:
             peak: of the device in it; ``None`` where that is not known.
+            measured: what was found in those that were measured closely, where ``is_last``.
         """
         if peak is not None:
             self._peak = max(peak, self._peak or 0)
         self._forwards += 1
-        if self._forwards % _EVERY or self._peak is None:
+        if self._forwards % _EVERY:
             return False
+        plan, measured = self._plan, measured or Measured()
         peak, self._peak = self._peak, None
-        surplus, is_over = peak - self._plan.peak_bytes, peak > self._plan.device_budget
-        if (is_over and surplus > 0) or -surplus * _LOWER > self._plan.peak_bytes:
+        if peak is None and measured.seen_bytes is not None and plan.seen_bytes is not None:
+            peak = plan.peak_bytes + measured.seen_bytes - plan.seen_bytes
+        surplus, is_over = 0 if peak is None else peak - plan.peak_bytes, peak is not None and peak > plan.device_budget
+        if surplus < 0 and -surplus * _LOWER <= plan.peak_bytes:
+            surplus = 0  # less than that is no difference
+        timing = measured.timing if measured.timing is not None and plan.is_off(measured.timing) else None
+        if surplus < 0 or timing is not None or (is_over and surplus > 0):
             if self._pause:
                 self._pause -= 1
             else:
-                self._request = Request(self._plan, surplus)
+                self._request = Request(plan, surplus, timing)
         return is_over
 
     def take(self) -> Request | None:
@@ -78,9 +103,11 @@ class Adapting:
         request, self._request = self._request, None
         return request
 
-    def made(self, plan: ComputedPlan | None) -> None:
+    def made(self, found: Adapted | None) -> None:
         """What came of a request; ``None``: nothing that is better."""
-        if plan is None:
-            self._pause, self._next_pause = self._next_pause, 2 * self._next_pause
+        if found is not None:
+            self._plan, self._forwards, self._peak = found.plan, 0, None
+        if found is not None and found.is_other:
+            self._pause, self._next_pause = 0, 1
         else:
-            self._plan, self._pause, self._next_pause, self._forwards, self._peak = plan, 0, 1, 0, None
+            self._pause, self._next_pause = self._next_pause, 2 * self._next_pause

@@ -9,6 +9,7 @@ from collections.abc import Hashable
 import torch
 
 from eager_offload._torch import autograd_sequence, weak_storage
+from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import Keeper, Reload, SavedStorage, StorageRecord
 from eager_offload.eager.plans import KnownPlan
 from eager_offload.engine.offloader import DeviceOffloader
@@ -40,11 +41,13 @@ class FollowedStorage(SavedStorage, CountedBytes):
         number: int,
         run: RunRecord,
         stream: Stream,
+        coding: Coding | None,
     ) -> None:
         self.run = run
         self.number, self.footprint, self.stream = number, footprint, stream
         self.origin = weak_storage(storage)
         self.alignment_offset = storage.data_ptr() % ALIGNMENT
+        self.coding, self.exact = coding, None  # what a codec may refuse is decided anew in each step
         self.aliases = []
         self.started = None
         self.slot = None
@@ -83,7 +86,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
             self.slot = None
             self.stay(KeepReason.FAILED)
             return
-        if self.expected and self.reload is None and not self.is_gone:
+        if self.expected and self.reload is None and not self.is_gone and self.coding is None:
             assert self.slot is not None
             back = Transfer(self.slot, transfer.nbytes, transfer.counters)
             back.event = transfer.event
@@ -112,6 +115,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
         """The same as a storage of an unknown step, in the state that it is in; ``forward`` saves it next."""
         saved = object.__new__(SavedStorage)
         saved.aliases, saved.footprint, saved.alignment_offset = self.aliases, self.footprint, self.alignment_offset
+        saved.coding, saved.exact = self.coding, self.exact
         saved.origin, saved.root, saved.stream, saved.saves = self.origin, self.root, self.stream, self.saves
         saved.slot, saved.reload, saved.returned, saved.given = self.slot, self.reload, self.returned, self.given
         saved.started, saved.times_saved, saved.saved_anew = self.started, 1, False

@@ -27,9 +27,11 @@ from torch.nn import Parameter
 
 from eager_offload import marks
 from eager_offload._torch import autograd_sequence, version_of, weak_storage
+from eager_offload.eager.coding import Coding, kind_of
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.followed import FollowedStorage, RunRecord
-from eager_offload.eager.handles import Keeper, KeptTensor, Reload, Returned, SavedView
+from eager_offload.eager.handles import Keeper, KeptTensor, Reload, Returned, SavedView, what_stays_of
+from eager_offload.eager.packing import packed, unpacked
 from eager_offload.eager.plans import KnownPlan, Staying, StepPlans, Turn
 from eager_offload.engine.transfer import State, Transfer
 from eager_offload.errors import OffloadError
@@ -42,7 +44,7 @@ from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Ask, Fate, Save
 from eager_offload.tiers.base import Slot
 
-__all__ = ["Adopter", "Run"]
+__all__ = ["Adopter", "Run", "resident"]
 
 
 class Adopter(Keeper, Protocol):
@@ -53,6 +55,9 @@ class Adopter(Keeper, Protocol):
 
     def kept_newest(self) -> int:
         """Bytes of the newest that stay now, of all threads. The lock is held."""
+
+    def seeded(self, coding: Coding) -> Coding:
+        """The same with a seed of its own, where it takes one."""
 
     def begin_step(self, queue: ResidentQueue) -> None:
         """What is saved next is another step's, in the same context; ``queue`` is the calling thread's."""
@@ -66,6 +71,7 @@ class Adopter(Keeper, Protocol):
 
 #: Types of which a plan is followed.
 _PLAIN = frozenset({Tensor, Parameter})
+_PARAMETER = KeepReason.PARAMETER  # to ask the class for its member takes longer than to compare
 
 
 def _no_storage() -> None:
@@ -73,17 +79,44 @@ def _no_storage() -> None:
 
 
 def _is_like(tensor: Tensor, staying: Staying) -> bool:
-    """Whether a tensor is as one that has stayed: of a larger storage it may be a part of what has left."""
+    """Whether a tensor is as one that has stayed: of a larger storage it may be a part of what has left.
+
+    To stay is right for any tensor, so nothing is asked that would say only that the step is another one.
+    """
+    kind, (nbytes, storage_nbytes, reason, _) = type(tensor), staying
+    if kind is Parameter and reason is _PARAMETER:  # which stays whatever storage it is of
+        return tensor.nbytes == nbytes
     try:
         return (
-            type(tensor) in _PLAIN
-            and tensor.nbytes == staying.nbytes
-            and tensor.requires_grad == staying.requires_grad
-            and tensor.untyped_storage().nbytes() == staying.storage_nbytes
-            and (staying.reason is not KeepReason.PARAMETER or type(tensor) is Parameter or is_parameter(tensor))
+            kind in _PLAIN
+            and tensor.nbytes == nbytes
+            and tensor.untyped_storage().nbytes() == storage_nbytes
+            and (reason is not _PARAMETER or is_parameter(tensor))
         )
     except (NotImplementedError, RuntimeError):  # a layout without bytes, or a wrapper inside a transform
         return False
+
+
+def resident(view: SavedView, storage: Any) -> Tensor | None:
+    """The tensor, if its bytes are on the device: not gone yet, kept alive by another owner, or back already."""
+    original = None if view.original is None else view.original()
+    if storage.state is not State.AWAY:
+        return view.alias.detach() if original is None else original
+    nbytes = storage.footprint.nbytes
+    found = storage.origin()
+    if found is not None and found.nbytes() >= nbytes and not storage.rounds:
+        return view.over(found, 0) if original is None else original
+    if original is not None and original.untyped_storage() is not found:
+        return original  # it was given other bytes, `tensor.data = ...`, and autograd looks at those
+    if storage.returned is not None:
+        found, first_byte = storage.returned.storage(), storage.returned.first_byte
+        if found is not None and found.nbytes() >= first_byte + nbytes:  # else its owner has resized it
+            return view.over(found, first_byte)
+    if storage.reload is not None:
+        target = storage.reload.target
+        if target.untyped_storage().nbytes() < target.storage_offset() + target.numel():
+            storage.drop_reload()  # it was handed out before, and its new owner has resized it
+    return None
 
 
 class Run:
@@ -95,9 +128,11 @@ class Run:
     __slots__ = (
         "__weakref__",
         "_asks",
+        "_counted",
         "_due",
         "_keep",
         "_offloader",
+        "_only_staying",
         "_saves",
         "_starts",
         "_staying",
@@ -129,10 +164,12 @@ class Run:
         #: What its thread has for an unknown step: the newest bytes, and the name of its forward.
         self.queue, self.forward = queue, Forward(sequence, Lessons())
         self._saves, self._asks = known.plan.saves, known.plan.asks
-        self._staying, self._starts = known.staying, known.starts
+        self._staying, self._only_staying, self._starts = known.staying, known.only_staying, known.starts
         self.keeper, self._offloader, self._keep = keeper, keeper.offloader, keep
         #: How many tensors were packed and unpacked.
         self.packed = self.asked = 0
+        #: How many of the first saves are counted, if they stay and are counted later.
+        self._counted = 0
         #: Whether the rest of the step is unknown.
         self.is_over = False
         # By number of save; weak, since bytes belong to handles.
@@ -162,7 +199,7 @@ class Run:
         """Whether its forward is over, and less than half of the bytes that it has slots for are asked for yet."""
         if self.packed < len(self._saves):
             return False
-        alive = sum(storage.footprint.nbytes for weak in self._storages if (storage := weak()) is not None)
+        alive = sum(storage.moved for weak in self._storages if (storage := weak()) is not None)
         return 2 * alive < sum(self.known.plan.slots)
 
     def release_slots(self) -> bool:
@@ -177,22 +214,25 @@ class Run:
 
     def pack(self, tensor: Tensor) -> KeptTensor | SavedView | None:
         """The handle of the next save; ``None`` where that is to be decided anew, or the run is over or complete."""
-        number, offloader = self.packed, self._offloader
+        number = self.packed
+        if (
+            (staying := self._only_staying[number]) is not None
+            and not (self._due or self.is_over or marks.any_marks())
+            and _is_like(tensor, staying)
+        ):
+            self.packed = number + 1
+            return self._stay(tensor, staying)
+        offloader = self._offloader
         if number == len(self._saves):
             with offloader.lock:
                 if not (self.is_over or self.is_complete):
                     self.miss("more")
+                self.count_kept()
                 return None
-        if (
-            (staying := self._staying[number]) is not None
-            and not (self._due or self._starts[number] or self.is_over or marks.any_marks())
-            and _is_like(tensor, staying)
-        ):
-            self.packed = number + 1  # to stay is right for any tensor, so that nothing else is looked at
-            return self._keep(tensor, staying.reason, staying.nbytes)
         try:
             with offloader.lock:
                 if self.is_over:
+                    self.count_kept()
                     return None
                 if offloader.can_capture and offloader.is_capturing():
                     self.miss("capture")
@@ -204,9 +244,13 @@ class Run:
                 self.packed = number + 1
                 found = self._pack(tensor, number, save)
                 if isinstance(found, str):
+                    self._count_kept(number)  # and not this one
+                    self._counted = number + 1
                     self.miss(found)
                     return None
                 self._due += self._starts[number]
+                if self.keeper.plans.measures.is_close and self._staying[number] is None:
+                    self.keeper.plans.saw(self, self.known, number, is_ask=False)
                 if self.keeper.budget is not None and self.keeper.budget.note_call():
                     self.keeper.budget.look()
                 is_full = bool(self._due) and self._start_due(autograd_sequence())
@@ -219,15 +263,35 @@ class Run:
             raise
         return found
 
+    def _stay(self, tensor: Tensor, staying: Staying) -> KeptTensor:
+        if staying.is_counted_later:
+            return KeptTensor(what_stays_of(tensor), version_of(tensor), staying.reason)
+        return self._keep(tensor, staying.reason, staying.nbytes)
+
+    def count_kept(self) -> None:
+        """Counts what has stayed as the plan says, since this was called last. The lock is held."""
+        self._count_kept(self.packed)
+
+    def _count_kept(self, after: int) -> None:
+        """The same of the saves before ``after``. The thread that packs goes on without the lock meanwhile."""
+        if after > (first := self._counted):
+            self._counted = after
+            self._offloader.accounts.counters.kept_as_planned(*self.known.kept_between(first, after))
+
     def _pack(self, tensor: Tensor, number: int, save: Save) -> KeptTensor | SavedView | str | None:
         """The handle of save ``number``, ``None`` where it is decided anew, or what differs."""
         fate, kind = save.fate, type(tensor)
         if fate is Fate.DECIDE:
             return None
         if (staying := self._staying[number]) is not None:
-            if marks.any_marks():
-                return "marks"
-            return self._keep(tensor, staying.reason, staying.nbytes) if _is_like(tensor, staying) else "size"
+            if not _is_like(tensor, staying):
+                return "size"
+            may_leave = staying.reason is not _PARAMETER and marks.any_marks()  # a parameter stays in any case
+            if may_leave and marks.mark_of(tensor.untyped_storage()) is Mark.PREFER:
+                self._count_kept(number)
+                self._counted = number + 1  # it is to leave, which is done as if no plan knew of it
+                return None
+            return self._stay(tensor, staying)
         if kind is not Tensor:
             return "layout"
         try:
@@ -241,7 +305,7 @@ class Run:
             return "requires_grad"
         if offloader.runtime.current_stream(offloader.device) != self.stream:
             return "stream"
-        if marks.in_force():
+        if marks.in_force() and self._contradicts(storage, save):
             return "marks"
         if not address or address % tensor.itemsize or tensor.layout is not torch.strided:
             return "layout"
@@ -252,7 +316,12 @@ class Run:
         if tensor.is_quantized or tensor.is_nested or is_parameter(tensor):
             return "layout"
         offloader.poll()
-        followed = FollowedStorage(storage, self.known.footprints[number], number, self.record, self.stream)
+        coding = self.known.codings[number]
+        if coding is not None:
+            if kind_of(tensor) != coding.kind or tensor.is_neg():
+                return "maker"
+            coding = self.keeper.seeded(coding)
+        followed = FollowedStorage(storage, self.known.footprints[number], number, self.record, self.stream, coding)
         if number in self.known.shared:
             followed.root = weakref.ref(root_of(tensor))
         counters, record = offloader.accounts.counters, self.record
@@ -263,10 +332,19 @@ class Run:
         offloader.hold(save.storage_nbytes)
         return self._view(followed, tensor, number)
 
+    def _contradicts(self, storage: torch.UntypedStorage, save: Save) -> bool:
+        """Whether the user has said something else of ``storage`` than the plan does."""
+        mark = marks.mark_of(storage)
+        if mark is Mark.KEEP or marks.in_no_offload_region():
+            return True
+        return mark is Mark.PREFER and self._saves[save.owner].fate is Fate.KEEP
+
     def _share(self, tensor: Tensor, storage: torch.UntypedStorage, number: int, save: Save) -> SavedView | str:
         """See [Note: sharing] in ``saving.py``: the same rule."""
         followed = self._storages[save.owner]()
         if followed is None or followed.origin() is not storage:
+            return "share"
+        if followed.coding is not None and tensor.dtype is not followed.coding.meta.dtype:
             return "share"
         sequence, state = autograd_sequence(), followed.state
         if state is State.WAITING:
@@ -300,6 +378,7 @@ class Run:
         offloader = self._offloader
         with offloader.crashing():
             with offloader.lock:
+                self.count_kept()
                 if self.is_over or offloader.is_crashed or offloader.is_capturing():
                     return
                 offloader.poll()
@@ -333,7 +412,7 @@ class Run:
         while due:
             storage = self._storages[due[0]]()
             if storage is not None and storage.state is State.WAITING:
-                nbytes = storage.footprint.nbytes
+                nbytes = storage.moved
                 if sequence is not None and storage.packed_at >= sequence:
                     return False
                 if not offloader.has_room(nbytes):
@@ -358,9 +437,25 @@ class Run:
         assert slot is not None
         storage.started = (self.queue, sequence, version_of(storage.aliases[0]))
         storage.slot = slot
+        if (coding := storage.coding) is not None:
+            self._start_packed(storage, slot, coding)
+            return
         transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage, source)
         self.record.waiting_bytes -= storage.footprint.nbytes
-        self._offloader.offload(storage.source_bytes(), slot, self.stream, transfer)
+        whole = source if self._offloader.runtime.copies_storages else storage.source_bytes()
+        self._offloader.offload(whole, slot, self.stream, transfer)
+
+    def _start_packed(self, storage: FollowedStorage, slot: Slot, coding: Coding) -> None:
+        """Starts the copy of a storage that is rounded."""
+        found = packed(self._offloader, storage, coding)
+        if found is None:
+            storage.slot = None
+            storage.stay(KeepReason.FAILED)
+            return
+        transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage)
+        transfer.codec = coding.codec.name
+        self.record.waiting_bytes -= storage.footprint.nbytes
+        self._offloader.offload(found.packed, slot, self.stream, transfer, keepalive=storage.aliases[0])
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -381,12 +476,10 @@ class Run:
                 self.miss("stream")
                 return None
             ask = self._asks[rank]
-            tensor = self._resident(view, storage)
+            tensor = resident(view, storage)
             if tensor is None and storage.reload is None:
                 self._bring(storage, "reload")
             self.asked = rank + 1
-            if self.asked == len(self._asks):
-                self.keeper.plans.done(self.known)
             if (budget := self.keeper.budget) is not None:
                 if rank == 0:  # all that has to leave has begun to
                     budget.look(self.keeper.kept_newest())
@@ -398,15 +491,22 @@ class Run:
                 self._expect_no_more(number)
             try:
                 for number in ask.bring:
-                    self._expect(number)
+                    if (expected := self._storages[number]()) is not None:
+                        self._expect(expected)
             except (torch.OutOfMemoryError, MemoryError):
                 pass  # what is needed now may still fit
+            if self.keeper.plans.measures.is_close:
+                self.keeper.plans.saw(self, self.known, rank, is_ask=True)
+            if self.asked == len(self._asks):
+                self.keeper.plans.done(self.known)
             if tensor is not None:
                 if not ask.keep:
                     storage.drop_reload()
                 return tensor
             reload = storage.reload
             assert reload is not None
+            if offloader.runtime.query(reload.transfer.event):  # so that the host waits for nothing with the lock held
+                return self._wait_for(view, storage, reload, ask, is_there=True)
         return self._wait_for(view, storage, reload, ask)
 
     def is_out_of_memory(self, view: SavedView) -> None:
@@ -416,17 +516,30 @@ class Run:
                 self.miss("memory")
             self.keeper.adopt_view(view, self)
 
-    def _wait_for(self, view: SavedView, storage: FollowedStorage, reload: Reload, ask: Ask) -> Tensor:
-        """What was brought back belongs to autograd from here on, unless more of it is asked for soon."""
+    def _wait_for(
+        self, view: SavedView, storage: FollowedStorage, reload: Reload, ask: Ask, *, is_there: bool = False
+    ) -> Tensor:
+        """What was brought back belongs to autograd from here on, unless more of it is asked for soon.
+
+        Args:
+            is_there: whether its copy is known to be over, so that no stall is to be counted.
+        """
         offloader, target = self._offloader, reload.target
         try:
-            offloader.wait(reload.transfer, self.stream, "reload")
+            if is_there:
+                offloader.runtime.wait(self.stream, reload.transfer.event)  # which raises what made it fail
+            else:
+                offloader.wait(reload.transfer, self.stream, "reload")
             with offloader.lock:
                 offloader.take_up(reload.transfer)
-                first_byte = int(target.storage_offset())
-                tensor = view.over(target.untyped_storage(), first_byte)
+                if reload.is_packed:
+                    target = unpacked(offloader, storage, target, self.stream)
+                first_byte, source = int(target.storage_offset()), target.untyped_storage()
+                tensor = view.over(source, first_byte)
+                serves = None if ask.last else Returned(weak_storage(source), first_byte)
+                if reload.is_packed:
+                    storage.returned = serves
                 if not ask.keep:
-                    serves = None if ask.last else Returned(weak_storage(target.untyped_storage()), first_byte)
                     self._hand_over(storage, reload, serves)
                 return tensor
         except BaseException:
@@ -438,33 +551,13 @@ class Run:
         """The library holds a reload no more."""
         self._offloader.release(reload.transfer)
         self.record.returning.pop(reload.transfer, None)
-        for one in (storage, storage.adopted):  # another thread may have ended the run meanwhile
-            if one is not None and one.reload is reload:
-                one.reload = None
-                one.returned = one.returned if returned is None else returned
-                if one is not storage:
-                    one.record.reload = None
-
-    def _resident(self, view: SavedView, storage: FollowedStorage) -> Tensor | None:
-        """The tensor, if its bytes are on the device: not gone yet, kept alive by another owner, or back already."""
-        original = None if view.original is None else view.original()
-        if storage.state is not State.AWAY:
-            return view.alias.detach() if original is None else original
-        nbytes = storage.footprint.nbytes
-        found = storage.origin()
-        if found is not None and found.nbytes() >= nbytes:
-            return view.over(found, 0) if original is None else original
-        if original is not None and original.untyped_storage() is not found:
-            return original  # it was given other bytes, `tensor.data = ...`, and autograd looks at those
-        if storage.returned is not None:
-            found, first_byte = storage.returned.storage(), storage.returned.first_byte
-            if found is not None and found.nbytes() >= first_byte + nbytes:  # else its owner has resized it
-                return view.over(found, first_byte)
-        if storage.reload is not None:
-            target = storage.reload.target
-            if target.untyped_storage().nbytes() < target.storage_offset() + target.numel():
-                storage.drop_reload()  # it was handed out before, and its new owner has resized it
-        return None
+        if storage.reload is reload:
+            storage.reload = None
+            storage.returned = storage.returned if returned is None else returned
+        adopted = storage.adopted  # another thread may have ended the run meanwhile
+        if adopted is not None and adopted.reload is reload:
+            adopted.reload = adopted.record.reload = None
+            adopted.returned = adopted.returned if returned is None else returned
 
     def _bring(self, storage: FollowedStorage, what: str) -> None:
         """Starts a reload into a new target."""
@@ -472,7 +565,10 @@ class Run:
         layout = self.known.layouts[storage.number]
         if storage.alignment_offset:
             layout = Layout(layout.nbytes, storage.alignment_offset)
-        storage.reload = Reload(*self._offloader.reload(storage.slot, layout, self.stream, what))
+        if storage.coding is not None:
+            layout = storage.target_layout
+        back = self._offloader.reload(storage.slot, layout, self.stream, what)
+        storage.reload = Reload(*back, storage.coding is not None)
         self.record.returning[storage.reload.transfer] = None
 
     def _settle(self, storage: FollowedStorage, *, resident: bool, last: bool) -> None:
@@ -489,6 +585,8 @@ class Run:
             if storage.state is State.AWAY:
                 record.unasked[storage.counters] -= storage.logical_bytes
             storage.ask(resident=resident)
+            if storage.state is State.LEAVING and storage.rounds:
+                storage.keep_exact()
         if last:
             live = record.counters.live
             live.without_offload -= storage.autograd_bytes
@@ -499,11 +597,8 @@ class Run:
                 record.kept_bytes -= storage.device_bytes
                 storage.device_bytes = 0
 
-    def _expect(self, number: int) -> None:
-        """The storage of save ``number`` is asked for soon."""
-        storage = self._storages[number]()
-        if storage is None:
-            return
+    def _expect(self, storage: FollowedStorage) -> None:
+        """It is asked for soon."""
         storage.expected = True
         if storage.state is not State.AWAY or storage.reload is not None or storage.origin() is not None:
             return
@@ -526,6 +621,7 @@ class Run:
 
     def miss(self, what: str) -> None:
         """The step differs from the plan by ``what``. The lock is held."""
+        self.count_kept()
         self.turn.settle(None)
         self.keeper.plans.missed(self.known, what)
         self.keeper.adopt(self)

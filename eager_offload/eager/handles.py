@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from eager_offload._torch import neg_view, version_of, weak_storage
+from eager_offload._torch import detached, neg_view, version_of, weak_storage
+from eager_offload.eager.coding import Coding
 from eager_offload.engine.offloader import DeviceOffloader
-from eager_offload.engine.transfer import BytesRecord, Transfer
+from eager_offload.engine.transfer import BytesRecord, State, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.learning import Forward
 from eager_offload.runtime.base import ALIGNMENT, Layout, Stream
@@ -44,9 +46,8 @@ __all__ = [
     "Started",
     "StorageRecord",
     "ViewRecord",
-    "compact",
-    "flat_bytes",
     "modified",
+    "what_stays_of",
 ]
 
 
@@ -98,11 +99,25 @@ class KeptTensor:
         return tensor
 
 
-class Reload(NamedTuple):
+def what_stays_of(tensor: Tensor) -> Tensor:
+    """What a handle holds of a plain tensor, or a parameter, that stays.
+
+    A leaf is held itself, so that `leaf.data = ...` stays visible, and as autograd does: see the note in ownership.py.
+    See that above for why nothing else is.
+    """
+    if tensor.is_leaf:
+        return tensor
+    return tensor.detach() if type(tensor) is Tensor else detached(tensor)
+
+
+@dataclass(slots=True, eq=False)
+class Reload:
     """Bytes on their way back, or there: the target, and the transfer whose event says when."""
 
     target: Tensor
     transfer: Transfer
+    #: Whether they are packed there.
+    is_packed: bool = False
 
 
 class Returned(NamedTuple):
@@ -176,6 +191,8 @@ class SavedStorage:
         "__weakref__",
         "aliases",
         "alignment_offset",
+        "coding",
+        "exact",
         "first",
         "footprint",
         "forward",
@@ -200,6 +217,7 @@ class SavedStorage:
         name: Hashable,
         tensor: Tensor,
         footprint: Footprint,
+        coding: Coding | None,
         saves: Keeper,
         stream: Stream,
         forward: Forward,
@@ -211,6 +229,10 @@ class SavedStorage:
         record.saves = weakref.ref(saves)
         self.origin = weak_storage(storage)
         self.footprint = footprint
+        #: How its bytes travel; ``None``: as they are.
+        self.coding = coding
+        #: Its source, which was given out before it could go, and has been rounded.
+        self.exact: Tensor | None = None
         #: The address of the footprint's first byte, modulo the alignment that reloads keep.
         self.alignment_offset = (storage.data_ptr() + footprint.start) % ALIGNMENT
         self.saves = saves
@@ -238,10 +260,45 @@ class SavedStorage:
         self.given: tuple[Tensor, ...] = ()
 
     @property
+    def rounds(self) -> bool:
+        """Whether what is given out once its source has gone are other numbers: see [Note: rounding] in coding.py."""
+        return self.coding is not None and self.coding.rounds and self.exact is None
+
+    def keep_exact(self) -> None:
+        """Its bytes were given out as they are, and are on their way out: they stay so, should they be asked for again.
+
+        Hardly longer than without: its handles go when backward has used them.
+        """
+        self.exact = self.aliases[0].detach()
+
+    def be_exact(self) -> None:
+        """Somebody shares it for whom nothing may be rounded, and its copy has not started."""
+        if self.coding is not None and self.coding.may_round:
+            self.coding = self.coding.exact
+            if (recorder := self.forward.recorder) is not None:
+                recorder.left_in_parts(self.number)  # it is decided anew each time
+
+    @property
     def target_layout(self) -> Layout:
-        """What a reload target must look like. Gathered elements come back dense and are put in their places later."""
-        footprint = self.footprint
-        return Layout(footprint.moved) if footprint.gathered else Layout(footprint.nbytes, self.alignment_offset)
+        """What a reload target must look like. What was packed is unpacked later, into other memory."""
+        return self.layout if self.coding is None else Layout(self.coding.nbytes)
+
+    @property
+    def layout(self) -> Layout:
+        """What memory must look like that its bytes are to be in again."""
+        return Layout(self.footprint.nbytes, self.alignment_offset)
+
+    @property
+    def moved(self) -> int:
+        """Bytes that travel."""
+        return self.footprint.nbytes if self.coding is None else self.coding.nbytes
+
+    def look(self, coding: Coding) -> None:
+        """Its bytes are final: what a look at the first of them says is packed in vain travels as it is."""
+        storage, first_byte = self.aliases[0].untyped_storage(), self.footprint.start
+        fits = storage.nbytes() >= first_byte + self.footprint.nbytes  # else it was resized since it was saved
+        is_worth_it = fits and coding.may_hold(self.coded(coding, storage, first_byte))
+        self.coding = coding._replace(looks=False, otherwise=None) if is_worth_it else coding.otherwise
 
     def release_source(self) -> None:
         """Lets go of the source's bytes; the aliases that views hold stay, as counters of its versions."""
@@ -250,17 +307,20 @@ class SavedStorage:
         self.aliases.clear()
 
     def source_bytes(self) -> Tensor:
-        """The bytes that travel, flat: a range of the storage, or the view's own elements, gathered."""
+        """The range of the storage that it is about, flat."""
         alias = self.aliases[0]
-        storage = alias.untyped_storage()
-        if self.footprint.gathered:
-            # Over the storage itself: an alias with the conjugate or negative bit would be copied with the bit applied.
-            stored = _nothing(alias.dtype, alias.device).data
-            stored.set_(storage, alias.storage_offset(), alias.size(), alias.stride())
-            return flat_bytes(compact(stored).clone(memory_format=torch.contiguous_format))
         return _nothing(torch.uint8, alias.device).data.set_(
-            storage, self.footprint.start, (self.footprint.nbytes,), (1,)
+            alias.untyped_storage(), self.footprint.start, (self.footprint.nbytes,), (1,)
         )
+
+    def coded(self, coding: Coding, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
+        """What ``coding`` packs, or unpacks to, over ``storage``, in which the footprint begins at ``first_byte``.
+
+        Over the storage itself: an alias with the conjugate or negative bit would be copied with the bit applied.
+        """
+        size, stride, dtype = coding.meta
+        plain = _nothing(dtype, storage.device).data
+        return plain.set_(storage, first_byte // dtype.itemsize, size, stride)
 
 
 class SavedView:
@@ -322,6 +382,12 @@ class SavedView:
         saves: Keeper = self.storage.saves if self.run is None else self.run.keeper
         return saves.unpack(self)
 
+    def forget_kind(self) -> None:
+        """Nothing may round it, in this step or in a later one: who reads it is not to be learnt."""
+        if self.storage.record.state is State.WAITING:
+            self.storage.be_exact()
+        self.forward.notes.kinds.pop(self.number, None)
+
     def check_version(self) -> None:
         """Raises where autograd's own check would, were no hooks installed."""
         if version_of(self.alias) != self.version:
@@ -339,42 +405,15 @@ class SavedView:
         """
         alias = self.alias
         offset = self.offset + (first_byte - self.storage.footprint.start) // self.dtype.itemsize
-        nothing = _nothing(self.dtype, storage.device)
-        view = nothing.data
+        view = _nothing(self.dtype, storage.device).data if self.conj or self.neg else alias.data
         view.set_(storage, offset, self.size, self.stride)
         if self.conj:
             view = view.conj()
         if self.neg:
             view = neg_view(view)
-        try:
-            alias.data = view
-            return alias.detach()
-        finally:
-            alias.data = _empty_like(view) if self.conj or self.neg else nothing
-
-    def scatter(self, dense: Tensor, target: Tensor) -> Tensor:
-        """This view over the flat ``target``, filled from the elements that were gathered into the flat ``dense``."""
-        view = self.over(target.untyped_storage(), int(target.storage_offset()))
-        plain = _nothing(self.dtype, target.device).data
-        plain.set_(view.untyped_storage(), view.storage_offset(), self.size, self.stride)
-        places = compact(plain)
-        places.copy_(dense.view(self.dtype).view(places.shape))
-        return view
-
-
-def compact(view: Tensor) -> Tensor:
-    """``view`` with every broadcast dimension narrowed to one element."""
-    for dim, stride in enumerate(view.stride()):
-        if stride == 0:
-            view = view.narrow(dim, 0, 1)
-    return view
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
-    return _nothing(torch.uint8, tensor.device).data.set_(
-        tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize, (tensor.nbytes,), (1,)
-    )
+        tensor = alias.detach()
+        tensor.data = view
+        return tensor
 
 
 def modified(counter: Tensor, size: torch.Size, expected: int) -> SavedTensorModifiedError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -15,12 +15,9 @@ from eager_offload._torch import (
     allowing_changes,
     autograd_sequence,
     current_autograd_node,
-    detached,
     dispatch_modes,
     function_modes,
-    hint,
     is_tracing,
-    is_wrapper,
     profiled,
     profiler_is_on,
     unseen,
@@ -28,22 +25,24 @@ from eager_offload._torch import (
     without_torch_function,
 )
 from eager_offload.config import OffloadConfig
+from eager_offload.eager.captured import CapturedRun
 from eager_offload.eager.following import Adopter, Run
-from eager_offload.eager.handles import KeptTensor, SavedView
+from eager_offload.eager.handles import KeptTensor, SavedView, what_stays_of
 from eager_offload.eager.mutations import ChangeableTensor
 from eager_offload.eager.plans import Recording, Turn
 from eager_offload.eager.saving import SavedTensors
 from eager_offload.eager.subclasses import WrappedTensor, pack_wrapper
+from eager_offload.eager.warm_ups import WarmUp
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.errors import reentered
 from eager_offload.learning import Forward
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
-from eager_offload.selection import is_parameter, plain_tensors, reason_to_stay
+from eager_offload.selection import is_parameter, logical_bytes, reason_to_stay
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.step_plan import ComputedPlan, StepPlan
 
-__all__ = ["Hooks", "Packed", "ThreadState", "logical_bytes"]
+__all__ = ["Hooks", "Packed", "ThreadState"]
 
 #: What autograd holds in place of a saved tensor.
 Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
@@ -78,6 +77,8 @@ class ThreadState:
         self.recorder: Recording | None = None
         #: The last forward that followed a plan or was recorded; ``None`` where one came after it that was neither.
         self.turn: Turn | None = None
+        #: What says which of the two it is in a step that is to be captured.
+        self.step: WarmUp | CapturedRun | None = None
 
     def begin(self) -> None:
         """A new forward begins."""
@@ -156,10 +157,16 @@ class Hooks:
 
     def restart(self) -> None:
         """Forgets what every thread has going: the offloaders were closed."""
+        self.count_kept()
         for saves in self._saves.values():
             saves.plans.close()
         self._saves, self._threads = {}, _Threads()
         self._give_again()
+
+    @property
+    def has_given(self) -> bool:
+        """Whether the user has given a plan."""
+        return self.given is not None or self._taken is not None
 
     def _give_again(self) -> None:
         if self.given is None:
@@ -169,6 +176,12 @@ class Hooks:
     def thread(self) -> ThreadState:
         """The calling thread's."""
         return self._threads.state
+
+    def count_kept(self) -> None:
+        """Counts what forwards that follow a plan have kept and not counted yet. The lock is held."""
+        for saves in self._saves.values():
+            for run in saves.plans.runs:
+                run.count_kept()
 
     def drop_crashed(self) -> None:
         """Crashed offloaders are replaced by new ones."""
@@ -273,6 +286,9 @@ class Hooks:
 
     def _begin_run(self, tensor: Tensor, thread: ThreadState) -> None:
         """The first save of a forward: it follows a plan, or is written down, or neither."""
+        if thread.step is not None:
+            self._begin_step(thread.step, thread)
+            return
         if self._config.step_plans is False or len(self._saves) > 1:
             return
         if self.given is not None:
@@ -292,6 +308,14 @@ class Hooks:
         if self._config.step_plans is True:
             thread.recorder = Recording()
             thread.turn = thread.recorder.turn
+
+    def _begin_step(self, step: WarmUp | CapturedRun, thread: ThreadState) -> None:
+        """The first save of a step that is to be captured, or of a forward in it."""
+        thread.turn = None
+        if isinstance(step, WarmUp):
+            thread.recorder = step.begin()
+        else:
+            thread.run = cast(Run, step)  # of which it has what is asked for here
 
     def _take_given(self, device: torch.device) -> None:
         """The plan that the user has given is known from here on to the device that the first saves are on."""
@@ -325,9 +349,13 @@ class Hooks:
         with self._accounts.lock:
             if isinstance(handle, SavedView):
                 storage, saves = handle.storage, self._saves.get(tensor.device)
-                is_own, is_whole = storage.forward is handle.forward, storage.footprint.whole
-                whole, owner = storage.footprint.nbytes if is_whole else 0, storage.number if is_own else -1
-                recorder.take(handle.number, owner, nbytes, requires_grad, whole, storage.record.autograd_bytes)
+                # What a codec may refuse is decided anew in each step: whether it fits is known once it is packed.
+                is_own, is_whole, coding = storage.forward is handle.forward, storage.footprint.whole, storage.coding
+                rounded = coding.rounded if coding is not None and coding.rounds and self.thread.step is None else None
+                whole = storage.footprint.nbytes if is_whole and (coding is None or rounded is not None) else 0
+                owner = storage.number if is_own else -1
+                autograd_bytes = storage.record.autograd_bytes
+                recorder.take(handle.number, owner, nbytes, requires_grad, whole, autograd_bytes, rounded)
                 if not is_whole and saves is not None and (around := saves.whole_of(tensor)) is not None:
                     recorder.left_in_parts(around.number)
             else:
@@ -339,7 +367,7 @@ class Hooks:
                     recorder.keep(nbytes, requires_grad, reason, whole)
                 else:
                     recorder.keep(nbytes, requires_grad, None)
-            if marks.any_marks() or recorder.saves > _MOST_SAVES:
+            if (marks.any_marks() and self.thread.step is None) or recorder.saves > _MOST_SAVES:
                 recorder.is_void = True
                 self.thread.recorder = None
 
@@ -365,9 +393,7 @@ class Hooks:
     def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int | None = None) -> KeptTensor:
         """The handle of a tensor that stays; ``nbytes`` are its bytes, where the caller has asked for them."""
         accounts, nbytes = self._accounts, logical_bytes(tensor) if nbytes is None else nbytes
-        # A leaf is held itself, so that `leaf.data = ...` stays visible, and as autograd does: see the note in
-        # ownership.py. See that in handles.py for why nothing else is.
-        held = tensor if tensor.is_leaf else tensor.detach() if type(tensor) is Tensor else detached(tensor)
+        held = what_stays_of(tensor)
         handle = KeptTensor(held, version_of(tensor), reason)
         with accounts.lock:
             counters = accounts.counters
@@ -413,14 +439,3 @@ def _in_recomputation() -> bool:
     """
     node = current_autograd_node()
     return node is not None and isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def logical_bytes(tensor: Tensor) -> int:
-    """The bytes that the stats count for a saved tensor that stays."""
-    kind = type(tensor)
-    if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
-        return sum(map(logical_bytes, plain_tensors(tensor)))  # its own number may be that of all processes together
-    try:
-        return hint(tensor.nbytes, unseen=1)
-    except (NotImplementedError, RuntimeError):  # some layouts have no such number
-        return hint(tensor.numel(), unseen=1) * tensor.element_size()

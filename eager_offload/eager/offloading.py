@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from eager_offload import marks
 from eager_offload._torch import version_of
+from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import SavedStorage, StorageRecord
+from eager_offload.eager.packing import packed
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import Transfer
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
 from eager_offload.stats import KeepReason
+from eager_offload.tiers.base import Slot
 
 __all__ = ["Offloading"]
 
@@ -39,10 +41,14 @@ class Offloading:
         offloader = self.offloader
         while (key := queue.due(sequence)) is not None:
             saved = self.storage(key)
-            if saved is not None and not offloader.has_room(saved.footprint.moved):
-                offloader.poll()
-                if not offloader.has_room(saved.footprint.moved):
-                    return True
+            if saved is not None:
+                if saved.coding is not None and saved.coding.looks:
+                    with offloader.runtime.enter(saved.stream):
+                        saved.look(saved.coding)
+                if not offloader.has_room(saved.moved):
+                    offloader.poll()
+                    if not offloader.has_room(saved.moved):
+                        return True
             nbytes = queue.discard(key)
             if saved is None:  # it died a moment ago
                 offloader.resident_bytes -= nbytes
@@ -77,40 +83,45 @@ class Offloading:
                 self.stay(saved, KeepReason.MARKED)
                 return
             marks.clear_mark(storage)
-        slot = self.offloader.reserve(area.moved)
+        if saved.coding is None:
+            self._start_as_it_is(saved)
+        else:
+            self._start_packed(saved, saved.coding)
+
+    def _start_as_it_is(self, saved: SavedStorage) -> None:
+        slot = self.offloader.reserve(saved.footprint.nbytes)
         if slot is None:
             self.stay(saved, KeepReason.BUDGET)
             return
-        source = self._gather(saved) if area.gathered else saved.source_bytes()
-        if source is None:
+        storage, counters = saved.aliases[0].untyped_storage(), self.offloader.accounts.counters
+        transfer = Transfer(slot, saved.footprint.nbytes, counters, saved.record, storage)
+        self._leave(saved, saved.source_bytes(), slot, transfer)
+
+    def _start_packed(self, saved: SavedStorage, coding: Coding) -> None:
+        offloader = self.offloader
+        slot = offloader.reserve(coding.nbytes)
+        if slot is None:
+            self.stay(saved, KeepReason.BUDGET)
             return
-        watched = None if area.gathered else storage
-        transfer = Transfer(slot, area.nbytes, self.offloader.accounts.counters, saved.record, watched)
-        saved.record.leaving = transfer
+        found = packed(offloader, saved, coding)
+        if found is None:
+            self.stay(saved, KeepReason.FAILED)
+            return
+        if found.holds is not None and offloader.device.type == "cpu" and not found.holds:
+            offloader.accounts.counters.refuse(coding.codec.name)
+            saved.coding = slot = found = None
+            self._start_as_it_is(saved)
+            return
+        transfer = Transfer(slot, saved.footprint.nbytes, offloader.accounts.counters, saved.record)
+        transfer.codec, transfer.holds = coding.codec.name, found.holds
+        self._leave(saved, found.packed, slot, transfer, keepalive=saved.aliases[0])
+
+    def _leave(
+        self, saved: SavedStorage, source: Tensor, slot: Slot, transfer: Transfer, *, keepalive: object = None
+    ) -> None:
+        record = saved.record
+        record.leaving = transfer
         saved.slot = slot  # before: once the copy is over, the bytes are nowhere else
-        keepalive = saved.aliases[0] if area.gathered else None
-        self.offloader.offload(source, slot, saved.stream, transfer, keepalive=keepalive, key=saved.record.key)
+        self.offloader.offload(source, slot, saved.stream, transfer, keepalive=keepalive, key=record.key)
         if (recorder := saved.forward.recorder) is not None:
             recorder.started(saved.number)
-
-    def _gather(self, saved: SavedStorage) -> Tensor | None:
-        """The elements of a view side by side; ``None`` where the device has no memory for that, and it stays."""
-        offloader = self.offloader
-        try:
-            with offloader.runtime.enter(saved.stream):  # gathering is compute, of the stream that made the tensor
-                return saved.source_bytes()
-        except (RuntimeError, MemoryError) as error:
-            if not _is_full(error):
-                raise
-        self.stay(saved, KeepReason.FAILED)
-        if offloader.accounts.counters.demote("device_full"):
-            offloader.warn(
-                f"{offloader.device} has no memory left to gather the {saved.footprint.moved} bytes of a saved view "
-                "before they leave: they stay, with the storage that they are a part of"
-            )
-        return None
-
-
-def _is_full(error: RuntimeError | MemoryError) -> bool:
-    """Whether a device, or the CPU, had no memory for a tensor; torch has an error of its own for the former only."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

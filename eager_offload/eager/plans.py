@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import deque
 from contextlib import suppress
-from dataclasses import replace
-from statistics import median
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
+from eager_offload.codecs import CodecPolicy
 from eager_offload.eager.adapting import Adapting
+from eager_offload.eager.coding import planned
+from eager_offload.eager.measuring import StepMeasures
 from eager_offload.errors import warn
-from eager_offload.runtime.base import Layout, Runtime
+from eager_offload.runtime.base import Layout
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import Footprint
 from eager_offload.stats import Accounts, KeepReason, PlanOutcome
@@ -22,7 +24,7 @@ from eager_offload.tiers.base import Slot, keep_ready
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import tell_after_fork
 
-__all__ = ["Following", "KnownPlan", "Recording", "Staying", "StepMeasures", "StepPlans", "Turn"]
+__all__ = ["Following", "KnownPlan", "Recording", "Staying", "StepPlans", "Turn"]
 
 #: How many plans are remembered: the forwards of one step may differ, of a generator and a discriminator say.
 _MOST_PLANS = 8
@@ -42,8 +44,7 @@ _MOST_DECIDED = 8
 _MOST_IN_VAIN = 4
 #: So many forwards in a row that differ from a plan, and it is forgotten.
 _MOST_MISSES = 3
-#: Of so many steps the median time is told.
-_MEASURED = 15
+_EXACT = CodecPolicy()
 
 
 class Following(Protocol):
@@ -64,6 +65,9 @@ class Following(Protocol):
     @property
     def waiting_bytes(self) -> int:
         """Bytes that are yet to leave, or stay as the newest until backward asks for them."""
+
+    def count_kept(self) -> None:
+        """Counts what has stayed as the plan says, since this was called last. The lock is held."""
 
     def miss(self, what: str) -> None:
         """The step differs from the plan by ``what``."""
@@ -103,14 +107,34 @@ class Staying(NamedTuple):
 
     nbytes: int
     storage_nbytes: int
-    requires_grad: bool
     reason: KeepReason
+    #: Whether nothing but its bytes is counted, which is done later, for many at once.
+    is_counted_later: bool
 
 
 def _staying(save: Save) -> Staying:
     """The same save, as far as a forward that follows looks at it."""
     assert save.reason is not None, "StepPlan.check has looked"
-    return Staying(save.nbytes, save.storage_nbytes, save.requires_grad, save.reason)
+    later = save.reason in (KeepReason.PARAMETER, KeepReason.SMALL)
+    return Staying(save.nbytes, save.storage_nbytes, save.reason, later)
+
+
+class KeptSums(NamedTuple):
+    """Of the first saves of a plan, those that stay and are counted later: how many, and their bytes."""
+
+    tensors: int = 0
+    parameter_bytes: int = 0
+    small_bytes: int = 0
+    largest_small: int = 0
+
+    def plus(self, save: Staying | None) -> KeptSums:
+        """With one save more."""
+        if save is None or not save.is_counted_later:
+            return self
+        tensors, parameter_bytes, small_bytes, largest = self
+        if save.reason is KeepReason.PARAMETER:
+            return KeptSums(tensors + 1, parameter_bytes + save.nbytes, small_bytes, largest)
+        return KeptSums(tensors + 1, parameter_bytes, small_bytes + save.nbytes, max(largest, save.nbytes))
 
 
 class Recording(StepRecorder):
@@ -126,13 +150,21 @@ class Recording(StepRecorder):
 class KnownPlan:
     """A plan, and what the runs that follow it need of it."""
 
-    def __init__(self, plan: StepPlan, *, is_computed: bool = False) -> None:
+    def __init__(self, plan: StepPlan, policy: CodecPolicy = _EXACT, *, is_computed: bool = False) -> None:
         self.plan = plan
+        #: How storages travel that are rounded, by number.
+        self.codings = [
+            None if save.rounded is None else planned(save.rounded, save.storage_nbytes, policy) for save in plan.saves
+        ]
         #: Whether a planner has made it: it says what is to stay, and no recorded one comes in its place.
         self.is_computed = is_computed
         self.starts = plan.starts()
         #: What stays for its own sake, by number.
         self.staying = [_staying(save) if save.fate is Fate.KEEP and save.owner < 0 else None for save in plan.saves]
+        #: The same of those after which no copy starts, and ``None`` for what comes after the last save.
+        staying = [None if starts else stays for stays, starts in zip(self.staying, self.starts, strict=False)]
+        self.only_staying = [*staying, None]
+        self._sums = list(itertools.accumulate(self.staying, KeptSums.plus, initial=KeptSums()))
         #: Of the storages that leave, which do whole, and of what they come back to.
         self.footprints = [Footprint(True, 0, save.storage_nbytes, save.storage_nbytes, False) for save in plan.saves]
         self.layouts = [Layout(save.storage_nbytes) for save in plan.saves]
@@ -145,6 +177,19 @@ class KnownPlan:
         self.is_forgotten = False
         #: The forward that came after the last one of these.
         self.next: Turn | None = None
+
+    def kept_between(self, first: int, after: int) -> KeptSums:
+        """What stays and is counted later, from save ``first`` to the one before ``after``."""
+        earlier, now = self._sums[first], self._sums[after]
+        small_bytes, largest = now.small_bytes - earlier.small_bytes, now.largest_small
+        if small_bytes and largest == earlier.largest_small:  # which came before these
+            largest = functools.reduce(KeptSums.plus, self.staying[first:after], KeptSums()).largest_small
+        return KeptSums(
+            now.tensors - earlier.tensors,
+            now.parameter_bytes - earlier.parameter_bytes,
+            small_bytes,
+            largest if small_bytes else 0,
+        )
 
     @property
     def idle_bytes(self) -> int:
@@ -170,55 +215,20 @@ class KnownPlan:
         self.idle.clear()
 
 
-class StepMeasures:
-    """How long the last steps of a device took, and what they took of its memory. Numbers; waits for nothing."""
-
-    def __init__(self, runtime: Runtime, device: torch.device) -> None:
-        self._runtime, self._device = runtime, device
-        self._began: float | None = None
-        self._peak: int | None = None
-        self._seconds: deque[float] = deque(maxlen=_MEASURED)
-        #: In the last step that was measured; ``None`` where that is not known.
-        self.peak: int | None = None
-
-    def begin(self) -> None:
-        """A forward begins."""
-        memory = self._runtime.memory(self._device)
-        self._peak = None if memory is None else memory.peak
-        self._began = self._now()
-
-    def end(self, outcome: PlanOutcome) -> PlanOutcome:
-        """Its backward has asked for all that it needs; ``outcome`` with what that says."""
-        memory, now, self.peak = self._runtime.memory(self._device), self._now(), None
-        if memory is not None and memory.peak is not None and self._peak is not None and memory.peak > self._peak:
-            self.peak = memory.peak
-            outcome = replace(outcome, peak_bytes=max(memory.peak, outcome.peak_bytes or 0))
-        if now is not None and self._began is not None:
-            self._seconds.append(now - self._began)
-            outcome = replace(outcome, step_seconds=median(self._seconds))
-        self._began = None
-        return outcome
-
-    def restart(self) -> None:
-        """Another plan is followed from here on."""
-        self._seconds.clear()
-
-    def _now(self) -> float | None:
-        runtime = self._runtime
-        return runtime.clock(runtime.current_stream(self._device)) if runtime.knows_time else None
-
-
 class StepPlans:
     """The plans of one device, the latest last. Callers hold the offloader's lock.
 
     Args:
         policy: the config's ``step_plans``.
+        codecs: the config's ``codec``.
         accounts: where misses and what came of a computed plan are counted.
         measures: what is known of a step of the device.
     """
 
-    def __init__(self, policy: bool | str, accounts: Accounts, measures: StepMeasures) -> None:
-        self._accounts, self._measures = accounts, measures
+    def __init__(self, policy: bool | str, codecs: CodecPolicy, accounts: Accounts, measures: StepMeasures) -> None:
+        self._codecs, self._accounts = codecs, accounts
+        #: Who is to be told by ``saw`` of what is saved and asked for, while ``is_close``.
+        self.measures = measures
         #: After how many forwards that are alike one is recorded, to be followed by the next; ``None``: never.
         self._alike = None if policy is False else 0 if policy is True else _ALIKE - 1
         self._known: list[KnownPlan] = []
@@ -248,7 +258,7 @@ class StepPlans:
         """The slots are the parent's: no run goes on in the child, and what a run gives back serves none there."""
         for known in self._known:
             known.is_forgotten, known.next = True, None
-        self._known = [KnownPlan(known.plan, is_computed=known.is_computed) for known in self._known]
+        self._known = [KnownPlan(known.plan, self._codecs, is_computed=known.is_computed) for known in self._known]
         for run in self.runs:
             run.is_over = True
 
@@ -294,7 +304,7 @@ class StepPlans:
         for known in self._known:
             if known.plan == plan or (known.is_computed and known.plan.is_like(plan)):
                 return known
-        new, others = KnownPlan(plan, is_computed=is_computed), []
+        new, others = KnownPlan(plan, self._codecs, is_computed=is_computed), []
         for known in self._known:
             if known.plan.is_like(plan):
                 new.next = known.next
@@ -308,6 +318,9 @@ class StepPlans:
 
     def learn(self, recording: Recording) -> None:
         """A forward that was recorded is over, and so is its backward."""
+        if recording.is_early:
+            recording.turn.settle(None)
+            return
         plan = recording.plan()
         if plan is not None and plan.decided_bytes * _MOST_DECIDED > plan.totals.saved - plan.totals.kept:
             plan = None
@@ -323,7 +336,16 @@ class StepPlans:
     def enter(self) -> None:
         """A forward is about to begin."""
         if self._adapting is not None:
-            self._measures.begin()
+            self.measures.begin(closely=self._adapting.looks_closely)
+
+    def saw(self, run: Following, known: KnownPlan, place: int, *, is_ask: bool) -> None:
+        """A forward has saved something, or its backward has asked for it; ``place``: among all saves, or asks."""
+        if not known.is_computed:
+            self.measures.drop()
+            return
+        plan = known.plan
+        number, count = (plan.asks[place].save, len(plan.asks)) if is_ask else (place, len(plan.saves))
+        self.measures.saw(run, number, place, count, is_ask=is_ask)
 
     def adapt(self) -> None:
         """Makes a computed plan anew where that is due: see [Note: adapting]. The lock is not held."""
@@ -336,8 +358,8 @@ class StepPlans:
             return  # another thread's
         found = None
         with suppress(Exception):  # training goes on as it did
-            found = request.plan.adapted(request.surplus)
-        step_plans = () if found is None else found.step_plans
+            found = request.plan.adapted(request.surplus, request.timing)
+        step_plans = () if found is None else found.plan.step_plans
         with self._accounts.lock:
             old = next((known for known in self._known if known.is_computed), None)
             if found is None or not step_plans or old is None:  # it may have been forgotten meanwhile
@@ -349,8 +371,8 @@ class StepPlans:
             old.forget()
             self._known = [new if known is old else known for known in self._known]
             self._given = new if self._given is old else self._given
-            self._accounts.counters.plan = PlanOutcome(found.peak_bytes, found.step_seconds)
-            self._measures.restart()
+            self._accounts.counters.plan = PlanOutcome(found.plan.peak_bytes, found.plan.step_seconds)
+            self.measures.restart()
 
     def fitting(self, tensor: Tensor, before: Turn | None) -> KnownPlan | None:
         """The plan of a forward whose first save is ``tensor``, if it is known.
@@ -419,8 +441,9 @@ class StepPlans:
             self._given = None
         counters = self._accounts.counters
         if known.is_computed and not known.is_forgotten and counters.plan is not None:
-            counters.plan = self._measures.end(counters.plan)
-            if self._adapting is not None and self._adapting.note(self._measures.peak):
+            counters.plan = self.measures.end(counters.plan)
+            adapting, measures = self._adapting, self.measures
+            if adapting is not None and adapting.note(measures.peak, measures.take() if adapting.is_last else None):
                 counters.demote("over_budget")
 
     def missed(self, known: KnownPlan, what: str) -> None:

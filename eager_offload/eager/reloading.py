@@ -10,9 +10,10 @@ from torch import Tensor
 from eager_offload._torch import weak_storage
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView
 from eager_offload.eager.offloading import Offloading
+from eager_offload.eager.packing import unpacked
 from eager_offload.eager.plans import StepPlans
 from eager_offload.engine.transfer import State, Transfer
-from eager_offload.runtime.base import Layout, Stream
+from eager_offload.runtime.base import Stream
 from eager_offload.schedule import Plan, PrefetchOrder
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import StepRecorder
@@ -80,8 +81,9 @@ class Reloading:
         saved = view.storage
         tensor, first_byte = self._issue(view, reload, stream)
         expected = self.order.holds(saved.record.key)
-        if saved.reload is reload and not expected:
+        if saved.reload is reload and (reload.is_packed or not expected):
             saved.returned = Returned(weak_storage(tensor.untyped_storage()), first_byte)
+        if saved.reload is reload and not expected:
             saved.reload = saved.record.reload = None
         if saved.reload is not reload:
             self._offloader.release(reload.transfer)
@@ -104,7 +106,7 @@ class Reloading:
 
     def on_arrival(self, saved: SavedStorage, transfer: Transfer) -> None:
         """The bytes of a storage rest in a tier. What backward expects next stays, as if it had come back."""
-        if saved.reload is None and self.order.holds(saved.record.key) and not saved.footprint.gathered:
+        if saved.reload is None and self.order.holds(saved.record.key) and saved.coding is None:
             assert saved.slot is not None
             back = Transfer(saved.slot, transfer.nbytes, transfer.counters)
             back.event = transfer.event
@@ -123,6 +125,8 @@ class Reloading:
                 record.queue = None
         elif record.state is not State.KEPT:
             record.ask(resident=resident)
+            if record.state is State.LEAVING and saved.rounds:
+                saved.keep_exact()
 
     def _expect(self, view: SavedView, stream: Stream) -> None:
         """Has what is expected next be what was asked for next the last time."""
@@ -144,7 +148,8 @@ class Reloading:
                 saved.forward.was_alive(saved.first)
                 if saved.forward.recorder is not None:
                     saved.forward.recorder.was_alive(saved.number)
-            return view.over(storage, first_byte) if original is None else original
+            if not saved.rounds:
+                return view.over(storage, first_byte) if original is None else original
         if original is not None and original.untyped_storage() is not storage:
             return original  # it was given other bytes, `tensor.data = ...`, and autograd looks at those
         if saved.returned is not None and stream == saved.stream:
@@ -202,14 +207,14 @@ class Reloading:
         assert saved.record.state is State.AWAY, (
             "the host knows that the bytes have arrived: no stream has to wait for that"
         )
-        return Reload(*self._offloader.reload(saved.slot, saved.target_layout, stream, what, key=saved.record.key))
+        layout, key = saved.target_layout, saved.record.key
+        target, transfer = self._offloader.reload(saved.slot, layout, stream, what, key=key)
+        return Reload(target, transfer, saved.coding is not None)
 
     def _issue(self, view: SavedView, reload: Reload, stream: Stream) -> tuple[Tensor, int]:
         """A tensor for autograd, and where in its storage the footprint begins."""
-        target, area = reload.target, view.storage.footprint
-        if not area.gathered:
-            first_byte = int(target.storage_offset())
-            return view.over(target.untyped_storage(), first_byte), first_byte
-        layout = Layout(area.nbytes, view.storage.alignment_offset)
-        place = self._offloader.runtime.allocate(layout, self._offloader.device, stream)
-        return view.scatter(target, place), int(place.storage_offset())
+        place, saved = reload.target, view.storage
+        if reload.is_packed:
+            place = unpacked(self._offloader, saved, reload.target, stream)
+        first_byte = int(place.storage_offset())
+        return view.over(place.untyped_storage(), first_byte), first_byte

@@ -17,21 +17,23 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import profiled, profiler_is_on, storage_key, version_of, weak_storage
+from eager_offload._torch import asking_node, profiled, profiler_is_on, storage_key, version_of, weak_storage
 from eager_offload.config import MIB, OffloadConfig
+from eager_offload.eager.coding import Coding, Seeds, coding_of, kind_of
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.exposure import Exposure
 from eager_offload.eager.followed import FollowedStorage
 from eager_offload.eager.following import Run
 from eager_offload.eager.handles import KeptTensor, SavedStorage, SavedView, StorageRecord, ViewRecord
+from eager_offload.eager.measuring import StepMeasures
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.ownership import own_until_taken
-from eager_offload.eager.plans import KnownPlan, Recording, StepMeasures, StepPlans, Turn
+from eager_offload.eager.plans import KnownPlan, Recording, StepPlans, Turn
 from eager_offload.eager.reloading import Reloading
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import State, Transfer
-from eager_offload.errors import OffloadError
-from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Lessons, Link
+from eager_offload.errors import OffloadError, PrecisionError
+from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Kind, Lessons, Link
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Stream
 from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
@@ -71,7 +73,9 @@ class SavedTensors:
         self.offloader = offloader
         self.device, self._runtime, self._accounts = offloader.device, offloader.runtime, offloader.accounts
         self._offloading = Offloading(offloader)
-        self.plans = StepPlans(config.step_plans, self._accounts, StepMeasures(self._runtime, self.device))
+        self._policy, self._seeds = config.codec_policy, Seeds()
+        self._rounds = self._policy.rounds  # each unpack asks
+        self.plans = StepPlans(config.step_plans, self._policy, self._accounts, StepMeasures(offloader))
         budget, keep = config.device_budget, config.delay_bytes
         #: What bounds the device; ``None`` for nothing.
         self.budget = None if budget is None else DeviceBudget(offloader, budget, keep)
@@ -83,6 +87,8 @@ class SavedTensors:
         self.order = self._reloading.order
         self._lessons = Lessons(config.small_step_bytes)
         self._queue_bytes = config.delay_bytes
+        #: Kinds of saves that were rounded for one consumer and asked for by another.
+        self._exact_kinds: set[Kind] = set()
         self._queues: Living[ResidentQueue] = Living()
         #: Whether what a lesson lets leave does so at once.
         self._leaves_early = config.learns_what_stays or limit is not None
@@ -219,7 +225,7 @@ class SavedTensors:
             whole = self._known(storage_key(storage), storage)
             if whole is None or tensor.numel() == 0 or tensor.data_ptr() % tensor.itemsize:
                 return None
-            if self._may_share(whole, tensor, queue, packed_at):
+            if self._may_share(whole, tensor, queue, packed_at, forward):
                 return self._share(whole, tensor, forward)
             if whole.record.state is State.WAITING or footprint(tensor, storage.nbytes()).whole:
                 return None
@@ -267,12 +273,12 @@ class SavedTensors:
             return KeepReason.ALIVE
         if not area.whole:
             whole = self._known(name, storage)
-            if whole is not None and self._may_share(whole, tensor, queue, packed_at):
+            if whole is not None and self._may_share(whole, tensor, queue, packed_at, forward):
                 return self._share(whole, tensor, forward)
             name = (name, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         known = self._known(name, storage)
         if known is not None:
-            if self._may_share(known, tensor, queue, packed_at):
+            if self._may_share(known, tensor, queue, packed_at, forward):
                 return self._share(known, tensor, forward)
             if known.times_saved == _MOST_TIMES:
                 return KeepReason.ALIVE
@@ -308,7 +314,8 @@ class SavedTensors:
             forward.taken(number)
         if not forward.is_known:
             queue.await_nothing()
-        saved = SavedStorage(next(self._keys), name, tensor, area, self, stream, forward, number)
+        coding = self._coding(tensor, area, forward, number, first)
+        saved = SavedStorage(next(self._keys), name, tensor, area, coding, self, stream, forward, number)
         record, saved.first = saved.record, first
         saved.times_saved = 1 if known is None else known.times_saved + 1
         autograd_bytes = area.nbytes if known is None else 0
@@ -337,13 +344,39 @@ class SavedTensors:
         offloader.hold(area.nbytes)
         return view
 
+    def _coding(self, tensor: Tensor, area: Footprint, forward: Forward, number: int, first: int) -> Coding | None:
+        """How save ``number`` of a forward, which takes the storage that save ``first`` was the first of, travels."""
+        kind = self._kind(tensor, forward, number)
+        if kind is None or kind in self._exact_kinds:
+            return coding_of(tensor, area, self._policy)
+        if not forward.is_known and forward.recorder is not None:
+            forward.recorder.is_early = True  # the next one of its kind knows who reads
+        coding = coding_of(tensor, area, self._policy, forward.readers(number, first, kind), kind)
+        return None if coding is None else self.seeded(coding)
+
+    def _kind(self, tensor: Tensor, forward: Forward, number: int) -> Kind | None:
+        """What is learnt of save ``number``, where anything may be rounded."""
+        kind = kind_of(tensor) if self._policy.rounds else None
+        if kind is not None:
+            forward.notes.kinds[number] = kind
+        return kind
+
+    def seeded(self, coding: Coding) -> Coding:
+        """The same with a seed of its own, where it takes one."""
+        if coding.rounds:
+            return coding._replace(seed=self._seeds.draw())
+        other = coding.otherwise
+        return coding if other is None else coding._replace(otherwise=other._replace(seed=self._seeds.draw()))
+
     def _known(self, name: Hashable, storage: torch.UntypedStorage) -> SavedStorage | None:
         """The saved storage under ``name``, if it is of the very ``storage``: an address may have a new owner."""
         record = self._names.get(name)
         saved = None if record is None else record()
         return saved if saved is not None and saved.origin() is storage else None
 
-    def _may_share(self, saved: SavedStorage, tensor: Tensor, queue: ResidentQueue, packed_at: int) -> bool:
+    def _may_share(
+        self, saved: SavedStorage, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward
+    ) -> bool:
         """Whether the bytes that ``saved`` has, or will have, are those that ``tensor`` has at its unpack.
 
         [Note: sharing]
@@ -359,6 +392,11 @@ class SavedTensors:
         """
         if saved.record.state is State.KEPT:
             return True
+        may_round = saved.coding is not None and saved.coding.may_round
+        if may_round and not (saved.forward is forward and forward.expects(saved.first, kind_of(tensor))):
+            if saved.record.state is not State.WAITING:
+                return False
+            saved.be_exact()
         if saved.record.state is not State.WAITING:
             started = saved.started
             return (
@@ -383,6 +421,7 @@ class SavedTensors:
                 record.shared_bytes += nbytes
         number = len(forward.notes.sizes)
         owner = saved.first if saved.forward is forward else -1
+        self._kind(tensor, forward, number)
         self._note(forward, saved.footprint.nbytes, owner, self._runtime.current_stream(self.device))
         if record.queue is not None and saved.forward is forward:
             record.queue.saved_again(record.key, number)
@@ -403,7 +442,8 @@ class SavedTensors:
 
     def _view(self, saved: SavedStorage, tensor: Tensor, forward: Forward, number: int) -> SavedView:
         position = next(self._keys)
-        self.order.add(position, saved.record.key, saved.footprint.nbytes, forward.sequence)
+        nbytes = saved.moved if saved.rounds else saved.footprint.nbytes  # what may be refused comes back as it is
+        self.order.add(position, saved.record.key, nbytes, forward.sequence)
         view = SavedView(saved, tensor, position, forward, number)
         record = ViewRecord(view, self.offloader.finalized.append)
         record.position, record.saves = position, self._weak
@@ -422,11 +462,14 @@ class SavedTensors:
 
         Raises:
             SavedTensorModifiedError: it was changed in place after it was saved.
+            PrecisionError: it was rounded, and nothing may be for the one that asks.
             TransferError, CorruptionError: its bytes did not come back.
             OffloadError: the current stream is being captured.
         """
         self.offloader.refuse_call("backward asked for a tensor that was offloaded")
         view.check_version()
+        if self._rounds:
+            self._check_reader(view)
         try:
             if self.budget is not None and view.run is None:
                 with self.offloader.lock:
@@ -445,6 +488,28 @@ class SavedTensors:
         if view.original is not None and tensor is not view.original():
             own_until_taken(view.storage, tensor)
         return tensor
+
+    def _check_reader(self, view: SavedView) -> None:
+        """Learns who asks, and looks whether that one may be given what was rounded."""
+        reader, saved = asking_node(), view.storage
+        if view.run is None:
+            view.forward.notes.readers.setdefault(view.number, set()).add(reader)
+        coding = saved.coding
+        if not saved.rounds or coding is None or self._policy.allows(reader, coding.codec, coding.meta):
+            return
+        assert coding.kind is not None, "it rounds"
+        with self.offloader.lock:
+            counted = saved.record if view.run is None else cast(FollowedStorage, saved)
+            if counted.state in (State.WAITING, State.KEPT):
+                return  # which it is from here on: it stays
+            self._exact_kinds.add(coding.kind)
+            self.plans.forget_all()
+        raise PrecisionError(
+            f"{reader or 'code in Python'} asks for a saved tensor of {coding.kind.nbytes} bytes, made by "
+            f"{coding.kind.maker or 'no operator'}, that the codec {coding.codec.name} has rounded for what had asked "
+            "for it in earlier steps. Run the step again: what is saved alike is exact from now on. It always is with "
+            'eager_offload.no_offload() around that part of the forward, or with codec="lossless"'
+        )
 
     # -- in between: called with the lock held ------------------------------------------------------------------------
 
@@ -523,7 +588,7 @@ class SavedTensors:
                 return None
             run = Run(known, [*slots], self, keep, queue, sequence)
             plans.runs.add(run)
-            self._accounts.counters.followed_forwards += 1
+            self._accounts.counters.follow()
             if self.exposure is not None:
                 self.exposure.note_forward()
             return run
@@ -532,7 +597,7 @@ class SavedTensors:
         """Room in the first tier for all that a plan offloads; ``None`` where there is none."""
         plans = self.plans
         for tier in self.offloader.tiers:  # with what the last step has given back
-            tier.trim()
+            tier.release_idle()
         with suppress(IndexError):  # there is none, or another thread was faster
             slots = known.idle.pop()
             self.offloader.tiers[0].note_reuse(sum(known.plan.slots))

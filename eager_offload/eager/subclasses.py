@@ -115,6 +115,7 @@ def pack_wrapper(wrapper: Tensor, packer: Packer, accounts: Accounts) -> Wrapped
             with accounts.lock:
                 accounts.counters.kept(KeepReason.LAYOUT, theirs.numel() * theirs.element_size())
         elif isinstance(handle := packer.pack(theirs), SavedView):
+            handle.forget_kind()  # the engine asks for the wrapper, not for what is inside
             parts.append(_Part(ours, handle))
             parts[-1].empty()
     if not parts:

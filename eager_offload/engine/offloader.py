@@ -60,11 +60,14 @@ _AHEAD_SECONDS = 1e-3
 #: is by so much, and one copy, that the device's peak may rise above that.
 _AHEAD_PART = 1 / 32
 
+#: What has travelled is of no use: its source stays, as after a failed write.
+_REFUSED = OffloadError("a codec cannot hold the values of a saved tensor")
+
 
 class _HeldBack(NamedTuple):
     """What a copy out will be made of, when its stream may have it."""
 
-    source: Tensor
+    source: Tensor | torch.UntypedStorage
     slot: Slot
     #: Stands behind what computes ``source``.
     computed: Event
@@ -233,7 +236,7 @@ class DeviceOffloader:
 
     def offload(
         self,
-        source: Tensor,
+        source: Tensor | torch.UntypedStorage,
         slot: Slot,
         stream: Stream,
         transfer: Transfer,
@@ -247,7 +250,7 @@ class DeviceOffloader:
         ``transfer.nbytes`` bytes count as resident already, and do so until the copy is over.
 
         Args:
-            source: flat ``uint8``, of the slot's size.
+            source: flat ``uint8``, of the slot's size; or a storage, where the runtime ``copies_storages``.
             stream: that which computes ``source``.
             at_once: whether the copy is waited for soon; else see [Note: copies that are held back].
             keepalive: what ``source`` is computed from, where that may still go on.
@@ -305,14 +308,15 @@ class DeviceOffloader:
                 self._start(transfer, *what)
 
     def _start(
-        self, transfer: Transfer, source: Tensor, slot: Slot, computed: Event, keepalive: object, key: int | None
+        self, transfer: Transfer, source: Any, slot: Slot, computed: Event, keepalive: object, key: int | None
     ) -> None:
         """Gives the transfer stream a copy out; the arguments are those of ``_HeldBack``."""
         runtime, after = self.runtime, [computed]
-        if fences := slot.record.fences:
+        for fence in slot.record.fences:
             # The disk tier serves several runtimes. For the use that another one made of a slot there is nothing to
             # wait for: its thread holds the slot while it reads or writes it, so that it is given anew only afterwards.
-            after += [fence.event for fence in fences if fence.runtime is runtime and not fence.passed()]
+            if fence.runtime is runtime and not runtime.query(fence.event):
+                after.append(fence.event)
         try:
             self._enqueue(self._out, transfer, slot, source, slot, self._stream_out, "offload", after, key, keepalive)
         except OffloadError as error:
@@ -590,7 +594,13 @@ class DeviceOffloader:
         assert record is not None
         self.inflight_bytes -= transfer.moved
         self.release(transfer)
+        if failure is None and transfer.holds is not None and not transfer.holds:
+            counters.refuse(transfer.codec)
+            record.on_transferred(transfer, _REFUSED)
+            return
         if failure is None:
+            if transfer.codec:
+                counters.packed(transfer.codec, transfer.nbytes, transfer.moved)
             seconds = self.runtime.seconds(transfer.event)
             self.out_rate.add(carried, seconds)
             counters.out_seconds += seconds or 0.0

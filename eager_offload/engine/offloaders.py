@@ -104,12 +104,12 @@ class Offloaders:
                 self._outlived.append(offloader)
                 del self._offloaders[offloader.device]
 
-    def trim(self) -> None:
+    def release_idle(self) -> None:
         """A forward begins."""
         for offloader in self.all():
             offloader.runtime.release_idle()
         for tier in self.tiers():
-            tier.trim()
+            tier.release_idle()
 
     def snapshot_peaks(self) -> None:
         """Brings what the tiers measure into the counters."""

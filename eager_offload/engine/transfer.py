@@ -7,6 +7,7 @@ from enum import Enum, auto
 from typing import ClassVar, TypeVar
 
 import torch
+from torch import Tensor
 
 from eager_offload._torch import weak_storage
 from eager_offload.errors import OffloadError
@@ -167,9 +168,11 @@ class Transfer:
     __slots__ = (
         "__weakref__",
         "address",
+        "codec",
         "counters",
         "event",
         "held_after",
+        "holds",
         "is_held",
         "moved",
         "nbytes",
@@ -202,8 +205,12 @@ class Transfer:
         self.moved = slot.nbytes
         #: Whose bytes leave; `None` for those that come back.
         self.record = record
+        #: What has packed it, where something did, and a ``bool`` on the host that says, once the copy is over, whether
+        #: that codec can hold the values; ``None`` for one that holds any.
+        self.codec = ""
+        self.holds: Tensor | None = None
         #: What is copied out, and where it had its bytes, which it has to have there until the copy is over: see
-        #: [Note: memory that is replaced] in `offloader.py`. None of these for elements that were gathered.
+        #: [Note: memory that is replaced] in `offloader.py`. None of these for what was packed.
         self.source: Callable[[], torch.UntypedStorage | None] | None = None
         if source is not None:
             self.source, self.address, self.source_nbytes = weak_storage(source), source.data_ptr(), source.nbytes()

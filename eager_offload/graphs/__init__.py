@@ -25,6 +25,7 @@ from eager_offload.graphs.pools import (
     release_graph_pool_handle,
 )
 from eager_offload.graphs.status import CaptureStatus, capture_status, is_capturing
+from eager_offload.graphs.step import CapturedStep, capture_step
 from eager_offload.runtime.captures import CaptureMode
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "CaptureStateError",
     "CaptureStatus",
     "CapturedGraph",
+    "CapturedStep",
     "DeviceScalar",
     "GraphCaptureGuard",
     "GraphError",
@@ -49,6 +51,7 @@ __all__ = [
     "UnjoinedStreamError",
     "capture_pool_for_handle",
     "capture_status",
+    "capture_step",
     "graph_pool_handle",
     "is_capturing",
     "make_graphed_callable",

@@ -24,7 +24,15 @@ from eager_offload.graphs.upload import upload_graph
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.captures import Capture, CaptureMode
 
-__all__ = ["CapturedGraph", "GraphCaptureGuard", "make_graphed_callable"]
+__all__ = [
+    "CapturedGraph",
+    "GraphCaptureGuard",
+    "capture_stream",
+    "capturing_runtime",
+    "check_autocast",
+    "make_graphed_callable",
+    "pool_of",
+]
 
 
 class CapturedGraph:
@@ -45,6 +53,9 @@ class CapturedGraph:
         self._pool = pool
         self._can_dump = can_dump
         self._order = ReplayOrder() if pool is None else pool.order
+        if self._order.latest is None:
+            behind = self._order.latest = runtime.record(self._stream)
+            behind.note_over()  # the host has waited for the device, and to capture runs nothing on the stream
         self._replays = 0
         self._is_uploaded = False
         self._pool_buffer_count = 0 if pool is None else pool.buffer_count
@@ -83,6 +94,15 @@ class CapturedGraph:
                 self._graph.replay()
             self._order.latest = runtime.record(there)
             self._replays += 1
+
+    def wait(self) -> None:
+        """Has the current stream wait for the last replay of this graph and of those that share its pool.
+
+        What a replay reads may be written to from there on: on the stream of the replay that needs no wait.
+        """
+        with self._order.lock:
+            if self._order.latest is not None:
+                self._runtime.wait(self._runtime.current_stream(self._stream.device), self._order.latest)
 
     def upload(self) -> bool:
         """Sends the graph to the device before its first launch, once, so that this one takes no longer than others.
@@ -141,13 +161,14 @@ class CapturedGraph:
         if any(capture_status(one) is not CaptureStatus.NONE for one in (None, stream)):
             raise CaptureStateError(f"{what} in a capture: graphs of graphs are not made")
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Has what a replay uses outlive it. This runs anywhere: takes no lock, waits for nothing, spoils no capture.
 
-        No finalizer beside the object does: what the function refers to may be what holds the graph.
+        No finalizer beside the object does: what the function refers to may be what holds the graph. When a process
+        ends, the names of this module may have gone before.
         """
-        if not sys.is_finalizing():
-            self._order.outlive([self._graph, *self._uses])
+        if not is_finalizing():
+            self._order.outlive(self._runtime, [self._graph, *self._uses])
 
 
 class GraphCaptureGuard:
@@ -177,14 +198,9 @@ class GraphCaptureGuard:
         pool: CapturePool | GraphPoolHandle | None = None,
         debug: bool = False,
     ) -> None:
-        self._runtime = require_runtime("a capture")
-        if not self._runtime.captures:
-            raise NoAcceleratorError(
-                f"torch {torch.__version__} makes no graphs on {self._runtime.device_type!r}: it takes CUDA, or a "
-                "backend that has registered them with torch.accelerator.Graph (torch 2.13)"
-            )
+        self._runtime = capturing_runtime()
         self._stream, self._mode, self._debug = stream, CaptureMode(mode), debug
-        self._pool = _pool_of(pool)
+        self._pool = pool_of(pool)
         self._capture: Capture | None = None
         self._graph: CapturedGraph | None = None
         self._has_begun = False
@@ -193,21 +209,23 @@ class GraphCaptureGuard:
         """Begins the capture.
 
         Raises:
-            CaptureStateError: inside of a capture, in the way of one, on the default stream, or for the second time.
+            CaptureStateError: inside of a capture, in the way of one, on the default stream, for the second time, or in
+                an autocast that keeps casts.
             PoolSealedError: the pool is sealed.
             PoolInUseError: another capture uses the pool.
         """
         if self._has_begun:
             raise CaptureStateError("a guard was entered a second time: it makes one graph")
-        stream, pool = _capture_stream() if self._stream is None else self._stream, self._pool
+        check_autocast(self._runtime.device_type)
+        stream, pool = capture_stream() if self._stream is None else self._stream, self._pool
         if pool is not None:
             pool.begin(self)
+        memory = None if pool is None else pool.memory
         try:
-            memory = None if pool is None else pool.memory
             self._capture = self._runtime.begin_capture(stream, self._mode, memory, keep=self._debug)
         except BaseException:
             if pool is not None:
-                pool.end(None)
+                pool.end(None, memory)
             raise
         self._has_begun = True
         return self
@@ -290,7 +308,35 @@ def make_graphed_callable(
     return graph
 
 
-def _pool_of(pool: CapturePool | GraphPoolHandle | None) -> CapturePool | None:
+def capturing_runtime() -> AcceleratorRuntime:
+    """The runtime of the accelerator, of whose work graphs can be made.
+
+    Raises:
+        NoAcceleratorError: there is none.
+    """
+    runtime = require_runtime("a capture")
+    if not runtime.captures:
+        raise NoAcceleratorError(
+            f"torch {torch.__version__} makes no graphs on {runtime.device_type!r}: it takes CUDA, or a "
+            "backend that has registered them with torch.accelerator.Graph (torch 2.13)"
+        )
+    return runtime
+
+
+def check_autocast(device_type: str) -> None:
+    """Raises ``CaptureStateError`` where casts outlive the capture, or come from before it.
+
+    A graph would read those that were kept before it, which go with their autocast; and eager code those that were made
+    in the capture, in which nothing stands.
+    """
+    if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
+        raise CaptureStateError(
+            f"a capture was begun inside of torch.autocast({device_type!r}), which keeps casts of parameters that a "
+            "graph cannot rely on: enter autocast inside of what is captured, or with cache_enabled=False"
+        )
+
+
+def pool_of(pool: CapturePool | GraphPoolHandle | None) -> CapturePool | None:
     if not isinstance(pool, GraphPoolHandle):
         return pool
     found = capture_pool_for_handle(pool)
@@ -303,7 +349,7 @@ _streams: dict[torch.device, torch.Stream] = {}
 _streams_lock = threading.Lock()
 
 
-def _capture_stream() -> torch.Stream:
+def capture_stream() -> torch.Stream:
     """The one on which captures of the selected device begin: memory that graphs share belongs to one stream."""
     device = torch.accelerator.current_stream().device
     with _streams_lock:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -54,15 +56,16 @@ class ReplayOrder:
     def __init__(self) -> None:
         #: Held while one is launched, which a signal handler may do in the midst of another launch.
         self.lock = threading.RLock()
-        #: Behind the last one.
+        #: Behind the last one; where there was none yet, behind the capture.
         self.latest: Event | None = None
 
-    def outlive(self, used: list[object]) -> None:
-        """Holds ``used`` until the last replay is over. Takes no lock, waits for nothing, and spoils no capture."""
-        if self.latest is not None:
-            runtime = accelerator_runtime()
-            if runtime.is_capturing() or not runtime.query(self.latest):
-                runtime.keep_until(self.latest, used)
+    def outlive(self, runtime: AcceleratorRuntime, used: list[object]) -> None:
+        """Holds ``used`` until the last replay is over, and the capture where one is under way.
+
+        Takes no lock, waits for nothing, and spoils no capture, as to destroy a graph in it would.
+        """
+        if self.latest is not None and (runtime.is_restricted() or not runtime.query(self.latest)):
+            runtime.keep_until(self.latest, used)
 
 
 class CapturePool:
@@ -102,7 +105,7 @@ class CapturePool:
             PoolSealedError: the pool is sealed.
         """
         with self._lock:
-            self._check_open("a buffer was recorded")
+            self.check_open("a buffer was recorded")
             self._buffers.append(obj)
             return len(self._buffers) - 1
 
@@ -125,7 +128,7 @@ class CapturePool:
         """
         runtime = require_runtime("pinned memory")
         with self._lock:
-            self._check_open("host memory was asked for")
+            self.check_open("host memory was asked for")
             start = -(-self._slab_used // ALIGNMENT) * ALIGNMENT
             if start + nbytes > self._host_bytes:
                 kind = CapacityError if capture_status() is CaptureStatus.NONE else HostAllocationUnderCaptureError
@@ -138,6 +141,29 @@ class CapturePool:
                 self._slab = runtime.host_buffer(self._host_bytes)
             self._slab_used = start + nbytes
             return self._slab[start : self._slab_used]
+
+    def slots(self, nbytes: int) -> Tensor:
+        """Pinned memory for what a captured step offloads: a part of the slab, and where there is none a new one.
+
+        Raises: as ``host_buffer``.
+        """
+        if self._host_bytes or not nbytes:
+            return self.host_buffer(nbytes)
+        self.record_buffer(slab := require_runtime("pinned memory").host_buffer(nbytes))
+        return slab
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """What is added inside goes again where an exception comes."""
+        with self._lock:
+            count, used = len(self._buffers), self._slab_used
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                del self._buffers[count:]
+                self._slab_used = used
+            raise
 
     def seal(self) -> None:
         """From here on nothing is added; a capture that ends with a graph calls this."""
@@ -173,7 +199,8 @@ class CapturePool:
                 )
             buffers, self._buffers = self._buffers, []
             slab, self._slab, self._slab_used = self._slab, None, 0
-        self.order.outlive([list(buffers), slab])
+        if self.order.latest is not None:
+            self.order.outlive(accelerator_runtime(), [list(buffers), slab])
         buffers.reverse()
         while buffers:  # outside of the lock: what goes may run code of others
             buffers.pop()
@@ -188,25 +215,26 @@ class CapturePool:
             PoolInUseError: another capture uses it.
         """
         with self._lock:
-            self._check_open("a capture was begun")
+            self.check_open("a capture was begun")
             if self._capture is not None:
                 raise PoolInUseError("a capture was begun with a pool that another one uses: one at a time")
             self._capture = capture
 
     def end(self, graph: object | None, memory: MemoryPool | None = None) -> None:
-        """The capture has ended, with ``graph``, whose device memory is ``memory``, or without one."""
+        """The capture has ended, with ``graph`` or without one; the next one shares ``memory`` of the device."""
         with self._lock:
-            self._capture = None
+            self._capture, self._memory = None, memory
             if graph is not None:
                 self._graphs.add(graph)
-                self._sealed, self._memory = True, memory
+                self._sealed = True
 
     @property
     def memory(self) -> MemoryPool | None:
         """The device memory of the graphs that live; torch knows none by this name once the last one has gone."""
         return self._memory if self._graphs else None
 
-    def _check_open(self, what: str) -> None:
+    def check_open(self, what: str) -> None:
+        """Raises ``PoolSealedError`` where nothing may be added."""
         if self._sealed:
             raise PoolSealedError(f"{what} with a pool that is sealed, as a capture leaves it: call unseal() first")
 

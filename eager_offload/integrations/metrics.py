@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 from eager_offload import ConfigError, Offload, OffloadStats
 from eager_offload.config import MIB
 from eager_offload.observe.tracing import Tracing
+from eager_offload.tiers.ranks import rank
 
 __all__ = ["PREFIX", "LogMetrics", "OffloadMetrics", "StepTrace", "summarize"]
 
@@ -108,8 +109,8 @@ class StepTrace:
         """Step number ``step`` begins; where another one is traced still, that one is over."""
         self.end()
         if step == self._step and self._offload.config.enabled:
-            rank = os.environ.get("RANK", "0")
-            path = self._path if rank == "0" else self._path.with_suffix(f".rank{rank}{self._path.suffix}")
+            number = rank()
+            path = self._path.with_suffix(f".rank{number}{self._path.suffix}") if number else self._path
             self._tracing = self._offload.trace(path)
             self._tracing.__enter__()
 
@@ -123,7 +124,7 @@ class StepTrace:
 def summarize(offload: Offload) -> None:
     """Training ends: a line for the user, on the first rank alone, where anything moved."""
     stats = offload.stats()
-    if stats.offloaded_bytes and os.environ.get("RANK", "0") == "0":
+    if stats.offloaded_bytes and rank() == 0:
         print(f"eager_offload: {str(stats).splitlines()[0]}", file=sys.stderr)
 
 

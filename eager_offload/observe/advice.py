@@ -10,10 +10,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TypeAlias
 
-from eager_offload.config import MIB, OffloadConfig, size_text
-from eager_offload.stats import WEAR_SECONDS, OffloadStats
+from eager_offload.config import MIB, OffloadConfig, size_literal, size_text
+from eager_offload.stats import OffloadStats
 
-__all__ = ["RULES", "advise"]
+__all__ = ["RULES", "WEAR_SECONDS", "advise"]
 
 #: What a rule says, or ``None``.
 Rule: TypeAlias = Callable[[OffloadStats, OffloadConfig], str | None]
@@ -26,6 +26,8 @@ _BUSY = 0.4
 _MUCH, _MOST = 0.10, 0.30
 #: Terabytes a day. A disk for consumers is made for a few hundred in its life, one for servers for thousands.
 _WEARS = 10.0
+#: Of a shorter run nothing is said about a day.
+WEAR_SECONDS = 60.0
 #: Bytes of a step from which it is worth a sentence that a process does not shrink.
 _SHRINKS = 64 * MIB
 
@@ -176,7 +178,7 @@ def slow_link(stats: OffloadStats, config: OffloadConfig) -> str | None:
     return (
         f"Bandwidth is the limit: {_waited(stats)}, while transfers ran {_percent(_busy(stats))} of the time"
         f"{f' at {size_text(rate)}/s' if rate else ''}. {disks or 'To move less, '}checkpoint a part of the model, put "
-        f'`with eo.no_offload():` around modules that compute little, or try min_bytes="{_knob(larger)}".'
+        f'`with eo.no_offload():` around modules that compute little, or try min_bytes="{size_literal(larger)}".'
     )
 
 
@@ -187,7 +189,7 @@ def full_window(stats: OffloadStats, config: OffloadConfig) -> str | None:
         return None
     return (
         f"{_waited(stats).capitalize()}, mostly in forward for room in the in-flight window. Where memory allows, "
-        f'raise max_inflight_bytes from {size_text(window)} to "{_knob(2 * window)}".{_or_bandwidth(stats)}'
+        f'raise max_inflight_bytes from {size_text(window)} to "{size_literal(2 * window)}".{_or_bandwidth(stats)}'
     )
 
 
@@ -198,7 +200,7 @@ def late_reloads(stats: OffloadStats, config: OffloadConfig) -> str | None:
         return None
     return (
         f"{_waited(stats).capitalize()}, mostly in backward for what was not back yet. Where memory allows, raise "
-        f'prefetch_bytes from {size_text(ahead)} to "{_knob(max(2 * ahead, 64 * MIB))}".{_or_bandwidth(stats)}'
+        f'prefetch_bytes from {size_text(ahead)} to "{size_literal(max(2 * ahead, 64 * MIB))}".{_or_bandwidth(stats)}'
     )
 
 
@@ -232,7 +234,7 @@ def small_tensors(stats: OffloadStats, config: OffloadConfig) -> str | None:
         return None  # of a smaller one none of them would move
     return _of_what_stayed(
         *(stats, "small", _MUCH),
-        f'stayed as smaller than min_bytes, which is {size_text(least)}. Try min_bytes="{_knob(smaller)}".',
+        f'stayed as smaller than min_bytes, which is {size_text(least)}. Try min_bytes="{size_literal(smaller)}".',
     )
 
 
@@ -244,8 +246,8 @@ def newest_bytes(stats: OffloadStats, config: OffloadConfig) -> str | None:
         return None
     return _of_what_stayed(
         *(stats, "newest", _MOST),
-        f'stayed as the newest bytes, and compute hardly waits: keep_last_bytes="{_knob(smaller)}" leaves fewer of '
-        "them on the device.",
+        f'stayed as the newest bytes, and compute hardly waits: keep_last_bytes="{size_literal(smaller)}" leaves '
+        "fewer of them on the device.",
     )
 
 
@@ -279,7 +281,7 @@ def asked_too_soon(stats: OffloadStats, config: OffloadConfig) -> str | None:
     elif config.keep_last_bytes != "auto":
         knob = 'keep_last_bytes="auto" learns which those are.'
     else:
-        knob = f'Try keep_last_bytes="{_knob(2 * config.delay_bytes or 64 * MIB)}".'
+        knob = f'Try keep_last_bytes="{size_literal(2 * config.delay_bytes or 64 * MIB)}".'
     vain = f"were asked for before they had left, so that moving them was in vain. {knob}"
     return _of_what_left(stats, stats.forwarded_bytes, vain)
 
@@ -396,14 +398,3 @@ def _percent(share: float) -> str:
 
 def _times(count: int) -> str:
     return "Once" if count == 1 else f"{count:,} times"
-
-
-def _knob(nbytes: int) -> str:
-    """A size as a config takes it."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size and nbytes % size == 0:
-            return f"{nbytes // size}{unit}"
-    return f"{nbytes}B"
-
-
-OffloadStats._advise = staticmethod(advise)

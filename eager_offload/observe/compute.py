@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from eager_offload._torch import after_backward, current_autograd_node, current_backward, is_fake, node_sequence
-from eager_offload.observe.timestamps import Clock, Clocks, Mark, Timeline, Work
+from eager_offload.observe.timestamps import Clock, Clocks, TimeLog, Timestamp, Work
 from eager_offload.observe.trace import Kind
 from eager_offload.runtime.base import Stream
 
@@ -44,7 +44,7 @@ class _Call:
 
     __slots__ = ("began", "device", "module", "path", "thread")
 
-    def __init__(self, module: Module, path: str, device: torch.device, began: Mark) -> None:
+    def __init__(self, module: Module, path: str, device: torch.device, began: Timestamp) -> None:
         self.module = module
         self.path = path
         self.device = device
@@ -61,9 +61,9 @@ class _Thread(threading.local):
 class Forwards:
     """Follows the forwards of all modules in all threads between ``start`` and ``stop``."""
 
-    def __init__(self, clocks: Clocks, timeline: Timeline) -> None:
+    def __init__(self, clocks: Clocks, time_log: TimeLog) -> None:
         self._clocks = clocks
-        self._timeline = timeline
+        self._time_log = time_log
         self._is_over = False
         self._all_calls: list[list[_Call]] = []
         self._thread = _Thread(self._all_calls)
@@ -130,7 +130,7 @@ class Forwards:
         clock = self._clocks.of(call.device)
         now = clock.at(clock.current_stream)
         work = Work(Kind.COMPUTE, call.path, call.began, now, "compute forward", call.thread, call.path)
-        self._timeline.add(work)
+        self._time_log.add(work)
 
     def _known(self, module: Module) -> str | None:
         known = self._paths.get(id(module))
@@ -173,7 +173,7 @@ class _Backward:
 
     __slots__ = ("began", "module", "node", "operation", "step", "stream", "thread")
 
-    def __init__(self, began: Mark, stream: Stream) -> None:
+    def __init__(self, began: Timestamp, stream: Stream) -> None:
         self.began = began
         self.stream = stream
         self.thread = threading.get_ident()
@@ -187,8 +187,8 @@ class _Backward:
 class Backwards:
     """The backwards that run, by where an operation asks for what it saved. The accounts' lock is held."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(self, time_log: TimeLog) -> None:
+        self._time_log = time_log
         self._running: dict[tuple[int, int], _Backward] = {}
         self._is_over = False
 
@@ -233,11 +233,11 @@ class Backwards:
                 if running is not None:
                     self._end(running, running.step.clock.at(running.stream))
 
-    def _end_step(self, one: _Backward, now: Mark) -> None:
+    def _end_step(self, one: _Backward, now: Timestamp) -> None:
         name = one.module or one.operation
         where = (one.thread, one.module, one.operation)
-        self._timeline.add(Work(Kind.COMPUTE, name, one.step, now, "compute backward", *where))
+        self._time_log.add(Work(Kind.COMPUTE, name, one.step, now, "compute backward", *where))
 
-    def _end(self, one: _Backward, now: Mark) -> None:
+    def _end(self, one: _Backward, now: Timestamp) -> None:
         self._end_step(one, now)
-        self._timeline.add(Work(Kind.COMPUTE, "backward", one.began, now, "compute backward", one.thread))
+        self._time_log.add(Work(Kind.COMPUTE, "backward", one.began, now, "compute backward", one.thread))

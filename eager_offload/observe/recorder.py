@@ -18,18 +18,19 @@ import torch
 from torch import Tensor
 
 from eager_offload.config import VERSION, OffloadConfig
-from eager_offload.eager.hooks import Packed, logical_bytes
+from eager_offload.eager.hooks import Packed
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.observe.advice import advise
 from eager_offload.observe.compute import Backwards, Forwards
 from eager_offload.observe.saves import GraphSave, RecordedHandle, Save, SaveLog, groups_of
-from eager_offload.observe.timestamps import Bounded, Clock, Clocks, Copy, Mark, Timeline, Work
+from eager_offload.observe.timestamps import Bounded, Clock, Clocks, Copy, TimeLog, Timestamp, Work
 from eager_offload.observe.trace import Kind, MemorySample, Trace
 from eager_offload.runtime.base import Event, Stream
+from eager_offload.selection import logical_bytes
 from eager_offload.stats import Accounts, Counters, GraphBytes, KeepReason, OffloadStats, OnDevice, kept_by_graph
 from eager_offload.tiers.base import Slot
 
-__all__ = ["Recorder"]
+__all__ = ["TraceRecorder"]
 
 #: Of the stats, what does not add up from step to step.
 _NO_AMOUNTS = ("device_budget", "keep_last_bytes", "plan", "slowdown")
@@ -38,18 +39,18 @@ _NO_AMOUNTS = ("device_budget", "keep_last_bytes", "plan", "slowdown")
 class _Wait:
     """A wait that has begun."""
 
-    __slots__ = ("_began", "_clock", "_stream", "_timeline", "_where")
+    __slots__ = ("_began", "_clock", "_stream", "_time_log", "_where")
 
-    def __init__(self, timeline: Timeline, clock: Clock, stream: Stream | None, where: tuple[str, str]) -> None:
-        self._timeline, self._clock, self._stream, self._where = timeline, clock, stream, where
+    def __init__(self, time_log: TimeLog, clock: Clock, stream: Stream | None, where: tuple[str, str]) -> None:
+        self._time_log, self._clock, self._stream, self._where = time_log, clock, stream, where
         self._began = self._now()
 
     def over(self, what: str) -> None:
         track = "stall" if self._stream is not None or self._clock.computes_on_host else "stall host"
         work = Work(Kind.STALL, what, self._began, self._now(), track, threading.get_ident(), *self._where)
-        self._timeline.add(work)
+        self._time_log.add(work)
 
-    def _now(self) -> Mark:
+    def _now(self) -> Timestamp:
         return self._clock.now() if self._stream is None else self._clock.at(self._stream)
 
 
@@ -59,7 +60,7 @@ class _Thread(threading.local):
         self.asked: Save | None = None
 
 
-class Recorder:
+class TraceRecorder:
     """See the module; and ``stats.Observer``, which this is.
 
     Args:
@@ -74,9 +75,9 @@ class Recorder:
         self._config = config
         self._pack = pack
         self._clocks = Clocks(offloaders.runtime_of)
-        self._timeline = Timeline()
-        self._forwards = Forwards(self._clocks, self._timeline)
-        self._backwards = Backwards(self._timeline)
+        self._time_log = TimeLog()
+        self._forwards = Forwards(self._clocks, self._time_log)
+        self._backwards = Backwards(self._time_log)
         self._saves = Bounded[Save]()
         self._log = SaveLog(self, self._saves.add)
         self._memory = Bounded[MemorySample]()
@@ -110,7 +111,7 @@ class Recorder:
             self._backwards.close()
             saved = groups_of(self._saves.entries)
             counted = _between(before, after) if counters is self._accounts.counters else dataclasses.asdict(after)
-        slices = self._timeline.slices(self._log.saved_by)
+        slices = self._time_log.slices(self._log.saved_by)
         return Trace(
             seconds=max([seconds, *(one.stop for one in slices)]),  # compute may go on when transfers are over
             config=dataclasses.asdict(self._config),
@@ -120,7 +121,7 @@ class Recorder:
             slices=slices,
             memory=tuple(self._memory.entries),
             versions=_versions(),
-            dropped=self._timeline.dropped + self._saves.dropped + self._memory.dropped,
+            dropped=self._time_log.dropped + self._saves.dropped + self._memory.dropped,
         )
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -156,13 +157,13 @@ class Recorder:
 
     def copied(self, offloader: OnDevice, what: str, slot: Slot, event: Event, key: int | None) -> None:
         clock = self._clocks.of(offloader.device)
-        self._timeline.add(Copy(Kind(what), clock, event, slot.nbytes, slot.tier, self._forwards.path, key))
+        self._time_log.add(Copy(Kind(what), clock, event, slot.nbytes, slot.tier, self._forwards.path, key))
         self._sample()
 
     def waits(self, offloader: OnDevice, stream: Stream | None) -> _Wait:
         save = self._thread.asked
         where = (self._forwards.path, "") if save is None else (save.module, save.operation)
-        return _Wait(self._timeline, self._clocks.of(offloader.device), stream, where)
+        return _Wait(self._time_log, self._clocks.of(offloader.device), stream, where)
 
     def stays(self, key: int) -> None:
         self._log.stays(key)
@@ -185,10 +186,10 @@ class Recorder:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _sample(self, began: Mark | None = None) -> None:
+    def _sample(self, began: Timestamp | None = None) -> None:
         """Looks at what is held, and at what could not be done as planned since ``began``. The lock is held."""
         log, memory, now = self._log, self._memory, self._clocks.host.now()
-        log.drain()
+        log.poll()
         tiers = self._offloaders.tiers()
         sample = MemorySample(
             now.seconds(),
@@ -206,7 +207,7 @@ class Recorder:
             for kind, count in counters.demotions.items():
                 if count > self._demotions.get(kind, 0):
                     where = (Kind.DEMOTION.value, threading.get_ident(), self._forwards.path)
-                    self._timeline.add(Work(Kind.DEMOTION, kind, began or now, now, *where))
+                    self._time_log.add(Work(Kind.DEMOTION, kind, began or now, now, *where))
             self._demotions = dict(counters.demotions)
 
 

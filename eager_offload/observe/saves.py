@@ -30,7 +30,7 @@ __all__ = ["GraphSave", "RecordedHandle", "Save", "SaveLog", "groups_of"]
 _BY_GRAPHS = "compiled graph"
 
 
-class Outcome(NamedTuple):
+class SaveOutcome(NamedTuple):
     """What became of a saved tensor, or of a plain one inside it."""
 
     outcome: str
@@ -38,16 +38,16 @@ class Outcome(NamedTuple):
     nbytes: int
 
 
-def _kept(reason: str, nbytes: int) -> Outcome:
-    return Outcome("kept" if reason else "offloaded", reason, nbytes)
+def _kept(reason: str, nbytes: int) -> SaveOutcome:
+    return SaveOutcome("kept" if reason else "offloaded", reason, nbytes)
 
 
-def _outcome_of_view(record: StorageRecord, shares: bool, nbytes: int) -> Outcome:
+def _outcome_of_view(record: StorageRecord, shares: bool, nbytes: int) -> SaveOutcome:
     """The record knows the state of a storage whether or not that is still alive."""
     if record.state is State.KEPT:
         return _kept(record.kept.value, nbytes)
     if shares:
-        return Outcome("shared", "", nbytes)
+        return SaveOutcome("shared", "", nbytes)
     return _kept(KeepReason.NEWEST.value if record.state is State.WAITING else "", nbytes)
 
 
@@ -78,7 +78,7 @@ class Save:
         self.operation = ""
         self.holds: list[_StorageBytes] = []
         #: By which it is known what became of it.
-        self.outcomes: list[Callable[[], Outcome]] = []
+        self.outcomes: list[Callable[[], SaveOutcome]] = []
 
 
 class _Unpacks(Protocol):
@@ -190,7 +190,7 @@ class SaveLog:
         for held in self._by_key[key].holds if key in self._by_key else ():
             self._keep(held)
 
-    def drain(self) -> None:
+    def poll(self) -> None:
         """Takes up what has died."""
         while self._finalized:
             gone = self._finalized.popleft()

@@ -1,6 +1,6 @@
 """What took time: written down as marks of a runtime (on an accelerator: events), which become times when a trace ends.
 
-Nothing here makes the host wait before ``Timeline.slices`` is called.
+Nothing here makes the host wait before ``TimeLog.slices`` is called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from eager_offload.observe.trace import Kind, Slice
 from eager_offload.runtime.base import Event, Runtime, Stream
 from eager_offload.runtime.host import HostRuntime, host_runtime
 
-__all__ = ["MOST", "Bounded", "Clock", "Clocks", "Copy", "Mark", "Timeline", "Work"]
+__all__ = ["MOST", "Bounded", "Clock", "Clocks", "Copy", "TimeLog", "Timestamp", "Work"]
 
 #: Slices, samples and saves each, beyond which a trace only counts: a viewer could not show them, and memory is finite.
 MOST = 1 << 20
@@ -51,13 +51,13 @@ class Clock(NamedTuple):
     #: When the trace began; seconds.
     base: float
 
-    def now(self) -> Mark:
+    def now(self) -> Timestamp:
         """This moment of the host."""
-        return Mark(self, self.runtime.host_clock())
+        return Timestamp(self, self.runtime.host_clock())
 
-    def at(self, stream: Stream) -> Mark:
+    def at(self, stream: Stream) -> Timestamp:
         """This moment of ``stream``."""
-        return Mark(self, self.runtime.mark(stream))
+        return Timestamp(self, self.runtime.mark(stream))
 
     @property
     def computes_on_host(self) -> bool:
@@ -69,7 +69,7 @@ class Clock(NamedTuple):
         return self.runtime.current_stream(self.device)
 
 
-class Mark(NamedTuple):
+class Timestamp(NamedTuple):
     """A moment on a device."""
 
     clock: Clock
@@ -127,8 +127,8 @@ class Work(NamedTuple):
 
     kind: Kind
     name: str
-    began: Mark
-    ended: Mark
+    began: Timestamp
+    ended: Timestamp
     track: str
     thread: Hashable
     module: str = ""
@@ -148,7 +148,7 @@ class Copy(NamedTuple):
     key: int | None
 
 
-class Timeline(Bounded[Work | Copy]):
+class TimeLog(Bounded[Work | Copy]):
     """Everything that took time."""
 
     def slices(self, saved_by: Callable[[int | None], Save | None]) -> tuple[Slice, ...]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloaders import Offloaders
-from eager_offload.errors import ConfigError, OffloadError, warn
-from eager_offload.observe.recorder import Recorder
+from eager_offload.errors import ConfigError, OffloadError, captured, warn
+from eager_offload.observe.recorder import TraceRecorder
 from eager_offload.observe.trace import write_trace
 from eager_offload.stats import Accounts, OffloadStats
 
@@ -45,13 +45,15 @@ class Tracing:
         self._offload = offload
         #: Where the file will be.
         self.path = _writable(path)
-        self._recorder: Recorder | None = None
+        self._recorder: TraceRecorder | None = None
         self._process = os.getpid()
 
     def __enter__(self) -> Self:
         offload = self._offload
         offload.refuse_reentry()
         accounts = offload._accounts
+        if offload._offloaders.is_capturing():
+            raise captured("a trace was begun")
         if accounts.observer is not None:
             raise OffloadError(
                 f"this Offload is being traced already, so no second trace can be written to {self.path}: leave the "
@@ -60,8 +62,8 @@ class Tracing:
         self._process = os.getpid()
         try:
             self._before = offload.stats(synchronize=True)
-            self._tally = accounts.counters
-            recorder = Recorder(accounts, offload._offloaders, offload.config, offload._hooks.pack)
+            self._counters = accounts.counters
+            recorder = TraceRecorder(accounts, offload._offloaders, offload.config, offload._hooks.pack)
             self._recorder = accounts.observer = recorder
             with accounts.lock:
                 recorder.start()
@@ -80,7 +82,7 @@ class Tracing:
         try:
             if os.getpid() != self._process:
                 return  # a forked child: the file is its parent's
-            found = recorder.finish(self._before, offload.stats(synchronize=True), self._tally)
+            found = recorder.finish(self._before, offload.stats(synchronize=True), self._counters)
         finally:
             self._take_all_away()
         if error is None and not (found.saved or found.slices):

@@ -10,6 +10,8 @@ solve.py      which storages are to move, which modules to be computed again: a 
 draft.py      Program, a decision -> the step plan that carries it out
 rehearse.py   the library follows it on a simulated device: the peak and the time that are given out
 decide.py     solve, draft, rehearse, until a budget is kept to; revise.py traces steps with checkpoints before
+timed.py      the step with times that were measured in training
+numbers.py    random numbers meanwhile
 apply.py      checkpoints around the modules of a plan
 planner.py    plan(): all of that; plan.py is what it returns, command.py the command line, html.py the page; ranks.py
               has several ranks agree

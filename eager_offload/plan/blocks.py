@@ -27,7 +27,7 @@ __all__ = ["Block", "Blocks", "Saved", "Use"]
 class Block:
     """A storage, from the operator that made it on."""
 
-    __slots__ = ("asked", "dropped", "freed", "made", "module", "moved", "nbytes", "saved", "weak_saved")
+    __slots__ = ("asked", "dropped", "freed", "is_marked", "made", "module", "moved", "nbytes", "saved", "weak_saved")
 
     def __init__(self, nbytes: int, made: int, module: int) -> None:
         self.nbytes, self.made, self.module = nbytes, made, module
@@ -37,6 +37,8 @@ class Block:
         self.saved: int | None = None
         self.asked: int | None = None
         self.dropped: int | None = None
+        #: Whether a user has it stay.
+        self.is_marked = False
         #: Bytes that travel for each view of it that was saved.
         self.moved: dict[object, int] = {}
         self.weak_saved: weakref.ref[Saved] | None = None
@@ -44,7 +46,7 @@ class Block:
     @property
     def moves(self) -> bool:
         """Whether it may: backward asks for it, and by then nobody else holds it."""
-        return self.asked is not None and self.freed is not None and self.freed <= self.asked
+        return not self.is_marked and self.asked is not None and self.freed is not None and self.freed <= self.asked
 
 
 class Use:

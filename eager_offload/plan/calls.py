@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from eager_offload._torch import tree_iter
 from eager_offload.compile.cost import Call
 from eager_offload.plan.blocks import Block, Blocks
+from eager_offload.plan.numbers import state_of_others
 from eager_offload.plan.program import ModuleCall, Storage, living
 
-__all__ = ["Calls", "State", "written_by"]
+__all__ = ["Calls", "State", "tensors_in", "written_by"]
 
 #: They change what these arguments hold, and their schemas do not say so.
 _STATISTICS = ("running_mean", "running_var")
@@ -138,9 +137,7 @@ class State:
             elif isinstance(value, Sequence | Set) and not isinstance(value, str):
                 self._parts += list(value)
             self._parts.append(None)  # ends it
-        numpy = sys.modules.get("numpy")
-        theirs = () if numpy is None else numpy.random.get_state(legacy=True)
-        self._numbers = random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in theirs)
+        self._numbers = state_of_others()
 
     def is_like(self, other: State) -> bool:
         """Whether both have the very same parts. They are held, so that none has the address of another."""
@@ -150,9 +147,24 @@ class State:
 
 def written_by(call: Call) -> Iterator[Tensor]:
     """The arguments that an operator writes to."""
-    arguments = call.target._schema.arguments
-    for place, one in enumerate(arguments):
-        is_written = one.alias_info is not None and one.alias_info.is_write
-        if is_written or one.name in _STATISTICS:
-            given = call.arguments[place] if place < len(call.arguments) else call.named.get(one.name)
-            yield from (tensor for tensor in tree_iter(given) if isinstance(tensor, torch.Tensor))
+    for place, name in _written(call.target):
+        yield from tensors_in(call.arguments[place] if place < len(call.arguments) else call.named.get(name))
+
+
+@cache
+def _written(target: Any) -> list[tuple[int, str]]:
+    """Their places and names."""
+    return [
+        (place, one.name)
+        for place, one in enumerate(target._schema.arguments)
+        if (one.alias_info is not None and one.alias_info.is_write) or one.name in _STATISTICS
+    ]
+
+
+def tensors_in(values: object) -> list[Tensor]:
+    """The tensors among an operator's arguments or results: these are nested in nothing but lists and the like."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for one in values for tensor in tensors_in(one)]
+    return tensors_in([*values.values()]) if isinstance(values, dict) else []

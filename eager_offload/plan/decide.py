@@ -14,6 +14,8 @@ __all__ = ["Outcome", "RehearsedSolver", "outcome_of"]
 
 #: So many times a decision is made anew that does not keep to its budget in rehearsal.
 _REVISIONS = 4
+#: A step of so many times another one's peak, by arithmetic, is none of a lower one in rehearsal.
+_FAR = 1.1
 
 
 class Outcome(NamedTuple):
@@ -31,6 +33,10 @@ def outcome_of(problem: Problem, moves: Moves, rehearsal: Rehearsal | None) -> O
     """What comes of a decision, by its rehearsal where there is one."""
     found = problem.predict(moves) if rehearsal is None else rehearsal
     return Outcome(moves, found.step_seconds, found.peak_bytes, rehearsal)
+
+
+def _peak_and_time(outcome: Outcome) -> tuple[int, float]:
+    return outcome.peak_bytes, outcome.step_seconds
 
 
 class RehearsedSolver:
@@ -69,9 +75,11 @@ class RehearsedSolver:
     @cached_property
     def least(self) -> Outcome:
         """That of the least peak that is known."""
+        found = [self._outcome(self._solver.least), self.all()]
+        best = min(found, key=_peak_and_time)
         # Where the host is ahead of the device, to move may take more than it frees.
-        found = [self._outcome(self._solver.least), self.all(), self.nothing]
-        return min(found, key=lambda one: (one.peak_bytes, one.step_seconds))
+        nothing = self.problem.predict((False,) * len(self.problem.program.storages))
+        return best if nothing.peak_bytes > best.peak_bytes * _FAR else min(best, self.nothing, key=_peak_and_time)
 
     @property
     def nothing(self) -> Outcome:

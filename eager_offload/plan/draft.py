@@ -34,6 +34,8 @@ class Rehearsal(NamedTuple):
     """The numbers of the storages that went out and came back, in order."""
     released: tuple[int, ...]
     """For each storage the save before which its memory had gone; -1 where that was later than the last."""
+    seen_bytes: int
+    """That lived at a save or an ask, at most: what training can look at."""
 
     @property
     def peak_bytes(self) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -20,26 +18,18 @@ from eager_offload.machine import Machine
 from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.decide import Outcome, RehearsedSolver, outcome_of
 from eager_offload.plan.draft import Rehearsal, draft
+from eager_offload.plan.files import Contents, Least, reading
 from eager_offload.plan.predict import Moves, Problem
-from eager_offload.plan.program import Ask, ModuleCall, Op, Program, Save, Storage, kind_of
+from eager_offload.plan.program import kind_of
 from eager_offload.plan.recompute import Recomputing
-from eager_offload.stats import KeepReason
-from eager_offload.step_plan import ComputedPlan, Fate, StepPlan
+from eager_offload.plan.text import Row, seconds_text, text_of
+from eager_offload.plan.timed import is_off, timed
+from eager_offload.step_plan import Adapted, ComputedPlan, Fate, StepPlan, Timing
 
-__all__ = ["POLICIES", "Least", "Plan", "Point", "room_of"]
+__all__ = ["Plan", "Point"]
 
-#: What a plan aims at.
-POLICIES = ("least", "free", "max")
-#: Numbers in files are below it.
-_MOST = 1 << 62
-#: The form of the file that ``Plan.save`` writes.
-_FORMAT = 1
-#: Rows of the table; what is left is one more.
-_MOST_ROWS = 12
 #: A part of a step for which another plan is worth while.
 _GAIN = 0.02
-#: Of a budget of the tier, one part in so many is left for what its slabs round.
-_ROUNDED = 8
 
 
 class Point(NamedTuple):
@@ -58,24 +48,6 @@ class FixedWay(NamedTuple):
     name: str
     peak_bytes: int
     step_seconds: float
-
-
-class Least(NamedTuple):
-    """What the plan of the least peak comes to."""
-
-    peak_bytes: int
-    step_seconds: float
-
-
-class Row(NamedTuple):
-    """What modules of one kind save."""
-
-    kind: str
-    """Their names, with ``*`` for numbers."""
-    storages: int
-    kept_bytes: int
-    moved_bytes: int
-    recomputed_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +89,7 @@ class Plan(ComputedPlan):
     @cached_property
     def step_plans(self) -> tuple[StepPlan, ...]:
         """What ``Offload(plan=...)`` follows from the first step on; empty where no step plan can say it: backward runs
-        inside of forward, or twice, or tensors are marked by ``eo.keep`` or ``eo.prefer_offload``."""
+        inside of forward, or twice."""
         drafted = None if self.rehearsal is None else draft(self.problem, self.moves)
         if drafted is None or self.rehearsal is None:
             return ()
@@ -148,6 +120,11 @@ class Plan(ComputedPlan):
     def compute_seconds(self) -> float:
         """Forward and backward without any transfer, and with nothing computed again."""
         return self._whole.compute_seconds
+
+    @property
+    def may_compute_again(self) -> bool:
+        """Whether it was decided of modules too whether they are computed again."""
+        return self.whole is not None
 
     @property
     def host_budget(self) -> int | None:
@@ -203,30 +180,60 @@ class Plan(ComputedPlan):
         with checkpointed(model, self.again):
             yield
 
-    def adapted(self, surplus: int) -> Plan | None:
+    @property
+    def seen_bytes(self) -> int | None:
+        """Bytes that live at a save or an ask, at most, which is what training can look at; ``None`` where nothing was
+        rehearsed. The peak may be between two of them."""
+        return None if self.rehearsal is None else self.rehearsal.seen_bytes
+
+    def is_off(self, timing: Timing) -> bool:
+        return is_off(self.problem, self.step_seconds, timing)
+
+    def adapted(self, surplus: int, timing: Timing | None = None) -> Adapted | None:
         """The plan for a device on which so many bytes more are in use than this one knows of, or fewer.
 
-        ``Offload`` asks for it, by the peaks that it has measured: see the page on planning.
+        ``Offload`` asks for it, by the peaks and the times that it has measured: see the page on planning.
 
         Returns:
-            With more of them, one whose peak is lower; with fewer, one whose step is 2 % shorter, where what moves is
-            as little as can be. ``None`` where there is none.
+            Over the budget, one whose peak is lower. Else one whose step is 2 % shorter, where what moves is as little
+            as can be; or with ``timing`` one that moves the same, and expects what was measured. ``None`` where there
+            is none.
         """
         problem = self.problem.with_more(surplus)
-        found = RehearsedSolver(problem, self.machine.launch_seconds).within(self.device_budget)
-        if surplus > 0:
-            is_better = found.peak_bytes < self.peak_bytes + surplus
+        if timing is not None:
+            problem = timed(problem, timing)
+        solver = RehearsedSolver(problem, self.machine.launch_seconds)
+        now = solver.of(self.moves)
+        is_over = surplus > 0 and now.peak_bytes > self.device_budget
+        if is_over or self.policy == "least":
+            found = solver.within(self.device_budget)
         else:
-            is_better = self.policy == "least" and found.step_seconds <= self.step_seconds * (1 - _GAIN)
-            is_better = is_better and found.peak_bytes <= self.device_budget
-        if not is_better or found.rehearsal is None:
+            found = solver.free() if self.policy == "free" else now
+        if is_over:
+            is_other = found.peak_bytes < now.peak_bytes
+        else:
+            is_shorter = found.step_seconds <= now.step_seconds * (1 - _GAIN)
+            moves_more = self.policy == "free" and found.peak_bytes <= now.peak_bytes * (1 - _GAIN)
+            fits = found.peak_bytes <= max(self.device_budget, now.peak_bytes)
+            is_other = fits and (is_shorter or moves_more)
+        found = found if is_other else now
+        if found.rehearsal is None or not (is_other or timing is not None):
             return None
-        whole, least = self.whole, self.traced_least
+        whole, least, machine = self.whole, self.traced_least, self.machine
         if whole is not None and least is not None:
             whole, least = whole.with_more(surplus), least._replace(peak_bytes=least.peak_bytes + surplus)
-        return replace(
-            self, problem=problem, moves=found.moves, rehearsal=found.rehearsal, whole=whole, traced_least=least
+        if timing is not None:
+            machine = replace(machine, out=problem.out, back=problem.back)
+        plan = replace(
+            self,
+            machine=machine,
+            problem=problem,
+            moves=found.moves,
+            rehearsal=found.rehearsal,
+            whole=whole,
+            traced_least=least,
         )
+        return Adapted(plan, is_other)
 
     @property
     def least_budget(self) -> int:
@@ -324,41 +331,12 @@ class Plan(ComputedPlan):
     # -- for a reader -------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        fits = "fits" if self.fits else "does not fit"
-        lines = [
-            f"{self.model} on {self.machine}",
-            f"{fits}: a peak of {size_text(self.peak_bytes)}, where {size_text(self.device_budget)} may be taken; the "
-            f"least that a plan fits is {size_text(self.least_budget)}",
-            f"step: {_seconds(self.step_seconds)}, {self.step_seconds / (self.compute_seconds or 1):.3f} times one "
-            f"without transfers; floor {_seconds(self.floor_seconds)}",
-            f"of {size_text(self._whole.program.movable_bytes)} that may move, {size_text(self.moved_bytes)} "
-            f"{'move' if self.moved_bytes else 'do'} and {size_text(self.kept_bytes)} stay"
-            + (f"; {size_text(self.recomputed_bytes)} are computed again" if self.again else ""),
-        ]
-        if self.steps:
-            lines.append(f"operators take what they took in {self.steps} real steps")
-        if self.host_budget is not None:
-            lines.append(f"in the tier: {size_text(self.host_bytes)}, where {size_text(self.host_budget)} may rest")
-        rows = self.rows()
-        if rows:
-            shown, others = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
-            if others:
-                kept, moved = sum(row.kept_bytes for row in others), sum(row.moved_bytes for row in others)
-                storages, again = (sum(column) for column in zip(*((row[1], row[4]) for row in others), strict=True))
-                shown.append(Row(f"{len(others)} other kinds", storages, kept, moved, again))
-            width = max(len(row.kind) for row in shown)
-            title = f"  {'again':>11}" if self.again else ""
-            lines += ["", f"{'module':<{width}}  {'storages':>8}  {'stay':>11}  {'move':>11}{title}"]
-            for row in shown:
-                stay, move = size_text(row.kept_bytes), size_text(row.moved_bytes)
-                last = f"  {size_text(row.recomputed_bytes):>11}" if self.again else ""
-                lines.append(f"{row.kind:<{width}}  {row.storages:>8,}  {stay:>11}  {move:>11}{last}")
-        return "\n".join(lines)
+        return text_of(self, self._whole.program.movable_bytes)
 
     def __repr__(self) -> str:
         return (
             f"<Plan of {self.model} on {self.machine.name}: {'fits' if self.fits else 'does not fit'}, "
-            f"{size_text(self.peak_bytes)}, {_seconds(self.step_seconds)}>"
+            f"{size_text(self.peak_bytes)}, {seconds_text(self.step_seconds)}>"
         )
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -388,26 +366,7 @@ class Plan(ComputedPlan):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to ``path``, as JSON; a file that is there is replaced."""
-        problem = self.problem
-        content = {
-            "format": _FORMAT,
-            "model": self.model,
-            "machine": asdict(self.machine),
-            "device_budget": self.device_budget,
-            "policy": self.policy,
-            "max_inflight_bytes": problem.window,
-            "prefetch_bytes": problem.ahead,
-            "moves": [int(one) for one in self.moves],
-            "config": self.config.to_text(),
-            "rehearsal": self.rehearsal,
-            "program": asdict(problem.program),
-            "steps": self.steps,
-            "op_seconds": list(problem.op_seconds) if self.steps else None,
-            "again": list(self.again),
-            "whole": None if self.whole is None else asdict(self.whole.program),
-            "least": self.traced_least,
-        }
-        Path(path).write_text(json.dumps(content, separators=(",", ":")), "utf-8")
+        Contents(*(getattr(self, name) for name in Contents._fields)).write(path)
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page to ``path`` that needs no network: what lives when, what other budgets buy, what moves.
@@ -425,149 +384,8 @@ class Plan(ComputedPlan):
         Raises:
             ConfigError: the file holds no such plan, or one of another version.
         """
-        try:
-            return cls._from_dict(json.loads(Path(path).read_text("utf-8")))
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
-            raise ConfigError(f"{os.fspath(path)!r} holds no plan that this version can read: {error}") from error
-
-    @classmethod
-    def _from_dict(cls, content: Mapping[str, Any]) -> Plan:
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
-        if content["policy"] not in POLICIES:
-            raise ValueError(f"the policy {content['policy']!r}")
-        machine, program = Machine(**content["machine"]), _program(content["program"])
-        windows = _whole(content["max_inflight_bytes"]), _whole(content["prefetch_bytes"])
-        budget, config = _whole(content["device_budget"]), OffloadConfig.from_text(content["config"])
-        steps = _whole(content["steps"])
-        seconds = _measured(content["op_seconds"], program) if steps else tuple(program.seconds(machine))
-        problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(config))
-        again, whole = tuple(map(str, content["again"])), None
-        if content["whole"] is not None:
-            program = _program(content["whole"])
-            whole = replace(problem, program=program, op_seconds=tuple(program.seconds(machine)))
-        least = None if (given := content["least"]) is None else _least(given)
-        if (whole is None) != (least is None):
-            raise ValueError("it has no least peak of what may be computed again")
-        if not {*again} <= {*program.modules}:
-            raise ValueError(f"{again!r} are none of its modules")
-        moves = tuple(bool(_whole(one)) for one in content["moves"])
-        if len(moves) != len(problem.program.storages):
-            raise ValueError(f"{len(moves)} decisions on {len(problem.program.storages)} storages")
-        rehearsal = content["rehearsal"]
-        if rehearsal is not None:
-            rehearsal = _rehearsal(rehearsal, problem.program)
-        name, policy = str(content["model"]), content["policy"]
-        found = cls(name, machine, budget, policy, problem, moves, config, rehearsal, again, whole, least, steps)
-        if rehearsal is not None and not found.step_plans:
-            raise ValueError("it was rehearsed, and there is no step plan")
+        with reading(path) as contents:
+            found = cls(*contents)
+            if found.rehearsal is not None and not found.step_plans:
+                raise ValueError("it was rehearsed, and there is no step plan")
         return found
-
-
-def room_of(config: OffloadConfig) -> int | None:
-    """Bytes that a decision may let rest in the tier at one time; ``None``: any number."""
-    budget = config.host_budget
-    return budget - budget // _ROUNDED if isinstance(budget, int) else None
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:,.3g} ms"
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int or not 0 <= value < _MOST:
-        raise ValueError(f"{value!r} is no number of bytes, or of operators")
-    return value
-
-
-def _save(content: Sequence[Any]) -> Save:
-    nbytes, requires_grad, reason, storage, storage_nbytes, op, node, is_alive = content
-    return Save(
-        _whole(nbytes),
-        bool(requires_grad),
-        None if reason is None else KeepReason(reason),
-        int(storage),
-        _whole(storage_nbytes),
-        _whole(op),
-        _whole(node),
-        bool(is_alive),
-    )
-
-
-def _least(content: Sequence[Any]) -> Least:
-    peak, seconds = content
-    if type(seconds) not in (int, float) or not seconds >= 0:
-        raise ValueError(f"{seconds!r} is no time")
-    return Least(_whole(peak), float(seconds))
-
-
-def _rehearsal(content: Sequence[Any], program: Program) -> Rehearsal:
-    """The rehearsal of a file.
-
-    Raises:
-        ValueError: its numbers do not fit together.
-    """
-    seconds, living, returning, released = content
-    storages = len(program.storages)
-    fits = type(seconds) in (int, float) and seconds >= 0 and len(released) == storages
-    fits = fits and len(living) == len(program.ops) and all(type(one) is int and one >= -1 for one in released)
-    if not fits or any(_whole(one) >= storages for one in returning):
-        raise ValueError("the numbers of its rehearsal do not fit together")
-    return Rehearsal(float(seconds), tuple(map(_whole, living)), tuple(returning), tuple(released))
-
-
-def _measured(content: Sequence[Any], program: Program) -> tuple[float, ...]:
-    """The times of operators in a file.
-
-    Raises:
-        ValueError: they are none.
-    """
-    are_times = all(type(one) in (int, float) and 0 <= one < math.inf for one in content)
-    if len(content) != len(program.ops) or not are_times:
-        raise ValueError("the times of its operators do not fit together")
-    return tuple(map(float, content))
-
-
-def _call(
-    module: object, begin: object, end: object, first: object, last: object, inputs: Any, rest: object
-) -> ModuleCall:
-    numbers = [_whole(one) for one in (module, begin, end, first, last)]
-    return ModuleCall(
-        numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], tuple(map(_whole, inputs)), _whole(rest)
-    )
-
-
-def _program(content: Mapping[str, Any]) -> Program:
-    """The program of a file.
-
-    Raises:
-        ValueError: its numbers do not fit together.
-    """
-    modules = tuple(map(str, content["modules"]))
-    ops = tuple(Op(str(one[0]), _whole(one[1]), _whole(one[2]), _whole(one[3]), bool(one[4])) for one in content["ops"])
-    saves = tuple(_save(one) for one in content["saves"])
-    asks = tuple(Ask(*map(_whole, one)) for one in content["asks"])
-    storages = tuple(Storage(*map(_whole, one)) for one in content["storages"])
-    other_bytes = tuple(map(_whole, content["other_bytes"]))
-    forward, count = _whole(content["forward_ops"]), len(ops)
-    fits = forward <= count == len(other_bytes)
-    fits = fits and all(
-        number < len(modules) for number in [*(op.module for op in ops), *(one.module for one in storages)]
-    )
-    fits = fits and all(-1 <= save.storage < len(storages) and save.op <= count for save in saves)
-    fits = fits and [save.op for save in saves] == sorted(save.op for save in saves)
-    fits = fits and [ask.op for ask in asks] == sorted(ask.op for ask in asks)
-    fits = fits and all(ask.save < len(saves) and ask.op <= count for ask in asks)
-    for one in storages:
-        fits = fits and one.made <= one.saved <= forward <= one.asked < one.dropped <= max(count, one.asked + 1)
-        fits = fits and one.made <= one.freed <= one.asked <= count and 0 < one.moved_bytes <= one.nbytes
-    arguments = tuple(Storage(*map(_whole, one)) for one in content["arguments"])
-    fits = fits and all(one.made <= one.freed <= count and one.module < len(modules) for one in arguments)
-    calls = tuple(_call(*one) for one in content["calls"])
-    known = len(storages) + len(arguments)
-    for call in calls:
-        fits = fits and call.module < len(modules) and call.begin <= call.end <= forward
-        fits = fits and call.first_save < call.last_save <= len(saves) and all(one < known for one in call.inputs)
-    if not fits:
-        raise ValueError("its numbers do not fit together")
-    return Program(modules, ops, forward, saves, asks, storages, other_bytes, calls, arguments)

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError
 from eager_offload.machine import LAUNCH_SECONDS, MACHINES, Machine
 from eager_offload.plan.decide import RehearsedSolver
-from eager_offload.plan.plan import POLICIES, Least, Plan, room_of
+from eager_offload.plan.files import POLICIES, Least, room_of
+from eager_offload.plan.plan import Plan
 from eager_offload.plan.predict import Problem
-from eager_offload.plan.ranks import Limits, agreed
+from eager_offload.plan.ranks import Limits, agreed, are_several, model_text
 from eager_offload.plan.revise import TracedSolver
 
 __all__ = ["here", "plan"]
@@ -112,7 +112,7 @@ def plan(
                 raise ConfigError(
                     f"device_budget=None is not accepted, since the memory of {machine.name} is not known"
                 )
-        return _Asked(settings, machine, budget, standing, steps)
+        return _Asked(settings, machine, budget, standing, steps, model_text(model) if are_several() else "")
 
     return agreed(ask, lambda asked: _made(asked, model, inputs, loss, policy, recompute=recompute))
 
@@ -127,11 +127,13 @@ class _Asked(NamedTuple):
     standing: int
     #: How many real steps are run; 0: none, and one is traced.
     steps: int
+    #: As ``model_text`` says it, where there are several ranks.
+    model: str
 
     @property
     def limits(self) -> Limits:
         host = self.settings.host_budget
-        return Limits(self.budget, host if isinstance(host, int) else None, self.standing)
+        return Limits(self.budget, host if isinstance(host, int) else None, self.standing, self.model)
 
     def within(self, limits: Limits) -> _Asked:
         settings = self.settings if limits.host is None else replace(self.settings, host_budget=limits.host)
@@ -201,7 +203,7 @@ def _check_steps(steps: object, device: str | Machine, *, recompute: bool) -> No
         why = f'real steps take the time of this machine: take device="here" in place of {device!r}'
     elif recompute:
         why = "what is computed again is decided by a trace: leave recompute out"
-    elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    elif are_several():
         why = "rank 0 alone would run them, and wait for the others: plan in one process"
     elif torch.accelerator.current_accelerator(check_available=True) is not None:
         why = "operators of an accelerator run after their calls, which does not tell their time: leave steps out"

@@ -12,11 +12,16 @@ that of asking, as the library's schedule has them:
 
 A storage takes its bytes from the operator that makes it until forward has let go of it and its copy is over, and again
 from the start of its reload until backward drops it. One that is asked for before its copy is over stays.
+
+In a compiled graph every transfer and wait has its place before it runs (``ordered``). It holds a source until the
+window has to have its room, or forward ends, and what is in use leaves the room that it was brought back in at once.
+So its peak depends on no time.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -63,6 +68,10 @@ class Problem:
     """Bytes brought back early: ``prefetch_bytes``."""
     room: int | None = None
     """Bytes that may rest in the tier at one time; ``None``: any number."""
+    ordered: bool = False
+    """Whether the order of transfers and waits is that of a compiled graph."""
+    forced: frozenset[int] = frozenset()
+    """Storages that move, whatever is decided."""
 
     @cached_property
     def begins(self) -> list[float]:
@@ -102,12 +111,14 @@ class Problem:
         return floor_seconds(self.forward_seconds, backward, moved_bytes, self.out, self.back)
 
     def within_room(self, moves: Moves) -> Moves:
-        """``moves`` without the newest ones, as far as the tier has no room for all."""
+        """``moves`` with those that are forced, and without the newest ones, as far as the tier has no room for all."""
+        if self.forced:
+            moves = tuple(one or number in self.forced for number, one in enumerate(moves))
         if self.room is None or (over := self.tier_bytes(moves) - self.room) <= 0:
             return moves
         found = list(moves)
         for number in reversed(self.by_save):
-            if over > 0 and found[number] and number not in self._parts:
+            if over > 0 and found[number] and number not in self._parts | self.forced:
                 found[number] = False
                 over -= self._pages[number]
         return tuple(found)
@@ -146,7 +157,7 @@ class Problem:
 
 
 class _Step:
-    """One step on its way."""
+    """One step on its way. A search asks for thousands of them, so loops read numbers once."""
 
     def __init__(self, problem: Problem, moves: Moves) -> None:
         self.problem, self.moves = problem, moves
@@ -154,9 +165,10 @@ class _Step:
         #: By how much compute is behind one that never waits.
         self.behind = 0.0
         self.change = [0] * (len(problem.op_seconds) + 1)
-        #: What is on its way out, the oldest first, with the time at which its copy is over; how many bytes that is.
-        self.leaving: dict[int, float] = {}
-        self.leaving_bytes = 0
+        #: What is on its way out, the oldest first: the time at which its copy is over, and its number.
+        self.leaving: deque[tuple[float, int]] = deque()
+        #: The numbers of that, but for what was asked for meanwhile and stays.
+        self.on_way: set[int] = set()
         #: What has come back.
         self.returning: list[int] = []
 
@@ -168,7 +180,7 @@ class _Step:
                 change[storage.dropped] -= storage.nbytes
         self._forward()
         self._backward()
-        assert not self.leaving, "all that moves is asked for"
+        assert not self.on_way, "all that moves is asked for"
         peak = max(self.living(), default=0)
         moved = sum(self.storages[number].moved_bytes for number in self.returning)
         return Prediction(problem.compute_seconds + self.behind, peak, moved)
@@ -178,70 +190,101 @@ class _Step:
         return list(map(add, accumulate(self.change[:-1]), self.problem.program.other_bytes))
 
     def _forward(self) -> None:
-        problem, begins, link_free = self.problem, self.problem.begins, 0.0
+        problem, moves, storages, leaving = self.problem, self.moves, self.storages, self.leaving
+        change, begins, out, window = self.change, problem.begins, problem.out, problem.window
+        link_free, leaving_bytes, on_way, ordered = 0.0, 0, self.on_way, problem.ordered
         for number in problem.by_save:
-            if not self.moves[number]:
+            if not moves[number]:
                 continue
-            storage = self.storages[number]
+            storage = storages[number]
+            nbytes = storage.moved_bytes
             now = begins[storage.saved] + self.behind
-            self._note_left(now)
-            while self.leaving and self.leaving_bytes + storage.moved_bytes > problem.window:
-                over = next(iter(self.leaving.values()))
+            while leaving and leaving[0][0] <= now and not ordered:
+                over, gone = leaving.popleft()
+                on_way.remove(gone)
+                left = storages[gone]
+                leaving_bytes -= left.moved_bytes
+                op = bisect_left(begins, over - self.behind)  # from that operator on it takes no bytes
+                change[op if op > left.freed else left.freed] -= left.nbytes
+            while leaving and leaving_bytes + nbytes > window:
+                if ordered:
+                    leaving_bytes -= storages[leaving[0][1]].moved_bytes
+                    now = self._wait_for_the_oldest(now, storage.saved)
+                    continue
+                over = leaving[0][0]
                 self.behind += over - now
                 now = over
-                self._note_left(now, storage.saved)
-            link_free = max(now, link_free) + storage.moved_bytes / problem.out
-            self.leaving[number] = link_free
-            self.leaving_bytes += storage.moved_bytes
+                while leaving and leaving[0][0] <= now:
+                    leaving_bytes -= self._leave(storage.saved)
+            link_free = (now if now > link_free else link_free) + nbytes / out
+            leaving.append((link_free, number))
+            on_way.add(number)
+            leaving_bytes += nbytes
+        if ordered:
+            now = problem.forward_seconds + self.behind
+            while leaving:
+                now = self._wait_for_the_oldest(now, problem.program.forward_ops)
+
+    def _wait_for_the_oldest(self, now: float, op: int) -> float:
+        """The copy of the oldest is waited for at ``op``, which compute reaches ``now``; when it is over."""
+        over, number = self.leaving.popleft()
+        self.behind += max(over - now, 0.0)
+        self.on_way.remove(number)
+        self.change[max(self.storages[number].freed, op)] -= self.storages[number].nbytes
+        return max(over, now)
+
+    def _leave(self, op: int) -> int:
+        """The oldest copy is over, at operator ``op`` if compute waits there; the bytes that were on their way."""
+        over, number = self.leaving.popleft()
+        problem, storage = self.problem, self.storages[number]
+        if number in self.on_way:
+            self.on_way.remove(number)
+            # From that operator on it takes no bytes.
+            begun = min(bisect_left(problem.begins, over - self.behind), len(problem.op_seconds))
+            self.change[max(begun, storage.freed, op)] -= storage.nbytes
+        return storage.moved_bytes
 
     def _note_left(self, now: float, op: int = 0) -> None:
-        """Copies that are over by ``now``, at operator ``op`` if compute waits there, have given their bytes back."""
-        while self.leaving:
-            number, over = next(iter(self.leaving.items()))
-            if over > now:
-                return
-            self._leave(number)
-            # From that operator on it takes no bytes.
-            begun = min(bisect_left(self.problem.begins, over - self.behind), len(self.problem.op_seconds))
-            self.change[max(begun, self.storages[number].freed, op)] -= self.storages[number].nbytes
-
-    def _leave(self, number: int) -> None:
-        """A storage is not on its way any more."""
-        del self.leaving[number]
-        self.leaving_bytes -= self.storages[number].moved_bytes
+        """Copies that are over by ``now`` have given their bytes back."""
+        while self.leaving and self.leaving[0][0] <= now:
+            self._leave(op)
 
     def _backward(self) -> None:
-        problem, begins, storages = self.problem, self.problem.begins, self.storages
-        order = [number for number in problem.by_ask if self.moves[number]]
-        arrives: dict[int, float] = {}
-        link_free, ahead, following = 0.0, 0, 0
+        problem, change, storages, moves = self.problem, self.change, self.storages, self.moves
+        begins, back, most = problem.begins, problem.back, problem.ahead
+        order = [number for number in problem.by_ask if moves[number]]
+        arrives, on_way = dict[int, float](), self.on_way
+        link_free, ahead, following, count = 0.0, 0, 0, len(order)
         op = problem.program.forward_ops
         for place, number in enumerate([-1, *order]):
             if number >= 0:  # after what the beginning of backward starts
                 op = storages[number].asked
             now = begins[op] + self.behind
-            self._note_left(now)
+            if self.leaving:
+                self._note_left(now)
+            if problem.ordered and number >= 0:
+                ahead -= storages[number].moved_bytes
             # As many as fit begin to come back; what is asked for now does in any case.
-            while following < len(order):
+            while following < count:
                 coming = order[following]
                 storage = storages[coming]
-                is_full = not problem.ahead or (ahead and ahead + storage.moved_bytes > problem.ahead)
-                if is_full and following >= place:
+                nbytes = storage.moved_bytes
+                if following >= place and (not most or (ahead > 0 and ahead + nbytes > most)):
                     break
                 following += 1
-                ahead += storage.moved_bytes
-                if coming in self.leaving:  # still here: it stays
-                    self._leave(coming)
-                    self.change[storage.dropped] -= storage.nbytes
+                ahead += nbytes
+                change[storage.dropped] -= storage.nbytes
+                if coming in on_way:  # still here: it stays
+                    on_way.remove(coming)
                     arrives[coming] = now
                     continue
                 self.returning.append(coming)
-                link_free = max(now, link_free) + storage.moved_bytes / problem.back
+                link_free = (now if now > link_free else link_free) + nbytes / back
                 arrives[coming] = link_free
-                self.change[op] += storage.nbytes
-                self.change[storage.dropped] -= storage.nbytes
+                change[op] += storage.nbytes
             if number >= 0:
-                ahead -= storages[number].moved_bytes
+                if not problem.ordered:
+                    ahead -= storages[number].moved_bytes
                 if arrives[number] > now:
                     self.behind += arrives[number] - now
                     self._note_left(arrives[number], op)

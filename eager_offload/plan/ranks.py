@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
+from eager_offload.config import size_text
 from eager_offload.errors import ConfigError, OffloadError, PlanError
 
-__all__ = ["Limits", "agreed"]
+__all__ = ["Limits", "agreed", "are_several", "model_text"]
 
 
 class Limits(NamedTuple):
@@ -20,12 +23,16 @@ class Limits(NamedTuple):
     """That may rest in the tier; ``None`` for any number."""
     standing: int
     """Of an optimizer's states."""
+    model: str = ""
+    """What is planned, in a text that is the same for the same model: see ``model_text``."""
 
     @classmethod
     def of_all(cls, each: Sequence[Limits]) -> Limits:
         """Those that keep to all."""
         hosts = [one.host for one in each if one.host is not None]
-        return cls(min(one.device for one in each), min(hosts, default=None), max(one.standing for one in each))
+        return cls(
+            min(one.device for one in each), min(hosts, default=None), max(one.standing for one in each), each[0].model
+        )
 
 
 class _Asked(Protocol):
@@ -39,19 +46,25 @@ _A = TypeVar("_A", bound=_Asked)
 _P = TypeVar("_P")
 
 
+def are_several() -> bool:
+    """Whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def agreed(ask: Callable[[], _A], make: Callable[[_A], _P]) -> _P:
     """What ``make`` returns for what ``ask`` returns; on several ranks what it returns on rank 0, in the limits of all.
 
     Modules that only one rank computes again would gather their parameters alone under FSDP2, and wait forever. All
     ranks get an error that one of them meets, so that none waits for it.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not are_several():
         return make(ask())
     asked, own = _tried(ask)
     answers: list[tuple[Limits | None, OffloadError | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(answers, (None if asked is None else asked.limits, _told(own)))
     _raise_any(own, [error for _, error in answers])
     assert asked is not None
+    _compare([limits.model for limits, _ in answers if limits is not None])
     made, own = None, None
     if dist.get_rank() == 0:
         limits = Limits.of_all([one for one, _ in answers if one is not None])
@@ -62,6 +75,31 @@ def agreed(ask: Callable[[], _A], make: Callable[[_A], _P]) -> _P:
     _raise_any(own, [error])
     assert found is not None
     return found if made is None else made
+
+
+def model_text(model: nn.Module) -> str:
+    """The class of a model, the bytes of its parameters, and a digest of its modules, parameters and buffers."""
+    parts = [f"{name} {type(module).__qualname__} {module.training}" for name, module in model.named_modules()]
+    for name, one in (*model.named_parameters(), *model.named_buffers()):
+        parts.append(f"{name} {tuple(one.shape)} {one.dtype} {one.requires_grad}")
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    nbytes = sum(one.numel() * one.itemsize for one in model.parameters())
+    return f"{type(model).__name__} of {size_text(nbytes)} in {len(parts)} parts, {digest[:12]}"
+
+
+def _compare(models: Sequence[str]) -> None:
+    """Whether all ranks plan the same; each of them finds the same.
+
+    Raises:
+        PlanError: they do not.
+    """
+    others = {model: rank for rank, model in reversed([*enumerate(models)]) if model != models[0]}
+    if others:
+        named = ", ".join(f"on rank {rank} {model}" for model, rank in others.items())
+        raise PlanError(
+            f"ranks plan different models: on rank 0 {models[0]}, {named}. All get the plan that rank 0 makes, so give "
+            "the same model on each, before it is wrapped; stages of a pipeline cannot be planned"
+        )
 
 
 _R = TypeVar("_R")

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from eager_offload._torch import tree_iter, tree_map
 from eager_offload.errors import ConfigError
+from eager_offload.plan.numbers import numbers_put_back
 from eager_offload.plan.program import Program
 from eager_offload.plan.recorder import Recorder
-from eager_offload.plan.trace import arguments_of, loss_of, nothing_left_behind
+from eager_offload.plan.trace import arguments_of, by_itself, loss_of
 from eager_offload.skipping import SkippedModules
 
 __all__ = ["Measured", "record"]
@@ -64,7 +65,7 @@ def record(
             )
     found: list[Measured] = []
     for _ in range(steps):
-        with nothing_left_behind(), _put_back(parts, given):
+        with by_itself(), numbers_put_back(), _put_back(parts, given):
             found.append(_recorded(model, inputs, [*_own(parts), *given], loss, min_bytes, skip))
     last = found[-1]
     alike = [one.seconds for one in found if one.program.ops == last.program.ops]
@@ -79,7 +80,7 @@ def _recorded(
     min_bytes: int,
     skip: Sequence[str],
 ) -> Measured:
-    recorder, skipped = Recorder(min_bytes, is_real=True), SkippedModules()
+    recorder, skipped = Recorder(min_bytes), SkippedModules()
     for one in there:
         recorder.has(one)
     arguments, named = arguments_of(inputs)

@@ -20,13 +20,12 @@ from eager_offload._torch import (
     is_fake,
     node_sequence,
     storage_key,
-    tree_iter,
     without_dispatch_modes,
 )
 from eager_offload.compile.cost import Call, flops_of, is_single, traffic_of
 from eager_offload.errors import PlanError
 from eager_offload.plan.blocks import Block, Blocks, Saved, Use
-from eager_offload.plan.calls import Calls, State, written_by
+from eager_offload.plan.calls import Calls, State, tensors_in, written_by
 from eager_offload.plan.program import Ask, Op, Program, Save
 from eager_offload.plan.stand_ins import MOST_KNOWN
 from eager_offload.selection import reason_to_stay
@@ -58,12 +57,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     Args:
         min_bytes: a smaller saved tensor stays.
-        is_real: whether tensors have numbers, and operators take their time.
+        generator: of the random numbers that are known; ``None`` where tensors have numbers, and operators take their
+            time.
     """
 
-    def __init__(self, min_bytes: int, *, is_real: bool = False) -> None:
+    def __init__(self, min_bytes: int, *, generator: torch.Generator | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
-        self._min_bytes, self._is_real = min_bytes, is_real
+        self._min_bytes, self._generator = min_bytes, generator
         #: How long each operator took, where they are real, and those since the last one that has bytes.
         self.seconds: list[float] = []
         self._unwritten = 0.0
@@ -176,12 +176,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def _run(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Runs an operator: on fakes, or on known numbers."""
-        if self._is_real:
+        if self._generator is None:
             began = time.perf_counter()
             result = func(*args, **named)
             self._unwritten += time.perf_counter() - began
             return result
-        tensors = [one for one in tree_iter((args, named)) if isinstance(one, Tensor)]
+        tensors = tensors_in((args, named))
         known = all(self._has_numbers(one) for one in tensors)
         try:
             result = _called(func, args, named)
@@ -189,8 +189,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             if known and tensors:
                 return self._computed(func, args, named)
             raise self.error(_said(func, error)) from error
-        made = [one for one in tree_iter(result) if isinstance(one, Tensor)]
+        made = tensors_in(result)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if known and is_random:
+            func, named = _drawing_from(self._generator, func, named)
+            known = "generator" in named
         if known and all(_may_be_known(one) and (one.numel() <= 1 or not is_random) for one in made):
             return self._computed(func, args, named)
         if func._schema.is_mutable:
@@ -208,9 +211,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         op, module = len(self._ops), self._module()
         for one in written_by(call):
             self._calls.write(op, one)
-        for one in tree_iter(call.result):
-            if isinstance(one, Tensor):
-                self._blocks.add(one, op, module)
+        for one in tensors_in(call.result):
+            self._blocks.add(one, op, module)
         nbytes = traffic_of(call)
         if nbytes:
             name = call.target._schema.name.removeprefix("aten::")
@@ -237,6 +239,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             reason = KeepReason.MARKED if mark is marks.Mark.KEEP else KeepReason.REGION
         if mark is not None or marks.in_no_offload_region():
             self._calls.decided(len(self._saves))
+        if mark is marks.Mark.KEEP and (marked := self._blocks.of(tensor)) is not None:
+            marked.is_marked = True  # of what was saved of it before, no copy has started
         block = None
         if reason is None or reason is KeepReason.SMALL:
             block = self._blocks.add(tensor, op, self._inside[-1])
@@ -314,6 +318,20 @@ def _called(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, 
         left, right = (one.to(torch.bfloat16) for one in args[:2])
         return func(left, right, *args[2:], **named).to(args[0].dtype)
     return func(*args, **named)
+
+
+def _drawing_from(
+    generator: torch.Generator, func: OpOverload[..., Any], named: dict[str, Any]
+) -> tuple[OpOverload[..., Any], dict[str, Any]]:
+    """``func`` and what it is given by name, so that it draws from ``generator``; as they are where it takes none."""
+    names = [one.name for one in func._schema.arguments]
+    for overload in (func, *(getattr(func.overloadpacket, one) for one in func.overloadpacket.overloads())):
+        theirs = [one.name for one in overload._schema.arguments]
+        if "generator" in theirs and [one for one in theirs if one != "generator"] == [
+            *filter("generator".__ne__, names)
+        ]:
+            return overload, {**named, "generator": generator}
+    return func, named
 
 
 #: What torch raises where an operator's result depends on numbers, and what that is.

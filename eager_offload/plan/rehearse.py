@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eager_offload import active, marks
+from eager_offload import active
 from eager_offload._torch import without_dispatch_modes, without_torch_function
 from eager_offload.offload import Offload
 from eager_offload.plan.draft import Rehearsal
 from eager_offload.plan.predict import Problem
 from eager_offload.simulation.checker import Checker
-from eager_offload.simulation.observer import Observer
+from eager_offload.simulation.observer import OperatorObserver
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate, Save, StepPlan
@@ -52,16 +52,15 @@ def rehearse(problem: Problem, plan: StepPlan, launch_seconds: float = 0.0) -> R
     Args:
         launch_seconds: what each call costs the host; 0 where the host is the device, and waits for each operator.
     """
-    if marks.any_marks():
-        return None  # what is marked is looked at in each step: no forward follows a plan
     with _by_itself():
         return _Stage(problem, plan, launch_seconds).play()
 
 
 @contextmanager
 def _by_itself() -> Iterator[None]:
-    """Where the caller's modes and defaults count for nothing."""
+    """Where the caller's modes, hooks and defaults count for nothing."""
     with (
+        active.outside(),
         without_dispatch_modes(),
         without_torch_function(),
         torch.inference_mode(False),
@@ -96,7 +95,7 @@ class _Stage:
             launch_seconds=launch_seconds,
             host_waits=launch_seconds == 0,
         )
-        self._observer = Observer(self._runtime, Checker(), torch.device("cpu"))
+        self._observer = OperatorObserver(self._runtime, Checker(), torch.device("cpu"))
         self._root = torch.zeros(1, requires_grad=True, device="cpu")
         self._small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8, device="cpu")
         self._node = -1
@@ -112,6 +111,7 @@ class _Stage:
         #: Of that what has gone since the last save.
         self._gone: deque[FinalizerRecord[torch.UntypedStorage]] = deque()
         self._living: list[int] = []
+        self._seen = 0
         # By operator.
         storages = program.storages
         self._made = _by_op(one.made for one in storages)
@@ -137,6 +137,7 @@ class _Stage:
                 "disk_path": None,
                 "skip": (),
                 "step_plans": "auto",
+                "codec": "identity",
                 "enabled": True,
             },
             plan=self._small_plan(),
@@ -156,16 +157,19 @@ class _Stage:
         if stats.plan_misses or stats.followed_forwards != 1:
             return None
         released = tuple(self._released.get(number, -1) for number in range(len(program.storages)))
-        return Rehearsal(seconds, tuple(self._living), tuple(sorted(self._returning)), released)
+        return Rehearsal(seconds, tuple(self._living), tuple(sorted(self._returning)), released, self._seen)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _forward(self, op: int) -> None:
-        freed = self._freed.get(op, ())
+        freed, saves = self._freed.get(op, ()), self._saves.get(op, ())
+        if any(self._program.saves[number].storage >= 0 for number in saves):
+            # What goes before the operator runs may go before it saves or after that.
+            self._see(self._program.other_bytes[max(op - 1, 0)])
         for number in freed:
             if self._program.saves[self._saves_of[number][-1]].op < op:
                 self._tensors.pop(number, None)
-        for number in self._saves.get(op, ()):
+        for number in saves:
             self._save(number)
         for number in freed:
             self._tensors.pop(number, None)
@@ -231,6 +235,8 @@ class _Stage:
             self._returned[save.storage].append(tensor)
             if tensor.untyped_storage() is not self._originals[save.storage]():
                 self._returning.add(save.storage)
+            op, other = self._program.asks[at].op, self._program.other_bytes
+            self._see(min(other[max(op - 1, 0)], other[min(op, len(other) - 1)]))
         del tensor
 
     # -- either -------------------------------------------------------------------------------------------------------
@@ -241,6 +247,11 @@ class _Stage:
         held = self._observer.resident_bytes * self._factor + self._program.other_bytes[op]
         self._living.append(round(held))
         self._runtime.advance(self._runtime.default_stream, self._problem.op_seconds[op], self._program.ops[op].name)
+
+    def _see(self, other_bytes: int) -> None:
+        """What lives between two operators, with so many other bytes."""
+        self._observer.sweep()
+        self._seen = max(self._seen, round(self._observer.resident_bytes * self._factor + other_bytes))
 
     def _nbytes(self, nbytes: int) -> int:
         """Bytes of what stands for so many."""

@@ -104,12 +104,18 @@ class Solver:
         starts = {self._filled(start, cost) for start in [*sorted(fitting, key=cost)[:_STARTS], self.least]}
         return self._best_of(starts, cost)
 
-    def free(self) -> Decision:
-        """The decision that moves most of those in which compute never waits."""
+    def free(self, slowdown: float = 0.0) -> Decision:
+        """The decision that moves most of those in which compute never waits, but for what moves whatever is decided.
+
+        Args:
+            slowdown: which part of a step's compute it may wait.
+        """
+        nothing = self._decision((False,) * (self._count + len(self._calls))).prediction.step_seconds
+        most = max(nothing, self.problem.compute_seconds * (1 + slowdown)) * (1 + _EQUAL)
 
         def cost(decision: Decision) -> _Cost:
             found = decision.prediction
-            waits = found.step_seconds > self.problem.compute_seconds * (1 + _EQUAL)
+            waits = found.step_seconds > most
             return _Cost(int(waits), 0.0, -found.moved_bytes)
 
         return self._best_of(sorted(self._candidates, key=cost)[:_STARTS], cost)

@@ -14,8 +14,6 @@ for its value is an error that names the module.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,15 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import FakeTensorMode, without_dispatch_modes
+from eager_offload import active
+from eager_offload._torch import FakeTensorMode, function_modes, without_dispatch_modes
 from eager_offload.errors import PlanError
 from eager_offload.plan.apply import checkpointed
+from eager_offload.plan.numbers import numbers_of_its_own
 from eager_offload.plan.program import Program
 from eager_offload.plan.recorder import Recorder
 from eager_offload.plan.stand_ins import StandIns
 from eager_offload.skipping import SkippedModules
 
-__all__ = ["arguments_of", "loss_of", "nothing_left_behind", "trace"]
+__all__ = ["arguments_of", "by_itself", "loss_of", "trace"]
 
 
 def trace(
@@ -57,8 +57,8 @@ def trace(
         ConfigError: a pattern matches no module.
         PlanError: what the model does depends on numbers that nobody has.
     """
-    recorder, skipped = Recorder(min_bytes), SkippedModules()
-    with nothing_left_behind(), FakeTensorMode(allow_non_fake_inputs=True):
+    with by_itself(), numbers_of_its_own() as generator, FakeTensorMode(allow_non_fake_inputs=True):
+        recorder, skipped = Recorder(min_bytes, generator=generator), SkippedModules()
         stand_ins = StandIns(recorder.has)
         arguments, named = arguments_of(stand_ins.of_inputs(inputs))
         traced, made_loss = stand_ins.copy_of(model, loss)
@@ -118,23 +118,16 @@ def _is_of_fakes(error: Exception) -> bool:
 
 
 @contextmanager
-def nothing_left_behind() -> Iterator[None]:
-    """Autograd is on, whatever the caller has switched off, and random numbers go on afterwards as if nothing were."""
-    state, own = torch.get_rng_state(), random.getstate()
-    numpy = sys.modules.get("numpy")
-    theirs = None if numpy is None else numpy.random.get_state()
+def by_itself() -> Iterator[None]:
+    """Autograd is on, and the caller's modes, hooks and default device count for nothing."""
     with ExitStack() as stack:
+        stack.enter_context(active.outside())
         stack.enter_context(without_dispatch_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.device("cpu"))  # whatever default the caller has
+        if function_modes() or torch.get_default_device().type != "cpu":  # whatever default the caller has
+            stack.enter_context(torch.device("cpu"))
         device = torch.accelerator.current_accelerator()
         if device is not None and torch.is_autocast_enabled(device.type):  # what stands for it is on the CPU
             stack.enter_context(torch.autocast("cpu", torch.get_autocast_dtype(device.type)))
-        try:
-            yield
-        finally:
-            torch.set_rng_state(state)
-            random.setstate(own)
-            if numpy is not None:
-                numpy.random.set_state(theirs)
+        yield

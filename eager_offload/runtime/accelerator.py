@@ -31,14 +31,14 @@ from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.slabs import SlabSizes
 
-__all__ = ["AcceleratorEvent", "AcceleratorRuntime", "accelerator_runtime"]
+__all__ = ["AcceleratorEvent", "AcceleratorRuntime", "TransferStreams", "accelerator_runtime"]
 
 #: So many first copies of a transfer stream are timed, and one in so many later ones; a timed copy costs an event more.
 _TIMED = 16
 
 
-class _TransferStreams(NamedTuple):
-    """The two transfer streams of a device."""
+class TransferStreams(NamedTuple):
+    """Two streams of a device, one for copies each way."""
 
     outward: torch.Stream
     inward: torch.Stream
@@ -75,12 +75,13 @@ class AcceleratorRuntime(Runtime):
         #: What kind of device this runtime serves, such as ``"cuda"``.
         self.device_type: str = accelerator.type
         self._lock = threading.Lock()
-        self._transfer_streams: dict[torch.device, _TransferStreams] = {}
+        self._transfer_streams: dict[torch.device, TransferStreams] = {}
+        self._capture_streams: dict[torch.device, TransferStreams] = {}
         self._links: dict[torch.device, LinkProbe] = {}
         self._pinned = PinnedMemory(self._api)
         self._staging = Staging(self, self._enqueue)
         self._events = EventPool(self._api)
-        self._captures = AcceleratorCaptures(self._api, self._events)
+        self._captures = AcceleratorCaptures(self._api, self._events, self.poll)
         self._clocks = DeviceClocks(partial(self._events.record, timed=True))
         #: How many copies each transfer stream was given.
         self._copies: dict[torch.Stream, int] = {}
@@ -94,6 +95,10 @@ class AcceleratorRuntime(Runtime):
     def is_capturing(self, device: torch.device | None = None) -> bool:
         return not self._inherited and self._api.is_capturing(None if device is None else _index(device))
 
+    def is_restricted(self) -> bool:
+        """Whether a capture forbids the calling thread what a driver calls unsafe, such as to pin memory."""
+        return CAPTURES.forbid_queries() or self.is_capturing()
+
     @property
     def captures(self) -> bool:
         return not self._inherited and self._api.makes_graphs()
@@ -106,7 +111,7 @@ class AcceleratorRuntime(Runtime):
         if not self.captures:
             return super().begin_capture(stream, mode, pool, keep=keep)
         if not self.is_capturing():
-            self.poll()
+            self.slab_sizes()  # tries once whether memory can be pinned where it lies, which is not for a capture
         return self._captures.begin(stream, mode, pool, keep=keep)
 
     def end_capture(self, capture: Capture) -> None:
@@ -129,6 +134,19 @@ class AcceleratorRuntime(Runtime):
                 if streams is None:
                     streams = self._transfer_streams[device] = self._create_streams(device)
         return streams.outward if direction is Direction.OUT else streams.inward
+
+    def capture_streams(self, device: torch.device) -> TransferStreams:
+        """Those of captures of ``device``: the process's transfer streams stay free for other threads meanwhile.
+
+        One capture at a time takes place on a device, so one pair serves all.
+        """
+        device = self._indexed(device)
+        self.transfer_stream(device, Direction.OUT)
+        with self._lock:
+            streams = self._capture_streams.get(device)
+            if streams is None:
+                streams = self._capture_streams[device] = self._create_streams(device, self._transfer_streams[device])
+            return streams
 
     @contextmanager
     def enter(self, stream: Stream) -> Iterator[None]:
@@ -168,7 +186,7 @@ class AcceleratorRuntime(Runtime):
             MemoryError: the system has no room.
             HostAllocationUnderCaptureError: a graph is being captured, which to pin would invalidate.
         """
-        if pin_memory and (CAPTURES.own() is not None or self.is_capturing()):
+        if pin_memory and self.is_restricted():
             raise HostAllocationUnderCaptureError(
                 f"{nbytes:,} bytes of host memory were to be pinned while a graph is captured: have them before that"
             )
@@ -240,7 +258,8 @@ class AcceleratorRuntime(Runtime):
         return self._staging.held_bytes
 
     def poll(self) -> None:
-        if self._inherited:
+        # What would go in a capture may be a graph, or be pinned: both spoil it.
+        if self._inherited or (CAPTURES.under_way and CAPTURES.forbid_queries()):
             return
         super().poll()
         if self._pinned.returned:
@@ -289,8 +308,19 @@ class AcceleratorRuntime(Runtime):
             return self._staging.reload(tensor, slot, stream, after)
         return self._staging.offload(slot, tensor, stream, after)
 
+    def copy_in_capture(self, target: Tensor, source: Tensor, stream: Stream, after: Sequence[Event]) -> Event:
+        """``copy`` between flat ``uint8`` tensors, of which one is in pinned memory that belongs to a graph."""
+        assert isinstance(stream, torch.Stream)
+        return self._enqueue(target, source, stream, after, may_time=False)
+
     def _enqueue(
-        self, target: Tensor, source: Tensor, stream: torch.Stream, after: Sequence[Event]
+        self,
+        target: Tensor,
+        source: Tensor,
+        stream: torch.Stream,
+        after: Sequence[Event],
+        *,
+        may_time: bool = True,
     ) -> AcceleratorEvent:
         """Enqueues a copy between the device and host memory, behind ``after``."""
         for end in (target, source):
@@ -299,7 +329,7 @@ class AcceleratorRuntime(Runtime):
         for event in after:
             assert isinstance(event, AcceleratorEvent | StagedEvent)
             event.wait_on(stream)
-        timed = self._is_timed(stream)
+        timed = may_time and self._is_timed(stream)
         began = self._events.record(stream, timed=True) if timed else None
         with self.enter(stream):
             self._api.copy(target, source)
@@ -342,8 +372,8 @@ class AcceleratorRuntime(Runtime):
         """The child has no device: what its parent started there is neither asked about nor given back."""
         self._inherited = True
         CAPTURES.under_way = ()
-        _of_the_parent.extend([self._kept, self._events, self._transfer_streams])
-        self._transfer_streams = {}
+        _of_the_parent.extend([self._kept, self._events, self._transfer_streams, self._capture_streams])
+        self._transfer_streams, self._capture_streams = {}, {}
         self._kept = deque()
         self._lock, self._links = threading.Lock(), {}
         self._pinned.after_fork()
@@ -360,16 +390,18 @@ class AcceleratorRuntime(Runtime):
             return device
         return torch.device(device.type, self._api.current_device_index())
 
-    def _create_streams(self, device: torch.device) -> _TransferStreams:
-        # Both at once: CUDA hands streams out of a ring, so two that are taken one after the other are surely two.
+    def _create_streams(self, device: torch.device, taken: Sequence[torch.Stream] = ()) -> TransferStreams:
+        # Both at once: CUDA hands streams out of a ring, so two that are taken one after the other are surely two, and
+        # of two more than are taken already two are free.
         try:
-            outward, inward = self._api.stream(device), self._api.stream(device)
+            free = [stream for _ in range(2 + len(taken)) if (stream := self._api.stream(device)) not in taken]
+            outward, inward = free[:2]
         except RuntimeError as error:
             raise OffloadError(
                 f"torch cannot create a stream on {device}, so nothing could be moved while it computes; "
                 "run without Offload there"
             ) from error
-        return _TransferStreams(outward, inward)
+        return TransferStreams(outward, inward)
 
     def _probes(self, device: torch.device) -> LinkProbe:
         device = self._indexed(device)

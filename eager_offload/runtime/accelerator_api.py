@@ -61,6 +61,10 @@ class AcceleratorApi:
         """The current stream is captured from here on."""
         _torch.begin_graph(graph, memory, mode)
 
+    def forget_workspaces(self) -> None:
+        """Lets go of the memory that the device's libraries work in, which torch keeps for each stream."""
+        _torch.forget_workspaces()
+
     def release_failed_graph(self, graph: Any, index: int, memory: tuple[int, int] | None, *, ended: bool) -> None:
         """Gives back what a graph has whose capture has failed: at its end, or at its begin."""
         _torch.release_failed_graph(graph, index, memory, ended=ended)
@@ -70,7 +74,7 @@ class AcceleratorApi:
         torch.accelerator.synchronize(index)
 
     def empty_cache(self) -> None:
-        """Gives memory back that nobody has: a graph allocates its own."""
+        """Gives memory back in which no tensor lives: a graph allocates its own."""
         torch.accelerator.empty_cache()
 
     def set_stream(self, stream: torch.Stream) -> None:
@@ -94,7 +98,7 @@ class AcceleratorApi:
         return stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]
 
     def free_memory(self, device: torch.device) -> int:
-        """Bytes of ``device`` that nobody has, and those that its allocator keeps idle."""
+        """Bytes of ``device`` that no process has taken, and those that its allocator keeps idle."""
         free, _ = torch.accelerator.get_memory_info(device)
         idle = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
         return free + max(idle, 0)

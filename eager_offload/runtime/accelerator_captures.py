@@ -1,8 +1,16 @@
-"""How an accelerator captures: begin, end, and what is put right after a capture that failed."""
+"""How an accelerator captures: begin, end, and what is put right after a capture that failed.
+
+[Note: workspaces]
+torch keeps the memory that cuBLAS works in, for each stream, and a graph keeps its address. Captures of a device are on
+one stream, so a workspace of the warm-up would be that of all its graphs and of eager code there: replays on two
+streams would write over each other's sums, and in torch 2.13 the first graph that goes takes it from the others. So
+torch forgets workspaces before a capture, which then has its own in the memory of the graph, and behind it.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -16,11 +24,16 @@ __all__ = ["AcceleratorCaptures"]
 
 class AcceleratorCaptures:
     """Begins and ends captures. torch's own context managers are left alone: where the end of a capture raises, their
-    exit leaves the stream of the capture selected."""
+    exit leaves the stream of the capture selected.
 
-    def __init__(self, api: AcceleratorApi, events: EventPool) -> None:
+    Args:
+        poll: lets go of what is over, such as a graph that has gone while it ran.
+    """
+
+    def __init__(self, api: AcceleratorApi, events: EventPool, poll: Callable[[], None]) -> None:
         self._api = api
         self._events = events
+        self._poll = poll
         self._lock = threading.Lock()
         #: What the capturing thread had selected: the stream of the capture's device, and that of the selected device.
         self._before: dict[Capture, tuple[torch.Stream, torch.Stream]] = {}
@@ -30,11 +43,13 @@ class AcceleratorCaptures:
         api, device = self._api, stream.device
         with self._lock:
             self._check_may_begin(stream)
-            # Every event that there is is over then, and nobody has to ask about it during the capture.
+            # Every event that there is is over then, and need not be queried during the capture.
             events = self._events.of(device.index)
             api.synchronize(device.index)
             for event in events:
                 event.note_over()
+            self._poll()  # not in the capture; and the memory that this gives back is for it
+            api.forget_workspaces()
             api.empty_cache()
             graph, memory = api.graph(keep), api.memory_pool() if memory is None else memory
             selected = torch.device(device.type, api.current_device_index())
@@ -56,9 +71,8 @@ class AcceleratorCaptures:
     def end(self, capture: Capture) -> None:
         """See ``Runtime.end_capture``."""
         self._check_may_end(capture)
-        self._api.set_stream(capture.stream)
         try:
-            capture.graph.capture_end()
+            self._end_graph(capture)
         except RuntimeError as error:
             self._drop(capture)
             raise _named(error) from error
@@ -70,9 +84,8 @@ class AcceleratorCaptures:
     def abandon(self, capture: Capture) -> None:
         """See ``Runtime.abandon_capture``."""
         self._check_may_end(capture)
-        self._api.set_stream(capture.stream)
         try:
-            capture.graph.capture_end()
+            self._end_graph(capture)
         except RuntimeError:  # the caller has an error of its own, which is what this one comes of
             self._drop(capture)
         else:
@@ -97,8 +110,19 @@ class AcceleratorCaptures:
         if capture.thread != threading.get_ident():
             raise CaptureStateError("a capture was ended by another thread than has begun it")
 
+    def _end_graph(self, capture: Capture) -> None:
+        """See [Note: workspaces]; before the graph gives its memory back, of which they may be."""
+        self._api.set_stream(capture.stream)
+        try:
+            capture.graph.capture_end()
+        finally:
+            self._api.forget_workspaces()
+
     def _drop(self, capture: Capture) -> None:
+        """Nothing is captured into the memory of ``capture`` any more: to 2.12 torch refuses to share it from here on,
+        since its allocator of pinned memory goes on to take it for that of a capture that is under way."""
         self._api.release_failed_graph(capture.graph, capture.stream.device_index, capture.memory, ended=True)
+        capture.memory = None
 
     def _finish(self, capture: Capture) -> None:
         CAPTURES.end(capture)

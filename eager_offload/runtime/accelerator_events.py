@@ -64,7 +64,7 @@ class AcceleratorEvent:
     def synchronize(self) -> None:
         """Makes the host wait until it is over."""
         if not self._done:
-            if CAPTURES.under_way and CAPTURES.own() is not None:
+            if CAPTURES.under_way and CAPTURES.forbid_queries():
                 raise _no_wait()
             self._event.synchronize()
             self._done = True
@@ -106,6 +106,11 @@ class CapturedEvent(AcceleratorEvent):
 
 
 def _no_wait() -> CaptureStateError:
+    if CAPTURES.own() is None:
+        return CaptureStateError(
+            "the host was to wait for a device while another thread captures in mode 'global', in which no thread may: "
+            "with 'thread_local', the default, others may"
+        )
     return CaptureStateError("the host was to wait for a device in a capture, where nothing runs before a replay")
 
 
@@ -159,7 +164,7 @@ class EventPool:
         return recorded
 
     def of(self, index: int) -> list[AcceleratorEvent]:
-        """Those of a device that somebody holds now."""
+        """Those of a device that are in use now."""
         kinds = [kind for kind in (self._plain.get(index), self._timed.get(index)) if kind is not None]
         found = [record() for kind in kinds for record in list(kind.in_use)]
         return [event for event in found if event is not None]

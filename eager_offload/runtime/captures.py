@@ -24,7 +24,7 @@ class CaptureMode(enum.Enum):
     THREAD_LOCAL = "thread_local"
     """The thread that captures. The default here: other threads need not know of the capture."""
     RELAXED = "relaxed"
-    """Nobody, but for calls about the streams that are captured."""
+    """No thread, but for calls about the streams that are captured."""
 
 
 class Capture:
@@ -48,7 +48,7 @@ class Capture:
 
 
 class Captures:
-    """Those that this library has begun. One of somebody else's is noticed by asking the stream."""
+    """Those that this library has begun. One of the program's own is noticed by asking the stream."""
 
     def __init__(self) -> None:
         #: Replaced, never changed: read without a lock, and by everything that is about an event.
@@ -67,7 +67,10 @@ class Captures:
         return next((one for one in self.under_way if one.thread == thread), None)
 
     def forbid_queries(self) -> bool:
-        """Whether the calling thread would invalidate a capture by asking the driver about an event."""
+        """Whether the calling thread would invalidate a capture by asking the driver about an event.
+
+        By waiting for one, pinning or unpinning it would as well.
+        """
         thread = threading.get_ident()
         return any(one.thread == thread or one.mode is CaptureMode.GLOBAL for one in self.under_way)
 

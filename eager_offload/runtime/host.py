@@ -25,7 +25,7 @@ from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.limits import host_headroom
-from eager_offload.tiers.memory import anonymous_slab, resident_bytes, resident_slab
+from eager_offload.tiers.memory import anonymous_slab, resident_bytes, resident_slab, view_of
 
 __all__ = ["HostEvent", "HostRuntime", "TransferThread", "carry", "host_runtime"]
 
@@ -56,6 +56,7 @@ class HostRuntime(Runtime):
 
     knows_time = True
     copies_hold_their_ends = True  # the thread has them until it is done
+    copies_storages = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,11 +91,11 @@ class HostRuntime(Runtime):
         if self._kept or self._ownerless:
             super().poll()
         if self.arena.returned:
-            self.arena.drain()
+            self.arena.poll()
 
     def release_idle(self) -> None:
         super().release_idle()
-        self.arena.trim()
+        self.arena.release_idle()
 
     def seconds(self, event: Any) -> float | None:
         seconds: float | None = event.seconds
@@ -152,8 +153,8 @@ class HostRuntime(Runtime):
         for event in after:  # no comprehension, which would be a call
             if not event.done:
                 pending = (*pending, event)
-        call, tensor, slot = (src.read, dst, src) if type(dst) is Tensor else (dst.write, src, dst)
-        submitted: HostEvent = stream.submit(partial(carry, call, tensor, slot, pending))
+        call, end, slot = (src.read, dst, src) if type(dst) is Tensor else (dst.write, src, dst)
+        submitted: HostEvent = stream.submit(partial(carry, call, end, slot, pending))
         return submitted
 
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
@@ -173,8 +174,13 @@ def _poll_all(pollables: Living[Pollable]) -> bool:
     return all(polled)
 
 
-def carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot, after: Sequence[HostEvent] = ()) -> None:
+def carry(
+    call: Callable[[Any], None], end: Tensor | torch.UntypedStorage, slot: Slot, after: Sequence[HostEvent] = ()
+) -> None:
     """Has ``slot`` written or read, on the thread that does it, once ``after`` is over.
+
+    Args:
+        end: the other end, flat ``uint8``; or a storage, whose first bytes are to be written.
 
     Raises:
         OffloadError: whatever went wrong; a ``TransferError`` that tells its cause, where the tier raised another.
@@ -182,7 +188,10 @@ def carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot, after: Seq
     for event in after:
         event.wait()
     try:
-        call(tensor)
+        if not (slot.writes_storages or isinstance(end, Tensor)):
+            # Not `set_`: that would have a storage that was made smaller meanwhile grow again.
+            end = torch.frombuffer(view_of(end.data_ptr(), slot.nbytes, end), dtype=torch.uint8)
+        call(end)
     except OffloadError:
         raise
     except Exception as error:

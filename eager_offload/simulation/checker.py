@@ -37,7 +37,7 @@ from eager_offload.runtime.base import Event, Stream
 from eager_offload.simulation.log import Log
 from eager_offload.tiers.base import Region
 
-__all__ = ["Access", "Checker", "Kind", "OrderingError", "Violation"]
+__all__ = ["Access", "AccessKind", "Checker", "OrderingError", "Violation"]
 
 _Clock: TypeAlias = dict[Stream, int]
 
@@ -49,7 +49,7 @@ class OrderingError(AssertionError):
     """Accesses that no event orders, or a wait for an event that never was recorded."""
 
 
-class Kind(enum.Enum):
+class AccessKind(enum.Enum):
     """What an entry of the log does to memory, or to the clock of its stream."""
 
     READ = "reads"
@@ -66,7 +66,7 @@ class Access:
 
     #: ``None`` for the host.
     stream: Stream | None
-    kind: Kind
+    kind: AccessKind
     what: str
     #: The bytes, or ``None`` for a wait.
     region: Region | None
@@ -132,17 +132,17 @@ class Checker(Log):
     def access(self, stream: Stream, reads: Sequence[Region], writes: Sequence[Region], what: str) -> None:
         with self._lock:
             number = self._enqueue(stream)
-            touched = [Access(stream, Kind.READ, what, region, number) for region in reads]
-            touched += [Access(stream, Kind.WRITE, what, region, number) for region in writes]
+            touched = [Access(stream, AccessKind.READ, what, region, number) for region in reads]
+            touched += [Access(stream, AccessKind.WRITE, what, region, number) for region in writes]
             self._check(touched)
 
     def allocate(self, stream: Stream, region: Region, what: str) -> None:
         with self._lock:
-            self._check([Access(stream, Kind.ALLOCATE, what, region, self._enqueue(stream))])
+            self._check([Access(stream, AccessKind.ALLOCATE, what, region, self._enqueue(stream))])
 
     def free(self, stream: Stream, region: Region, what: str) -> None:
         with self._lock:
-            self._check([Access(stream, Kind.FREE, what, region, self._enqueue(stream))])
+            self._check([Access(stream, AccessKind.FREE, what, region, self._enqueue(stream))])
 
     def record(self, stream: Stream, event: Event) -> None:
         with self._lock:
@@ -152,13 +152,13 @@ class Checker(Log):
     def wait(self, stream: Stream, event: Event) -> None:
         with self._lock:
             number = self._enqueue(stream)
-            known = self._recorded(event, Access(stream, Kind.WAIT, "wait", None, number))
+            known = self._recorded(event, Access(stream, AccessKind.WAIT, "wait", None, number))
             _join(self._streams[stream], known)
 
     def synchronize(self, event: Event) -> None:
         with self._lock:
             number = self._next()
-            known = self._recorded(event, Access(None, Kind.SYNCHRONIZE, "synchronize", None, number))
+            known = self._recorded(event, Access(None, AccessKind.SYNCHRONIZE, "synchronize", None, number))
             _join(self._host, known)
 
     # -- clocks ---------------------------------------------------------------------------------------------------
@@ -215,12 +215,12 @@ class Checker(Log):
             else f"stream {later.stream} comes after stream {earlier.stream} up to #{known} only"
         )
         record = f"an event recorded on stream {earlier.stream} after #{earlier.number}"
-        if later.kind is Kind.FREE:
+        if later.kind is AccessKind.FREE:
             cure = (
                 f"The last reference to these bytes may go only once stream {later.stream} has waited for, or the host "
                 f"has seen complete, {record}."
             )
-        elif earlier.kind in (Kind.ALLOCATE, Kind.FREE):
+        elif earlier.kind in (AccessKind.ALLOCATE, AccessKind.FREE):
             cure = (
                 "An earlier owner of the block may still have work queued: before "
                 f"#{later.number}, stream {later.stream} has to wait for {record}."
@@ -318,12 +318,14 @@ class _Space:
         clashes: list[_Clash] = []
         for cell in tiles.inside:
             earlier = (
-                [*cell.writes.values()] if access.kind is Kind.READ else [*cell.writes.values(), *cell.reads.values()]
+                [*cell.writes.values()]
+                if access.kind is AccessKind.READ
+                else [*cell.writes.values(), *cell.reads.values()]
             )
             clashes += [
                 _Clash(other, cell.start, cell.stop) for other in earlier if other.number > clock.get(other.stream, -1)
             ]
-            if access.kind is Kind.READ:
+            if access.kind is AccessKind.READ:
                 cell.reads[access.stream] = access
             else:
                 cell.forget(clock)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from eager_offload._torch import without_dispatch_modes
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Hop, Layout, Runtime, Stream
-from eager_offload.simulation.checker import Access, Kind, Violation
+from eager_offload.simulation.checker import Access, AccessKind, Violation
 from eager_offload.simulation.deferred import POISON, Move
 from eager_offload.simulation.timeline import Span, Timeline
 from eager_offload.tiers.base import Slot
@@ -339,7 +339,7 @@ class SimulatedDevice(Runtime):
 
     def _entry(self, stream: SimulatedStream, what: str, tensor: Tensor, direction: Direction) -> Access:
         """What is said of a copy that is being enqueued, should it run too late."""
-        kind = Kind.READ if direction is Direction.OUT else Kind.WRITE
+        kind = AccessKind.READ if direction is Direction.OUT else AccessKind.WRITE
         return Access(stream, kind, what, None, -1)
 
     def _report(self, move: Move) -> Violation:

@@ -26,7 +26,7 @@ from eager_offload.simulation.signatures import Operand, signature_of, tensors_i
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.extents import Extents
 
-__all__ = ["Observer"]
+__all__ = ["OperatorObserver"]
 
 #: Bytes; CUDA's caching allocator hands out multiples of it.
 _GRANULARITY = 512
@@ -35,7 +35,7 @@ _GRANULARITY = 512
 Work: TypeAlias = Callable[[Stream, str, int], None]
 
 
-class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
+class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
     """A dispatch mode that logs the operators of the thread that entered it, and gives storages their names.
 
     An operator reads its arguments, writes those that its schema marks, and allocates and writes what it returns, on
@@ -244,7 +244,7 @@ class _Death(weakref.ref[torch.UntypedStorage]):
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A storage that lives, as far as anyone knows."""
+    """A storage that lives, as far as the observer has seen."""
 
     death: _Death
     #: Whose allocator it came from.
@@ -318,7 +318,7 @@ def _span(tensor: Tensor) -> _Span:
 class _Sweeping(Log):
     """A log in which whatever died comes before the next entry, and so before what that entry orders."""
 
-    def __init__(self, log: Log, observer: Observer) -> None:
+    def __init__(self, log: Log, observer: OperatorObserver) -> None:
         self._log = log
         self._observer = observer
 
@@ -352,7 +352,7 @@ class _Elsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
 
     sees_offloading = True
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: OperatorObserver) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
         self._observer = observer
 

@@ -15,7 +15,7 @@ from eager_offload.simulation.checker import Access, Checker, Violation
 from eager_offload.simulation.deferred import Move
 from eager_offload.simulation.device import SimulatedDevice, SimulatedEvent, SimulatedStream
 from eager_offload.simulation.log import Log, LoggedRuntime
-from eager_offload.simulation.observer import Observer
+from eager_offload.simulation.observer import OperatorObserver
 from eager_offload.simulation.recording import Recording
 
 __all__ = ["SimulatedEvent", "SimulatedRuntime", "SimulatedStream"]
@@ -25,7 +25,7 @@ class SimulatedRuntime(LoggedRuntime, SimulatedDevice):
     """A simulated device whose calls can be checked; see ``SimulatedDevice`` for its arguments."""
 
     _checker: Checker | None = None
-    _observer: Observer | None = None
+    _observer: OperatorObserver | None = None
 
     @contextmanager
     def checked(self, recording: Recording | None = None) -> Iterator[Checker]:
@@ -42,7 +42,7 @@ class SimulatedRuntime(LoggedRuntime, SimulatedDevice):
         if recording is not None:
             recording.then = checker
             log = recording
-        observer = Observer(self, log, torch.device("cpu"), home=self._default, work=self._compute)
+        observer = OperatorObserver(self, log, torch.device("cpu"), home=self._default, work=self._compute)
         self._checker, self._observer = checker, observer
         self.attach(observer.log, observer)
         try:

@@ -53,7 +53,7 @@ class Arena:
     again; beyond that the oldest go back to the system, none before its fences have passed. All that is idle goes
     back before a request fails. Where the system rounds sizes up, ``sizes`` says so, and all slabs are shared.
 
-    Slots that die are taken up at the next call of any method; ``drain()`` is the call that does nothing else.
+    Slots that die are taken up at the next call of any method; ``poll()`` is the call that does nothing else.
 
     [Note: ready]
     Leases come and go with every reload, in the sizes of the step before. So one that has died, of a slab that it
@@ -109,7 +109,7 @@ class Arena:
         tell_after_fork(self)
 
     def _reset(self) -> None:
-        #: Where slots end up, until ``drain``; see [Note: slots give themselves back] in ``tiers/base.py``.
+        #: Where slots end up, until ``poll``; see [Note: slots give themselves back] in ``tiers/base.py``.
         self.returned: deque[FinalizerRecord[Slot]] = deque()
         #: Of what is alive; see [Note: finalizers] in ``finalizers.py``.
         self._records: set[FinalizerRecord[Slot]] = set()
@@ -149,7 +149,7 @@ class Arena:
         with self._lock.lock:
             self._quotas.discard(quota)
             self.is_closed = not self._quotas
-            self._drain()
+            self._poll()
             limit = self._limit(None)
             if limit is not None and self._held > limit:
                 self._release_idle(max(self._idle_now - (self._held - limit), 0))
@@ -210,16 +210,16 @@ class Arena:
                 self._is_changing = False
         return torch.frombuffer(view, dtype=torch.uint8)
 
-    def drain(self) -> None:
+    def poll(self) -> None:
         """Takes up the slots that have died and gives back to the system what is idle beyond ``idle_bytes``."""
         if not self._lock.is_held():  # in the midst of a change a later call does; see [Note: reentry] in forking.py
             with self._lock.lock:
-                self._drain()
+                self._poll()
 
     def rest(self) -> None:
         """Keeps nothing until the next lease; see [Note: rest]. Only for an arena that nothing but leases come from."""
         with self._lock.lock:
-            self._drain()
+            self._poll()
             self._release_idle(0)
             self._is_changing = True
             for record in self._records:
@@ -227,28 +227,28 @@ class Arena:
             self._new_slabs()
             self._is_changing, self._rests = False, True
 
-    def trim(self, keep: int = 0) -> None:
+    def release_idle(self, keep: int = 0) -> None:
         """Gives what is idle back to the system, but for ``keep`` bytes."""
         with self._lock.lock:
-            self._drain()
+            self._poll()
             self._release_idle(keep)
 
     @property
     def used_bytes(self) -> int:
         """Bytes in slots and leases that are alive, as they were asked for."""
-        self.drain()
+        self.poll()
         return self._used
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all slabs."""
-        self.drain()
+        self.poll()
         return self._held
 
     @property
     def idle_bytes(self) -> int:
         """Bytes of slabs in which nothing is alive."""
-        self.drain()
+        self.poll()
         return self._idle_now
 
     @property
@@ -259,12 +259,12 @@ class Arena:
     def close(self) -> None:
         """Gives back what is idle, and keeps nothing idle from now on. Idempotent.
 
-        Slots that die later go back at the next ``drain()``, or when the arena and the last of them are gone. Let all
+        Slots that die later go back at the next ``poll()``, or when the arena and the last of them are gone. Let all
         transfers end before the arena goes: nothing then asks whether the fences have passed.
         """
         with self._lock.lock:
             self.is_closed = True
-            self._drain()
+            self._poll()
 
     # -- with the lock held ---------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class Arena:
             MemoryError, RuntimeError: there is none.
         """
         if self.returned or self._is_changing:
-            self._drain()
+            self._poll()
         alone = self._sizes.alone(nbytes)
         slabs = self._slabs["whole" if alone else "page" if nbytes >= PAGE else "line"]
         size = nbytes + -nbytes % slabs.alignment
@@ -287,7 +287,7 @@ class Arena:
         extent = None if fitting is None else slabs.extents.allocate(fitting)
         if extent is None and self._ready:
             self._is_changing = False
-            self._drain()
+            self._poll()
             self._is_changing = True
             extent = None if alone else slabs.extents.allocate(size)
         if extent is None:
@@ -304,7 +304,7 @@ class Arena:
     def _ready_for(self, nbytes: int) -> FinalizerRecord[Slot] | None:
         """A ready lease of ``nbytes`` bytes, for another one; the change goes on until that is registered."""
         if self._is_changing or self._ready_bytes > self._idle_bytes or self.is_closed:
-            self._drain()
+            self._poll()
         self._is_changing, ended = True, self._ended
         while ended:
             record: Any = ended.popleft()
@@ -370,7 +370,7 @@ class Arena:
         bound = pooled + sum(quota.budget for quota in quotas if not quota.pooled)
         return bound if limit is None else min(bound, limit)
 
-    def _drain(self) -> None:
+    def _poll(self) -> None:
         if self._is_changing:
             self._recover()
         if self._ended or self._ready:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
@@ -32,11 +33,12 @@ class Region(NamedTuple):
     stop: int
 
 
-class Fence(NamedTuple):
-    """The last use of some bytes: they may be written again once ``event`` has completed.
+@dataclass(slots=True, unsafe_hash=True)
+class Fence:
+    """The last use of some bytes: they may be written again once ``event`` has completed. It never changes.
 
     The event and the runtime that can judge it travel together, since a slot may outlive every other
-    trace of the transfer.
+    trace of the transfer. There is one for each copy, and what is frozen takes three times as long to make.
     """
 
     runtime: _Judge
@@ -73,6 +75,8 @@ class Slot(abc.ABC):
     """
 
     tier: ClassVar[str]
+    #: Whether ``write`` takes a storage as well, whose first bytes are meant.
+    writes_storages: ClassVar[bool] = False
     __slots__ = ("__weakref__", "nbytes", "record")
 
     def __init__(self, nbytes: int, fences: tuple[Fence, ...], record: SlotRecord | None = None) -> None:
@@ -155,10 +159,10 @@ class Tier(abc.ABC):
         """Why ``reserve`` last found no room."""
         return Shortage(f"all of {self.name}_budget is in use", f"raise {self.name}_budget")
 
-    def note_reuse(self, nbytes: int) -> None:  # noqa: B027  # as for `trim`
+    def note_reuse(self, nbytes: int) -> None:  # noqa: B027  # as for `release_idle`
         """Slots of ``nbytes`` bytes that were kept ready serve again, without a call of ``reserve``."""
 
-    def trim(self) -> None:  # noqa: B027  # most tiers keep nothing idle that another program could use
+    def release_idle(self) -> None:  # noqa: B027  # most tiers keep nothing idle that another program could use
         """A forward begins: gives idle memory back where the machine is short of it. Cheap where nothing is to do."""
 
     @property

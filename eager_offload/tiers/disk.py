@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple, cast
 
@@ -36,8 +37,9 @@ from eager_offload.tiers.spill import SpillFile
 
 __all__ = ["Bandwidth", "DiskSlot", "DiskTier"]
 
-#: Bytes that measuring moves each way, in pieces of a size that a large activation has.
+#: Bytes that measuring moves each way at most, in pieces of a size that a large activation has; and for how long.
 _MEASURED_BYTES, _MEASURED_PIECE = 64 << 20, 8 << 20
+_MEASURING_SECONDS = 0.8
 #: Bytes; of a source that is at least so large, what was never touched stays where it is.
 _LEAST_SPARSE = 4 << 20
 
@@ -151,7 +153,7 @@ class DiskTier(Tier):
             space = self._usable()
             if space is None:
                 return None
-            self._drain()
+            self._poll()
             extent = space.take(size, self._budget - self._length())
             if extent is None:
                 return None
@@ -194,7 +196,7 @@ class DiskTier(Tier):
     @property
     def used_bytes(self) -> int:
         with self._lock:
-            self._drain()
+            self._poll()
             return self._used()
 
     @property
@@ -209,14 +211,14 @@ class DiskTier(Tier):
 
     def restart_peak(self) -> None:
         with self._lock:
-            self._drain()
+            self._poll()
             self._peak = self._used()
 
     @property
     def written_bytes(self) -> int:
         """Bytes that this process has written to the disks so far."""
         with self._lock:
-            self._drain()
+            self._poll()
             return self._written
 
     @property
@@ -231,10 +233,10 @@ class DiskTier(Tier):
         with self._lock:
             return self._space is not None and all(file.memory_alignment is not None for file in self._space.files)
 
-    def drain(self) -> None:
+    def poll(self) -> None:
         """Takes up the slots that have died; once all have, gives the buffers of transfers back to the system."""
         with self._lock:
-            self._drain()
+            self._poll()
 
     def measure(self) -> Bandwidth:
         """What this disk does, through the tier itself; measured at the first call, then remembered.
@@ -283,9 +285,9 @@ class DiskTier(Tier):
         spaces = [] if self._space is None else [self._space]
         return [*spaces, *self._left] if self._left else spaces
 
-    def _drain(self) -> None:
+    def _poll(self) -> None:
         for space in self._all():
-            self._written += space.drain()
+            self._written += space.poll()
 
     def _used(self) -> int:
         return sum(space.used for space in self._all())
@@ -299,17 +301,24 @@ class DiskTier(Tier):
         # the next dropout would differ from that of a run without offload.
         source.view(torch.int64).random_(generator=torch.Generator())
         slots: list[DiskSlot] = []
-        started = time.perf_counter()
         while len(slots) * _MEASURED_PIECE < _MEASURED_BYTES and (slot := self.reserve(_MEASURED_PIECE)) is not None:
-            slot.write(source)
             slots.append(slot)
-        written = time.perf_counter()
         if not slots:
             raise CapacityError(f"there is no room for {_MEASURED_PIECE} bytes in the disk tier to measure it with")
-        for slot in slots:
-            slot.read(source)
-        nbytes = len(slots) * _MEASURED_PIECE
-        return Bandwidth(nbytes / (written - started), nbytes / (time.perf_counter() - written))
+        written, write_seconds = _timed([partial(slot.write, source) for slot in slots])
+        read, read_seconds = _timed([partial(slot.read, source) for slot in slots[:written]])
+        return Bandwidth(written * _MEASURED_PIECE / write_seconds, read * _MEASURED_PIECE / read_seconds)
+
+
+def _timed(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:
+    """How many of the calls were made until the time for it was over, and how long that took; seconds."""
+    started = time.perf_counter()
+    for done, call in enumerate(calls, 1):
+        call()
+        elapsed = time.perf_counter() - started
+        if elapsed > _MEASURING_SECONDS:
+            return done, elapsed
+    return len(calls), max(elapsed, 1e-9)
 
 
 def _failure_of(file: SpillFile) -> Shortage:

@@ -1,4 +1,4 @@
-"""What is left to do when an object dies, written down before it does: no class of the library has a ``__del__``.
+"""What is left to do when an object dies, written down before it does: a captured graph alone has a ``__del__``.
 
 [Note: finalizers]
 An object may die in the midst of anything: where the last reference goes, or where the garbage collector runs. A
@@ -7,7 +7,7 @@ Python prints it and goes on: a Ctrl-C does not end the program, and what the fi
 
 So what a finalizer would say is kept in a weak reference to the object, a *record*, and the reference's callback is
 ``append`` of a deque, a method written in C. It runs no Python code, takes no lock and waits for nothing. The owner of
-the deque does the rest when it drains that. It also holds the records until then: one that nothing holds but the object
+the deque does the rest when it polls that. It also holds the records until then: one that nothing holds but the object
 itself is not called back if the garbage collector takes both.
 
 The weak containers of the standard library have callbacks in Python, so ``Living`` is used in their place.
@@ -42,7 +42,7 @@ class Living(Generic[T]):
         self._gone: deque[FinalizerRecord[T]] = deque()
 
     def add(self, one: T) -> None:
-        self._drain()
+        self._poll()
         if self._record_of(one) is None:
             self._records[FinalizerRecord(one, self._gone.append)] = None
 
@@ -52,11 +52,11 @@ class Living(Generic[T]):
             self._records.pop(record, None)
 
     def __iter__(self) -> Iterator[T]:
-        self._drain()
+        self._poll()
         return iter([one for record in list(self._records) if (one := record()) is not None])
 
     def __bool__(self) -> bool:
-        self._drain()
+        self._poll()
         return bool(self._records)
 
     def _record_of(self, one: T) -> FinalizerRecord[T] | None:
@@ -65,7 +65,7 @@ class Living(Generic[T]):
                 return reference
         return None
 
-    def _drain(self) -> None:
+    def _poll(self) -> None:
         while self._gone:
             try:
                 self._records.pop(self._gone.popleft(), None)

@@ -70,7 +70,7 @@ class HostTier(Tier):
     def note_reuse(self, nbytes: int) -> None:
         self._arena.served_bytes += nbytes
 
-    def trim(self) -> None:
+    def release_idle(self) -> None:
         arena = self._arena
         if arena.served_bytes < self._next_look:
             return
@@ -86,12 +86,12 @@ class HostTier(Tier):
             if missing <= 0:
                 break
             idle = one.idle_bytes
-            one.trim(max(idle - missing, 0))
+            one.release_idle(max(idle - missing, 0))
             missing -= idle - one.idle_bytes
 
     @property
     def used_bytes(self) -> int:
-        self._arena.drain()
+        self._arena.poll()
         return self._quota.used_bytes
 
     @property
@@ -106,9 +106,9 @@ class HostTier(Tier):
     def restart_peak(self) -> None:
         self._peak = self.used_bytes
 
-    def drain(self) -> None:
+    def poll(self) -> None:
         """Takes up the slots that have died and gives back to the system what is idle beyond the arena's allowance."""
-        self._arena.drain()
+        self._arena.poll()
 
     def close(self) -> None:
         self._arena.leave(self._quota)

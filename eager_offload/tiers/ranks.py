@@ -1,4 +1,4 @@
-"""How many processes of a run share this node, as their launcher says."""
+"""How many processes of a run share this node, and which of them this one is, as their launcher says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-__all__ = ["local_ranks", "tell_local_ranks"]
+__all__ = ["local_ranks", "rank", "tell_local_ranks"]
 
 #: What launchers call the number of processes that they started on this node: torchrun (and what starts processes as it
 #: does), Open MPI, MVAPICH2 and 3, Hydra (MPICH, Intel MPI), Cray's PALS, IBM's JSM, Horovod, and those that call it as
@@ -61,6 +61,11 @@ def local_ranks(environ: Mapping[str, str] | None = None) -> int:
         # Started by hand, as by torch.multiprocessing.spawn, or by a framework.
         return _positive(environ.get("WORLD_SIZE", "")) or max(_group_size(), _told)
     return _told
+
+
+def rank() -> int:
+    """Which process of its run this is, as torchrun and those that start processes as it does say; 0 without one."""
+    return _positive(os.environ.get("RANK", ""))
 
 
 def tell_local_ranks(ranks: int) -> None:

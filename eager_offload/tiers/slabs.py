@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from eager_offload.tiers.base import Region, Shortage, Slot, SlotRecord
@@ -220,6 +221,7 @@ class HostSlot(Slot):
     """``nbytes`` bytes of host memory, at a multiple of 4096 (of 64 where there are fewer than 4096 of them)."""
 
     tier: ClassVar[str] = "host"
+    writes_storages = True
     __slots__ = ("_slab", "_start")
 
     def __init__(self, slab: Slab, extent: Extent, nbytes: int, returned: deque[FinalizerRecord[Slot]]) -> None:
@@ -242,8 +244,8 @@ class HostSlot(Slot):
     def region(self) -> Region:
         return Region(("host slab", self._slab.serial), self._start, self._start + self.nbytes)
 
-    def write(self, source: Tensor) -> None:
-        assert source.numel() == self.nbytes
+    def write(self, source: Tensor | torch.UntypedStorage) -> None:
+        assert not isinstance(source, Tensor) or source.numel() == self.nbytes
         move_if_there(self.address, source.data_ptr(), self.nbytes)
 
     def read(self, target: Tensor) -> None:

@@ -136,7 +136,7 @@ class Space:
         self.used += record.nbytes
         self._is_changing = False
 
-    def drain(self) -> int:
+    def poll(self) -> int:
         """Takes up the slots that have died; when all have, gives the buffers of transfers back to the system.
 
         Returns:
@@ -154,7 +154,7 @@ class Space:
             while file.written:
                 written += file.written.popleft()
             if self.used == 0:
-                file.trim()
+                file.release_idle()
         return written
 
     def _take_back(self, record: DiskSlotRecord) -> None:

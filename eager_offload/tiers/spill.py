@@ -62,7 +62,7 @@ class _Bounce:
             if not self._idle:
                 self._idle.append(buffer)
 
-    def trim(self) -> None:
+    def release_idle(self) -> None:
         """Gives idle buffers back to the system."""
         self._idle.clear()
 
@@ -184,9 +184,9 @@ class SpillFile:
             nbytes=nbytes,
         )
 
-    def trim(self) -> None:
+    def release_idle(self) -> None:
         """Gives the buffers of transfers back to the system."""
-        self._bounce.trim()
+        self._bounce.release_idle()
 
     def after_fork(self) -> None:
         """The child must not touch what its parent writes and reads, nor keep its room on the disk occupied."""

@@ -73,7 +73,10 @@ for case in json.loads(sys.argv[1]):  # each as if it were the first in its proc
 FIELDS = {"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0}
 
 #: Whatever decides what moves, or when.
-OTHERS = ({"min_bytes": 300}, {"keep_last_bytes": 300}, {"prefetch_bytes": 1 << 20}, {"tier": "host"})
+OTHERS = (
+    *({"min_bytes": 300}, {"keep_last_bytes": 300}, {"prefetch_bytes": 1 << 20}, {"tier": "host"}),
+    *({"device_budget": 1, "keep_last_bytes": "auto"}, {"policy": "free", "keep_last_bytes": "auto"}),
+)
 
 
 @pytest.mark.long

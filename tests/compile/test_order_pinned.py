@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import memory
 from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph
 
@@ -36,6 +38,8 @@ class Compiled:
     #: The graphs after the last of our passes.
     graphs: list[Graph] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
+    #: What Inductor takes for the peak of forward and backward, in bytes, with each order of kernels it thinks of.
+    peaks: list[list[int]] = field(default_factory=list)
     stats: eo.OffloadStats | None = None
 
 
@@ -49,7 +53,16 @@ def compiled_step(monkeypatch: pytest.MonkeyPatch, *, pinned: bool, prefetch_byt
         if pinned:
             pin_in_place(graph)
         told.graphs.append(copied(graph)[0])
+        told.peaks.append([])
 
+    estimate = memory.estimate_peak_memory
+
+    def estimate_peak_memory(*given: Any) -> Any:
+        found = estimate(*given)
+        told.peaks[-1].append(found[0])
+        return found
+
+    monkeypatch.setattr(memory, "estimate_peak_memory", estimate_peak_memory)
     monkeypatch.setattr(inductor, "pin_in_place", pin)
     monkeypatch.setattr(inductor, "bandwidth_of", lambda *_: 1.0)
     torch.manual_seed(0)
@@ -108,5 +121,17 @@ def test_without_pins_a_compiler_moves_them_and_the_results_are_the_same(monkeyp
         assert sorted(found) == sorted(decided)
         assert found != decided
     assert all(torch.equal(one, other) for one, other in zip(told.gradients, pinned.gradients, strict=True))
+    assert told.stats is not None
+    assert told.stats.bytes_in == (LAYERS - 1) * NBYTES
+
+
+def test_host_tensors_do_not_count_in_the_peak_up_to_which_a_compiler_keeps_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of them at once would be the peak of both graphs, whatever is reused for whichever layer."""
+    told = compiled_step(monkeypatch, pinned=True, prefetch_bytes=NBYTES)
+    forward, backward = map(min, told.peaks)
+    assert forward <= (2 + 2) * NBYTES, "the window, and what a layer is given and makes"
+    assert backward < (1 + 4) * NBYTES, "what comes back ahead, and two gradients beside what they are made of"
     assert told.stats is not None
     assert told.stats.bytes_in == (LAYERS - 1) * NBYTES

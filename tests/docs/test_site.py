@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 import eager_offload as eo
-from eager_offload import graphs
+from eager_offload import graphs, kernels
 from eager_offload.config import VERSION
 from tests.docs.pages import PAGES, ROOT, links, name
 from tests.observe.browser import CHROMIUM, Browser
@@ -142,7 +142,8 @@ def test_every_public_name_is_on_the_page_of_the_api(site: Path) -> None:
 
     anchors = Page(site / "api.html").anchors
     assert not [one for one in eo.__all__ if f"eager_offload.{one}" not in anchors]
-    assert not [one for one in graphs.__all__ if f"eager_offload.graphs.{one}" not in anchors]
+    for room in (graphs, kernels):
+        assert not [one for one in room.__all__ if f"{room.__name__}.{one}" not in anchors]
 
 
 def slug(heading: str) -> str:

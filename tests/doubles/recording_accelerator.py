@@ -9,12 +9,14 @@ from a CUDA device is what goes wrong there:
 - A block that is given back is handed out again at once, to the same stream, queued work or not.
 - Waiting for an event that was never recorded does nothing, and it claims to be complete.
 - ``current_stream`` answers with a new Python object each time; device and streams are selected for each thread apart.
+- While a stream is being captured, calls are refused, and make the capture void (``recording_captures.py``).
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
+import itertools
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -31,6 +33,7 @@ from eager_offload.runtime.base import Stream
 from eager_offload.simulation.log import Log
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.memory import PAGE
+from tests.doubles.recording_captures import DriverCaptures, RecordingGraph
 from tests.doubles.recording_streams import Key, Mark, RecordingEvent, RecordingStream, Step
 
 __all__ = ["RecordingAccelerator"]
@@ -84,8 +87,9 @@ class RecordingAccelerator(AcceleratorApi):
         #: Bytes that are registered, by address; and those that torch would have pinned, each block a power of two.
         self.registered: dict[int, int] = {}
         self.pinned_by_torch = 0
-        #: Streams that are being captured.
-        self.captured: set[Key] = set()
+        self.captures = DriverCaptures()
+        #: Where matrix products work, by stream: in memory of the pool of a graph, or for ``None`` of eager code.
+        self.workspaces: dict[Key, tuple[int, int] | None] = {}
         #: Runs inside every ``copy``, on the thread that makes it.
         self.during_copy: Callable[[], object] = lambda: None
         #: Every call, in order, with the stream or device that it was about.
@@ -97,6 +101,7 @@ class RecordingAccelerator(AcceleratorApi):
         self._lock = threading.RLock()
         self._queues: dict[Key, deque[Step]] = defaultdict(deque)
         self._created = 0
+        self._pools = itertools.count(1)
         self._faults: dict[str, deque[Exception | None]] = defaultdict(deque)
         self._blocks: list[_Block] = []
         self._addresses: list[int] = []
@@ -126,7 +131,50 @@ class RecordingAccelerator(AcceleratorApi):
         return RecordingStream(self, self.selected(device.index))
 
     def is_capturing(self, index: int | None) -> bool:
-        return self.selected(self.current_device_index() if index is None else index) in self.captured
+        key = self.selected(self.current_device_index() if index is None else index)
+        return self.captures.of(key) is not None
+
+    def makes_graphs(self) -> bool:
+        return True
+
+    def graph(self, keep: bool) -> RecordingGraph:
+        return RecordingGraph(self)
+
+    def memory_pool(self) -> tuple[int, int]:
+        return next(self._pools), 0
+
+    def begin_graph(self, graph: RecordingGraph, memory: tuple[int, int] | None, mode: str) -> None:
+        graph.capture_begin(memory, mode)
+
+    def release_failed_graph(
+        self, graph: RecordingGraph, index: int, memory: tuple[int, int] | None, *, ended: bool
+    ) -> None:
+        graph.reset()
+
+    def synchronize(self, index: int) -> None:
+        self.note(f"synchronize_device {index}")
+        self.captures.check_device(index, "synchronize_device")
+        for key in [key for key in self._queues if key.device_index == index]:
+            stream, event = RecordingStream(self, key), RecordingEvent(self, False)
+            stream.record_event(event)
+            assert event.mark is not None
+            self.run_until(event.mark)
+            self.on_over(event.mark)
+
+    def empty_cache(self) -> None:
+        self.note("empty_cache")
+
+    def forget_workspaces(self) -> None:
+        self.note("forget_workspaces")
+        self.workspaces.clear()
+
+    def multiply(self, stream: torch.Stream) -> None:
+        """A matrix product, in the workspace that torch has for ``stream`` until it is told to forget it."""
+        assert isinstance(stream, RecordingStream)
+        capture = self.captures.of(stream.key)
+        pool = self.workspaces.setdefault(stream.key, None if capture is None else capture.pool)
+        if capture is not None:
+            capture.workspaces.add(pool)
 
     def set_stream(self, stream: torch.Stream) -> None:
         assert isinstance(stream, RecordingStream)
@@ -159,6 +207,7 @@ class RecordingAccelerator(AcceleratorApi):
 
     def empty_pinned(self, nbytes: int) -> Tensor:
         self.note(f"empty_pinned {nbytes}")
+        self.captures.check_unsafe("pin")
         # Pinned memory starts at a page; this memory is not pinned, nothing here could tell.
         # Filled, so that a copy that comes too early cannot find the right bytes left there by chance.
         room = torch.full((nbytes + 2 * PAGE,), 0xEE, dtype=torch.uint8, device="cpu")
@@ -172,11 +221,13 @@ class RecordingAccelerator(AcceleratorApi):
         self.note(f"register {nbytes}")
         if not self.can_register:
             raise NotImplementedError("this device cannot register memory")
+        self.captures.check_unsafe("pin")
         assert not any(start < address + nbytes and address < start + n for start, n in self.registered.items())
         self.registered[address] = nbytes
 
     def unregister(self, address: int) -> None:
         self.note("unregister")
+        self.captures.check_unsafe("unpin")
         del self.registered[address]
 
     def pci_address(self, index: int) -> str | None:
@@ -279,7 +330,8 @@ class RecordingAccelerator(AcceleratorApi):
 
     def enqueue(self, key: Key, step: Step) -> None:
         with self._lock:
-            self._queues[key].append(step)
+            if not self.captures.takes(key, step):
+                self._queues[key].append(step)
 
     def _step(self, key: Key) -> bool:
         queue = self._queues[key]

@@ -52,6 +52,7 @@ class RecordingEvent(torch.Event):
 
     def query(self) -> bool:
         self._machine.note("query")
+        self._machine.captures.check_event(self.mark, "query")
         passed = self.mark is None or self._machine.admits(self.mark)
         if passed:
             self._machine.on_over(self.mark or self)
@@ -59,6 +60,7 @@ class RecordingEvent(torch.Event):
 
     def synchronize(self) -> None:
         self._machine.note("synchronize")
+        self._machine.captures.check_event(self.mark, "synchronize")
         if self.mark is not None:
             self._machine.run_until(self.mark)
         self._machine.on_over(self.mark or self)
@@ -84,17 +86,23 @@ class RecordingStream(torch.Stream):
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         assert isinstance(event, RecordingEvent)
         self._machine.note(f"record_event {self.key.device_index}/{self.key.stream_id}")
-        event.mark = Mark(self.key)
-        self._machine.on_record(self.key, event.mark)
-        self._machine.enqueue(self.key, Step(marks=event.mark))
+        event.mark = self._machine.captures.mark(self.key)
+        if self._machine.captures.of(self.key) is None:
+            self._machine.on_record(self.key, event.mark)
+            self._machine.enqueue(self.key, Step(marks=event.mark))
         return event
 
     def wait_event(self, event: torch.Event) -> None:
         assert isinstance(event, RecordingEvent)
         self._machine.note(f"wait_event {self.key.device_index}/{self.key.stream_id}")
+        if self._machine.captures.takes_wait(self.key, event.mark or event):
+            return
         self._machine.on_wait(self.key, event.mark or event)
         if event.mark is not None:
             self._machine.enqueue(self.key, Step(awaits=event.mark))
+
+    def is_capturing(self) -> bool:
+        return self._machine.captures.of(self.key) is not None
 
     def __enter__(self) -> RecordingStream:
         raise RuntimeError("a stream that is shared by threads must not be entered: the object keeps what to restore")

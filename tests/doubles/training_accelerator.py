@@ -25,7 +25,7 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.simulation.checker import Checker
 from eager_offload.simulation.deferred import POISON
 from eager_offload.simulation.log import Log
-from eager_offload.simulation.observer import Observer
+from eager_offload.simulation.observer import OperatorObserver
 from eager_offload.simulation.recording import Recording
 from eager_offload.tiers.base import Region
 from tests.doubles.recording_accelerator import RecordingAccelerator
@@ -58,7 +58,7 @@ class TrainingAccelerator(RecordingAccelerator):
         self._side_streams: set[Key] = set()
         self._known: weakref.WeakSet[Mark] = weakref.WeakSet()
         self._pinned: list[object] = []
-        self._observer: Observer | None = None
+        self._observer: OperatorObserver | None = None
 
     # -- what a test does with it -----------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class TrainingAccelerator(RecordingAccelerator):
             recording.then = checker
             log = recording
         home = RecordingStream(self, Key(0, 0))
-        self._observer = observer = Observer(self.runtime, log, _CPU, home=home)
+        self._observer = observer = OperatorObserver(self.runtime, log, _CPU, home=home)
         self.log = observer.log
         try:
             with observer:

@@ -12,6 +12,7 @@ import torch
 from tests.gpu.graph_scenarios import GRAPH_SCENARIOS
 from tests.gpu.machine import DeviceMachine
 from tests.gpu.scenarios import SCENARIOS, Skipped
+from tests.gpu.step_scenarios import STEP_SCENARIOS
 
 
 def main() -> int:
@@ -29,7 +30,9 @@ def main() -> int:
     failed = 0
     names = arguments.names or [""]
     chosen = [
-        scenario for scenario in [*SCENARIOS, *GRAPH_SCENARIOS] if any(name in scenario.__name__ for name in names)
+        scenario
+        for scenario in [*SCENARIOS, *GRAPH_SCENARIOS, *STEP_SCENARIOS]
+        if any(name in scenario.__name__ for name in names)
     ]
     for scenario in chosen:
         machine, began = DeviceMachine(), time.perf_counter()

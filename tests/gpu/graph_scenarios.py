@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload.graphs import (
+    CapturedGraph,
     CaptureMode,
     CapturePool,
+    CaptureStateError,
     CaptureStatus,
     DeviceScalar,
     GraphCaptureGuard,
@@ -24,14 +26,19 @@ from eager_offload.graphs import (
 from tests.gpu.machine import Machine
 from tests.gpu.scenarios import Scenario, Skipped
 
-__all__ = ["GRAPH_SCENARIOS"]
+__all__ = ["GRAPH_SCENARIOS", "REPLAYS", "names_of_copies", "require_graphs"]
 
 REPLAYS = 100
 
 
-def _require_graphs(machine: Machine) -> None:
+def require_graphs(machine: Machine) -> None:
     if not machine.runtime.captures:
         raise Skipped("this torch captures nothing on this device")
+
+
+def names_of_copies(machine: Machine) -> tuple[str, str]:
+    """How a dumped graph calls nodes that copy out and in, in small letters."""
+    return ("copy out", "copy in") if machine.device.type == "virtual" else ("dtoh", "htod")
 
 
 class Training:
@@ -69,7 +76,7 @@ class Training:
 
 
 def replays_are_eager_steps(machine: Machine) -> None:
-    _require_graphs(machine)
+    require_graphs(machine)
     eager, captured = Training(machine), Training(machine)
     with machine.computing_on(captured.stream):
         for training in (eager, captured):
@@ -87,7 +94,7 @@ def replays_are_eager_steps(machine: Machine) -> None:
 
 
 def copies_both_ways_are_nodes_of_the_graph(machine: Machine) -> None:
-    _require_graphs(machine)
+    require_graphs(machine)
     x, pool = torch.ones(machine.width, device=machine.device), CapturePool("1MiB")
     host = pool.host_buffer(x.nbytes).view(torch.float32)
     back = torch.zeros_like(x)
@@ -103,12 +110,11 @@ def copies_both_ways_are_nodes_of_the_graph(machine: Machine) -> None:
         path = Path(directory) / "graph"
         graph.dump(path)
         text = path.read_text()
-    names = ("copy out", "copy in") if machine.device.type == "virtual" else ("DtoH", "HtoD")
-    assert all(name.lower() in text.lower() for name in names), text[:4000]
+    assert all(name in text.lower() for name in names_of_copies(machine)), text[:4000]
 
 
 def captures_that_fail_leave_nothing_and_the_next_is_good(machine: Machine) -> None:
-    _require_graphs(machine)
+    require_graphs(machine)
     x = torch.ones(1 << 16, device=machine.device)
 
     def reserved() -> int:
@@ -134,16 +140,54 @@ def captures_that_fail_leave_nothing_and_the_next_is_good(machine: Machine) -> N
         assert machine.current == before
         assert capture_status() is CaptureStatus.NONE
 
+    def begin_where_nothing_can() -> None:
+        try:
+            with GraphCaptureGuard(stream=machine.current):
+                raise AssertionError("a capture has begun on the default stream")
+        except CaptureStateError:
+            assert capture_status() is CaptureStatus.NONE
+
     capture(False)
     held = reserved()
     for number in range(20):
         capture(number % 2 == 0)
         assert reserved() == held, f"capture {number}"
         assert bool((torch.rand_like(x) >= 0).all())
+    begin_where_nothing_can()
+    assert reserved() == held
+    assert bool((torch.rand_like(x) >= 0).all())
+
+
+def a_pool_goes_on_after_a_capture_that_failed(machine: Machine) -> None:
+    """With the graphs that it has."""
+    require_graphs(machine)
+    x, pool = torch.ones(1 << 16, device=machine.device), CapturePool()
+
+    def capture(fails: bool = False) -> CapturedGraph:
+        pool.unseal()
+        with GraphCaptureGuard(pool=pool) as guard:
+            y = x * 2
+            if fails:
+                y.sum().item()
+        graph = guard.finish()
+        graph.result = y
+        return graph
+
+    first = capture()
+    for _ in range(3):
+        with suppress(RuntimeError):
+            capture(fails=True)
+            raise AssertionError("a capture in which the host waits has ended with a graph")
+        second = capture()
+        for number in (1.0, 5.0):
+            x.fill_(number)
+            for graph in (first, second):
+                graph.launch()
+            assert first.result.unique().tolist() == second.result.unique().tolist() == [2 * number]
 
 
 def another_thread_pins_and_trains_meanwhile(machine: Machine) -> None:
-    _require_graphs(machine)
+    require_graphs(machine)
 
     def train() -> None:
         offload, x = machine.offload(), machine.leaf()
@@ -152,7 +196,7 @@ def another_thread_pins_and_trains_meanwhile(machine: Machine) -> None:
         loss.backward()
         assert offload.stats().bytes_out > 0
 
-    train()
+    machine.in_thread(train)  # what a thread's first product creates, the next thread takes over
     x = torch.zeros(8, device=machine.device)
     for mode in (CaptureMode.THREAD_LOCAL, CaptureMode.RELAXED):
         with GraphCaptureGuard(mode=mode) as guard:
@@ -163,7 +207,7 @@ def another_thread_pins_and_trains_meanwhile(machine: Machine) -> None:
 
 
 def events_are_not_asked_about_while_another_thread_captures_globally(machine: Machine) -> None:
-    _require_graphs(machine)
+    require_graphs(machine)
     begun, ended, found = threading.Event(), threading.Event(), []
     stream = machine.side_stream()
 
@@ -190,6 +234,7 @@ GRAPH_SCENARIOS: list[Scenario] = [
     replays_are_eager_steps,
     copies_both_ways_are_nodes_of_the_graph,
     captures_that_fail_leave_nothing_and_the_next_is_good,
+    a_pool_goes_on_after_a_capture_that_failed,
     another_thread_pins_and_trains_meanwhile,
     events_are_not_asked_about_while_another_thread_captures_globally,
 ]

@@ -15,6 +15,7 @@ from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.gpu.graph_scenarios import GRAPH_SCENARIOS
 from tests.gpu.machine import DeviceMachine, Machine
 from tests.gpu.scenarios import SCENARIOS, Scenario, Skipped
+from tests.gpu.step_scenarios import STEP_SCENARIOS
 
 
 class DoubleMachine(Machine):
@@ -77,7 +78,7 @@ def test_on_the_double(scenario: Scenario) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine")
-@pytest.mark.parametrize("scenario", [*SCENARIOS, *GRAPH_SCENARIOS])
+@pytest.mark.parametrize("scenario", [*SCENARIOS, *GRAPH_SCENARIOS, *STEP_SCENARIOS])
 def test_on_the_device(scenario: Scenario) -> None:
     machine = DeviceMachine()
     try:

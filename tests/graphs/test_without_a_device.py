@@ -7,6 +7,8 @@ import pickle
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +85,7 @@ def test_a_cpu_captures_nothing() -> None:
 def test_what_needs_a_device_says_so() -> None:
     for call in (
         graphs.GraphCaptureGuard,
+        lambda: graphs.capture_step(lambda: None),
         lambda: graphs.make_graphed_callable(lambda: None),
         lambda: CapturePool("1MiB").host_buffer(8),
     ):
@@ -123,20 +126,26 @@ def test_without_a_graph_of_the_accelerator_cuda_has_its_own(monkeypatch: pytest
     graph = OfCuda()
     _torch.begin_graph(graph, (0, 7), "thread_local")
     assert graph.calls == [((0, 7), "thread_local")]
+    _torch.forget_workspaces()  # as a build without CUDA has it
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: graph.calls.append("forget"), raising=False)
+    _torch.forget_workspaces()
+    assert graph.calls[1:] == ["forget"]
 
 
 @pytest.mark.parametrize(
     ("version", "knows", "ended", "calls"),
     [
-        ("2.11.0+cu130", False, True, ["end", "release"]),  # it takes the capture for one that goes on
+        ("2.11.0+cu130", False, True, ["end", "release", *(small := ["begin", "zero", "finish"])]),
+        ("2.11.0+cu130", True, False, small),  # what began it has told the generator
         ("2.13.0+cu130", True, True, ["release"]),
         ("2.13.0+cu130", True, False, []),  # the pool was never taken
         ("2.14.0", True, True, []),
     ],
 )
-def test_a_torch_that_keeps_the_memory_of_a_failed_capture_is_made_to_give_it_back_once(
+def test_what_torch_keeps_of_a_failed_capture_is_given_back_once_and_its_generator_draws_again(
     monkeypatch: pytest.MonkeyPatch, version: str, knows: bool, ended: bool, calls: list[str]
 ) -> None:
+    """2.11 goes on to take the capture for one that is under way."""
     found: list[str] = []
 
     def end(index: int, memory: tuple[int, int]) -> None:
@@ -144,12 +153,39 @@ def test_a_torch_that_keeps_the_memory_of_a_failed_capture_is_made_to_give_it_ba
             raise RuntimeError("not currently recording to mempool_id")
         found.append("end")
 
+    class Small:
+        """A capture of next to nothing."""
+
+        def capture_begin(self, capture_error_mode: str) -> None:
+            assert selected == ["a stream of its own"]
+            found.append("begin")
+
+        def capture_end(self) -> None:
+            found.append("finish")
+
+        def reset(self) -> None:
+            assert not selected
+
+    @contextmanager
+    def select(stream: str) -> Iterator[None]:
+        selected.append(stream)
+        yield
+        selected.remove(stream)
+
+    selected: list[str] = []
+    cell = SimpleNamespace(zero_=lambda: found.append("zero"))
+    graph = OfCuda()
+    monkeypatch.setattr(_torch, "_never_ended", [])
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *_: found.append("release"), raising=False)
     monkeypatch.setattr(torch, "__version__", version)
-    graph = OfCuda()
+    monkeypatch.setattr(torch, "empty", lambda size, device: cell)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Small)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda index: "a stream of its own")
+    monkeypatch.setattr(torch.cuda, "stream", select)
     _torch.release_failed_graph(graph, 0, (0, 7), ended=ended)
     assert (graph.calls, found) == (["reset"], calls)
+    assert _torch._never_ended == [graph] * version.startswith("2.11")  # whose address torch goes on to use
 
 
 def test_an_older_torch_is_asked_about_a_stream_while_it_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:

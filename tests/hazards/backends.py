@@ -20,7 +20,7 @@ from eager_offload.eager.saving import SavedTensors, Tracked
 from eager_offload.engine.offloader import Census, DeviceOffloader
 from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.host import host_runtime
-from eager_offload.simulation.checker import Checker, Kind, Violation
+from eager_offload.simulation.checker import AccessKind, Checker, Violation
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import release_idle_slots
 from eager_offload.tiers.disk import DiskSlot
@@ -66,9 +66,14 @@ class Backend(abc.ABC):
         """What moves the bytes."""
 
     def offload(self, **fields: Any) -> Offload:
-        """An ``Offload`` that moves everything that can move, unless ``fields`` say otherwise."""
-        plans = True if follows_plans() else "auto"
-        offload = self._make({"tier": self.tier, "min_bytes": 0, "keep_last_bytes": 0, "step_plans": plans, **fields})
+        """An ``Offload`` that moves everything that can move, unless ``fields`` say otherwise.
+
+        ``TESTS_CODEC=lossless`` has it pack, too: then tests of how many bytes move, or of which steps follow a plan,
+        find other numbers.
+        """
+        plans, codec = True if follows_plans() else "auto", os.environ.get("TESTS_CODEC", "identity")
+        base = {"tier": self.tier, "min_bytes": 0, "keep_last_bytes": 0, "step_plans": plans, "codec": codec}
+        offload = self._make({**base, **fields})
         self.offloads.append(offload)
         return offload
 
@@ -243,8 +248,8 @@ def _changes_a_source(found: Violation) -> bool:
     copy, change = found.earlier, found.later
     return (
         copy is not None
-        and (copy.kind, copy.what) == (Kind.READ, "offload")
-        and change.kind is Kind.WRITE
+        and (copy.kind, copy.what) == (AccessKind.READ, "offload")
+        and change.kind is AccessKind.WRITE
         and change.what.startswith("aten.")
     )
 

@@ -63,12 +63,15 @@ class Transfers:
     def _note(self, storage: torch.UntypedStorage) -> None:
         self.sources.append(weakref.ref(storage))
 
-    def _copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
+    def _copy(
+        self, dst: Tensor | Slot, src: Tensor | torch.UntypedStorage | Slot, stream: Stream, after: Sequence[Event] = ()
+    ) -> Event:
         over = type(self._runtime).copy(self._runtime, dst, src, stream, after)
         if isinstance(dst, Slot):
-            assert isinstance(src, Tensor)
-            self._note(src.untyped_storage())
-            self.out.append(Moved(weakref.ref(src.untyped_storage()), dst.region, src.nbytes))
+            assert not isinstance(src, Slot)
+            storage = src.untyped_storage() if isinstance(src, Tensor) else src
+            self._note(storage)
+            self.out.append(Moved(weakref.ref(storage), dst.region, dst.nbytes))
         else:
             assert isinstance(src, Slot)
             self.back.append(Moved(weakref.ref(dst.untyped_storage()), src.region, dst.nbytes))

@@ -67,7 +67,7 @@ def is_ours(code: CodeType) -> bool:
         PACKAGE in path.parents
         and PACKAGE / "simulation" not in path.parents
         and path not in _OUTSIDE
-        and (path.name, code.co_name) not in {("offload.py", "__init__"), ("offload.py", "__exit__")}
+        and not (path.name in ("offload.py", "context.py") and code.co_name in ("__init__", "__exit__"))
     )
 
 

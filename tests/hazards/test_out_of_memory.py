@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from eager_offload import Offload
 from eager_offload._torch import TorchDispatchMode
+from eager_offload.codecs import Gather
 from eager_offload.runtime.base import Layout, Runtime, Stream
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, hooks_are_gone
@@ -119,23 +120,17 @@ def out_of_memory(backend: Backend, regime: Regime, every: int) -> None:
 # -- gathering -------------------------------------------------------------------------------------------------------
 
 
-class NoRoomToGather(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types
+class NoRoomToGather:
     """The elements of a view find no memory to be gathered in."""
 
-    sees_offloading = True
-
-    def __init__(self, refuse: Callable[[], object]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types
+    def __init__(self, refuse: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
         self.refuse = refuse
         self.refused = 0
+        monkeypatch.setattr(Gather, "pack", self)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.clone.default:
-            self.refused += 1
-            self.refuse()
-        return func(*args, **(kwargs or {}))
+    def __call__(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> None:
+        self.refused += 1
+        self.refuse()
 
 
 def refuse_as_accelerators_do() -> None:
@@ -159,14 +154,16 @@ def gathered_program(around: Around) -> tuple[Tensor, Tensor | None]:
 
 @pytest.mark.parametrize("refuse", [refuse_as_accelerators_do, refuse_as_the_cpu_does])
 @pytest.mark.parametrize("anywhere", ["disk", "simulated", "recorded"], indirect=True)
-def test_h10_what_finds_no_room_to_be_gathered_stays(anywhere: Backend, refuse: Callable[[], object]) -> None:
+def test_h10_what_finds_no_room_to_be_gathered_stays(
+    anywhere: Backend, refuse: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = gathered_program(nullcontext())
     offload = anywhere.offload()
     assert_identical(expected, gathered_program(Settled(offload)))
     gathered = offload.stats()
     offload.reset_stats()
-    full = NoRoomToGather(refuse)
-    with full, pytest.warns(RuntimeWarning, match="no memory left to gather") as told:
+    full = NoRoomToGather(refuse, monkeypatch)
+    with pytest.warns(RuntimeWarning, match="no memory left to gather") as told:
         actual = gathered_program(Settled(offload))
     assert_identical(expected, actual)
     assert full.refused > 0

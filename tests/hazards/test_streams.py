@@ -146,6 +146,31 @@ def test_h14_a_saved_tensor_is_read_on_other_streams(
     assert stats.bytes_in > 0 or not regime.settled
 
 
+def test_h14_a_step_that_is_followed_is_read_on_another_stream(backend: Backend) -> None:
+    """What a plan brings back is ordered for the stream of its forward: any other one makes the step unknown."""
+    places = [(False,), (False,), (False,), (True,), (False,), (False, True), (False,)]
+
+    def program(offload: Around) -> object:
+        results = []
+        for number, where in enumerate(places):
+            streams, x = Streams(backend), leaf(32, 32, seed=number)
+            with offload:
+                y = ReadingOn.apply((x * 2).tanh(), leaf(32, 32, seed=1, grad=False) * 1, streams, where).sin()
+            y.sum().backward()
+            del y
+            streams.meet()
+            results.append(x.grad)
+        return results
+
+    expected, offload = program(nullcontext()), backend.offload(step_plans=True)
+    assert_identical(expected, program(Settled(offload)))
+    stats = assert_settled(offload)
+    assert stats.followed_forwards >= 3
+    if not Streams(backend).are_threads:  # on a CPU there is one stream
+        assert stats.plan_misses["stream"] > 0
+    assert_moved(stats)
+
+
 # -- H15 --------------------------------------------------------------------------------------------------------------
 
 

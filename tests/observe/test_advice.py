@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import eager_offload as eo
-from eager_offload.observe.advice import RULES, Rule, _knob, advise
+from eager_offload.config import size_literal
+from eager_offload.observe.advice import RULES, Rule, advise
 from eager_offload.stats import PlanOutcome
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -243,5 +244,5 @@ def test_what_matters_most_is_said_first() -> None:
 
 @pytest.mark.parametrize(("nbytes", "text"), [(GIB, "1GiB"), (3 * MIB, "3MiB"), (1025, "1025B"), (5 << 10, "5KiB")])
 def test_knobs_are_exact(nbytes: int, text: str) -> None:
-    assert _knob(nbytes) == text
+    assert size_literal(nbytes) == text
     assert eo.OffloadConfig(min_bytes=text).min_bytes == nbytes

@@ -18,6 +18,7 @@ import eager_offload as eo
 from eager_offload.observe.doctor import command, probes
 from eager_offload.observe.doctor.command import WIDTH, examine, to_text
 from eager_offload.observe.doctor.diagnosis import Diagnosis, Feature, Speed
+from eager_offload.tiers import disk
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.rawfile import RawFile
@@ -270,6 +271,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out what takes long and what the test at hand is not about."""
     monkeypatch.setattr(probes, "features", list)
     monkeypatch.setattr(probes, "_MEASURING", 0.02)
+    monkeypatch.setattr(disk, "_MEASURING_SECONDS", 0.04)
     patiently(monkeypatch)
 
 

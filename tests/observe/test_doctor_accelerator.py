@@ -123,4 +123,4 @@ def test_an_accelerator_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert device.pin_seconds is not None
     assert [test for test in found.self_tests if test.device == device.name and test.equal and test.moved_bytes]
     assert found.verdict.works
-    assert found.verdict.flop_per_byte[device.name] > 1
+    assert found.verdict.flop_per_byte[device.name] > (0 if virtual else 1)

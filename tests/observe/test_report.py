@@ -13,7 +13,7 @@ import torch
 
 import eager_offload as eo
 from eager_offload.observe.report import figures
-from eager_offload.observe.report.figures import Outcome, Saver
+from eager_offload.observe.report.figures import OutcomeBytes, Saver
 from eager_offload.observe.report.page import REASONS, main, render
 from eager_offload.observe.trace import FORMAT, Kind, MemorySample, SavedGroup, Slice, Trace, read_trace, write_trace
 from eager_offload.stats import KeepReason
@@ -50,11 +50,11 @@ def test_alike_modules_count_as_one() -> None:
         SavedGroup("Mm", "Net.head2", "kept", "newest", 1, 5),
         SavedGroup("Mm", "Net.blocks.7", "shared", "", 1, 3),
     ]
-    alike = figures.savers(groups, alike=True)
+    alike, newest = figures.savers(groups, alike=True), OutcomeBytes("newest", True, 40)
     assert alike == [
-        Saver("Mm", "Net.layers.*.mlp", 2, 4, 70, (Outcome("newest", True, 40), Outcome("offloaded", False, 30))),
-        Saver("Mm", "Net.head2", 1, 1, 5, (Outcome("newest", True, 5),)),
-        Saver("Mm", "Net.blocks.7", 1, 1, 3, (Outcome("shared", False, 3),)),
+        Saver("Mm", "Net.layers.*.mlp", 2, 4, 70, (newest, OutcomeBytes("offloaded", False, 30))),
+        Saver("Mm", "Net.head2", 1, 1, 5, (OutcomeBytes("newest", True, 5),)),
+        Saver("Mm", "Net.blocks.7", 1, 1, 3, (OutcomeBytes("shared", False, 3),)),
     ]
     each = figures.savers(groups, alike=False)
     assert [(one.module, one.nbytes) for one in each] == [

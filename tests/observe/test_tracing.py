@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 from eager_offload.observe import timestamps
-from eager_offload.observe.recorder import Recorder
+from eager_offload.observe.recorder import TraceRecorder
 from eager_offload.observe.trace import Kind
 from eager_offload.tiers.disk import DiskSlot
 from tests.doubles.recorded_backend import RecordedBackend
@@ -74,9 +74,9 @@ def test_a_long_trace_keeps_nothing_of_storages_that_are_gone(path: Path) -> Non
             for _ in range(3):
                 step(net, offload)
             found = offload._accounts.observer
-            assert isinstance(found, Recorder)
+            assert isinstance(found, TraceRecorder)
             with offload._accounts.lock:
-                found._log.drain()
+                found._log.poll()
                 assert not found._log._storages
         assert offload.stats().bytes_out > 0
 

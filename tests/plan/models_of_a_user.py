@@ -15,6 +15,24 @@ def eight_billion() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
     return *blocks(32), lambda returned: returned.float()
 
 
+def seventy_billion() -> tuple[nn.Module, dict[str, Tensor]]:
+    """The Llama of 70 billion parameters, and 16,384 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    tokens = torch.zeros(1, 16_384, dtype=torch.long)
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
 def two_blocks() -> tuple[nn.Module, Tensor]:
     """Two of those blocks."""
     return blocks(2)

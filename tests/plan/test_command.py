@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -18,15 +19,20 @@ MODELS = "tests.plan.models_of_a_user"
 GIB = 1 << 30
 
 
+def no_more_than_a_laptop_has() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (16 * GIB, 16 * GIB))
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "eager_offload.plan", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=no_more_than_a_laptop_has,
     )
 
 
@@ -43,6 +49,18 @@ def test_a_model_of_8b_on_meta_is_planned_in_a_fresh_process(tmp_path: Path) -> 
     assert eo.Plan.load(saved).to_dict() == told
 
 
+@pytest.mark.long
+def test_a_llama_of_70b_on_meta_is_planned_in_a_fresh_process() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    done = run(f"{MODELS}:seventy_billion", "--device", "h200", "--budget", "400GiB", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    parameters = 2 * 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672)
+    assert 2 * parameters < told["least_budget"] < told["peak_bytes"] <= 400 * GIB, "with gradients"
+    assert 100 * GIB < told["moved_bytes"] < 400 * GIB
+    assert told["compute_seconds"] < told["floor_seconds"] <= told["step_seconds"]
+
+
 def test_the_front_is_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"{MODELS}:two_blocks", "--device", "a100", "--front", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -57,7 +75,8 @@ def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(caps
     told = capsys.readouterr().out
     assert "Stack on rtx4090" in told
     assert "does not fit: a peak of" in told
-    assert len(told.partition("budget")[2].splitlines()) == 9
+    assert "less is taken with recompute=True (--recompute), a smaller batch" in told
+    assert len(told.rpartition("     budget")[2].splitlines()) == 9
     for function, said in (
         (f"{MODELS}:questions", "module '0' asks for the value of a tensor"),
         (f"{MODELS}:nothing", "returns no (model, inputs)"),

@@ -53,6 +53,10 @@ def test_a_budget_is_held_by_the_least_movement(everything_fits: eo.Plan) -> Non
     assert exact.fits
     below = eo.plan(model, x, device=slow(), device_budget=plan.least_budget - 1, config=CONFIG)
     assert not below.fits, "which is no error"
+    assert "less is taken with recompute=True (--recompute), a smaller batch" in str(below)
+    over = eo.plan(model, x, device=slow(), device_budget=plan.least_budget, policy="free", config=CONFIG)
+    assert not over.fits
+    assert 'policy="least", which keeps to its budget' in str(over)
     assert below.least_budget == plan.least_budget
 
 
@@ -94,7 +98,7 @@ def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith("blocks")}
     assert rows["blocks.*.gate"][1] == "3"
     assert rows["blocks.*.gate"][-2:] == ["192.0", "KiB"]
-    assert "device does not" not in text
+    assert "less is taken" not in text, "it fits"
     assert repr(everything_fits).startswith("<Plan of Stack on slow: fits, ")
 
 
@@ -213,6 +217,41 @@ def test_what_cannot_be_planned_is_an_error_that_repeats_it(fields: dict[str, An
     with pytest.raises(eo.ConfigError) as caught:
         eo.plan(model, x, **{"device": "h200", **fields})
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("DEVICE_BUDGET", "1MiB"),
+        ("MIN_BYTES", "2KiB"),
+        ("PREFETCH_BYTES", "1MiB"),
+        ("POLICY", "free"),
+        ("MAX_SLOWDOWN", "0.05"),
+        ("STEP_PLANS", "false"),
+    ],
+)
+def test_a_variable_that_a_plan_was_not_made_for_is_an_error(
+    everything_fits: eo.Plan, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    monkeypatch.setenv(f"EAGER_OFFLOAD_{name}", text)
+    with pytest.raises(
+        eo.ConfigError, match=f"EAGER_OFFLOAD_{name}=.* in the environment does not go with plan="
+    ) as told:
+        eo.Offload(plan=everything_fits)
+    assert "unset the variable, or plan anew" in str(told.value)
+    eo.Offload(everything_fits.config, plan=everything_fits).close()  # beside which no variable is asked
+
+
+def test_variables_that_a_plan_was_made_for_are_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGER_OFFLOAD_DEVICE_BUDGET", "1MiB")
+    monkeypatch.setenv("EAGER_OFFLOAD_MIN_BYTES", "2KiB")
+    monkeypatch.setenv("EAGER_OFFLOAD_HOST_BUDGET", "1GiB")
+    model, x = wide()
+    plan = eo.plan(model, x, device=slow())
+    assert (plan.device_budget, plan.config.min_bytes) == (1 << 20, 2 << 10)
+    eo.Offload(plan=plan).close()
+    monkeypatch.setenv("EAGER_OFFLOAD_DEVICE_BUDGET", "auto")
+    eo.Offload(plan=plan).close()
 
 
 def test_a_function_is_no_model_and_a_wrapper_of_processes_says_so() -> None:

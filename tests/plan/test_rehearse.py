@@ -57,6 +57,7 @@ MODELS = pytest.mark.parametrize("made", [wide, shared])
 # -- rehearsal against the run ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3, quick=True)
 @MODELS
 @HOSTS
 @pytest.mark.parametrize("rate", [1e8, 1e10])
@@ -101,6 +102,7 @@ def test_the_step_plan_of_a_real_architecture_is_that_of_training(name: str) -> 
     assert plan.step_seconds == pytest.approx(step.seconds, rel=0.03)
 
 
+@pytest.mark.sampled(5, quick=True)
 @MODELS
 @HOSTS
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.7])
@@ -132,6 +134,7 @@ def budget_of(machine: eo.Machine, made: Callable[[], tuple[nn.Module, Tensor]],
     return plan.least_budget + int((plan.peak_bytes - plan.least_budget) * part)
 
 
+@pytest.mark.sampled(4, quick=True)
 @pytest.mark.parametrize("link", [0.8, 1.0, 1.2])
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.5])
 def test_budgets_hold_where_operators_and_links_take_other_times(link: float, part: float) -> None:
@@ -238,11 +241,12 @@ def test_where_no_step_plan_can_say_it_there_is_none() -> None:
         eo.Offload(plan=plan)
 
 
-def test_tensors_that_are_marked_are_not_followed() -> None:
+def test_a_mark_on_a_tensor_of_somebody_elses_changes_no_plan() -> None:
     model, x = wide()
+    unmarked = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
     marked = eo.keep(torch.ones(4))
     plan = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
-    assert plan.step_plans == ()
+    assert plan.step_plans == unmarked.step_plans != ()
     del marked
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eager_offload as eo
-from eager_offload.simulation.checker import Kind, Violation
+from eager_offload.simulation.checker import AccessKind, Violation
 from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
 from tests.proof.bits import same_bits
@@ -143,8 +143,8 @@ def changed_in_place(found: Violation) -> bool:
     operator = change.what.removeprefix("aten.").partition(".")[0]
     return (
         copy is not None
-        and (copy.kind, copy.what) == (Kind.READ, "offload")
-        and change.kind is Kind.WRITE
+        and (copy.kind, copy.what) == (AccessKind.READ, "offload")
+        and change.kind is AccessKind.WRITE
         and operator.endswith("_")
     )
 

@@ -76,3 +76,15 @@ def an_error_of_one_is_an_error_of_all(ranks: Ranks) -> None:
     assert str(caught.value).startswith(f"on rank {ranks.size - 1}: ") != last
     with pytest.raises(eo.ConfigError, match="device='h300' is not accepted"):
         eo.plan(model(), x, device="h300" if ranks.rank == 0 else FAR)
+
+
+def different_models_are_an_error_of_all(ranks: Ranks) -> None:
+    x = torch.zeros(ROWS, WIDTH)
+    own = Stack(3 if ranks.rank else 2, WIDTH, 4, 2, 64)
+    with pytest.raises(eo.PlanError, match=r"ranks plan different models: on rank 0 Stack of .*, on rank 1 Stack of "):
+        eo.plan(own, x, device=FAR)
+    frozen = model()
+    next(frozen.parameters()).requires_grad_(ranks.rank == 0)
+    with pytest.raises(eo.PlanError, match="ranks plan different models"):
+        eo.plan(frozen, x, device=FAR)
+    assert eo.plan(model(), x[: ROWS // (1 + ranks.rank)], device=FAR).fits, "inputs are rank 0's"

@@ -52,6 +52,7 @@ TWO = (
     "pipelines.v_shaped_zero_bubble",
     "plans.different_budgets_agree",
     "plans.an_error_of_one_is_an_error_of_all",
+    "plans.different_models_are_an_error_of_all",
 )
 #: A rank that has two neighbouring stages.
 SENDS_TO_ITSELF = wrong_before((2, 12), "pipelines begin with messages to all neighbours, and gloo has none to oneself")

@@ -18,14 +18,12 @@ from eager_offload import ConfigError, Offload, OffloadConfig, OffloadError, _to
 from eager_offload.engine import offloaders
 from eager_offload.runtime import accelerator
 from eager_offload.selection import keeps_cpu_tensors
-from tests.doubles.recording_streams import Key
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical, leaf
 
 EVERYTHING: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0}
 CUDA = torch.device("cuda")
-HERE = Key(0, 0)
 
 
 def says_there_is(monkeypatch: pytest.MonkeyPatch, found: torch.device | None) -> None:
@@ -112,23 +110,25 @@ def test_h51_tensors_on_the_cpu_move_where_somebody_has_or_there_is_nothing_else
 
 @pytest.fixture
 def double() -> Iterator[TrainingAccelerator]:
+    """Whose program computes on a stream that can be captured."""
     double = TrainingAccelerator()
-    with double.checked() as checker:
+    with double.checked() as checker, double.computing_on(double.side_stream()):
         yield double
     checker.assert_clean()
+    assert double.captures.refused == []
 
 
 def test_h52_to_enter_where_a_graph_is_captured_is_an_error(
     double: TrainingAccelerator, expected: tuple[Tensor, ...]
 ) -> None:
-    offload, of = Offload(runtime=double.runtime, tier="host", **EVERYTHING), leaves()
-    double.captured.add(HERE)
+    offload, of, graph = Offload(runtime=double.runtime, tier="host", **EVERYTHING), leaves(), double.graph(keep=False)
+    double.begin_graph(graph, None, "global")
     calls = list(double.calls)
     with pytest.raises(OffloadError, match=r"an Offload was entered while.*captured into a graph.*Leave the capture"):
         offload.__enter__()
     assert hooks_are_gone()
     assert double.calls == calls, "nothing was asked of the device"
-    double.captured.clear()
+    graph.capture_end()
     with offload:
         loss = forward(*of)
     assert_identical(expected, gradients_of(loss, of))
@@ -140,10 +140,10 @@ def test_h52_to_enter_where_a_graph_is_captured_is_an_error(
 def test_h52_what_is_saved_while_a_graph_is_captured_stays(
     double: TrainingAccelerator, expected: tuple[Tensor, ...]
 ) -> None:
-    offload, of = Offload(runtime=double.runtime, tier="host", **EVERYTHING), leaves()
+    offload, of, graph = Offload(runtime=double.runtime, tier="host", **EVERYTHING), leaves(), double.graph(keep=False)
     with offload:
         before = forward(*of)
-        double.captured.add(HERE)
+        double.begin_graph(graph, None, "global")
         calls, moved = list(double.calls), offload.stats().bytes_out
         captured = forward(*of)
         stats = offload.stats(synchronize=True)
@@ -152,7 +152,7 @@ def test_h52_what_is_saved_while_a_graph_is_captured_stays(
             torch.autograd.grad(before, of, retain_graph=True)
         assert_identical(expected, gradients_of(captured, of))
         assert double.calls == calls
-        double.captured.clear()
+        graph.capture_end()
     assert stats.kept_bytes["region"] == 4 * of[0].nbytes
     assert stats.bytes_out == moved > 0
     assert_identical(expected, gradients_of(before, of))

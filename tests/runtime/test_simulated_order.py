@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from eager_offload.simulation.checker import Kind
+from eager_offload.simulation.checker import AccessKind
 from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.runtime.simulated_rig import Rig, flat
 
@@ -36,7 +36,7 @@ def test_h16_dropping_a_source_too_early_is_in_the_report(rig: Rig) -> None:
         rig.runtime.copy(rig.slot(256), flat(source), rig.out)
         del source
     kinds = [(violation.earlier is not None, violation.later.kind) for violation in checker.violations]
-    assert kinds == [(True, Kind.FREE), (False, Kind.READ)]
+    assert kinds == [(True, AccessKind.FREE), (False, AccessKind.READ)]
     assert checker.violations[1].later.region == checker.violations[0].later.region
 
 

@@ -72,7 +72,7 @@ def test_idle_memory_beyond_the_allowance_goes_back_at_once_and_the_rest_serves_
     slots = [arena.allocate(10 * MIB) for _ in range(5)]
     assert len(system.alive) == 5
     slots.clear()
-    arena.drain()
+    arena.poll()
     assert len(system.alive) == 2
     assert arena.held_bytes == 20 * MIB
     assert arena.used_bytes == 0
@@ -90,7 +90,7 @@ def test_the_process_shrinks_when_memory_goes_back() -> None:
     leases = [arena.lease(16 * MIB).fill_(1) for _ in range(4)]
     assert resident() - before > 60 * MIB
     leases.clear()
-    arena.drain()
+    arena.poll()
     assert resident() - before < 4 * MIB
 
 
@@ -116,7 +116,7 @@ def test_an_idle_slab_serves_a_slightly_smaller_request_only_while_little_is_was
     too_small = arena.allocate(8 * MIB)
     assert system.sizes[2:] == [8 * MIB], "a fifth would be wasted"
     del rest, too_small
-    arena.drain()
+    arena.poll()
     alone = arena.allocate(9 * MIB)
     assert alone is not None
     assert system.sizes[3:] == [9 * MIB], "a tenth of all that is used would be wasted"
@@ -131,7 +131,7 @@ def test_h18_memory_goes_neither_back_nor_on_without_the_fences_of_its_last_use(
         assert slot is not None
         slot.fences += (verdicts.fence("reload"),)
         del slot
-        arena.drain()
+        arena.poll()
         assert arena.used_bytes == 0
         assert len(system.alive) == 1, "a device may still read it"
         heir = arena.allocate(nbytes)
@@ -139,10 +139,10 @@ def test_h18_memory_goes_neither_back_nor_on_without_the_fences_of_its_last_use(
         assert heir.fences == (verdicts.fence("reload"),)
         assert len(system.alive) == 1
         del heir
-        arena.drain()
+        arena.poll()
         assert len(system.alive) == 1, "an heir that was never used hands the fence on"
         verdicts.over.add("reload")
-        arena.drain()
+        arena.poll()
         assert len(system.alive) == 0
 
 
@@ -185,7 +185,7 @@ def test_a_closed_arena_keeps_nothing_idle() -> None:
     tier = HostTier(Arena(system, slab_bytes=MIB), 64 * MIB)
     idle, slot = reserve(tier, 2 * MIB), reserve(tier, 3 * MIB)
     del idle
-    tier.drain()
+    tier.poll()
     assert tier.held_bytes == 5 * MIB
     tier.close()
     assert tier.held_bytes == tier.used_bytes == 3 * MIB
@@ -213,7 +213,7 @@ def test_a_call_in_the_midst_of_a_change_changes_nothing() -> None:
 
         def query(self, event: object) -> bool:
             found.append((arena.used_bytes, arena.held_bytes))
-            arena.drain()
+            arena.poll()
             return False
 
     arena = Arena(slab_bytes=MIB, idle_bytes=MIB)

@@ -142,17 +142,17 @@ def test_h26_when_a_forward_begins_idle_memory_goes_back_as_far_as_it_is_missed(
     tier, _, system = guarded(readings)
     slots = [tier.reserve(256 * MIB) for _ in range(4)]
     slots.clear()
-    tier.trim()
+    tier.release_idle()
     readings.available = 1536 * MIB
-    tier.trim()
+    tier.release_idle()
     assert tier.held_bytes == GIB, "it has not handed out enough to look again"
     monkeypatch.setattr(host, "_LOOK_BYTES", 0)
     tier._next_look = 0
-    tier.trim()
+    tier.release_idle()
     assert tier.held_bytes == 512 * MIB, "and the reserve is whole again"
     assert len(system.alive) == 2
     looks = readings.looks
-    tier.trim()
+    tier.release_idle()
     assert tier.held_bytes == 512 * MIB
     assert readings.looks == looks + 1
 
@@ -172,7 +172,7 @@ def test_h26_what_is_idle_elsewhere_in_the_process_goes_back_too(
     assert len(slots) == 6
     assert tier.reserve(512 * MIB) is None
     readings.available -= 256 * MIB
-    tier.trim()
+    tier.release_idle()
     assert len(system.alive) == 0
     assert tier.reserve(256 * MIB) is not None
 

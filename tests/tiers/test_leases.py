@@ -73,7 +73,7 @@ def test_h40_after_a_rest_every_slab_goes_with_its_last_lease_and_without_a_call
     large, idle = arena.lease(2 * MIB).copy_(noise(2 * MIB)), arena.lease(3 * MIB)
     assert woken == [0], "it is told once until it rests"
     del idle
-    arena.drain()
+    arena.poll()
     assert len(system.alive) == 3, "what is idle is kept as long as leases go on"
     arena.rest()
     assert len(system.alive) == 2, "what is idle is not kept any more"

@@ -39,6 +39,7 @@ LONG = {
     "scenarios": ["-m", "gpu", "tests/gpu"],
     "the whole device": ["-m", "not short", HERE],
     "gpu": ["-m", "gpu", "tests/runtime/test_accelerator_gpu.py", "tests/observe/test_doctor_accelerator.py"],
+    "codecs": ["-k", "virtual", "-m", "not long", "tests/codecs/test_rounding.py"],
     "other hazards": ["-k", "virtual", *_OTHERS],
 }
 

@@ -1,7 +1,7 @@
 """Finds the places in the library's source that order copies or keep memory, and how each is taken out.
 
     record     an event is recorded             the event of the first record on that stream stands in its place
-    wait       somebody waits                   nobody does
+    wait       a stream or the host waits       it does not
     after      what a copy waits for first      one of it is left out
     keepalive  what has to outlive a copy       one of it is left out
     version    a version is compared            it is always as expected
@@ -49,7 +49,8 @@ _RELEASES = {
     "release_source",
     "take_up",
 }
-#: Where each condition under which a function returns a text is a guard.
+#: Where each condition under which a function says what differs is a guard: it returns a text, ``False`` for what has
+#: to wait, or calls ``miss``.
 _GUARDED = "eager_offload/eager/following.py"
 #: Queues in which records of what has died land.
 _QUEUES = {"_ended", "_kept", "_orphans", "finalized", "leases", "returned", "slots"}
@@ -130,7 +131,7 @@ class _Finder(ast.NodeVisitor):
     # -- what is looked at ----------------------------------------------------------------------------------------
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        # A record whose event nobody takes orders by itself, as in a log.
+        # A record whose event is not taken orders by itself, as in a log.
         if isinstance(node.value, ast.Call) and _called(node.value) in _RECORDS:
             self._take_out("record", node.value, node.value.func, _NOTHING)
             for child in ast.iter_child_nodes(node.value):
@@ -185,9 +186,8 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
-        test, last = node.test, node.body[-1]
-        found = last.value if isinstance(last, ast.Return) else None
-        if self._path == _GUARDED and isinstance(found, ast.Constant) and isinstance(found.value, str):
+        test = node.test
+        if self._path == _GUARDED and _says_what_differs(node.body):
             is_any = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or)
             for condition in test.values if is_any and isinstance(test, ast.BoolOp) else [test]:
                 self._take_out("guard", test, condition, "False", self._text(condition))
@@ -246,3 +246,13 @@ def _argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
 def _keyword(call: ast.Call, name: str) -> ast.expr | None:
     """An argument by its name."""
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+
+
+def _says_what_differs(body: list[ast.stmt]) -> bool:
+    """Whether statements are what follows where a step is not as its plan has it."""
+    last = body[-1]
+    found = last.value.value if isinstance(last, ast.Return) and isinstance(last.value, ast.Constant) else None
+    if isinstance(found, str) or found is False:
+        return True
+    calls = (statement.value for statement in body if isinstance(statement, ast.Expr))
+    return any(isinstance(call, ast.Call) and _called(call) == "miss" for call in calls)

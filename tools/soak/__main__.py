@@ -131,7 +131,7 @@ class Soak:
             self.moved[name] += offload.stats(synchronize=True).bytes_out
             offload.reset_stats()
             offload.close()
-        host_runtime().arena.trim()
+        host_runtime().arena.release_idle()
 
 
 def soak(minutes: float, seed: int, directory: Path) -> tuple[Soak, list[Row]]:

@@ -117,7 +117,7 @@ def evaluate(model: Model, around: AbstractContextManager[Any], chance: random.R
 
 
 def forget(model: Model, around: AbstractContextManager[Any], chance: random.Random) -> Sequence[Tensor]:
-    """A graph that nobody runs backward, and one of which half is."""
+    """A graph that is never run backward, and one of which half is."""
     x = batch(chance)
     forward(model, around, x)
     with around:

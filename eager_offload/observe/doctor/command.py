@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from eager_offload.config import size_text
+from eager_offload.config import rate_text, size_text
 from eager_offload.observe.doctor import probes
 from eager_offload.observe.doctor.diagnosis import (
     FORMAT,
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def examine(paths: Sequence[Path] | None = None, *, seconds: float | None = None) -> Diagnosis:
     """Looks at this machine. Nothing that fails raises; it becomes a line of ``failures``.
 
-    Measuring writes at most 256 MiB into each directory, and at most an eighth of what is free, to files without name;
+    Measuring writes at most 128 MiB into each directory, and at most an eighth of what is free, to files without name;
     the self test adds at most 64 MiB for each device, where the recommended settings take a disk.
 
     Args:
@@ -272,7 +272,7 @@ def _device_rows(device: Device) -> Iterator[_Row]:
     if device.flops is not None:
         yield "  compute", f"{_flops(device.flops)} ({device.dtype} product)"
     if device.link is not None and device.name == "cpu":
-        yield "  copy", f"{_rate(device.link.out)} within host memory"
+        yield "  copy", f"{rate_text(device.link.out)} within host memory"
     elif device.link is not None:
         yield "  link", _both(device.link, "out", "back")
     if device.duplex is not None:
@@ -323,12 +323,7 @@ def _verdict_rows(verdict: Verdict) -> Iterator[_Row]:
 
 
 def _both(speed: Speed, out: str, back: str) -> str:
-    return f"{_rate(speed.out)} {out}, {_rate(speed.back)} {back}"
-
-
-def _rate(value: float) -> str:
-    """Bytes a second, in thousands as links and disks are sold."""
-    return f"{value / 1e9:,.2f} GB/s" if value >= 1e9 else f"{value / 1e6:,.0f} MB/s"
+    return f"{rate_text(speed.out)} {out}, {rate_text(speed.back)} {back}"
 
 
 def _flops(value: float) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from eager_offload.config import MIB
+from eager_offload.config import MIB, size_literal
 from eager_offload.tiers.limits import Limit
 
 __all__ = [
@@ -192,7 +192,7 @@ def recommended(devices: Sequence[Device], memory: Memory | None, disks: Sequenc
             settings["pin_memory"] = False
     window = _window(room)
     if window != _LARGEST_WINDOW:  # the default
-        settings["max_inflight_bytes"] = settings["prefetch_bytes"] = f"{window // MIB}MiB"
+        settings["max_inflight_bytes"] = settings["prefetch_bytes"] = size_literal(window)
     return settings
 
 

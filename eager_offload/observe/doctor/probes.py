@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.base import Direction, Runtime
 from eager_offload.runtime.host import host_runtime
-from eager_offload.tiers.base import Slot
 from eager_offload.tiers.directories import IN_MEMORY, filesystem_of
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.limits import host_budget, host_headroom, local_ranks, pinning_limit
@@ -63,8 +62,8 @@ _SIZE_ON_CPU, _SIZE = 1024, 4096
 _MEASURING = 0.4
 #: Bytes that are pinned to see how long it takes.
 _PINNED_BYTES = 256 << 20
-#: Bytes moved to a disk at a time, and in all; and the part of what is free there that measuring may take.
-_PIECE, _MOST_ON_DISK, _PART_OF_FREE = 8 << 20, 128 << 20, 16
+#: Bytes that have to fit on a disk to measure it, those that are enough, and the part of what is free that it may take.
+_LEAST_ON_DISK, _MOST_ON_DISK, _PART_OF_FREE = 16 << 20, 64 << 20, 16
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 #: Of the driver that moves bytes between NVIDIA's devices and a disk.
 _STORAGE_DRIVER = Path("/proc/driver/nvidia-fs")
@@ -204,14 +203,14 @@ def disk_speed(path: Path, free_bytes: int, *, direct: bool) -> Speed | str | No
         A text that says why a spill file cannot be there; ``None`` where the filesystem refuses ``direct``.
     """
     budget = min(_MOST_ON_DISK, free_bytes // _PART_OF_FREE)
-    if budget < 2 * _PIECE:
+    if budget < _LEAST_ON_DISK:
         return f"only {free_bytes} bytes are free there"
     try:
         tier = DiskTier([path], budget, file_type=RawFile if direct else _Buffered)
     except ConfigError as error:
         return str(error.__cause__ or error)  # without what else may be given
     try:
-        return None if direct and not tier.direct_io else _speed_of(tier, budget)
+        return None if direct and not tier.direct_io else Speed(*tier.measure())
     finally:
         tier.close()
 
@@ -222,33 +221,6 @@ class _Buffered(RawFile):
     def set_direct(self, direct: bool) -> None:
         if direct:
             raise OSError(errno.EOPNOTSUPP, "measured without it")
-
-
-def _speed_of(tier: DiskTier, budget: int) -> Speed:
-    source = anonymous_slab(_PIECE)
-    # Not zeros: filesystems and disks that compress would make nothing of them.
-    source.view(torch.int64).random_(generator=torch.Generator())
-    slots: list[Slot] = []
-    for _ in range(budget // _PIECE):
-        if (slot := tier.reserve(_PIECE)) is None:
-            break
-        slots.append(slot)
-    if not slots:
-        raise OSError(errno.ENOSPC, "no room for the bytes that it is measured with")
-    written, out = _timed(slots, source, write=True)
-    read, back = _timed(slots[:written], source, write=False)
-    return Speed(written * _PIECE / out, read * _PIECE / back)
-
-
-def _timed(slots: Sequence[Slot], piece: Tensor, *, write: bool) -> tuple[int, float]:
-    """How many of the slots were written or read until the time for it was over, and how long that took."""
-    started = time.perf_counter()
-    for done, slot in enumerate(slots, 1):
-        slot.write(piece) if write else slot.read(piece)
-        elapsed = time.perf_counter() - started
-        if elapsed > 2 * _MEASURING:
-            return done, elapsed
-    return len(slots), max(elapsed, 1e-9)
 
 
 # -- what torch and the system may lack -----------------------------------------------------------------------------
@@ -294,7 +266,7 @@ def private_names() -> list[Feature]:
         Feature(name, _resolves(name), without)
         for without, names in _torch.PRIVATE_NAMES.items()
         for name in names
-        if "()" not in name
+        if "()" not in name and (name not in _torch.OF_CUDA or torch.version.cuda)
     ]
 
 

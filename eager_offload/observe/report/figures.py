@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from eager_offload.observe.trace import Kind, MemorySample, SavedGroup, Slice, Trace
 
-__all__ = ["Outcome", "Placed", "Saver", "Track", "WorkTotal", "peaks", "savers", "tracks", "work_totals"]
+__all__ = ["OutcomeBytes", "Placed", "Saver", "Track", "WorkTotal", "peaks", "savers", "tracks", "work_totals"]
 
 
 def peaks(trace: Trace) -> MemorySample:
@@ -55,7 +55,7 @@ def _covered(slices: Iterable[Slice]) -> float:
     return covered
 
 
-class Outcome(NamedTuple):
+class OutcomeBytes(NamedTuple):
     """What became of some saves."""
 
     name: str
@@ -75,7 +75,7 @@ class Saver:
     """How many modules that are."""
     count: int
     nbytes: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[OutcomeBytes, ...]
     """Most bytes first."""
 
 
@@ -102,7 +102,7 @@ def savers(groups: Sequence[SavedGroup], *, alike: bool) -> list[Saver]:
                 modules=len({group.module for group in those}),
                 count=sum(group.count for group in those),
                 nbytes=sum(group.nbytes for group in those),
-                outcomes=tuple(Outcome(*which, nbytes) for which, nbytes in outcomes.most_common()),
+                outcomes=tuple(OutcomeBytes(*which, nbytes) for which, nbytes in outcomes.most_common()),
             )
         )
     return sorted(found, key=lambda one: -one.nbytes)

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader
 
-from eager_offload.config import size_text
+from eager_offload.config import rate_text, size_text
 from eager_offload.errors import OffloadError
 from eager_offload.observe.report.figures import Track, peaks, savers, tracks, work_totals
 from eager_offload.observe.trace import Kind, Trace, read_trace
@@ -99,7 +99,7 @@ def fill(page: str, **values: object) -> str:
         **values: that it shows; ``data`` is what ``page.js`` draws.
     """
     environment = Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader(_part))
-    filters = {"size": size_text, "time": _time_text, "rate": _rate_text, "setting": _setting_text, "shown": _shown}
+    filters = {"size": size_text, "time": _time_text, "rate": rate_text, "setting": _setting_text, "shown": _shown}
     environment.filters |= filters
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment.get_template(page).render(style=_part("page.css"), script=_part("page.js"), **values)
@@ -142,11 +142,6 @@ def _time_text(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:,.2f} s"
     return f"{seconds * 1e3:,.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.0f} µs"
-
-
-def _rate_text(bytes_a_second: float) -> str:
-    """In thousands, as links and disks are sold."""
-    return f"{bytes_a_second / 1e9:,.2f} GB/s" if bytes_a_second >= 1e9 else f"{bytes_a_second / 1e6:,.1f} MB/s"
 
 
 def _shown(track: str) -> str:

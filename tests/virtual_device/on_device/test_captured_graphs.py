@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -479,6 +481,20 @@ def test_captures_of_threads_do_not_get_into_each_others_way() -> None:
         on_a_thread(lambda: capture(CaptureMode.THREAD_LOCAL, 1, own))
     with GraphCaptureGuard(mode=CaptureMode.GLOBAL), pytest.raises(CaptureStateError, match="mode 'global'"):
         on_a_thread(lambda: capture(CaptureMode.THREAD_LOCAL, 1))
+
+
+def test_a_process_ends_in_silence_with_a_graph_that_nobody_has_let_go_of() -> None:
+    program = (
+        "from tests.virtual_device import NAME, install; install(); import torch\n"
+        "from eager_offload.graphs import graph as module, make_graphed_callable\n"
+        "x = torch.ones(4, device=NAME)\n"
+        "graph = make_graphed_callable(lambda: x + 1)\n"
+        "graph.launch()\n"
+        "module.held = lambda: graph  # so that it goes after names of the module that it is from\n"
+        "print(graph.result.tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[2.0, 2.0, 2.0, 2.0]\n", "")
 
 
 # -- captures that fail -----------------------------------------------------------------------------------------------

@@ -1,0 +1,128 @@
+"""Training on a CPU that follows plans: resident bytes and seconds beside what was predicted."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+import eager_offload as eo
+from benchmarks.common import MIB, Report, console, table
+from benchmarks.planning.large import worker
+from benchmarks.processes import reset_peak, status_bytes
+
+from lm.data import batches, read_text
+from lm.model import LanguageModel
+
+__all__ = ["cpu", "on_cpu"]
+
+#: Goals.
+CPU_PEAK, CPU_STEP = 0.05, 0.10
+
+
+@dataclass(frozen=True)
+class OnCpu:
+    """Steps that follow a plan, in a process of their own. Bytes over parameters and loaded code."""
+
+    part: float
+    predicted_bytes: int
+    real_bytes: int
+    #: Forward and backward; the median of the steps.
+    predicted_seconds: float
+    real_seconds: float
+    moved_bytes: int
+    bytes_out: int
+    followed: int
+    peak_method: str
+
+
+def on_cpu(part: float, options: argparse.Namespace) -> OnCpu:
+    """Trains in this process."""
+    if not eo.release_freed_memory():
+        raise SystemExit("benchmarks.planning: this C library has no mallopt, so its memory cannot be compared")
+    torch.manual_seed(0)
+    model = LanguageModel(
+        options.cpu_layers, options.cpu_width, options.cpu_heads, options.sequence, checkpointing=False
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    text = read_text()
+    data = batches(text, count=options.steps, batch=options.batch, sequence=options.sequence, seed=1)
+    inputs = data[0].inputs, data[0].targets
+    config = {
+        "tier": "disk",
+        "min_bytes": options.min_bytes,
+        "max_inflight_bytes": options.window,
+        "prefetch_bytes": options.window,
+    }
+    plain = eo.plan(model, inputs, device_budget=1 << 50, config=config)
+    budget = plain.least_budget + int((plain.peak_bytes - plain.least_budget) * part)
+    plan = eo.plan(model, inputs, steps=2, device_budget=budget, config=config)
+    there = sum(one.nbytes for one in [*model.parameters(), *inputs])
+    predicted, moved = plan.peak_bytes - there, plan.moved_bytes
+    with TemporaryDirectory(dir=options.disk_path) as directory:
+        offload = eo.Offload(plan=plan, tier="disk", disk_path=Path(directory))
+
+        def step(inputs: Tensor, targets: Tensor, offload: eo.Offload | None) -> float:
+            optimizer.zero_grad(set_to_none=True)
+            began = time.perf_counter()
+            with offload or nullcontext():
+                loss = model(inputs, targets)
+            loss.backward()
+            seconds = time.perf_counter() - began
+            optimizer.step()
+            return seconds
+
+        tiny = batches(text, count=1, batch=1, sequence=8, seed=0)[0]
+        step(tiny.inputs, tiny.targets, None)  # loads code
+        optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        method, base = reset_peak(), status_bytes("VmRSS")
+        seconds = median([step(batch.inputs, batch.targets, offload) for batch in data])
+        real = status_bytes("VmHWM") - base
+        stats = offload.stats(synchronize=True)
+        offload.close()
+    bytes_out = stats.bytes_out // options.steps
+    return OnCpu(part, predicted, real, plan.step_seconds, seconds, moved, bytes_out, stats.followed_forwards, method)
+
+
+def cpu(options: argparse.Namespace, report: Report) -> list[OnCpu]:
+    found = [OnCpu(**worker("cpu", part)) for part in options.shares for _ in range(options.rounds)]
+    shown = table("budget", "predicted MiB", "resident MiB", "of predicted", "moved MiB", "predicted s", "s", "of it")
+    for one in found:
+        shown.add_row(
+            f"{one.part:.0%} of the way",
+            f"{one.predicted_bytes / MIB:,.1f}",
+            f"{one.real_bytes / MIB:,.1f}",
+            f"{one.real_bytes / one.predicted_bytes:,.3f}",
+            f"{one.bytes_out / MIB:,.1f}",
+            f"{one.predicted_seconds:,.3f}",
+            f"{one.real_seconds:,.3f}",
+            f"{one.real_seconds / one.predicted_seconds:,.3f}",
+        )
+    console.print("Training on this CPU with the disk tier, following plans: bytes over the model")
+    console.print(shown)
+    off = [
+        abs(median(one.real_bytes for one in found if one.part == part) / one_of(found, part).predicted_bytes - 1)
+        for part in options.shares
+    ]
+    report.at_most("cpu: peak off", max(off), CPU_PEAK)
+    late = [
+        abs(median(one.real_seconds / one.predicted_seconds for one in found if one.part == part) - 1)
+        for part in options.shares
+    ]
+    report.at_most("cpu: step off", max(late), CPU_STEP)
+    report.at_least("cpu: steps that follow", min(one.followed for one in found), options.steps)
+    return found
+
+
+def one_of(found: Sequence[OnCpu], part: float) -> OnCpu:
+    return next(one for one in found if one.part == part)

@@ -1,0 +1,163 @@
+"""Draws memory against time: what every budget buys, a plan, and the fixed ways that others have.
+
+python -m benchmarks.planning.picture --output docs/images/plans.png
+
+The model is the one that the page on planning begins with: a Llama of 8 billion parameters, 8192 tokens, on an H200.
+Nothing is run: plans and fixed ways are rehearsed alike, by the library itself on its simulated device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import torch
+from torch import Tensor, nn
+
+import eager_offload as eo
+from benchmarks.common import MIB, positive
+from benchmarks.planning.large import H200
+from benchmarks.planning.ways import rehearsed
+from benchmarks.simulate import GIB
+from eager_offload.plan.trace import trace
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+__all__ = ["draw", "main"]
+
+#: Okabe and Ito's palette, which colour-blind readers can tell apart; every mark is named besides.
+MOVING, AGAIN, CHOSEN, OTHERS = "#0072B2", "#00805C", "#C04F00", "#4D4D4D"
+TEXT_COLOUR = "#333333"
+STYLE = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#777777",
+    "text.color": TEXT_COLOUR,
+    "axes.labelcolor": TEXT_COLOUR,
+    "xtick.color": TEXT_COLOUR,
+    "ytick.color": TEXT_COLOUR,
+}
+#: What has these ways, and where its name stands beside the mark, in points.
+NAMES = {
+    "nothing moves": ("nothing moves", (-8, 10), "right"),
+    "all moves": ("all moves, as save_on_cpu\nand OffloadActivations have it", (10, -4), "left"),
+    "half moves": ("every second storage moves", (10, 4), "left"),
+    "checkpoints": ("checkpoints around\nall layers", (-22, 20), "left"),
+    "checkpoints, all moves": ("checkpoints, and\ntheir inputs move", (10, -3), "left"),
+}
+POINTS, POINTS_AGAIN = 24, 6
+
+
+def llama(layers: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """As on the page on planning, with fewer layers where they are wanted."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    tokens = torch.zeros(1, 8192, dtype=torch.long)
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="the PNG")
+    parser.add_argument("--budget", default="60GiB", help="of the plan that is marked")
+    parser.add_argument("--layers", type=positive, default=32)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    model, inputs = llama(options.layers)
+    chosen = eo.plan(model, inputs, device=H200, device_budget=options.budget)
+    size = chosen.problem.window
+    names = [f"model.layers.{number}" for number in range(options.layers)]
+    ways = {
+        title: (found.peak_bytes / GIB, found.step_seconds)
+        for title, found in rehearsed(lambda again: trace(model, inputs, min_bytes=MIB, again=again), names, size)
+    }
+    front = [(point.peak_bytes / GIB, point.step_seconds) for point in chosen.front(POINTS)]
+    high = max(peak for peak, _ in front)
+    computed = eo.plan(model, inputs, device=H200, device_budget=0, recompute=True)
+    low = computed.least_budget / GIB
+    again = [(computed.peak_bytes / GIB, computed.step_seconds)]
+    for number in range(1, POINTS_AGAIN):
+        budget = int((low + (high - low) * number / POINTS_AGAIN) * GIB)
+        one = eo.plan(model, inputs, device=H200, device_budget=budget, recompute=True)
+        again.append((one.peak_bytes / GIB, one.step_seconds))
+    title = f"Llama, {options.layers} layers of width 4096, 8192 tokens, H200 (planned and rehearsed, not run)"
+    draw(options.output, title, front, again, (chosen.peak_bytes / GIB, chosen.step_seconds), ways)
+    for title, (peak, seconds) in ways.items():
+        print(f"{title:<26} {peak:6.1f} GiB  {seconds:.3f} s")
+    for title, line in (("front", front), ("with recompute", again)):
+        print(title, *(f"{peak:.1f} GiB {seconds:.3f} s" for peak, seconds in line), sep="; ")
+    return 0
+
+
+_Points = Sequence[tuple[float, float]]
+
+
+def draw(
+    path: Path,
+    title: str,
+    front: _Points,
+    again: _Points,
+    chosen: tuple[float, float],
+    ways: dict[str, tuple[float, float]],
+) -> None:
+    """Writes the picture as a PNG; points are GiB and seconds."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(10, 5.6), dpi=160)
+        _draw(axes, front, again, chosen, ways)
+        axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=12)
+        figure.tight_layout()
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _draw(
+    axes: Axes, front: _Points, again: _Points, chosen: tuple[float, float], ways: dict[str, tuple[float, float]]
+) -> None:
+    axes.grid(color="#E4E4E4", linewidth=0.7)
+    axes.set_axisbelow(True)
+    steps = sorted(set(front))
+    axes.plot(*zip(*steps, strict=True), color=MOVING, linewidth=1.8, marker=".", label="plans for every budget")
+    fitting = sorted(set(again))
+    axes.plot(
+        *zip(*fitting, strict=True),
+        color=AGAIN,
+        linewidth=1.8,
+        linestyle=(0, (5, 2)),
+        marker=".",
+        label="the same, with recompute=True",
+    )
+    for title, (peak, seconds) in ways.items():
+        name, offset, side = NAMES[title]
+        axes.plot(peak, seconds, marker="s", color=OTHERS, markersize=7, linestyle="none")
+        axes.annotate(
+            name, (peak, seconds), offset, textcoords="offset points", ha=side, va="center", fontsize=10, color=OTHERS
+        )
+    axes.plot(
+        *chosen, marker="o", color=CHOSEN, markersize=11, linestyle="none", label=f"the plan for {chosen[0]:.0f} GiB"
+    )
+    axes.plot([], [], marker="s", color=OTHERS, markersize=7, linestyle="none", label="fixed ways")
+    axes.set_xlabel("peak of the device, GiB")
+    axes.set_ylabel("forward and backward, s")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, loc="upper right")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

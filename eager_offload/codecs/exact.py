@@ -1,0 +1,186 @@
+"""The codecs that change no bit."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from eager_offload.codecs.base import PackedLayout, TensorMeta, compact, flat, parts_of
+
+__all__ = ["BitMask", "Gather", "Identity", "Narrow"]
+
+#: Where the upper half of a number of four bytes is, of its two halves.
+_UPPER = 1 if sys.byteorder == "little" else 0
+
+#: Integers that have as many bytes as the numbers that a mask may be made of.
+_WORDS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+#: Elements of a tensor in which more than two values are looked for before all of them are.
+_LOOKED_AT = 4096
+
+#: Of a word whose eight bytes are 0 or 1, times this, the uppermost byte has them as bits, the lowest byte's as bit 0.
+_COLLECT = 0x0102040810204080
+#: A byte times this is repeated eight times, of which this leaves one bit in each, from the lowest on; both as signed.
+_REPEAT = 0x0101010101010101
+_ONE_EACH = 0x8040201008040201 - (1 << 64)
+#: Added to a byte that has one bit at most, this sets the uppermost where there was one, and carries nothing over.
+_TO_THE_TOP = 0x7F7F7F7F7F7F7F7F
+
+
+class _Exact:
+    """What every codec has that changes no bit."""
+
+    name: ClassVar[str]
+    lossless = True
+    unbiased = True
+
+    def error_bound(self, meta: TensorMeta, amax: float) -> float:
+        """0: every bit comes back."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Identity(_Exact):
+    """The bytes of a contiguous tensor as they are."""
+
+    name: ClassVar[str] = "identity"
+
+    def layout(self, meta: TensorMeta) -> PackedLayout | None:
+        """Of a contiguous tensor that is not empty."""
+        if meta.is_empty or not meta.is_contiguous:
+            return None
+        return parts_of(("bytes", meta.distinct * meta.dtype.itemsize))
+
+    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> None:
+        """Holds any values."""
+        out.view(x.dtype).view(x.shape).copy_(x)
+
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Copies them back."""
+        out.copy_(packed.view(out.dtype).view(out.shape))
+
+
+@dataclass(frozen=True)
+class Gather(_Exact):
+    """The elements of a view side by side: what lies between them stays behind, and a broadcast travels once."""
+
+    name: ClassVar[str] = "gather"
+
+    def layout(self, meta: TensorMeta) -> PackedLayout | None:
+        """Of any strided tensor that is not empty."""
+        return None if meta.is_empty else parts_of(("elements", meta.distinct * meta.dtype.itemsize))
+
+    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> None:
+        """Holds any values."""
+        elements = compact(x)
+        out.view(x.dtype).view(elements.shape).copy_(elements)
+
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Scatters them to where they were."""
+        places = compact(out)
+        places.copy_(packed.view(out.dtype).view(places.shape))
+
+
+@dataclass(frozen=True)
+class Narrow(_Exact):
+    """``float32`` whose values are ``bfloat16``, in half the bytes: the upper halves, if all lower ones are zero."""
+
+    name: ClassVar[str] = "narrow"
+
+    def layout(self, meta: TensorMeta) -> PackedLayout | None:
+        """Of ``float32`` that is not empty."""
+        if meta.is_empty or meta.dtype is not torch.float32:
+            return None
+        return parts_of(("upper halves", 2 * meta.distinct))
+
+    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> Tensor:
+        """Holds ``bfloat16`` values, of NaN every bit."""
+        halves = flat(x).view(torch.int16).view(-1, 2)
+        out.view(torch.int16).copy_(halves[:, _UPPER])
+        least, most = torch.aminmax(halves[:, 1 - _UPPER])
+        return (least == 0) & (most == 0)
+
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        """A ``bfloat16`` is the upper half of the ``float32`` of that value."""
+        places = compact(out)
+        places.copy_(packed.view(torch.bfloat16).view(places.shape))
+
+
+@dataclass(frozen=True)
+class BitMask(_Exact):
+    """``bool``, or floating-point numbers of at most two values, as one bit for each, and those values."""
+
+    name: ClassVar[str] = "bitmask"
+
+    def layout(self, meta: TensorMeta) -> PackedLayout | None:
+        """Of ``bool`` and floating-point numbers of two bytes or more; not empty."""
+        if meta.is_empty or not (meta.dtype is torch.bool or meta.dtype in _WORDS):
+            return None
+        bits = ("bits", -(-meta.distinct // 8))
+        return parts_of(bits) if meta.dtype is torch.bool else parts_of(("values", 2 * meta.dtype.itemsize), bits)
+
+    def may_hold(self, x: Tensor) -> bool:
+        """Whether the first elements of ``x`` have two values at most. The host waits for them."""
+        if x.dtype is torch.bool:
+            return True
+        words = flat(x)[:_LOOKED_AT].view(_WORDS[x.dtype])
+        least, most = torch.aminmax(words)
+        return bool(((words == least) | (words == most)).all())
+
+    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> Tensor:
+        """Holds two values, told apart by their bits; of ``bool`` those that are 0 or 1 as bytes."""
+        elements = flat(x)
+        parts = _layout_of(self, x).split(out)
+        if x.dtype is torch.bool:
+            mask = elements.view(torch.uint8)
+            fits = mask.max() <= 1
+        else:
+            words = elements.view(_WORDS[x.dtype])
+            least, most = torch.aminmax(words)
+            is_most = words == most
+            differs = (words != least) ^ is_most
+            fits = (least == most) | torch.logical_not(differs.view(torch.uint8).max())
+            parts[0].view(words.dtype).copy_(torch.stack((least, most)))
+            mask = is_most.view(torch.uint8)
+        if mask.numel() % 8:
+            mask = torch.nn.functional.pad(mask, (0, -mask.numel() % 8))
+        elif torch.compiler.is_compiling() or mask.storage_offset() % 8:  # no compiler traces the latter
+            mask = mask.clone()
+        collected = mask.view(torch.int64) * _COLLECT
+        collected >>= 56  # in place: fresh memory for each of these takes longer than they do
+        parts[-1].copy_(collected)
+        return fits
+
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Each bit as the value that it stands for."""
+        places = compact(out)
+        parts = _layout_of(self, out).split(packed)
+        mask = parts[-1].to(torch.int64)
+        mask *= _REPEAT
+        mask.bitwise_and_(_ONE_EACH)  # spelt out: torch.func.functionalize knows no `&=`
+        mask += _TO_THE_TOP
+        mask >>= 7
+        mask.bitwise_and_(_REPEAT)
+        chosen = mask.view(torch.bool)[: places.numel()]
+        if out.dtype is not torch.bool:
+            least, most = parts[0].view(_WORDS[out.dtype]).unbind()
+            words = -chosen.to(least.dtype)  # all bits or none: far quicker than torch.where, with the same result
+            words.bitwise_and_(most ^ least)
+            words.bitwise_xor_(least)
+            chosen = words.view(out.dtype)
+        places.copy_(chosen.view(places.shape))
+
+
+def _layout_of(codec: BitMask, x: Tensor) -> PackedLayout:
+    """That of ``x``, which ``codec`` is for."""
+    layout = codec.layout(TensorMeta.of(x))
+    assert layout is not None, "the caller has looked"
+    return layout

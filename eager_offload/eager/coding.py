@@ -1,0 +1,209 @@
+"""Which codec packs a saved storage before it leaves, and what that packs.
+
+A part of a storage that has holes is gathered, whatever the user asks for: what lies in them was not saved. The other
+codecs that change no bit take the whole range of bytes, whatever view of it was saved.
+
+[Note: rounding]
+What rounds is allowed by who reads, and that is known once a forward like this one has gone backward: unpack notes the
+name of the node that asks. So the first forward of its kind is exact, and a save of a later one is rounded if it is
+like the save that it was then (bytes, dtype, the operator that made it) and every reader of its storage has a rule. A
+storage that several read is packed for the strictest; a save that was not expected finds it exact, or takes it anew.
+What was rounded is given to those only who may have it: anyone else is a `PrecisionError`.
+
+A graph that goes backward twice sees the same numbers. What was rounded is packed once; what was asked for before its
+source had gone is exact from then on, and once that has gone nothing but what was packed is given out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eager_offload._torch import cast_from
+from eager_offload.codecs import BitMask, Codec, CodecPolicy, Gather, Narrow, TensorMeta
+from eager_offload.codecs.policy import NORMS, codec_of, text_of
+from eager_offload.errors import ConfigError
+from eager_offload.learning import Kind
+from eager_offload.selection import Footprint
+from eager_offload.step_plan import Rounded, StepPlan
+
+__all__ = ["Coding", "Seeds", "check_rounding", "coding_of", "kind_of", "planned"]
+
+_GATHER, _NARROW, _BITMASK = Gather(), Narrow(), BitMask()
+#: Bytes; where the words that codecs work on begin.
+_WORD = 8
+#: The dtypes of what may be rounded, by name.
+_ROUNDED = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+#: 2**64 times the golden ratio: multiples of it lie far from each other.
+_GOLDEN, _MOST = 0x9E3779B97F4A7C15, (1 << 63) - 1
+
+
+class Coding(NamedTuple):
+    """How the bytes of one saved storage travel."""
+
+    codec: Codec
+    #: What is packed: the first element is that of the footprint.
+    meta: TensorMeta
+    #: That travel.
+    nbytes: int
+    #: Whether a look at the first bytes says if it is worth the time, once they are final.
+    looks: bool = False
+    #: In place of this one, where that look says no.
+    otherwise: Coding | None = None
+    #: For stochastic rounding.
+    seed: int = 0
+    #: Of the tensor, if this rounds it.
+    kind: Kind | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether other numbers may come back."""
+        return not self.codec.lossless
+
+    @property
+    def may_round(self) -> bool:
+        """Whether that is so, or may turn out to be."""
+        return self.rounds or self.otherwise is not None
+
+    @property
+    def exact(self) -> Coding | None:
+        """In place of this one where nothing may be rounded."""
+        if not self.rounds:
+            return self._replace(otherwise=None)
+        return None if self.meta.is_contiguous and len(self.meta.size) == 1 else _coding(_GATHER, self.meta)
+
+    @property
+    def rounded(self) -> Rounded:
+        """What a step plan says of it, where it rounds."""
+        assert self.kind is not None
+        return Rounded(text_of(self.codec), self.kind.dtype, self.kind.maker, self.nbytes)
+
+    def may_hold(self, x: Tensor) -> bool:
+        """Whether the first bytes of ``x`` say that the codec may hold it."""
+        return not isinstance(self.codec, BitMask) or self.codec.may_hold(x)
+
+
+def coding_of(
+    tensor: Tensor,
+    area: Footprint,
+    policy: CodecPolicy,
+    readers: Collection[str] = (),
+    kind: Kind | None = None,
+) -> Coding | None:
+    """How ``area`` of the storage of ``tensor`` is to travel; ``None``: as it is.
+
+    Args:
+        policy: what the user asks for.
+        readers: all that read the storage, as far as that is known of an earlier forward: else none of them.
+        kind: of ``tensor``, where there are any.
+    """
+    rounding = _rounding_of(tensor, area, policy, readers, kind) if readers and kind is not None else None
+    exact = _exact_of(tensor, area, policy)
+    if rounding is None or exact is None or exact.nbytes > rounding.nbytes:
+        return exact if rounding is None else rounding
+    return exact._replace(otherwise=rounding) if exact.looks else exact
+
+
+def kind_of(tensor: Tensor) -> Kind | None:
+    """What a save of ``tensor`` is known by; ``None`` for one that nothing may round."""
+    dtype = str(tensor.dtype)
+    if dtype not in _ROUNDED:
+        return None
+    maker = tensor.grad_fn
+    return Kind(tensor.nbytes, dtype, "" if maker is None else maker.name())
+
+
+def planned(save: Rounded, storage_nbytes: int, policy: CodecPolicy) -> Coding | None:
+    """What a step plan says of a storage that leaves whole; ``None`` where ``policy`` has no such rule.
+
+    Raises:
+        ConfigError: there is no such codec.
+    """
+    codec, dtype = codec_of(save.codec), _ROUNDED.get(save.dtype, torch.float32)
+    kind = Kind(storage_nbytes, save.dtype, save.maker)
+    meta = TensorMeta((storage_nbytes // dtype.itemsize,), (1,), dtype)
+    coding = _coding(codec, meta) if codec in policy.rules.values() else None
+    return None if coding is None or coding.nbytes != save.nbytes else coding._replace(kind=kind)
+
+
+def check_rounding(plan: StepPlan, policy: CodecPolicy) -> None:
+    """Looks whether ``policy`` allows what ``plan`` rounds.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    for number, save in enumerate(plan.saves):
+        if save.rounded is not None and planned(save.rounded, save.storage_nbytes, policy) is None:
+            raise ConfigError(
+                f"save {number} of the step plan is rounded by the codec {save.rounded.codec!r}, for which codec=... "
+                "has no rule: give the codec that the plan was recorded with, or another plan"
+            )
+
+
+class Seeds:
+    """Numbers for stochastic rounding, another one for each tensor: the user's generators stay as they are."""
+
+    def __init__(self) -> None:
+        self._next = torch.initial_seed()  # so that a program that sets its seed begins with the same ones
+
+    def draw(self) -> int:
+        """The next one."""
+        self._next += _GOLDEN
+        return self._next & _MOST
+
+
+def _exact_of(tensor: Tensor, area: Footprint, policy: CodecPolicy) -> Coding | None:
+    """What changes no bit."""
+    if area.gathered:
+        return _coding(_GATHER, TensorMeta.of(tensor))
+    if not policy.lossless:
+        return None
+    dtype = tensor.dtype
+    looks = dtype is not torch.bool and not tensor.requires_grad and tensor.device.type == "cpu"
+    codec: Codec
+    if dtype is torch.float32 and cast_from(tensor) is torch.bfloat16:
+        codec, looks = _NARROW, False
+    elif dtype is torch.bool or (looks and dtype.is_floating_point):
+        codec = _BITMASK
+    else:
+        return None
+    address = tensor.untyped_storage().data_ptr() + area.start
+    if address % _WORD or area.start % _WORD or area.nbytes % dtype.itemsize:
+        return None
+    coding = _coding(codec, TensorMeta((area.nbytes // dtype.itemsize,), (1,), dtype))
+    return coding._replace(looks=looks) if coding is not None and coding.nbytes < area.nbytes else None
+
+
+def _rounding_of(
+    tensor: Tensor, area: Footprint, policy: CodecPolicy, readers: Collection[str], kind: Kind
+) -> Coding | None:
+    """What rounds, where all of ``readers`` may be given that."""
+    if tensor.is_neg() or (NORMS.intersection(readers) and not (tensor.requires_grad and kind.maker not in readers)):
+        return None  # the statistics of a norm have no maker, or the norm itself
+    meta = TensorMeta.of(tensor)
+    if not area.gathered:
+        if not _is_all_of(meta, area):
+            return None  # what else is there, and was not saved, would have a part in the scales
+        meta = TensorMeta((area.nbytes // meta.dtype.itemsize,), (1,), meta.dtype)
+    codec = policy.strictest(readers, meta)
+    coding = None if codec is None else _coding(codec, meta)
+    return coding._replace(kind=kind) if coding is not None and coding.nbytes < area.moved else None
+
+
+def _is_all_of(meta: TensorMeta, area: Footprint) -> bool:
+    """Whether each element of ``area`` is one of the tensor, once."""
+    expected = 1
+    for stride, length in sorted(zip(meta.stride, meta.size, strict=True)):
+        if length != 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return expected * meta.dtype.itemsize == area.nbytes
+
+
+def _coding(codec: Codec, meta: TensorMeta) -> Coding | None:
+    layout = codec.layout(meta)
+    return None if layout is None else Coding(codec, meta, layout.nbytes)

@@ -1,0 +1,117 @@
+"""Compiled kernels: one for each text, however many kernels come to it, for as long as one of them lives."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eager_offload.errors import CapabilityError
+from eager_offload.kernels.launch import LaunchSpec
+
+__all__ = ["Compiled", "compiled_by_inductor", "kept", "kept_count"]
+
+
+class Compiled:
+    """What launches a compiled kernel.
+
+    Args:
+        text: all that the compiled code depends on.
+        launch: takes the tensors of a call.
+    """
+
+    __slots__ = ("__weakref__", "launch", "text")
+
+    def __init__(self, text: str, launch: Callable[..., object]) -> None:
+        self.text = text
+        self.launch = launch
+
+
+#: By the SHA-256 of their texts, those that kernels hold; see [Note: finalizers] in ``tiers/finalizers.py``.
+_kept: dict[bytes, weakref.ref[Compiled]] = {}
+_lock = threading.Lock()
+
+
+def kept_count() -> int:
+    """How many compiled kernels are alive."""
+    with _lock:
+        return sum(reference() is not None for reference in _kept.values())
+
+
+def kept(text: str, compile_it: Callable[[], Callable[..., object]]) -> Compiled:
+    """The compiled kernel of this text, which ``compile_it`` makes where there is none."""
+    key = hashlib.sha256(text.encode()).digest()
+    with _lock:
+        found = _alive(key)
+        # Equal digests say that texts are equal; which is looked at all the same, since bits depend on it.
+        if found is not None and found.text == text:
+            return found
+    made = Compiled(text, compile_it())
+    with _lock:
+        found = _alive(key)
+        if found is not None:  # of another text, or another thread was faster
+            return found if found.text == text else made
+        for gone in [key for key, reference in _kept.items() if reference() is None]:
+            del _kept[gone]
+        _kept[key] = weakref.ref(made)
+        return made
+
+
+def _alive(key: bytes) -> Compiled | None:
+    reference = _kept.get(key)
+    return None if reference is None else reference()
+
+
+def compiled_by_inductor(name: str, body: Callable[..., object], spec: LaunchSpec, tensors: list[Tensor]) -> Compiled:
+    """The operators that ``body`` runs on such tensors, compiled.
+
+    Raises:
+        CapabilityError: nothing compiles here.
+    """
+    distinct = list({id(tensor): tensor for tensor in tensors}.values())
+    places = [next(place for place, one in enumerate(distinct) if one is tensor) for tensor in tensors]
+
+    def on_distinct(*given: Tensor) -> None:
+        body(*(given[place] for place in places))
+
+    from torch.fx.experimental.proxy_tensor import make_fx  # with the compiler, which takes a second to import
+
+    graph = make_fx(on_distinct, tracing_mode="fake")(*distinct)
+    device = tensors[0].device
+    shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in distinct)
+    text = "\n".join(
+        ("inductor", torch.__version__, str(device), _capability(device), repr(spec), shapes, repr(places), graph.code)
+    )
+
+    def compile_it() -> Callable[..., object]:
+        # A graph's code is its own: a body that many shapes share would come to Dynamo's limit of recompilations.
+        launch: Any = torch.compile(graph, fullgraph=True, dynamic=False)
+        copies = [one.clone() for one in distinct]  # what compiles also runs, and ``inout`` is written
+        try:
+            launch(*copies)
+        except Exception as error:
+            raise CapabilityError(f"{name}: torch.compile has failed here ({type(error).__name__}: {error})") from error
+        return launch  # type: ignore[no-any-return]
+
+    made = kept(text, compile_it)
+    return made if len(distinct) == len(tensors) else Compiled(made.text, _Selected(made, places))
+
+
+class _Selected:
+    """A launch by tensors of which some are the same; holds the compiled kernel alive."""
+
+    def __init__(self, compiled: Compiled, places: list[int]) -> None:
+        self._compiled = compiled
+        self._first = [places.index(place) for place in range(max(places) + 1)]
+
+    def __call__(self, *tensors: Tensor) -> object:
+        return self._compiled.launch(*(tensors[place] for place in self._first))
+
+
+def _capability(device: torch.device) -> str:
+    return repr(torch.accelerator.get_device_capability(device)) if device.type != "cpu" else ""

@@ -1,0 +1,156 @@
+"""A kernel, and the function that it is called as."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eager_offload.errors import CapabilityError, KernelError, warn
+from eager_offload.kernels import pallas
+from eager_offload.kernels.compiled import Compiled, compiled_by_inductor
+from eager_offload.kernels.launch import LaunchSpec
+from eager_offload.kernels.profiles import timed
+from eager_offload.kernels.signature import Signature
+
+__all__ = ["Kernel", "TorchKernel", "as_torch_kernel"]
+
+#: What an implementation may be called.
+_BODIES = ("torch", "pallas")
+_IMPLS = ("auto", "torch", "inductor", "pallas")
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """What a kernel takes, how it is launched, and what computes it.
+
+    Args:
+        name: what errors and profiles call it.
+        signature: what it takes and gives.
+        spec: how it is spread over a device.
+        impls: by name, what computes it. Each is called with the inputs, what is ``inout``, and the outputs, nesting
+            taken away, and writes the outputs; what it returns is not looked at.
+
+            - ``"torch"``, which has to be there, is the reference: torch operators on tensors. ``torch.compile`` has to
+              be able to trace it. ``"inductor"`` is this one, compiled.
+            - ``"pallas"``: a body of a JAX Pallas kernel, on references.
+
+    Raises:
+        KernelError: there is no ``"torch"``, a name is another one, or what stands there cannot be called.
+    """
+
+    name: str
+    signature: Signature
+    spec: LaunchSpec
+    impls: Mapping[str, Callable[..., object]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "impls", dict(self.impls))
+        if "torch" not in self.impls or not set(self.impls) <= set(_BODIES):
+            raise KernelError(
+                f"{self.name}: impls has {', '.join(map(repr, self.impls)) or 'nothing'}; what is accepted is 'torch', "
+                "which has to be there, and 'pallas'"
+            )
+        for name, body in self.impls.items():
+            if not callable(body):
+                raise KernelError(f"{self.name}: impls[{name!r}] is {body!r}, which cannot be called")
+
+
+class TorchKernel:
+    """A kernel as a function of torch tensors; :func:`as_torch_kernel` makes it. Any thread may call it.
+
+    A call checks its arguments first, launches on the current stream of their device, and has no gradient.
+    """
+
+    def __init__(self, kernel: Kernel, impl: str) -> None:
+        #: What it was made of.
+        self.kernel = kernel
+        #: What computes it, as it was asked for.
+        self.impl = impl
+        self._compiled: dict[torch.device, Compiled] = {}
+        self._failed: set[torch.device] = set()
+        self._lock = threading.Lock()
+
+    def __call__(self, *arguments: Any, out: Any = None) -> Any:
+        """Launches the kernel.
+
+        Args:
+            arguments: the inputs, and what is ``inout`` behind them.
+            out: where the outputs go; new tensors by default. A single one may come bare.
+
+        Returns:
+            The outputs, in their structure, and what is ``inout`` behind them; a single result comes bare.
+
+        Raises:
+            KernelError: an argument is not what the signature says. Nothing was launched.
+            CapabilityError: the device, or what is installed, cannot do this.
+        """
+        kernel = self.kernel
+        call = kernel.signature.call(kernel.name, arguments, out)
+        kernel.spec.check_device(call.device)
+        with torch.no_grad(), timed(kernel.name, call.device):
+            self._launch(call.device, [*call.inputs, *call.inout, *call.outputs])
+        return kernel.signature.result(call, arguments)
+
+    def __repr__(self) -> str:
+        return f"TorchKernel({self.kernel.name!r}, impl={self.impl!r})"
+
+    def _launch(self, device: torch.device, tensors: list[Tensor]) -> None:
+        if self.impl == "torch" or device in self._failed:
+            self.kernel.impls["torch"](*tensors)
+        else:
+            found = self._compiled.get(device)
+            if found is None:
+                found = self._compile(device, tensors)
+            if found is None:
+                self.kernel.impls["torch"](*tensors)
+            else:
+                found.launch(*tensors)
+
+    def _compile(self, device: torch.device, tensors: list[Tensor]) -> Compiled | None:
+        """What launches on ``device``; ``None`` where nothing compiles and the reference does as well."""
+        kernel = self.kernel
+        with self._lock:
+            if device in self._compiled:
+                return self._compiled[device]
+            try:
+                if self.impl == "pallas":
+                    found = pallas.compiled(kernel.name, kernel.impls["pallas"], kernel.signature, kernel.spec, tensors)
+                else:
+                    found = compiled_by_inductor(kernel.name, kernel.impls["torch"], kernel.spec, tensors)
+            except CapabilityError as error:
+                if self.impl != "auto":
+                    raise
+                self._failed.add(device)
+                warn(f"{error}. It is computed by torch's own operators in its place, which is slower")
+                return None
+            self._compiled[device] = found
+            return found
+
+
+def as_torch_kernel(kernel: Kernel, impl: str = "auto") -> TorchKernel:
+    """A kernel as a function of torch tensors.
+
+    Args:
+        impl: what computes it.
+
+            - ``"torch"``: the reference, operator by operator.
+            - ``"inductor"``: the reference, compiled when it is first called: C++ on a CPU, Triton on a GPU.
+            - ``"pallas"``: the Pallas body, which an interpreter runs: on CPU tensors, where JAX is installed.
+            - ``"auto"``: ``"inductor"``, and the reference with one warning where that cannot compile.
+
+    Raises:
+        KernelError: ``impl`` is none of these, or the kernel has no such implementation.
+        CapabilityError: JAX is not installed.
+    """
+    if impl not in _IMPLS:
+        raise KernelError(f"impl={impl!r} is not accepted: it is one of {', '.join(map(repr, _IMPLS))}")
+    if impl == "pallas":
+        if "pallas" not in kernel.impls:
+            raise KernelError(f"{kernel.name}: impl='pallas' is asked for, and impls has no 'pallas'")
+        pallas.check_installed()
+    return TorchKernel(kernel, impl)

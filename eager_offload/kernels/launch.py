@@ -1,0 +1,91 @@
+"""How a kernel is spread over a device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from eager_offload.errors import CapabilityError, KernelError
+from eager_offload.kernels.staging import StagingTree
+
+__all__ = ["LaunchSpec"]
+
+#: Bytes of shared memory that a block may have where there is no device to ask: of compute capability 9.0, in the table
+#: of technical specifications of the CUDA C++ programming guide.
+_SHARED_BYTES = 227 << 10
+#: Threads of a block, in the same table, for each compute capability.
+_THREADS = 1024
+
+_Three = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """How many programs of a kernel run, and in what groups.
+
+    What runs on a CPU takes of it what it has: an interpreter the grid, compiled torch code nothing.
+
+    Args:
+        grid: blocks in each of three dimensions.
+        block: threads of a block, in each.
+        cluster: blocks that run together; each number divides that of ``grid``.
+        shared: scratch memory of a block: its layout, bytes, or ``None`` for none.
+
+    Raises:
+        KernelError: not three whole numbers from 1 on, more than 1,024 threads, a grid that the cluster does not
+            divide, or bytes below 0.
+    """
+
+    grid: _Three
+    block: _Three
+    cluster: _Three = (1, 1, 1)
+    shared: StagingTree | int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("grid", "block", "cluster"):
+            given = tuple(getattr(self, name))
+            object.__setattr__(self, name, given)
+            if len(given) != 3 or any(not isinstance(size, int) or size < 1 for size in given):
+                raise KernelError(f"LaunchSpec({name}={given}) is not accepted: it is three whole numbers from 1 on")
+        if math.prod(self.block) > _THREADS:
+            raise KernelError(
+                f"LaunchSpec(block={self.block}) is not accepted: it has {math.prod(self.block):,} threads, and a "
+                f"block has {_THREADS:,} at most"
+            )
+        if any(blocks % together for blocks, together in zip(self.grid, self.cluster, strict=True)):
+            raise KernelError(
+                f"LaunchSpec(grid={self.grid}, cluster={self.cluster}) is not accepted: each number of the grid is a "
+                "multiple of the cluster's"
+            )
+        if isinstance(self.shared, bool) or not isinstance(self.shared, StagingTree | int | None):
+            raise KernelError(f"LaunchSpec(shared={self.shared!r}) is not accepted: it is a StagingTree, bytes or None")
+        if self.shared_bytes < 0:
+            raise KernelError(f"LaunchSpec(shared={self.shared}) is not accepted: bytes are not below 0")
+
+    @property
+    def shared_bytes(self) -> int:
+        """Scratch memory of a block, in bytes."""
+        if isinstance(self.shared, StagingTree):
+            return self.shared.nbytes
+        return self.shared or 0
+
+    def check_device(self, device: torch.device) -> None:
+        """Asks whether ``device`` can launch this.
+
+        Raises:
+            CapabilityError: it has less shared memory for a block.
+        """
+        limit = _shared_bytes(device)
+        if self.shared_bytes > limit:
+            raise CapabilityError(
+                f"a block has {self.shared_bytes:,} bytes of shared memory, and {device} gives it {limit:,} at most: "
+                "stage less at a time, or put what is not needed at once into a Union"
+            )
+
+
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _SHARED_BYTES
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SHARED_BYTES))

@@ -1,0 +1,247 @@
+"""What a kernel takes and gives, and the check of it that comes before every launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eager_offload._torch import flatten_with_names, unflatten
+from eager_offload.errors import KernelError
+
+__all__ = ["Call", "Scalar", "Signature", "TensorSpec"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that a kernel takes or gives: contiguous, in rows.
+
+    Args:
+        shape: its sizes.
+        dtype: of its elements.
+        align: what its address is a multiple of, in bytes, a power of two; by default, the size of an element.
+
+    Raises:
+        KernelError: a size is below 0, or ``align`` is no power of two.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    align: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if any(size < 0 for size in self.shape):
+            raise KernelError(f"TensorSpec(shape={self.shape}) is not accepted: sizes are whole numbers from 0 on")
+        align = self.align or self.dtype.itemsize
+        object.__setattr__(self, "align", align)
+        if align < 1 or align & (align - 1):
+            raise KernelError(f"TensorSpec(align={align}) is not accepted: it is a power of two, in bytes")
+
+    def __str__(self) -> str:
+        return f"a contiguous tensor of {self.shape}, {self.dtype}, at a multiple of {self.align} bytes"
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A Python number that a kernel takes, as a tensor of no dimensions on the device of the others.
+
+    Args:
+        dtype: what the number becomes. It has to hold it: 300 is no ``int8``, and 0.5 no ``int64``.
+    """
+
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"a number that {self.dtype} holds"
+
+
+class Call(NamedTuple):
+    """The arguments of one launch, checked: tensors all, in the order of the signature."""
+
+    device: torch.device
+    inputs: list[Tensor]
+    inout: list[Tensor]
+    outputs: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a kernel takes and gives.
+
+    A call hands over the inputs, then what is ``inout``; it gives the outputs and, behind them, what is ``inout``.
+
+    Args:
+        inputs: for each argument a ``TensorSpec`` or ``Scalar``, or tuples, lists and dicts of them.
+        outputs: for each result a ``TensorSpec``, or tuples, lists and dicts of them.
+        inout: as ``inputs``, tensors only: arguments that are read and written.
+        aliases: pairs of numbers, of an input and an output, each counted in their order with nesting taken away: the
+            output is written where the input is.
+
+    Raises:
+        KernelError: it has no outputs and nothing ``inout``; both ``aliases`` and ``inout``, which say the same in two
+            ways; an alias of what does not exist, is taken already or has another shape or dtype.
+    """
+
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    inout: Sequence[Any] = ()
+    aliases: Sequence[tuple[int, int]] = ()
+
+    def __post_init__(self) -> None:
+        for name, accepted in (("inputs", TensorSpec | Scalar), ("outputs", TensorSpec), ("inout", TensorSpec)):
+            given = getattr(self, name)
+            if not isinstance(given, tuple | list):
+                raise KernelError(f"Signature({name}={given!r}) is not accepted: it is a tuple or a list")
+            object.__setattr__(self, name, tuple(given))
+            for path, spec in zip(*flatten_with_names(tuple(given))[:2], strict=True):
+                if not isinstance(spec, accepted):
+                    kinds = "TensorSpec or Scalar" if name == "inputs" else "TensorSpec"
+                    raise KernelError(f"Signature has {spec!r} at {name}{path}: it is {kinds}")
+        object.__setattr__(self, "aliases", tuple((one, other) for one, other in self.aliases))
+        if not self.outputs and not self.inout:
+            raise KernelError("Signature(outputs=(), inout=()) is not accepted: a kernel writes something")
+        if self.aliases and self.inout:
+            raise KernelError(
+                "Signature has both aliases and inout: declare what is read and written in one of the ways"
+            )
+        self._check_aliases()
+
+    def _check_aliases(self) -> None:
+        inputs, outputs = flatten_with_names(self.inputs)[1], flatten_with_names(self.outputs)[1]
+        for place, sides in enumerate(zip(*self.aliases, strict=True)):
+            if len(set(sides)) != len(sides):
+                which = "an output" if place else "an input"
+                raise KernelError(f"Signature(aliases={self.aliases}) is not accepted: it names {which} twice")
+        for taken, given in self.aliases:
+            if not (0 <= taken < len(inputs) and 0 <= given < len(outputs)):
+                raise KernelError(
+                    f"Signature(aliases={self.aliases}) is not accepted: there are {len(inputs)} inputs and "
+                    f"{len(outputs)} outputs, counted from 0"
+                )
+            one, other = inputs[taken], outputs[given]
+            if not isinstance(one, TensorSpec) or (one.shape, one.dtype) != (other.shape, other.dtype):
+                raise KernelError(
+                    f"Signature(aliases={self.aliases}) is not accepted: input {taken} is {one}, and output {given} is "
+                    f"{other}"
+                )
+
+    def call(self, kernel: str, arguments: tuple[Any, ...], out: Any = None) -> Call:
+        """The arguments of a launch, with new outputs where ``out`` is ``None``.
+
+        Raises:
+            KernelError: they are not what the signature says; the text has what was expected and what was given.
+        """
+        names, leaves, specs = self._matched(kernel, "arguments", (*self.inputs, *self.inout), arguments)
+        device = _one_device(kernel, names, leaves)
+        for name, leaf, spec in zip(names, leaves, specs, strict=True):
+            _check(f"{kernel}: the argument {name}", spec, leaf, device)
+        tensors = [
+            leaf if isinstance(leaf, Tensor) else _filled(leaf, spec, device)
+            for leaf, spec in zip(leaves, specs, strict=True)
+        ]
+        count = len(flatten_with_names(self.inputs)[1])
+        inputs, inout = tensors[:count], tensors[count:]
+        return Call(device, inputs, inout, self._outputs(kernel, out, inputs, inout, device))
+
+    def result(self, call: Call, arguments: tuple[Any, ...]) -> Any:
+        """What a launch gives: a single result bare, several as a tuple, in the structure of the signature."""
+        outputs = unflatten(call.outputs, flatten_with_names(self.outputs)[2])
+        results = (*outputs, *arguments[len(self.inputs) :])
+        return results[0] if len(results) == 1 else results
+
+    def _matched(
+        self, kernel: str, what: str, expected: tuple[Any, ...], given: tuple[Any, ...]
+    ) -> tuple[list[str], list[Any], list[Any]]:
+        """Where each value of ``given`` stands, the value, and what is expected there."""
+        names, specs, structure = flatten_with_names(expected)
+        given_names, leaves, given_structure = flatten_with_names(given)
+        if structure != given_structure:
+            raise KernelError(
+                f"{kernel}: expected {len(names)} {what} at {', '.join(names) or 'none'}, and got {len(given_names)} "
+                f"at {', '.join(given_names) or 'none'}"
+            )
+        return names, leaves, specs
+
+    def _outputs(
+        self, kernel: str, out: Any, inputs: list[Tensor], inout: list[Tensor], device: torch.device
+    ) -> list[Tensor]:
+        aliased = {given: inputs[taken] for taken, given in self.aliases}
+        if out is None:
+            specs = flatten_with_names(self.outputs)[1]
+            return [
+                aliased[number] if number in aliased else torch.empty(spec.shape, dtype=spec.dtype, device=device)
+                for number, spec in enumerate(specs)
+            ]
+        if aliased:
+            raise KernelError(f"{kernel}: out= is given, and the aliases of the signature say where the outputs are")
+        if len(self.outputs) == 1 and not isinstance(out, tuple | list):
+            out = (out,)
+        names, leaves, specs = self._matched(kernel, "outputs", tuple(self.outputs), tuple(out))
+        for name, leaf, spec in zip(names, leaves, specs, strict=True):
+            _check(f"{kernel}: the output {name}", spec, leaf, device)
+        others = [*inputs, *inout]
+        for name, leaf in zip(names, leaves, strict=True):
+            if any(_overlap(leaf, other) for other in others):
+                raise KernelError(
+                    f"{kernel}: the output {name} shares memory with another tensor of the call: give it its own, or "
+                    "declare an alias or inout"
+                )
+            others.append(leaf)
+        return leaves
+
+
+def _one_device(kernel: str, names: list[str], leaves: list[Any]) -> torch.device:
+    found = {leaf.device: name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
+    if len(found) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in found.items())
+        raise KernelError(f"{kernel}: expected all tensors on one device, and got {where}")
+    return next(iter(found), torch.device("cpu"))
+
+
+def _check(what: str, spec: TensorSpec | Scalar, value: Any, device: torch.device) -> None:
+    """Raises ``KernelError`` where a value is not what is expected."""
+    if isinstance(spec, Scalar):
+        if not _holds(spec.dtype, value):
+            raise KernelError(f"{what}: expected {spec}, and got {value!r}")
+        return
+    if not isinstance(value, Tensor):
+        raise KernelError(f"{what}: expected {spec}, and got {type(value).__name__} {value!r}")
+    if value.layout is not torch.strided:
+        raise KernelError(f"{what}: expected {spec}, and got one of layout {value.layout}")
+    fits = tuple(value.shape) == spec.shape and value.dtype is spec.dtype and value.is_contiguous()
+    off = value.data_ptr() % spec.align
+    if not fits or off or value.device != device:
+        raise KernelError(
+            f"{what}: expected {spec}, on {device}, and got one of {tuple(value.shape)}, {value.dtype}, strides "
+            f"{value.stride()}, {off} bytes behind a multiple of {spec.align}, on {value.device}"
+        )
+    if value.requires_grad and torch.is_grad_enabled():
+        raise KernelError(
+            f"{what} requires grad, and a kernel has no backward: detach it, or call under torch.no_grad()"
+        )
+
+
+def _holds(dtype: torch.dtype, value: Any) -> bool:
+    if not isinstance(value, bool | int | float):
+        return False
+    if dtype.is_floating_point:
+        return True
+    if dtype is torch.bool:
+        return isinstance(value, bool)
+    return isinstance(value, int) and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
+
+
+def _filled(value: float, spec: Scalar, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=spec.dtype, device=device)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors share a byte."""
+    first, second = one.data_ptr(), other.data_ptr()
+    size, other_size = (math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in (one, other))
+    return first < second + other_size and second < first + size and size > 0 < other_size

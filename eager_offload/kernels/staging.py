@@ -1,0 +1,166 @@
+"""Scratch memory of a kernel: which part of it is what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eager_offload.errors import KernelError
+
+__all__ = ["Slot", "StagingTree", "Union"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One array in scratch memory.
+
+    Args:
+        shape: its sizes; ``()`` is a single element.
+        dtype: of its elements.
+        align: what its address is a multiple of, in bytes: a power of two, at least the size of an element.
+
+    Raises:
+        KernelError: a size is below 0, or ``align`` is none of these.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    align: int = 16
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if any(size < 0 for size in self.shape):
+            raise KernelError(f"Slot(shape={self.shape}) is not accepted: sizes are whole numbers from 0 on")
+        least = self.dtype.itemsize
+        if self.align < least or self.align & (self.align - 1):
+            raise KernelError(
+                f"Slot(align={self.align!r}) is not accepted for {self.dtype}: it is a power of two, at least {least}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Union:
+    """Members of which one is in use at a time: all begin at one address, and the largest says how much room they take.
+
+    Args:
+        members: slots, trees and unions, at least one; a mapping gives them names.
+
+    Raises:
+        KernelError: there is none, or one is something else.
+    """
+
+    members: Mapping[str, Any] | Sequence[Any]
+
+    def __post_init__(self) -> None:
+        _check_members(self)
+
+    @property
+    def nbytes(self) -> int:
+        return max(int(member.nbytes) for _, member in _named(self.members))
+
+    @property
+    def align(self) -> int:
+        return max(int(member.align) for _, member in _named(self.members))
+
+
+@dataclass(frozen=True)
+class StagingTree:
+    """Members that lie one behind the other, in their order and with no gap between them.
+
+    No padding is put in, since where members lie is a matter of speed in shared memory: a member that would begin
+    where its ``align`` does not permit is an error, which says how far it is off.
+
+    Args:
+        members: slots, unions and trees, at least one; a mapping gives them names, a sequence numbers.
+
+    Raises:
+        KernelError: there is none, one is something else, or one would be misaligned.
+    """
+
+    members: Mapping[str, Any] | Sequence[Any]
+
+    def __post_init__(self) -> None:
+        _check_members(self)
+        for _ in _slots(self, "", 0):
+            pass
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(member.nbytes) for _, member in _named(self.members))
+
+    @property
+    def align(self) -> int:
+        return max(int(member.align) for _, member in _named(self.members))
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where each slot begins, in bytes from the beginning; by its path, such as ``"tiles.a"`` or ``"0.1"``."""
+        return {path: offset for path, _, offset in _slots(self, "", 0)}
+
+    def place(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The slots as views of ``buffer``, by their paths; those of a union's members overlap.
+
+        Args:
+            buffer: contiguous bytes (``uint8``), at least ``nbytes`` of them, at a multiple of ``align``.
+
+        Raises:
+            KernelError: the buffer is something else.
+        """
+        if buffer.dtype is not torch.uint8 or not buffer.is_contiguous() or buffer.numel() < self.nbytes:
+            raise KernelError(
+                f"the scratch buffer has {tuple(buffer.shape)}, {buffer.dtype}, strides {buffer.stride()}; what is "
+                f"accepted is {self.nbytes} contiguous elements of torch.uint8, or more"
+            )
+        if buffer.data_ptr() % self.align:
+            raise KernelError(
+                f"the scratch buffer begins {buffer.data_ptr() % self.align} bytes behind a multiple of {self.align}, "
+                "which the widest of its slots needs"
+            )
+        flat = buffer.view(-1)
+        return {
+            path: flat[offset : offset + slot.nbytes].view(slot.dtype).view(slot.shape)
+            for path, slot, offset in _slots(self, "", 0)
+        }
+
+
+def _named(members: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, Any]]:
+    if isinstance(members, Mapping):
+        return list(members.items())
+    return [(str(number), member) for number, member in enumerate(members)]
+
+
+def _check_members(node: Union | StagingTree) -> None:
+    members = node.members
+    name = type(node).__name__
+    if isinstance(members, str) or not members:
+        raise KernelError(f"{name}({members!r}) is not accepted: it has members, in a sequence or by their names")
+    for path, member in _named(members):
+        if not isinstance(member, Slot | Union | StagingTree):
+            raise KernelError(f"{name} has {member!r} as its member {path!r}: members are Slot, Union and StagingTree")
+
+
+def _slots(node: Union | StagingTree, path: str, offset: int) -> Iterator[tuple[str, Slot, int]]:
+    """The slots with their paths and offsets, in order; raises for one that is misaligned."""
+    for name, member in _named(node.members):
+        full = f"{path}.{name}" if path else name
+        if isinstance(member, Slot):
+            if off := offset % member.align:
+                raise KernelError(
+                    f"the slot {full!r} would begin at byte {offset}, {off} behind a multiple of its alignment "
+                    f"{member.align}: put wider slots in front, or a Slot(({member.align - off},), torch.uint8, "
+                    "align=1) before it"
+                )
+            yield full, member, offset
+        else:
+            yield from _slots(member, full, offset)
+        if isinstance(node, StagingTree):
+            offset += member.nbytes

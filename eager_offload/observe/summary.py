@@ -1,0 +1,134 @@
+"""The report of the stats, as ``print(offload.stats())`` shows it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from eager_offload.config import OffloadConfig, size_text
+from eager_offload.observe.advice import WEAR_SECONDS
+from eager_offload.stats import OffloadStats
+
+__all__ = ["describe"]
+
+
+def describe(stats: OffloadStats, config: OffloadConfig) -> str:
+    """The report of a run that was configured so; ends in advice."""
+    lines = [_headline(stats, config), *_table(stats), *_peaks(stats)]
+    if stats.demotions:
+        found = (f"{name} {count:,}" for name, count in sorted(stats.demotions.items()))
+        lines.append("fallbacks  " + ", ".join(found))
+    if stats.coded_bytes or stats.refused:
+        lines.append(f"coded      {_coded(stats)}")
+    if stats.disk_bytes_written:
+        daily = stats.terabytes_a_day
+        pace = f", {daily:,.1f} TB a day if it goes on" if daily >= 0.1 and stats.seconds >= WEAR_SECONDS else ""
+        lines.append(f"written    {size_text(stats.disk_bytes_written)} to disk{pace}")
+    if stats.device_budget:
+        lines.append(
+            f"budget     {size_text(stats.device_budget)} of the device, whose peak was "
+            f"{size_text(stats.device_memory_peak)}: the newest {size_text(stats.keep_last_bytes)} may stay"
+        )
+    learns = not stats.compiled_regions or stats.keep_last_bytes  # compiled code does not
+    if (setting := config.slowdown) is not None and learns:
+        told = f"max_slowdown of {_share(setting)}" if setting else "free"
+        lines.append(
+            f"policy     {told}: compute waits {_share(stats.slowdown)} of a step, and "
+            f"{size_text(stats.keep_last_bytes)} may stay"
+        )
+    if stats.compiled_regions:
+        graphs, runs = _number(stats.compiled_graphs, "graph"), _number(stats.compiled_regions, "run")
+        lines.append(f"compiled   {graphs}, {runs}")
+    if stats.plan is not None:
+        lines.append(f"planned    {stats.plan}")
+    if stats.plan_misses:
+        found = (f"{name} {count:,}" for name, count in sorted(stats.plan_misses.items()))
+        lines.append(f"followed   {_number(stats.followed_forwards, 'forward')}, which differed by " + ", ".join(found))
+    if stats.is_approximate:
+        lines.append("note       an interrupt came in the midst of the library: the figures are approximate")
+    for sentence in stats.advice:
+        lines += textwrap.wrap(sentence, 100, initial_indent="advice     ", subsequent_indent=" " * 11)
+    return "\n".join(lines)
+
+
+def _headline(stats: OffloadStats, config: OffloadConfig) -> str:
+    """What it came to."""
+    if not config.enabled:
+        return "switched off"
+    before, after = stats.without_offload_bytes_peak, stats.device_bytes_peak
+    if not stats.offloaded_bytes or not before:
+        return "nothing moved"
+    share = f"{after / before - 1:+.0%}".replace("%", " %").replace("+0", "0").replace("-0 ", "0 ")
+    stalled = _share(stats.stall_seconds / stats.seconds if stats.seconds else 0.0)
+    return (
+        f"device peak of saved tensors {_short(after)} instead of {_short(before)} ({share}), a step; "
+        f"stalled {stalled} of it"
+    )
+
+
+def _table(stats: OffloadStats) -> Iterator[str]:
+    """Amounts, for a step and in all."""
+    steps = max(stats.steps, 1)
+
+    def row(name: str, nbytes: int, rest: str = "") -> str:
+        return f"{name:<11}{_column(round(nbytes / steps))}  {_column(nbytes)}  {rest}".rstrip()
+
+    yield f"{'':<11}{'a step':>13}  {_number(stats.steps, 'step'):>13}"
+    yield row("saved", stats.saved_bytes, _number(stats.saved_tensors, "tensor"))
+    shared = f", and {size_text(stats.shared_bytes)} on the same storages" if stats.shared_bytes else ""
+    yield row("offloaded", stats.offloaded_bytes, _number(stats.offloaded_tensors, "tensor") + shared)
+    yield row("kept", sum(stats.kept_bytes.values()), _breakdown(stats.kept_bytes))
+    more = "more than offloaded: of a view, all that it spans travels"
+    yield row("moved out", stats.bytes_out, more if stats.bytes_out > stats.offloaded_bytes else "")
+    found = {"still resident": stats.forwarded_bytes, "never asked for": stats.released_bytes}
+    rest = ", ".join(f"{size_text(nbytes)} {what}" for what, nbytes in found.items() if nbytes)
+    more = "more than went out: asked for several times" if stats.bytes_in > stats.bytes_out else ""
+    yield row("moved in", stats.bytes_in, "; ".join(filter(None, (more, rest))))
+    stalled = f"{stats.stall_seconds / steps:>11.3f} s  {stats.stall_seconds:>11.3f} s"
+    yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s"
+
+
+def _coded(stats: OffloadStats) -> str:
+    """What codecs came to."""
+    found = []
+    for name, nbytes in sorted(stats.coded_bytes.items()):
+        packed = stats.packed_bytes[name]
+        found.append(f"{name} {size_text(nbytes)} as {size_text(packed)} ({packed / nbytes:.2f})")
+    found += (f"{name} refused {count:,}" for name, count in sorted(stats.refused.items()))
+    return ", ".join(found)
+
+
+def _peaks(stats: OffloadStats) -> Iterator[str]:
+    peaks = {
+        "in flight": stats.inflight_bytes_peak,
+        "resident": stats.resident_bytes_peak,
+        "host": stats.host_bytes_peak,
+        "disk": stats.disk_bytes_peak,
+    }
+    if any(peaks.values()):
+        yield "peaks      " + ", ".join(f"{size_text(nbytes)} {name}" for name, nbytes in peaks.items())
+
+
+def _column(nbytes: int) -> str:
+    """A size with its unit below the others' units."""
+    number, unit = size_text(nbytes).split()
+    return f"{number:>9} {unit:<3}"
+
+
+def _short(nbytes: int) -> str:
+    """A size in three digits."""
+    number, unit = size_text(nbytes).replace(",", "").split()
+    return f"{float(number):,.0f} {unit}" if float(number) >= 100 else f"{float(number):.3g} {unit}"
+
+
+def _share(part: float) -> str:
+    return f"{part:.1%}".replace("%", " %")
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("s" if count != 1 else "")
+
+
+def _breakdown(parts: dict[str, int]) -> str:
+    shown = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in shown)

@@ -1,0 +1,112 @@
+"""Random numbers while a step is planned: nobody else's are drawn, and none that others draw are drawn again.
+
+[Note: random numbers]
+torch has one default generator for all threads of a process. To put its state back after a trace would have another
+thread draw once more what it has drawn meanwhile. So a trace draws from a generator of its own: the recorder gives it
+to operators (``recorder.py``), and what sets a state by ``torch.random``, as a checkpoint does, sets that one's as long
+as the thread is in ``numbers_of_its_own``. For other threads ``torch.random`` is what it was.
+
+Real steps draw from the default generator, as kernels do that are given none, and put it back: other threads should
+draw nothing meanwhile. So is put back what a model draws from Python's and numpy's own numbers, in a trace too.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from eager_offload._torch import generators
+
+__all__ = ["numbers_of_its_own", "numbers_put_back", "state_of_others"]
+
+_lock = threading.Lock()
+_users = 0
+
+
+class _Local(threading.local):
+    """Of the calling thread."""
+
+    generator: torch.Generator | None = None
+
+
+_local = _Local()
+
+
+class _OfThread:
+    """What ``torch.random`` has in place of the default generator while any thread traces."""
+
+    def __init__(self, shared: Any) -> None:
+        self._shared = shared
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_local.generator or self._shared, name)
+
+
+@contextmanager
+def numbers_of_its_own() -> Iterator[torch.Generator]:
+    """The calling thread draws from a generator that begins as the default one is, and leaves that alone."""
+    before, generator = _local.generator, torch.Generator("cpu")
+    generator.set_state(torch.get_rng_state())
+    with _others_put_back():
+        _begin()
+        try:
+            _local.generator = generator
+            yield generator
+        finally:
+            _local.generator = before
+            _end()
+
+
+def _begin() -> None:
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1 and hasattr(generators, "default_generator"):
+            generators.default_generator = _OfThread(generators.default_generator)
+
+
+def _end() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        found = getattr(generators, "default_generator", None)
+        if _users == 0 and isinstance(found, _OfThread):
+            generators.default_generator = found._shared
+
+
+@contextmanager
+def numbers_put_back() -> Iterator[None]:
+    """Random numbers go on afterwards as if none were drawn."""
+    state = torch.get_rng_state()
+    with _others_put_back():
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+
+
+@contextmanager
+def _others_put_back() -> Iterator[None]:
+    """Python's and numpy's numbers are what they were, where they have changed."""
+    before, own, numpy = state_of_others(), random.getstate(), sys.modules.get("numpy")
+    theirs = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        if state_of_others() != before:
+            random.setstate(own)
+            if numpy is not None:
+                numpy.random.set_state(theirs)
+
+
+def state_of_others() -> tuple[object, ...]:
+    """Where Python's own random numbers are, and numpy's."""
+    numpy = sys.modules.get("numpy")
+    theirs = () if numpy is None else numpy.random.get_state(legacy=True)
+    return random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in theirs)

@@ -1,0 +1,68 @@
+"""The settings of an ``Offload`` that is given a computed plan: what it was made for, and what goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from eager_offload.config import OffloadConfig, OffloadFields, size_literal
+from eager_offload.errors import ConfigError
+from eager_offload.step_plan import ComputedPlan
+
+__all__ = ["settings_of", "shown"]
+
+#: The fields that a plan has been made for.
+_PLANNED = ("min_bytes", "max_inflight_bytes", "prefetch_bytes", "skip")
+
+
+def settings_of(
+    plan: ComputedPlan, config: OffloadConfig | Mapping[str, Any] | None, fields: OffloadFields
+) -> OffloadConfig:
+    """The settings of ``plan``, with those that a user gives beside it.
+
+    Raises:
+        ConfigError: one of them contradicts the plan.
+    """
+    planned = {name: getattr(plan.config, name) for name in _PLANNED}
+    if not isinstance(config, OffloadConfig):  # beside which no variable is asked
+        _check_variables(plan, planned)
+    if config is None:
+        config = plan.config
+    elif isinstance(config, Mapping):
+        config = OffloadConfig.from_fields(config, plan.config)
+    found = OffloadConfig.from_given(config, fields)
+    for name, value in planned.items():
+        if (given := getattr(found, name)) != value:
+            raise ConfigError(
+                f"{name}={shown(given)!r} does not go with plan=..., which was made for {name}={shown(value)!r}: "
+                f"leave it out, or plan with config={{{name!r}: ...}}"
+            )
+    return found
+
+
+def _check_variables(plan: ComputedPlan, planned: Mapping[str, object]) -> None:
+    """Looks for variables of the environment that a plan was not made for; the rest of them it has heeded.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    known = {
+        **planned,
+        "device_budget": plan.device_budget,
+        "policy": plan.policy,
+        "max_slowdown": 0,
+        "step_plans": True,
+    }
+    for name, given in OffloadConfig.from_env().changed().items():
+        if name in known and given not in ("auto", known[name]):
+            raise ConfigError(
+                f"EAGER_OFFLOAD_{name.upper()}={shown(given)} in the environment does not go with plan=..., which was "
+                f"made for {name}={shown(known[name])!r}: unset the variable, or plan anew"
+            )
+
+
+def shown(value: object) -> object:
+    """A field's value as a user would write it."""
+    if isinstance(value, tuple):
+        return str(value[0]) if len(value) == 1 else [str(one) for one in value]
+    return size_literal(value) if type(value) is int else value

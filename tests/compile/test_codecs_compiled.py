@@ -1,0 +1,241 @@
+"""What is packed in compiled code: the same bits, and fewer bytes on the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import eager_offload as eo
+from eager_offload.codecs import BitMask
+from eager_offload.compile import boundary_of, choose_joint, insert_asynchronous, insert_synchronous_joint, ops
+from eager_offload.compile.coding import codec_for, insert_pack, insert_unpack
+from eager_offload.compile.revision import _sources
+from eager_offload.tiers.disk import DiskSlot
+from tests.compile.compiled import BOTH, Compile, compare, compiler, fresh_compiler, results_of, same_results, step_of
+from tests.compile.split import Split, assert_moves_exactly, config_of, split
+from tests.hazards.backends import assert_settled
+from tests.proof.bits import same_bits
+
+
+def masked(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Masks that random numbers have made and one that numbers have, and sums over each dimension of what they mask."""
+    hidden = F.dropout(F.relu(x @ weight), 0.3)
+    hidden = torch.where(hidden > 0.4, hidden, hidden.sin())
+    hidden = F.dropout(hidden @ weight, 0.5)
+    return hidden.sum(0), (hidden * hidden).mean(1)
+
+
+def factors(rows: int = 48, width: int = 40) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, generator=generator).requires_grad_() for size in ((rows, width), (width, width))]
+
+
+@BOTH
+def test_masks_travel_as_bits(backend: str) -> None:
+    step = step_of(masked, *factors())
+    plain, packed = (compare(step, backend, codec=codec) for codec in ("identity", "lossless"))
+    assert not plain.coded_bytes
+    (coded,), (travelled,) = packed.coded_bytes.values(), packed.packed_bytes.values()
+    assert set(packed.coded_bytes) == {"bitmask"}
+    assert coded >= 2 * 48 * 40 * 2, "two steps, of two masks at least"
+    assert travelled == coded // 8
+    assert packed.bytes_out == plain.bytes_out - coded + travelled
+    assert packed.bytes_in == plain.bytes_in - coded + travelled
+    assert packed.saved_bytes == plain.saved_bytes
+    assert packed.offloaded_bytes == plain.offloaded_bytes
+
+
+@pytest.mark.parametrize("codec", ["int8", eo.CodecPolicy(lossless=False).rule("MmBackward0", "int8")], ids=str)
+def test_what_rounds_in_eager_code_rounds_nothing_here(codec: Any) -> None:
+    stats = compare(step_of(masked, *factors()), "aot_eager", codec=codec)
+    assert set(stats.coded_bytes) == ({"bitmask"} if codec == "int8" else set())
+
+
+@BOTH
+def test_sizes_that_are_known_at_run_time_only_travel_as_they_are(backend: str) -> None:
+    stats = compare(step_of(masked, *factors(), dynamic=True), backend, codec="lossless")
+    assert not stats.coded_bytes
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def positive(x: Tensor) -> Tensor:
+    return x > 0
+
+
+#: What may be saved of a mask.
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda mask: mask,
+    "turned": lambda mask: mask.t(),
+    "permuted": lambda mask: mask.view(4, 3, 7).permute(2, 0, 1).reshape(-1),
+    "expanded": lambda mask: mask[:1].expand(12, 7),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("partition", ["default", "min_cut"])
+def test_masks_of_any_strides_come_back(view: str, partition: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        mask = VIEWS[view](positive(x.sin()))
+        return torch.where(mask, x.reshape(-1)[: mask.numel()].reshape(mask.shape) * 2, 0.5)
+
+    x = torch.randn(12, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    _, choice = assert_moves_exactly(program, x, config=config_of(codec="lossless"), partition=partition)
+    coded = {group.base.name: group for group in choice.groups if isinstance(group.codec, BitMask)}
+    assert coded
+    for group in coded.values():
+        assert group.nbytes == -(-group.base.meta["val"].numel() // 8)
+
+
+def test_views_of_one_mask_share_what_is_unpacked() -> None:
+    def program(x: Tensor) -> Tensor:
+        above, below = (x.sin() > 0.1).chunk(2)
+        first, second = x.chunk(2)
+        return torch.where(above, first, second) + torch.where(below, second.exp(), first)
+
+    _, choice = assert_moves_exactly(
+        program, torch.randn(8, 10, requires_grad=True), config=config_of(codec="lossless")
+    )
+    (group,) = [one for one in choice.groups if one.codec is not None]
+    assert len(group.members) == 2
+    assert group.nbytes == 10
+
+
+def test_what_is_gathered_is_counted_as_such() -> None:
+    def program(x: Tensor) -> Tensor:
+        part = (x + 1)[:, ::8]
+        return (part * part).sum()
+
+    stats = compare(step_of(program, torch.randn(16, 64, requires_grad=True)), "aot_eager")
+    assert stats.coded_bytes == {"gather": 2 * (15 * 64 + 57) * 4}, "two steps, all that lies between the elements"
+    assert stats.packed_bytes == {"gather": stats.offloaded_bytes} == {"gather": 2 * 16 * 8 * 4}
+
+
+def test_a_mask_is_unpacked_where_it_is_needed() -> None:
+    """And not before, where all of it would be there for as long as backward takes."""
+
+    def program(x: Tensor, weight: Tensor) -> Tensor:
+        first = F.dropout(x @ weight, 0.5)
+        return F.dropout(first @ weight, 0.5) @ weight
+
+    one, _ = split(program, *factors(), change=lambda one: insert(one))
+    nodes = list(one.backward.graph.nodes)
+    reloads = [place for place, node in enumerate(nodes) if node.target is ops.reload and node.meta["val"].dim() == 1]
+    products = [place for place, node in enumerate(nodes) if node.target is torch.ops.aten.mm.default]
+    assert len(reloads) == 2
+    assert [place < reloads[1] for place in products[:2]] == [True, True]
+    for start in reloads:
+        spread = next(place for place in range(start, len(nodes)) if nodes[place].target is ops.spread)
+        assert nodes[spread].next in nodes[spread].users
+    sources = [node.args[0] for node in one.forward.graph.nodes if node.target is ops.offload]
+    assert sum(source.meta["val"].dtype is torch.uint8 for source in sources) == 2
+
+
+def insert(one: Split) -> None:
+    one.insert(config_of(codec="lossless"))
+
+
+def test_only_what_lies_side_by_side_is_packed() -> None:
+    mask, policy = torch.zeros(16, 24, dtype=torch.bool), eo.CodecPolicy()
+    for value in (mask, mask.t(), mask[2:4], mask.view(4, 4, 24).permute(2, 0, 1)):
+        found = codec_for(value, policy)
+        assert found is not None
+        assert found.nbytes == value.numel() // 8
+    others = (mask[:, ::2], mask[:1].expand(16, 24), mask[:0], mask[0, :1], mask.to(torch.uint8), mask.float())
+    assert not any(codec_for(value, policy) for value in others)
+    assert codec_for(mask, eo.CodecPolicy(lossless=False)) is None
+
+
+def test_a_byte_that_is_no_bool_costs_its_neighbours_nothing() -> None:
+    given = torch.tensor([0, 2, 1, 0, 255, 0, 0, 1, 0, 7], dtype=torch.uint8).view(torch.bool)
+    graph = Graph()
+    mask = graph.placeholder("mask")
+    mask.meta["val"] = given
+    packed = insert_pack(graph, mask, BitMask())
+    graph.output(insert_unpack(graph, packed, BitMask(), given))
+    back = torch.fx.GraphModule({}, graph)(given)
+    assert back.view(torch.uint8).tolist() == [0, 1, 1, 0, 1, 0, 0, 1, 0, 1]
+
+
+def test_a_joint_graph_packs_too() -> None:
+    def step(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        hidden = x @ weight
+        loss = (torch.where(hidden > 0, hidden, hidden.sin()) @ weight).square().mean()
+        return (loss, *torch.autograd.grad(loss, (x, weight)))
+
+    config = config_of(codec="lossless")
+    given = factors()
+    module = make_fx(step, tracing_mode="fake")(*given)
+    boundary = boundary_of(module.graph, num_outputs=1)
+    choice = choose_joint(module.graph, boundary, config)
+    assert [group.codec for group in choice.groups if group.codec is not None] == [BitMask()]
+    graph = insert_asynchronous(insert_synchronous_joint(module.graph, boundary, choice, config))
+    expected = step(*given)
+    with torch.no_grad():
+        found = torch.fx.GraphModule(module, graph)(*given)
+    assert all(map(same_bits, found, expected))
+
+
+# -- hazards ----------------------------------------------------------------------------------------------------------
+
+
+def retained(compile: Compile, around: AbstractContextManager[object]) -> Sequence[Tensor | None]:
+    x, weight = factors()
+    run = compile(masked)
+    with around:
+        results = run(x, weight)
+    loss = sum(one.square().sum() for one in results)
+    assert isinstance(loss, Tensor)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [*results, x.grad, weight.grad]
+
+
+@BOTH
+def test_h12_a_retained_graph_is_unpacked_twice(backend: str) -> None:
+    assert compare(retained, backend, codec="lossless").coded_bytes
+
+
+@pytest.mark.parametrize("budget", [1, 4096])
+def test_h26_without_room_what_was_packed_stays(budget: int) -> None:
+    stats = compare(step_of(masked, *factors()), "aot_eager", moves=False, codec="lossless", disk_budget=budget)
+    assert stats.kept_bytes["budget"] > 0
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_h27_a_write_that_fails_leaves_what_was_packed(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, calls = DiskSlot.write, []
+
+    def failing(slot: DiskSlot, source: Tensor) -> None:
+        calls.append(source.nbytes)
+        if len(calls) > n:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write(slot, source)
+
+    step = step_of(masked, *factors())
+    with fresh_compiler():
+        expected = results_of(step, compiler("aot_eager"), nullcontext())
+        offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, codec="lossless")
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskSlot, "write", failing)
+            assert same_results(results_of(step, compiler("aot_eager"), offload), expected)
+        stats = assert_settled(offload)
+        assert stats.kept_bytes["failed"] > 0
+        offload.close()
+
+
+def test_what_packs_is_part_of_what_compilers_key_on() -> None:
+    texts = {config_of(codec=codec).to_text() for codec in ("identity", "lossless", "int8")}
+    assert len(texts) == 3
+    assert {"codecs/base.py", "codecs/exact.py"} <= set(_sources())

@@ -1,0 +1,249 @@
+"""What ``capture_step`` has to do on a device that captures: whole training steps, whose saved tensors cross the link.
+
+As ``scenarios.py``, they need torch alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eager_offload import Offload
+from eager_offload.graphs import (
+    CaptureMode,
+    CaptureStatus,
+    DeviceScalar,
+    HostAllocationUnderCaptureError,
+    capture_status,
+)
+from tests.gpu.graph_scenarios import REPLAYS, names_of_copies, require_graphs
+from tests.gpu.machine import Machine
+from tests.gpu.scenarios import Scenario
+
+__all__ = ["STEP_SCENARIOS"]
+
+WARMUP = 3
+
+
+class Step:
+    """Forward, backward and a fused AdamW of a few layers.
+
+    Args:
+        during: called in the midst of each forward, with the number of the step; the capture is number ``WARMUP``.
+    """
+
+    def __init__(self, machine: Machine, during: Callable[[int], object] = lambda number: None) -> None:
+        torch.manual_seed(0)
+        width, device = machine.width, machine.device
+        layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU())]
+        self.first, self.rest = layers[0].to(device), nn.Sequential(*layers[1:]).to(device)
+        self.rate = DeviceScalar(1e-3)
+        self.parameters = [*self.first.parameters(), *self.rest.parameters()]
+        kind = {"capturable": True} if device.type in ("cuda", "xpu") else {}  # other devices are refused it
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=self.rate.tensor, fused=True, **kind)
+        self.calls, self._during = 0, during
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        h = self.first(x)
+        self.calls += 1
+        self._during(self.calls - 1)
+        loss = (self.rest(h) - y).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def batch(machine: Machine, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x, y = (torch.randn(machine.width, machine.width, generator=generator) for _ in range(2))
+    return x.to(machine.device), y.to(machine.device)
+
+
+def captured(machine: Machine, step: Step, offload: Offload | None = None, **arguments: Any) -> Any:
+    """``step`` after ``WARMUP`` real ones, captured; with an offload that moves all that can move."""
+    from eager_offload.graphs import capture_step
+
+    offload = machine.offload() if offload is None else offload
+    moved = offload.stats(synchronize=True).bytes_out
+    found = capture_step(
+        step, batch(machine, REPLAYS), offload=offload, scalars=(step.rate,), warmup=WARMUP, **arguments
+    )
+    assert offload.stats(synchronize=True).bytes_out > moved, "the warm-ups have moved nothing"
+    assert found.plan.slots, f"a replay moves nothing\n{found.plan}"
+    return found
+
+
+def assert_replays_are_eager_steps(machine: Machine, step: Step, replay: Any, replays: int) -> None:
+    """Of a step that was captured just now: beside another one, which begins with the same real steps."""
+    eager = Step(machine)
+    for _ in range(WARMUP):
+        eager(*batch(machine, REPLAYS))
+    losses = set()
+    for number in range(replays):
+        for one in (eager, step):
+            one.rate.update(1e-3 / (1 + number))
+        values = batch(machine, number)
+        expected, actual = eager(*values), replay(*values)
+        assert actual is replay.result
+        assert torch.equal(expected, actual), f"replay {number}"
+        losses.add(actual.item())
+    assert len(losses) == replays, "each batch has a loss of its own"
+    machine.finish()
+    for one, other in zip(eager.parameters, step.parameters, strict=True):
+        assert torch.equal(one, other)
+
+
+def replays_of_a_step_with_offload_are_eager_steps(machine: Machine) -> None:
+    require_graphs(machine)
+    step = Step(machine)
+    with captured(machine, step) as replay:
+        assert step.calls == WARMUP + 1
+        assert_replays_are_eager_steps(machine, step, replay, REPLAYS)
+        assert step.calls == WARMUP + 1, "a replay calls no Python"
+        assert replay.graph.num_replays == REPLAYS
+
+
+def a_replay_on_another_stream_is_in_order(machine: Machine) -> None:
+    require_graphs(machine)
+    step, side = Step(machine), machine.side_stream()
+    with captured(machine, step) as replay:
+
+        def elsewhere(*values: Tensor) -> Tensor:
+            with machine.computing_on(side):
+                side.wait_stream(home)
+                machine.doze()
+                result: Tensor = replay(*values)
+            home.wait_stream(side)
+            return result
+
+        home, elsewhere.result = machine.current, replay.result  # type: ignore[attr-defined]
+        assert_replays_are_eager_steps(machine, step, elsewhere, 10)
+
+
+def copies_of_an_offload_are_nodes_of_the_graph(machine: Machine) -> None:
+    require_graphs(machine)
+    step = Step(machine)
+    with captured(machine, step, debug=True) as replay, tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "graph"
+        replay.graph.dump(path)
+        text = path.read_text().lower()
+        for name in names_of_copies(machine):
+            assert text.count(name) >= len(replay.plan.slots), text[:4000]
+        assert_replays_are_eager_steps(machine, step, replay, 3)
+
+
+def a_step_that_goes_takes_nothing_from_another(machine: Machine) -> None:
+    """Their captures were on one stream, for which torch keeps what matrix products work in."""
+    require_graphs(machine)
+    step = Step(machine)
+    with captured(machine, step) as replay:
+        with captured(machine, Step(machine)) as other:
+            other.launch()
+        del other
+        gc.collect()
+        machine.finish()
+        torch.accelerator.empty_cache()
+        filled = [torch.full((1 << 20,), torch.nan, device=machine.device) for _ in range(32)]
+        assert_replays_are_eager_steps(machine, step, replay, 3)
+        assert all(one.isnan().all() for one in filled)
+
+
+def memory_is_flat_over_recaptures(machine: Machine) -> None:
+    require_graphs(machine)
+    step, offload = Step(machine), machine.offload()
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        machine.finish()
+        machine.runtime.poll()
+        torch.accelerator.empty_cache()
+        return torch.accelerator.memory_reserved(machine.device), len(machine.runtime._pinned._records)
+
+    def recapture(number: int) -> None:
+        with captured(machine, step, offload) as replay:
+            assert replay(*batch(machine, number)).isfinite()
+
+    for number in range(2):
+        recapture(number)
+    before = held()
+    for number in range(20):
+        recapture(number)
+        assert held() == before, f"capture {number}"
+
+
+def after_a_capture_of_a_step_that_failed_the_next_is_good(machine: Machine) -> None:
+    require_graphs(machine)
+
+    class Fault(Exception):
+        pass
+
+    def fail(number: int) -> None:
+        if number == WARMUP:
+            raise Fault
+
+    def invalidate(number: int) -> None:
+        if number == WARMUP:
+            torch.ones(1, device=machine.device).item()
+
+    offload, before = machine.offload(), machine.current
+    for during, kind in ((fail, Fault), (invalidate, RuntimeError)):
+        raised: BaseException | None = None
+        try:
+            captured(machine, Step(machine, during), offload)
+        except (Fault, RuntimeError) as error:
+            raised = error
+        assert isinstance(raised, kind), raised
+        assert machine.current == before
+        assert capture_status() is CaptureStatus.NONE
+        assert torch.equal(first_gradient(machine, offload), first_gradient(machine, nullcontext()))
+        step = Step(machine)
+        with captured(machine, step, offload) as replay:
+            assert_replays_are_eager_steps(machine, step, replay, 3)
+
+
+def first_gradient(machine: Machine, around: AbstractContextManager[Any]) -> Tensor:
+    step, (x, y) = Step(machine), batch(machine, 1)
+    with around:
+        loss = (step.rest(step.first(x)) - y).square().mean()
+    (gradient,) = torch.autograd.grad(loss, step.parameters[:1])
+    return gradient
+
+
+def a_thread_pins_while_a_step_is_captured_in_each_mode(machine: Machine) -> None:
+    require_graphs(machine)
+    found: list[str] = []
+
+    def pin() -> None:
+        try:
+            found.append("pinned" if machine.runtime.host_buffer(1 << 20).is_pinned() else "not pinned")
+        except HostAllocationUnderCaptureError:
+            found.append("refused")
+
+    def during(number: int) -> None:
+        if number == WARMUP:
+            machine.in_thread(pin)
+
+    for mode in CaptureMode:
+        step = Step(machine, during)
+        with captured(machine, step, mode=mode) as replay:
+            assert found.pop() == ("refused" if mode is CaptureMode.GLOBAL else "pinned"), mode
+            assert_replays_are_eager_steps(machine, step, replay, 3)
+
+
+STEP_SCENARIOS: list[Scenario] = [
+    replays_of_a_step_with_offload_are_eager_steps,
+    a_replay_on_another_stream_is_in_order,
+    copies_of_an_offload_are_nodes_of_the_graph,
+    a_step_that_goes_takes_nothing_from_another,
+    memory_is_flat_over_recaptures,
+    after_a_capture_of_a_step_that_failed_the_next_is_good,
+    a_thread_pins_while_a_step_is_captured_in_each_mode,
+]

@@ -1,0 +1,173 @@
+"""Compiled kernels have the bits of their reference, are kept once for each text, and go with their last user."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload import OffloadError
+from eager_offload.kernels import (
+    CapabilityError,
+    Kernel,
+    KernelError,
+    LaunchSpec,
+    Scalar,
+    Signature,
+    TensorSpec,
+    as_torch_kernel,
+    profile,
+)
+from eager_offload.kernels.compiled import kept, kept_count
+from eager_offload.observe.trace import Kind, read_trace
+from tests.kernels.int8 import int8_blocks
+
+SPEC = LaunchSpec((1, 1, 1), (32, 1, 1))
+#: Magnitudes far apart, zeros, denormals, halves that are rounded to even.
+BLOCKS = torch.cat(
+    [torch.randn(5, 64, generator=torch.manual_seed(0)) * scale for scale in (1e-40, 1e-6, 1.0, 3e30)]
+    + [torch.zeros(1, 64), torch.arange(64).view(1, 64) / 2]
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept() -> Any:
+    yield
+    gc.collect()
+    assert kept_count() == 0
+
+
+def test_what_inductor_compiles_has_the_bits_of_the_reference() -> None:
+    kernel = int8_blocks(len(BLOCKS))
+    expected = as_torch_kernel(kernel, "torch")(BLOCKS)
+    assert expected[0].abs().max() == 127
+    compiled = as_torch_kernel(kernel, "inductor")
+    for _ in range(2):
+        assert all(map(torch.equal, compiled(BLOCKS), expected))
+    mine = tuple(torch.full_like(one, 99) for one in expected)
+    assert compiled(BLOCKS, out=mine)[0] is mine[0]
+    assert all(map(torch.equal, mine, expected))
+    # Another one of the same text, by another name for it: nothing is compiled anew.
+    assert kept_count() == 1
+    again = as_torch_kernel(int8_blocks(len(BLOCKS)))
+    assert all(map(torch.equal, again(BLOCKS), expected))
+    assert kept_count() == 1
+
+
+def test_what_is_read_and_written_is_so_once_although_the_first_call_compiles() -> None:
+    ones = TensorSpec((8,), torch.float32)
+    adds = Kernel(
+        "adds", Signature((ones, Scalar(torch.float32)), (), (ones,)), SPEC, {"torch": lambda x, a, y: y.add_(x * a)}
+    )
+    counts = Kernel(
+        "counts", Signature((ones,), (ones,), aliases=((0, 0),)), SPEC, {"torch": lambda x, y: y.copy_(x + 1)}
+    )
+    add, count = as_torch_kernel(adds, "inductor"), as_torch_kernel(counts, "inductor")
+    y = torch.zeros(8)
+    for number in range(1, 4):  # one compiled kernel for all numbers
+        assert add(torch.ones(8), number, y) is y
+        assert count(y) is y
+    assert torch.equal(y, torch.full((8,), 1.0 + 1 + 2 + 1 + 3 + 1))
+    assert kept_count() == 2
+
+
+def test_equal_digests_of_other_texts_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Same:
+        def digest(self) -> bytes:
+            return b"same"
+
+    monkeypatch.setattr("eager_offload.kernels.compiled.hashlib.sha256", lambda _: Same())
+    one = kept("one", lambda: lambda: 1)
+    assert kept("one", lambda: lambda: 2) is one
+    other = kept("other", lambda: lambda: 3)
+    assert other.launch() == 3
+    assert kept("one", lambda: lambda: 4).launch() == 1
+    del one, other
+
+
+def test_threads_that_call_a_new_kernel_at_once_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    real = kept
+
+    def counting(text: str, compile_it: Any) -> Any:
+        made.append(text)
+        return real(text, compile_it)
+
+    monkeypatch.setattr("eager_offload.kernels.compiled.kept", counting)
+    spec = TensorSpec((4,), torch.float32)
+    kernel = as_torch_kernel(
+        Kernel("k", Signature((spec,), (spec,)), SPEC, {"torch": lambda x, y: y.copy_(x * 2)}), "inductor"
+    )
+    results: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: results.append(kernel(torch.ones(4)))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [one.tolist() for one in results] == [[2.0] * 4] * 3
+    assert len(made) == 1
+
+
+def test_where_nothing_compiles_auto_says_so_once_and_computes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        def launch(*_: Any) -> None:
+            raise OSError("no compiler")
+
+        return launch
+
+    monkeypatch.setattr(torch, "compile", fails)
+    kernel = int8_blocks(len(BLOCKS))
+    with pytest.raises(CapabilityError, match=r"int8_blocks: torch\.compile has failed here \(OSError: no compiler"):
+        as_torch_kernel(kernel, "inductor")(BLOCKS)
+    auto = as_torch_kernel(kernel)
+    with pytest.warns(RuntimeWarning, match="torch's own operators in its place") as warned:
+        results = [auto(BLOCKS) for _ in range(2)]
+    assert len(warned) == 1
+    for result in results:
+        assert all(map(torch.equal, result, as_torch_kernel(kernel, "torch")(BLOCKS)))
+
+
+def test_a_call_that_is_refused_launches_nothing() -> None:
+    launched: list[Tensor] = []
+    spec = TensorSpec((4,), torch.float32)
+    kernel = as_torch_kernel(
+        Kernel("k", Signature((spec,), (spec,)), SPEC, {"torch": lambda *all: launched.extend(all)}), "torch"
+    )
+    with pytest.raises(KernelError):
+        kernel(torch.ones(5))
+    assert not launched
+    kernel(torch.ones(4))
+    assert len(launched) == 2
+
+
+def test_a_profile_has_every_launch_and_is_a_trace_like_the_others(tmp_path: Path) -> None:
+    kernel = as_torch_kernel(int8_blocks(len(BLOCKS)), "torch")
+    kernel(BLOCKS)
+    with profile(tmp_path / "k.json"):
+        for _ in range(3):
+            kernel(BLOCKS)
+        thread = threading.Thread(target=kernel, args=(BLOCKS,))
+        thread.start()
+        thread.join()
+        with pytest.raises(OffloadError, match="a profile of kernels is running"), profile(tmp_path / "other.json"):
+            pass
+    kernel(BLOCKS)
+    trace = read_trace(tmp_path / "k.json")
+    assert [one.name for one in trace.slices] == ["int8_blocks"] * 4
+    assert {one.kind for one in trace.slices} == {Kind.COMPUTE}
+    assert [one.track for one in trace.slices] == ["kernels"] * 3 + ["kernels 2"]
+    assert all(0 <= one.start <= one.stop <= trace.seconds for one in trace.slices)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["k.json"]
+
+
+def test_a_profile_in_which_something_fails_is_over(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), profile(tmp_path / "k.json"):
+        raise KeyError
+    with profile(tmp_path / "k.json"):
+        pass
+    assert read_trace(tmp_path / "k.json").slices == ()

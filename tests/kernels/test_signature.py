@@ -1,0 +1,163 @@
+"""What a kernel is given is checked before anything is launched, and the error has both sides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload import OffloadError
+from eager_offload.kernels import Kernel, KernelError, LaunchSpec, Scalar, Signature, TensorSpec, as_torch_kernel
+
+FLOATS = TensorSpec((4, 3), torch.float32)
+SPEC = LaunchSpec((1, 1, 1), (32, 1, 1))
+
+
+def scaled(x: dict[str, Tensor] | Tensor, factor: Tensor, y: Tensor) -> None:
+    y.copy_(x * factor)
+
+
+def of(signature: Signature, body: Any = scaled) -> Any:
+    return as_torch_kernel(Kernel("scaled", signature, SPEC, {"torch": body}), "torch")
+
+
+@pytest.fixture
+def scale() -> Any:
+    return of(Signature(({"x": FLOATS}, Scalar(torch.float32)), (FLOATS,)))
+
+
+def test_what_fits_is_computed(scale: Any) -> None:
+    x = torch.randn(4, 3)
+    assert torch.equal(scale({"x": x}, 3), x * 3)
+    out = torch.empty(4, 3)
+    assert scale({"x": x}, 0.5, out=out) is out
+    assert torch.equal(out, x * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ((torch.ones(4, 3), 1.0), r"expected 2 arguments at \[0\]\['x'\], \[1\], and got 2 at \[0\], \[1\]"),
+        (({"x": torch.ones(4, 3)},), "and got 1"),
+        (({"y": torch.ones(4, 3)}, 1.0), r"\[0\]\['y'\]"),
+        (({"x": torch.ones(3, 4)}, 1.0), r"tensor of \(4, 3\).*one of \(3, 4\)"),
+        (({"x": torch.ones(4, 3).double()}, 1.0), r"torch\.float32.*torch\.float64"),
+        (({"x": torch.ones(3, 4).t()}, 1.0), r"contiguous.*strides \(1, 4\)"),
+        (({"x": torch.ones(4, 3).to_sparse()}, 1.0), "layout torch.sparse_coo"),
+        (({"x": [1.0]}, 1.0), "expected 2 arguments"),
+        (({"x": 1.0}, 1.0), "got float 1.0"),
+        (({"x": torch.ones(4, 3)}, torch.ones(())), "a number that torch.float32 holds, and got tensor"),
+        (({"x": torch.ones(4, 3)}, "1"), "a number that torch.float32 holds, and got '1'"),
+        (({"x": torch.ones(4, 3, requires_grad=True)}, 1.0), "requires grad, and a kernel has no backward"),
+        (({"x": torch.ones(4, 3, device="meta")}, 1.0, torch.empty(4, 3)), "and got 3"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_with_both_sides(scale: Any, given: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(KernelError, match=says) as raised:
+        scale(*given)
+    assert isinstance(raised.value, ValueError)
+    assert isinstance(raised.value, OffloadError)
+
+
+def test_under_no_grad_what_requires_grad_is_taken(scale: Any) -> None:
+    x = torch.ones(4, 3, requires_grad=True)
+    with torch.no_grad():
+        assert not scale({"x": x}, 2).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.int8, 128), (torch.int8, 0.5), (torch.bool, 1), (torch.uint8, -1), (torch.float32, None)],
+)
+def test_a_number_that_its_dtype_does_not_hold_is_an_error(dtype: torch.dtype, value: Any) -> None:
+    with pytest.raises(KernelError, match=f"holds, and got {value!r}"):
+        of(Signature((FLOATS, Scalar(dtype)), (FLOATS,)))(torch.ones(4, 3), value)
+
+
+def test_an_address_that_is_off_is_an_error_that_says_how_far() -> None:
+    kernel = of(Signature((TensorSpec((8,), torch.float32, align=64),), (TensorSpec((8,), torch.float32),)))
+    buffer = torch.zeros(64)
+    first = -buffer.data_ptr() % 64 // 4
+    with pytest.raises(KernelError, match="4 bytes behind a multiple of 64"):
+        kernel(buffer[first + 1 : first + 9])
+
+
+def test_all_tensors_are_on_one_device() -> None:
+    kernel = of(Signature((FLOATS, FLOATS), (FLOATS,)))
+    with pytest.raises(KernelError, match=r"\[0\] on cpu, \[1\] on meta"):
+        kernel(torch.ones(4, 3), torch.ones(4, 3, device="meta"))
+
+
+def test_an_output_has_memory_of_its_own(scale: Any) -> None:
+    memory = torch.ones(8, 3)
+    for out in (memory[:4], memory[2:6]):
+        with pytest.raises(KernelError, match=r"the output \[0\] shares memory"):
+            scale({"x": memory[:4]}, 2, out=out)
+    assert torch.equal(memory, torch.ones(8, 3))
+    assert scale({"x": memory[:4]}, 2, out=memory[4:]).data_ptr() == memory[4:].data_ptr()
+
+
+def test_an_output_of_the_caller_is_checked_as_an_argument_is(scale: Any) -> None:
+    for out, says in ((torch.empty(4), r"one of \(4,\)"), ([torch.empty(4, 3)] * 2, "expected 1 outputs")):
+        with pytest.raises(KernelError, match=says):
+            scale({"x": torch.ones(4, 3)}, 1, out=out)
+    two = of(Signature((FLOATS,), (FLOATS, FLOATS)), lambda x, one, other: (one.copy_(x), other.copy_(-x)))
+    same = torch.empty(4, 3)
+    with pytest.raises(KernelError, match=r"the output \[1\] shares memory"):
+        two(torch.ones(4, 3), out=(same, same))
+
+
+def test_results_come_in_their_structure_and_what_is_inout_behind_them() -> None:
+    signature = Signature((FLOATS,), ({"sum": FLOATS},), inout=(FLOATS,))
+
+    def body(x: Tensor, state: Tensor, total: Tensor) -> None:
+        state.add_(x)
+        total.copy_(x + state)
+
+    state = torch.ones(4, 3)
+    first, second = of(signature, body)(torch.ones(4, 3), state)
+    assert second is state
+    assert torch.equal(first["sum"], torch.full((4, 3), 3.0))
+    assert torch.equal(state, torch.full((4, 3), 2.0))
+
+
+def test_an_alias_is_written_where_its_input_is() -> None:
+    kernel = of(Signature((FLOATS,), (FLOATS,), aliases=((0, 0),)), lambda x, y: y.copy_(x + 1))
+    x = torch.zeros(4, 3)
+    assert kernel(x) is x
+    assert torch.equal(x, torch.ones(4, 3))
+    with pytest.raises(KernelError, match="out= is given"):
+        kernel(x, out=torch.empty(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Signature((FLOATS,), ()), "writes something"),
+        (lambda: Signature((FLOATS,), (FLOATS,), (FLOATS,), ((0, 0),)), "both aliases and inout"),
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((1, 0),)), "1 inputs and 1 outputs"),
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((0, -1),)), "1 inputs and 1 outputs"),
+        (lambda: Signature((FLOATS, FLOATS), (FLOATS,), aliases=((0, 0), (1, 0))), "names an output twice"),
+        (lambda: Signature((FLOATS,), (FLOATS, FLOATS), aliases=((0, 0), (0, 1))), "names an input twice"),
+        (lambda: Signature((FLOATS,), (TensorSpec((4, 3), torch.int8),), aliases=((0, 0),)), "torch.int8"),
+        (lambda: Signature((Scalar(torch.float32),), (FLOATS,), aliases=((0, 0),)), "a number that"),
+        (lambda: Signature((FLOATS,), (Scalar(torch.int8),)), r"at outputs\[0\]: it is TensorSpec"),
+        (lambda: Signature((3,), (FLOATS,)), r"has 3 at inputs\[0\]"),
+        (lambda: Signature({"x": FLOATS}, (FLOATS,)), "a tuple or a list"),
+        (lambda: TensorSpec((-1,), torch.int8), "from 0 on"),
+        (lambda: TensorSpec((1,), torch.int8, align=12), "a power of two"),
+        (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {}), "nothing"),
+        (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": scaled, "cuda": scaled}), "'cuda'"),
+        (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": 3}), "cannot be called"),
+        (lambda: as_torch_kernel(Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": scaled}), "c++"), "'c\\+\\+'"),
+        (
+            lambda: as_torch_kernel(Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": scaled}), "pallas"),
+            "no 'pallas'",
+        ),
+    ],
+)
+def test_what_cannot_be_declared_is_an_error(make: Any, says: str) -> None:
+    with pytest.raises(KernelError, match=says):
+        make()

@@ -1,0 +1,148 @@
+"""Scratch memory: sums, the largest member of a union, and misalignment, which is told."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eager_offload.kernels import (
+    CapabilityError,
+    Kernel,
+    KernelError,
+    LaunchSpec,
+    Signature,
+    Slot,
+    StagingTree,
+    TensorSpec,
+    Union,
+    as_torch_kernel,
+)
+
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
+slots = st.builds(Slot, st.lists(st.integers(1, 5), max_size=3).map(tuple), st.sampled_from(DTYPES), st.just(8))
+
+
+def padded(member: Any) -> Any:
+    """The same with every size a multiple of 8, so that nothing is misaligned."""
+    if isinstance(member, Slot):
+        return Slot((math.prod(member.shape) * 8,), member.dtype, 8)
+    items = member.members.items() if isinstance(member.members, dict) else enumerate(member.members)
+    return type(member)({str(name): padded(inner) for name, inner in items})
+
+
+def size(member: Any) -> int:
+    if isinstance(member, Slot):
+        return math.prod(member.shape) * member.dtype.itemsize
+    sizes = [size(inner) for inner in member.members.values()]
+    return max(sizes) if isinstance(member, Union) else sum(sizes)
+
+
+shapes = st.recursive(
+    slots.map(padded),
+    lambda inner: st.one_of(
+        st.builds(Union, st.dictionaries(st.sampled_from("abc"), inner, min_size=1)),
+        st.builds(StagingTree, st.dictionaries(st.sampled_from("abc"), inner, min_size=1)),
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from("xyz"), shapes, min_size=1))
+def test_members_lie_behind_each_other_and_those_of_a_union_on_each_other(drawn: dict[str, Any]) -> None:
+    tree = StagingTree(drawn)
+    assert tree.nbytes == size(tree)
+    buffer = torch.zeros(tree.nbytes + 64, dtype=torch.uint8)
+    buffer = buffer[-buffer.data_ptr() % 64 :][: tree.nbytes]
+    views = tree.place(buffer)
+    assert views.keys() == tree.offsets.keys()
+    for path, view in views.items():
+        assert view.data_ptr() == buffer.data_ptr() + tree.offsets[path]
+        assert view.data_ptr() % 8 == 0
+    at = 0
+    for name, member in drawn.items():
+        inside = [offset for path, offset in tree.offsets.items() if path.split(".")[0] == name]
+        assert min(inside) == at
+        assert all(at <= offset < at + size(member) for offset in inside)
+        at += size(member)
+
+
+def test_a_workspace_that_two_kernels_share_is_as_large_as_the_larger_one() -> None:
+    pack = StagingTree({"codes": Slot((64, 64), torch.int8), "scales": Slot((64,), torch.int8)})
+    unpack = StagingTree({"values": Slot((64, 64), torch.float32)})
+    both = Union({"pack": pack, "unpack": unpack})
+    assert both.nbytes == max(64 * 64 + 64, 64 * 64 * 4)
+    views = StagingTree({"shared": both}).place(torch.zeros(both.nbytes, dtype=torch.uint8))
+    views["shared.pack.codes"].fill_(1)
+    assert views["shared.unpack.values"].view(torch.uint8).view(-1)[: 64 * 64].eq(1).all()
+
+
+def test_a_slot_that_would_be_misaligned_is_told_with_how_far() -> None:
+    with pytest.raises(
+        KernelError, match=r"'b' would begin at byte 100, 4 behind a multiple of its alignment 16"
+    ) as raised:
+        StagingTree({"a": Slot((100,), torch.uint8), "b": Slot((1,), torch.float32)})
+    assert "Slot((12,), torch.uint8, align=1)" in str(raised.value)
+    StagingTree({"a": Slot((100,), torch.uint8), "pad": Slot((12,), torch.uint8, 1), "b": Slot((1,), torch.float32)})
+    inner = Union([StagingTree({"a": Slot((16,), torch.uint8), "b": Slot((1,), torch.int64)})])
+    with pytest.raises(KernelError, match=r"'1\.0\.a' would begin at byte 8, 8 behind"):  # a part of another tree, too
+        StagingTree([Slot((8,), torch.uint8), inner])
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Slot((-1,), torch.int8), "from 0 on"),
+        (lambda: Slot((1,), torch.float32, 2), "at least 4"),
+        (lambda: Slot((1,), torch.float32, 24), "a power of two"),
+        (lambda: Union([]), "it has members"),
+        (lambda: StagingTree({}), "it has members"),
+        (lambda: StagingTree("ab"), "it has members"),
+        (lambda: StagingTree([3]), "has 3 as its member '0'"),
+        (lambda: LaunchSpec((1, 1), (1, 1, 1)), "three whole numbers"),  # type: ignore[arg-type]
+        (lambda: LaunchSpec((0, 1, 1), (1, 1, 1)), "from 1 on"),
+        (lambda: LaunchSpec((1, 1, 1), (32, 32, 2)), "2,048 threads"),
+        (lambda: LaunchSpec((6, 1, 1), (1, 1, 1), (4, 1, 1)), "multiple of the cluster's"),
+        (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=-1), "not below 0"),
+        (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=True), "StagingTree, bytes or None"),
+    ],
+)
+def test_what_cannot_be_declared_is_an_error(make: Any, says: str) -> None:
+    with pytest.raises(KernelError, match=says):
+        make()
+
+
+def test_a_buffer_that_does_not_do_is_an_error() -> None:
+    tree = StagingTree([Slot((16,), torch.uint8)])
+    buffer = torch.zeros(128, dtype=torch.uint8)
+    start = -buffer.data_ptr() % 16
+    for bad, says in (
+        (buffer[start : start + 15], "16 contiguous elements"),
+        (buffer.view(torch.int8), "torch.int8"),
+        (buffer[::2], "strides"),
+        (buffer[start + 1 :], "1 bytes behind a multiple of 16"),
+    ):
+        with pytest.raises(KernelError, match=says):
+            tree.place(bad)
+    assert set(tree.place(buffer[start:])) == {"0"}
+
+
+def test_more_shared_memory_than_a_device_has_is_a_capability_error() -> None:
+    spec = TensorSpec((1,), torch.float32)
+    limit = 227 << 10
+    for nbytes in (limit, limit + 1):
+        staging = StagingTree([Slot((nbytes,), torch.uint8)])
+        launch = LaunchSpec((4, 1, 1), (32, 1, 1), (2, 1, 1), shared=staging)
+        assert launch.shared_bytes == nbytes
+        kernel = as_torch_kernel(
+            Kernel("k", Signature((spec,), (spec,)), launch, {"torch": lambda x, y: y.copy_(x)}), "torch"
+        )
+        if nbytes == limit:
+            assert kernel(torch.ones(1)).item() == 1
+        else:
+            with pytest.raises(CapabilityError, match=r"232,449 bytes .* 232,448 at most"):
+                kernel(torch.ones(1))

@@ -1,0 +1,265 @@
+"""What stays in a forward that follows a plan is counted later, many together: whoever looks sees what it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from eager_offload import Offload, OffloadStats
+from eager_offload.eager.plans import KeptSums, KnownPlan
+from eager_offload.stats import KeepReason
+from eager_offload.step_plan import Fate, Save, StepPlan
+
+Look = Callable[[int], None]
+Counted = tuple[Any, ...]
+
+pytestmark = pytest.mark.filterwarnings("ignore:eager_offload. tier", "ignore:eager_offload. nothing moved")
+
+
+def make(step_plans: bool) -> Offload:
+    return Offload(tier="host", min_bytes="4KiB", keep_last_bytes=0, step_plans=step_plans)
+
+
+def counted(stats: OffloadStats) -> Counted:
+    names = ("parameter", "small", "region")
+    kept = tuple(stats.kept_bytes.get(name, 0) for name in names)
+    return stats.steps, stats.saved_tensors, stats.saved_bytes, stats.small_bytes_largest, kept
+
+
+def forward(weights: list[Tensor], look: Look, *, larger: int = -1) -> Tensor:
+    """Saves of each weight and each product, and of numbers that get larger and smaller again."""
+    h = torch.ones(64, 64) * weights[0].detach()
+    total = torch.zeros(())
+    for number, weight in enumerate(weights):
+        h = (h * weight).exp()
+        look(3 * number)
+        small = h[0, : (4, 16, 8)[number % 3] + (1 if number == larger else 0)].clone()
+        look(3 * number + 1)
+        total = total + small.exp().sum()
+        look(3 * number + 2)
+    return total + h.sum()
+
+
+WEIGHTS, LOOKS = 4, 12
+
+
+class OfItsOwn(Tensor):
+    """What is decided by its class, which a plan does not know."""
+
+
+def frozen(weight: Tensor) -> Tensor:
+    return torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+
+
+def weights_of(seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(64, 64, generator=generator) * 0.01) for _ in range(WEIGHTS)]
+
+
+def train(offload: Offload, steps: int, look: Look = lambda number: None, **changes: int) -> None:
+    weights = weights_of()
+    for number in range(steps):
+        with offload:
+            loss = forward(weights, look if number == steps - 1 else lambda number: None, **changes)
+        loss.backward()
+
+
+def both(run: Callable[[Offload], list[Counted]]) -> None:
+    """Asserts that a program sees the same numbers whether it follows a plan or not."""
+    plain, following = make(False), make(True)
+    expected, found = run(plain), run(following)
+    assert found == expected
+    assert following.step_plan() is not None or following.stats().followed_forwards > 0
+    for offload in (plain, following):
+        offload.close()
+
+
+def test_they_are_counted_later() -> None:
+    offload, seen = make(True), []
+
+    def look(number: int) -> None:
+        counters = offload._accounts.counters
+        seen.append((counters.kept_bytes[KeepReason.PARAMETER], offload.stats().kept_bytes["parameter"]))
+
+    train(offload, 4, look)
+    assert any(before < after for before, after in seen), "else nothing here is tested"
+    before = offload._accounts.counters.kept_bytes[KeepReason.PARAMETER]
+    assert offload.stats().kept_bytes["parameter"] == before, "of a forward that is over all are counted"
+    offload.close()
+
+
+@pytest.mark.parametrize("when", range(LOOKS))
+def test_stats_in_a_forward_have_all_that_was_saved(when: int) -> None:
+    def run(offload: Offload) -> list[Counted]:
+        found: list[Counted] = []
+        train(offload, 4, lambda number: found.append(counted(offload.stats())) if number >= when else None)
+        return [*found, counted(offload.stats())]
+
+    both(run)
+
+
+@pytest.mark.parametrize("when", range(LOOKS))
+def test_what_was_saved_before_a_reset_is_not_counted_after_it(when: int) -> None:
+    def run(offload: Offload) -> list[Counted]:
+        train(offload, 4, lambda number: offload.reset_stats() if number == when else None)
+        return [counted(offload.stats())]
+
+    both(run)
+
+
+@pytest.mark.parametrize("larger", range(WEIGHTS))
+def test_what_differs_from_the_plan_is_counted_once(larger: int) -> None:
+    def run(offload: Offload) -> list[Counted]:
+        train(offload, 3)
+        train(offload, 1, larger=larger)
+        assert not offload.config.step_plans or sum(offload.stats().plan_misses.values()) == 1
+        return [counted(offload.stats())]
+
+    both(run)
+
+
+@pytest.mark.parametrize("when", range(LOOKS))
+def test_a_forward_that_fails_is_counted_up_to_there(when: int) -> None:
+    class Fault(Exception):
+        pass
+
+    def fail(number: int) -> None:
+        if number == when:
+            raise Fault
+
+    def run(offload: Offload) -> list[Counted]:
+        with pytest.raises(Fault):
+            train(offload, 4, fail)
+        return [counted(offload.stats())]
+
+    both(run)
+
+
+@pytest.mark.parametrize("when", range(0, LOOKS, 2))
+def test_an_offload_that_is_closed_in_a_forward_has_counted_it(when: int) -> None:
+    def run(offload: Offload) -> list[Counted]:
+        train(offload, 4, lambda number: offload.close() if number == when else None)
+        return [counted(offload.stats())]
+
+    both(run)
+
+
+@pytest.mark.parametrize("when", range(0, LOOKS, 2))
+def test_what_no_plan_can_say_ends_the_following_and_counts_nothing_twice(when: int) -> None:
+    def look(number: int) -> None:
+        if number == when:
+            with FakeTensorMode():
+                torch.ones(4, requires_grad=True).exp()
+
+    def run(offload: Offload) -> list[Counted]:
+        train(offload, 4, look)
+        assert not offload.config.step_plans or offload.stats().plan_misses == {"modes": 1}
+        return [counted(offload.stats())]
+
+    both(run)
+
+
+@pytest.mark.parametrize("when", range(LOOKS))
+def test_what_was_saved_when_another_thread_ends_the_following_is_counted(when: int) -> None:
+    """As in a forked child, where it ends without more ado."""
+
+    def run(offload: Offload) -> list[Counted]:
+        def look(number: int) -> None:
+            if number == when:
+                for saves in offload._hooks._saves.values():
+                    saves.plans.after_fork()
+
+        train(offload, 4, look)
+        return [counted(offload.stats())]
+
+    both(run)
+
+
+def test_steps_in_one_context_are_counted() -> None:
+    def run(offload: Offload) -> list[Counted]:
+        weights = weights_of()
+        train(offload, 3)
+        with offload:
+            for _ in range(4):
+                forward(weights, lambda number: None).backward()
+        return [counted(offload.stats())]
+
+    both(run)
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        (lambda w: w[:32], lambda w: w[:16]),
+        (lambda w: w[:32], lambda w: w[:32].detach()),
+        (lambda w: w.view(64, 64), lambda w: w * 1),
+        (lambda w: w[:1, :4].detach().clone(), lambda w: w[:1, :4].detach()),
+        (lambda w: w[:1, :4].detach().clone().requires_grad_() * 1, lambda w: w[:1, :4].detach().clone()),
+        (lambda w: w[:1, :4].detach().clone(), lambda w: w[:1, :4].detach().clone().as_subclass(OfItsOwn)),
+        (frozen, lambda w: frozen(w[:32])),
+    ],
+    ids=[
+        *("a smaller part", "a constant", "a copy", "a part of what is larger", "of a constant", "of another class"),
+        "a smaller weight",
+    ],
+)
+def test_what_only_looks_like_what_has_stayed_is_counted_as_what_it_is(
+    first: Callable[[Tensor], Tensor], later: Callable[[Tensor], Tensor]
+) -> None:
+    def run(offload: Offload) -> list[Counted]:
+        weights = weights_of()
+        for number in range(5):
+            with offload:
+                h = (torch.ones(64, 64) * weights[0]).exp()
+                part = first(weights[1]) if number < 4 else later(weights[1])
+                small = torch.ones_like(part).requires_grad_() * part
+                loss = h.sum() + small.sum()
+            loss.backward()
+        assert not offload.config.step_plans or sum(offload.stats().plan_misses.values()) == 1
+        return [counted(offload.stats())]
+
+    both(run)
+
+
+def test_another_thread_looks_while_one_packs() -> None:
+    offload, stop, seen = make(True), threading.Event(), []
+
+    def look() -> None:
+        while not stop.is_set():
+            seen.append(offload.stats().saved_tensors)
+
+    train(offload, 2)
+    before, (expected, steps) = offload.stats().saved_tensors, (make(False), 50)
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        train(offload, steps)
+    finally:
+        stop.set()
+        thread.join()
+    train(expected, 1)
+    assert offload.stats().saved_tensors == before + steps * expected.stats().saved_tensors
+    assert seen == sorted(seen)
+    assert offload.stats().followed_forwards > 40
+    offload.close()
+
+
+def test_sums_of_a_part_of_a_plan() -> None:
+    sizes = {"small": [8, 64, 16, 0, 32], "parameter": [100, 200]}
+    reasons = ["small", "parameter", "small", "small", "parameter", "small", "small"]
+    left = {reason: iter(values) for reason, values in sizes.items()}
+    saves = [Save(Fate.KEEP, KeepReason(reason), next(left[reason])) for reason in reasons]
+    known = KnownPlan(StepPlan((*saves, Save(Fate.DECIDE, None, 5), Save(Fate.KEEP, KeepReason.ALIVE, 7))))
+    for first in range(9):
+        for after in range(first, 10):
+            part = saves[first:after]
+            small = [save.nbytes for save in part if save.reason is KeepReason.SMALL]
+            parameters = [save.nbytes for save in part if save.reason is KeepReason.PARAMETER]
+            expected = KeptSums(len(part), sum(parameters), sum(small), max(small, default=0))
+            assert known.kept_between(first, after) == expected

@@ -1,0 +1,955 @@
+"""``capture_step`` on the virtual device: steps that offload replay as eager steps run, to the bit, in any order."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from eager_offload import CapacityError, Offload
+from eager_offload.eager.captured import CapturedRun
+from eager_offload.graphs import (
+    CapturedStep,
+    CaptureInputError,
+    CaptureMode,
+    CapturePool,
+    CaptureStateError,
+    CaptureStatus,
+    DeviceScalar,
+    GraphCaptureGuard,
+    GraphPoolHandle,
+    PoolInUseError,
+    PoolSealedError,
+    ScheduleMismatchError,
+    capture_status,
+    capture_step,
+    make_graphed_callable,
+)
+from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.base import Direction, Event
+from eager_offload.stats import KeepReason
+from tests.virtual_device import NAME, VirtualDevice
+from tests.virtual_device.graphs import nodes_of, violations
+from tests.virtual_device.on_device.steps import Block, inputs
+
+if not hasattr(torch.accelerator, "Graph"):
+    pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
+
+REPLAYS = 100
+#: In so many a missing edge shows.
+FEW = 20
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(virtual: VirtualDevice) -> Iterator[None]:
+    stream = torch.accelerator.current_stream()
+    yield
+    assert torch.accelerator.current_stream() == stream
+    assert capture_status() is CaptureStatus.NONE
+    x = torch.ones(4, device=NAME)
+    graph = make_graphed_callable(lambda: x + 1)
+    graph.launch()
+    assert graph.result.tolist() == [2.0] * 4
+
+
+def offloads(**fields: Any) -> Offload:
+    return Offload(**{"tier": "host", "min_bytes": 0, "keep_last_bytes": 0} | fields)
+
+
+class Training:
+    """A block of a GPT with dropout, a fused AdamW, and a rate that changes.
+
+    Args:
+        forwards: of one step, each followed by its backward: gradients are accumulated.
+    """
+
+    def __init__(self, forwards: int = 1) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.block: Callable[..., Tensor] = Block().to(NAME)
+        self.model, self.rate = self.block, DeviceScalar(1e-2)
+        self.optimizer = torch.optim.AdamW(self._parameters(), lr=self.rate.tensor, fused=True)
+        self._forwards = forwards
+
+    def _parameters(self) -> list[nn.Parameter]:
+        assert isinstance(self.model, nn.Module)
+        return [*self.model.parameters()]
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        for _ in range(self._forwards):
+            loss = (self.block(x) - y).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._parameters(), 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    def capture(self, offload: Offload | None, **arguments: Any) -> CapturedStep:
+        x, y, _ = next(inputs(1, seed=9))
+        return capture_step(self, (x.to(NAME), y.to(NAME)), offload=offload, scalars=[self.rate], **arguments)
+
+    def state(self) -> list[Tensor]:
+        torch.accelerator.synchronize()
+        return [tensor.detach().cpu() for tensor in self._changing()]
+
+    def restore(self, state: list[Tensor]) -> None:
+        torch.accelerator.synchronize()
+        with torch.no_grad():
+            for tensor, value in zip(self._changing(), state, strict=True):
+                tensor.copy_(value)
+
+    def _changing(self) -> list[Tensor]:
+        return [
+            *self._parameters(),
+            *(value for one in self._parameters() for value in self.optimizer.state[one].values()),
+        ]
+
+    def run(self, one: Callable[[Tensor, Tensor], Tensor], state: list[Tensor], count: int) -> list[Tensor]:
+        """The losses of ``count`` steps from ``state``, and all that they have changed."""
+        self.restore(state)
+        torch.manual_seed(3)
+        found = []
+        for x, y, rate in inputs(count):
+            self.rate.update(rate)
+            found.append(one(x.to(NAME), y.to(NAME)).cpu())
+        return found + self.state()
+
+
+def graphs_alive(virtual: VirtualDevice) -> int:
+    """Those that somebody holds; one that has gone while it ran is let go of at the next launch, pack or unpack."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    accelerator_runtime().poll()
+    gc.collect()
+    return virtual.graphs_alive
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def link_bytes(virtual: VirtualDevice, call: Callable[[], object]) -> tuple[int, int]:
+    before = virtual.copied_bytes
+    call()
+    torch.accelerator.synchronize()
+    out, back = (now - then for now, then in zip(virtual.copied_bytes, before, strict=True))
+    return out, back
+
+
+def copies(step: CapturedStep, kind: str) -> int:
+    """Bytes that a replay moves one way."""
+    return sum(
+        region.stop - region.start for one in nodes_of(step.graph._graph) if one.kind == kind for region in one.writes
+    )
+
+
+# -- exact ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("forwards", "replays"), [(1, REPLAYS), (2, FEW)])
+def test_replays_of_a_step_that_offloads_are_eager_steps_to_the_bit(
+    virtual: VirtualDevice, forwards: int, replays: int
+) -> None:
+    """Forward, backward, dropout, clipping and a fused AdamW, with new inputs and another rate each time."""
+    training, offload = Training(forwards), offloads()
+    with training.capture(offload, debug=True) as step:
+        state = training.state()
+        eager = training.run(training, state, replays)
+        with virtual.replays(1):
+            replayed = training.run(step, state, replays)
+        assert same(eager, replayed)
+        assert len({value.item() for value in eager[:replays]}) == replays
+        assert len(step.plans) == forwards
+        assert step.plan is not None
+        moved = copies(step, "copy out"), copies(step, "copy in")
+        assert moved[0] == sum(plan.totals.slots for plan in step.plans) > 0
+        assert moved[0] == moved[1]
+        assert link_bytes(virtual, lambda: [step.launch() for _ in range(3)]) == (3 * moved[0], 3 * moved[1])
+        assert not violations(nodes_of(step.graph._graph))
+        assert step.kept[KeepReason.PARAMETER] > 0
+        saved = sum(plan.totals.saved for plan in step.plans)
+        leaving = sum(plan.totals.offloaded + shared_with_those(plan) for plan in step.plans)
+        assert sum(step.kept.values()) == saved - leaving
+        assert step.graph.num_replays == replays + 3
+    offload.close()
+
+
+def shared_with_those(plan: Any) -> int:
+    """Bytes of saves that share a storage which leaves."""
+    return sum(one.nbytes for one in plan.saves if one.owner >= 0 and one.slot < 0 and plan.saves[one.owner].slot >= 0)
+
+
+def test_a_step_without_offload_is_captured_whole(virtual: VirtualDevice) -> None:
+    training = Training()
+    step = training.capture(None, warmup=2, debug=True)
+    state = training.state()
+    eager = training.run(training, state, FEW)
+    with virtual.replays(2):
+        assert same(eager, training.run(step, state, FEW))
+    assert (step.plan, step.plans, dict(step.kept)) == (None, (), {})
+    assert not step.graph.has_pool
+    assert step.scalars == (training.rate,)
+    assert not violations(nodes_of(step.graph._graph))
+
+
+# -- what is not exact ------------------------------------------------------------------------------------------------
+
+
+class Chain:
+    """Layers of which each saves what the next one writes over, twice: small, and every byte of it crosses the link."""
+
+    def __init__(self, forwards: int = 2) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._weights = [(torch.randn(8, 8, generator=generator) / 4).to(NAME).requires_grad_() for _ in range(4)]
+        self._forwards = forwards
+        self.batches = [torch.randn(8, 8, generator=generator).to(NAME) for _ in range(FEW)]
+        self._expected: list[list[Tensor]] = []
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        found: list[Tensor] = []
+        for _ in range(self._forwards):
+            h = x
+            for weight in self._weights:
+                h = (h @ weight).tanh().exp()
+            found += torch.autograd.grad(h.square().sum(), self._weights)
+        return tuple(found)
+
+    def capture(self, offload: Offload | None, **arguments: Any) -> CapturedStep:
+        return capture_step(self, (torch.zeros(8, 8, device=NAME),), offload=offload, **arguments)
+
+    def is_exact(self, virtual: VirtualDevice, step: CapturedStep, seed: int = 0, without: Any = ()) -> bool:
+        """Whether a few replays, in orders that ``seed`` draws, give what eager steps give."""
+        if not self._expected:
+            self._expected = [[value.cpu() for value in self(x)] for x in self.batches]
+            assert all(value.isfinite().all() for values in self._expected for value in values)
+        with virtual.replays(seed, without):
+            replays = ([value.cpu() for value in step(x)] for x in self.batches)
+            return all(same(one, other) for one, other in zip(self._expected, replays, strict=True))
+
+
+def test_an_edge_of_offload_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(virtual: VirtualDevice) -> None:
+    """Of all edges between streams: forks, windows, joins, and slots that the second forward uses again."""
+    chain, offload = Chain(), offloads()
+    with chain.capture(offload, debug=True) as step:
+        nodes = nodes_of(step.graph._graph)
+        assert not violations(nodes)
+        assert chain.is_exact(virtual, step)
+        edges = {edge for node in nodes for edge in node.edges if nodes[edge[0]].stream != nodes[edge[1]].stream}
+        reported = {edge for edge in edges if violations(nodes, [edge])}
+        wrong = {edge for edge in edges if not chain.is_exact(virtual, step, 1, [edge])}
+        assert reported == wrong
+        kinds = {(nodes[before].kind, nodes[after].kind) for before, after in wrong}
+        assert {("kernel", "copy out"), ("copy out", "free"), ("allocate", "copy in")} < kinds
+        assert any(before == "copy in" for before, _ in kinds)  # compute waits for what comes back
+        assert len(wrong) >= 4 * len(step.plans[0].slots)
+    offload.close()
+
+
+MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "compute does not wait for what comes back": lambda patch: patch_waits(patch, "_take"),
+    "a source goes before its copy is over": lambda patch: patch_waits(patch, "_release"),
+    "copies out do not wait for compute": lambda patch: patch_copies(patch, out=True),
+    "copies back do not wait for their targets": lambda patch: patch_copies(patch, out=False),
+}
+
+
+def patch_waits(patch: pytest.MonkeyPatch, caller: str) -> None:
+    """A method of the run that is captured does not wait, but for ``finish``, which has the streams join."""
+
+    def without(self: CapturedRun, *arguments: Any, **named: Any) -> Any:
+        runtime = self._runtime
+        self._runtime = Waitless(runtime)  # type: ignore[assignment]
+        try:
+            return intact(self, *arguments, **named)
+        finally:
+            self._runtime = runtime
+
+    intact = getattr(CapturedRun, caller)
+    patch.setattr(CapturedRun, caller, without)
+
+
+class Waitless:
+    def __init__(self, runtime: AcceleratorRuntime) -> None:
+        self._runtime = runtime
+
+    def wait(self, *_: object) -> None:
+        """Does not."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+
+def patch_copies(patch: pytest.MonkeyPatch, *, out: bool) -> None:
+    """Copies one way wait for nothing, but for the first one, by which their stream comes into the capture."""
+    forked: set[torch.Stream] = set()
+
+    def copy(
+        self: AcceleratorRuntime, target: Tensor, source: Tensor, stream: torch.Stream, after: list[Event]
+    ) -> Event:
+        after = [] if stream in forked and (target.device.type == "cpu") is out else after
+        forked.add(stream)
+        return intact(self, target, source, stream, after)
+
+    intact = AcceleratorRuntime.copy_in_capture
+    patch.setattr(AcceleratorRuntime, "copy_in_capture", copy)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_wait_that_the_library_leaves_out_is_reported_and_shows(
+    virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch, mutation: str
+) -> None:
+    chain, offload = Chain(), offloads()
+    with monkeypatch.context() as patch:
+        MUTATIONS[mutation](patch)
+        step = chain.capture(offload, debug=True)
+    found = violations(nodes_of(step.graph._graph))
+    assert found
+    assert all("copy_" in str(one) for one in found)
+    assert not chain.is_exact(virtual, step)
+    step = chain.capture(offload, debug=True)
+    assert not violations(nodes_of(step.graph._graph))
+    assert chain.is_exact(virtual, step)
+    offload.close()
+
+
+def test_a_fork_that_is_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, offload = Chain(1), offloads()
+    with monkeypatch.context() as patch:
+        intact = AcceleratorRuntime.copy_in_capture
+        patch.setattr(AcceleratorRuntime, "copy_in_capture", lambda self, *ends: intact(self, *ends[:3], []))
+        with pytest.raises(CaptureStateError, match="recorded outside of it"):
+            chain.capture(offload)
+    assert chain.capture(offload).plan is not None
+    offload.close()
+
+
+# -- what differs, and other errors -----------------------------------------------------------------------------------
+
+
+class Changing:
+    """A step that does another thing in the call of a number; the last of three warm-ups is the third."""
+
+    def __init__(self, at: int, what: str) -> None:
+        self._at, self._what, self.calls = at, what, 0
+        self._w = torch.full((16, 16), 0.1, device=NAME, requires_grad=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        what = self._what if self.calls == self._at else ""
+        h = (x[:4] if what == "size" else x) @ self._w
+        if what == "more":
+            h = h.exp()
+        h = h.sin() if what == "fewer" else h.tanh().exp()
+        if what == "swallowed":
+            with suppress(ScheduleMismatchError):
+                h.exp()
+        if what == "another":
+            Offload().__enter__()
+        if what == "raises":
+            raise KeyError("of the step")
+        if what == "number":
+            h.sum().item()
+        if what == "twice":
+            torch.autograd.grad(h.sum(), self._w, retain_graph=True)
+        if what == "no backward":
+            return h.detach().sum()
+        loss = h.sin().sum()
+        if what == "later":
+            return loss
+        loss.backward()
+        return loss.detach()
+
+
+SAYS = "in its warm-ups and in the capture, and differs first at"
+DIFFERENCES = {
+    "size": rf"{SAYS} save 0: the warm-up had a tensor of 1,024 bytes, the capture has a tensor of 256 bytes \(4, 16",
+    "more": rf"{SAYS} save 3: the warm-up had the storage of save 2, the capture has another one",
+    "fewer": rf"{SAYS} unpack 0: the warm-up had save 3, the capture has save 2",
+    "swallowed": rf"{SAYS} save 3: the warm-up had the storage of save 2, the capture has another one",
+    "no backward": rf"{SAYS} save 3: the warm-up had a tensor of 1,024 bytes, requires grad, the capture has none",
+    "later": rf"{SAYS} unpack 0: the warm-up had save 3, the capture has none",
+    "twice": rf"{SAYS} unpack 0: the warm-up had save 3, the capture has save 2",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_a_capture_that_differs_from_its_warm_ups_names_the_first_difference(what: str) -> None:
+    offload, x = offloads(), torch.ones(16, 16, device=NAME)
+    with pytest.raises(ScheduleMismatchError, match=DIFFERENCES[what]):
+        capture_step(Changing(4, what), (x,), offload=offload)
+    with capture_step(Changing(1, what), (x,), offload=offload) as step:  # what happens once may be in the first one
+        step.launch()
+    offload.close()
+
+
+def test_warm_ups_that_differ_are_an_error_before_the_capture() -> None:
+    step, x = Changing(2, "size"), torch.ones(16, 16, device=NAME)
+    with pytest.raises(ScheduleMismatchError, match=r"the warm-up before the last had.* 256 bytes.*the last one"):
+        capture_step(step, (x,), offload=offloads())
+    assert step.calls == 3
+
+
+@pytest.mark.parametrize(
+    ("at", "what", "error", "message"),
+    [
+        (3, "twice", CaptureStateError, "ran backward of a graph twice"),
+        (4, "another", CaptureStateError, "an Offload was entered"),
+        (4, "raises", KeyError, "of the step"),
+        (2, "raises", KeyError, "of the step"),
+        (4, "number", RuntimeError, "not permitted while a stream is being captured"),
+    ],
+)
+def test_after_a_step_that_cannot_be_captured_everything_works(
+    virtual: VirtualDevice, at: int, what: str, error: type[Exception], message: str
+) -> None:
+    offload, pool, x = offloads(), CapturePool("1MiB"), torch.ones(16, 16, device=NAME)
+    state = graphs_alive(virtual), torch.accelerator.memory_allocated()
+    with pytest.raises(error, match=message) as raised:
+        capture_step(Changing(at, what), (x,), offload=offload, pool=pool)
+    del raised  # which holds the tensors of the step
+    offload.stats(synchronize=True)
+    assert (graphs_alive(virtual), torch.accelerator.memory_allocated()) == state
+    assert (pool.sealed, pool.buffer_count, pool.host_buffer(1 << 20).numel()) == (False, 0, 1 << 20)
+    pool.clear_buffers()
+    assert_trains(offload)
+    assert Chain(1).capture(offload, pool=pool).graph.pool is pool
+    offload.close()
+
+
+class Failing(Training):
+    """Raises behind the backward of the capture, which has left gradients in which nothing stands."""
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().__call__(x, y)
+        if capture_status().is_capturing:
+            raise KeyError("of the step")
+        return loss
+
+
+@pytest.mark.parametrize("offload", [None, offloads])
+def test_steps_that_begin_without_gradients_go_on_after_a_capture_that_failed(
+    virtual: VirtualDevice, offload: Callable[[], Offload] | None
+) -> None:
+    training, around = Failing(), None if offload is None else offload()
+    x, y, _ = next(inputs(1))
+    training(x.to(NAME), y.to(NAME))
+    state = training.state()
+    expected = training.run(training, state, 5)
+    with pytest.raises(KeyError):
+        training.capture(around)
+    assert same(training.run(training, state, 5), expected)
+    if around is not None:
+        with around:
+            assert same(training.run(training, state, 5), expected)
+        assert around.stats(synchronize=True).bytes_out > 0
+        around.close()
+
+
+def assert_trains(offload: Offload) -> None:
+    def gradient() -> Tensor:
+        x = torch.linspace(0, 1, 1 << 10, device=NAME).requires_grad_()
+        loss = (x * 2).exp().sin().exp().sin().sum()
+        accelerator_runtime().transfer_stream(x.device, Direction.OUT).synchronize()
+        return torch.autograd.grad(loss, x)[0].cpu()
+
+    before = offload.stats().bytes_out
+    with offload:
+        found = gradient()
+    assert torch.equal(found, gradient())
+    assert offload.stats(synchronize=True).bytes_out > before
+
+
+def given_plan() -> Offload:
+    offload = offloads()
+    plan = Chain(1).capture(offload).plan
+    offload.close()
+    return Offload(tier="host", min_bytes=0, keep_last_bytes=0, plan=plan)
+
+
+def sealed() -> CapturePool:
+    pool = CapturePool()
+    pool.seal()
+    return pool
+
+
+#: Arguments that cannot be, each known before the step is called for the first time.
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[Path], dict[str, Any]]]] = {
+    "disk tier": (CaptureStateError, "tier='disk'", lambda path: {"offload": Offload(tier="disk", disk_path=path)}),
+    "disk behind": (CaptureStateError, "no disk_path", lambda path: {"offload": Offload(disk_path=path)}),
+    "pageable": (CaptureStateError, "pin_memory=False", lambda path: {"offload": offloads(pin_memory=False)}),
+    "a plan": (CaptureStateError, "Leave plan= out", lambda path: {"offload": given_plan()}),
+    "no offload": (CaptureInputError, "is an eager_offload.Offload", lambda path: {"offload": "host"}),
+    "inputs": (CaptureInputError, "were given as Tensor", lambda path: {"inputs": torch.ones(2)}),
+    "scalars": (CaptureInputError, "was given 0.5", lambda path: {"scalars": [0.5]}),
+    "no warm-up": (CaptureInputError, "warmup=0 is not", lambda path: {"offload": offloads(), "warmup": 0}),
+    "warm-ups": (CaptureInputError, "a number from 0 on", lambda path: {"warmup": -1}),
+    "mode": (ValueError, "no mode", lambda path: {"mode": "no mode"}),
+    "pool": (PoolSealedError, "a step was captured", lambda path: {"pool": sealed()}),
+    "handle": (CaptureInputError, "names no pool", lambda path: {"pool": GraphPoolHandle(-1)}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_captured_is_an_error_before_the_first_warm_up(name: str, tmp_path: Path) -> None:
+    error, message, arguments = REFUSED[name]
+    calls: list[int] = []
+    with pytest.raises(error, match=message):
+        capture_step(lambda: calls.append(1), **arguments(tmp_path))
+    assert not calls
+
+
+def test_where_a_step_cannot_be_captured(tmp_path: Path) -> None:
+    offload, calls = offloads(), list[int]()
+
+    def capture() -> CapturedStep:
+        return capture_step(lambda: calls.append(1), offload=offload)
+
+    with offload, pytest.raises(CaptureStateError, match="inside of a `with` of its Offload"):
+        capture()
+    with (
+        pytest.warns(RuntimeWarning, match="nothing ran"),
+        offload.trace(tmp_path / "trace.json"),
+        pytest.raises(CaptureStateError, match="is traced"),
+    ):
+        capture()
+    with GraphCaptureGuard(), pytest.raises(CaptureStateError, match="inside of a capture"):
+        capture()
+    assert not calls
+    offload.close()
+
+
+def test_a_trace_that_is_begun_in_a_capture_is_an_error(tmp_path: Path) -> None:
+    offload, chain = offloads(), Chain(1)
+
+    def traced(x: Tensor) -> tuple[Tensor, ...]:
+        if capture_status().is_capturing:
+            with pytest.raises(CaptureStateError, match="a trace was begun while"):
+                offload.trace(tmp_path / "trace.json").__enter__()
+        return chain(x)
+
+    with capture_step(traced, (torch.ones(8, 8, device=NAME),), offload=offload) as step:
+        step.launch()
+    assert not [*tmp_path.iterdir()]
+    offload.close()
+
+
+def test_a_pool_that_is_too_small_is_an_error_that_says_how_much_is_missing() -> None:
+    offload, chain, pool = offloads(), Chain(1), CapturePool(256)
+    with pytest.raises(CapacityError, match="256 left of its 256"):
+        chain.capture(offload, pool=pool)
+    assert not pool.sealed
+    offload.close()
+
+
+def test_a_step_that_is_closed_or_called_otherwise_is_an_error(virtual: VirtualDevice) -> None:
+    offload, chain = offloads(), Chain(1)
+    step = chain.capture(offload)
+    with pytest.raises(CaptureInputError, match=r"captured as a tensor of \(8, 8\).*given as a tensor of \(4, 8\)"):
+        step(torch.ones(4, 8, device=NAME))
+    with pytest.raises(CaptureInputError, match="captured with 1 values"):
+        step()
+    with GraphCaptureGuard():
+        for call in (lambda: step(torch.ones(8, 8, device=NAME)), step.launch):
+            with pytest.raises(CaptureStateError):
+                call()
+    assert "0 replays" in repr(step)
+    step.close()
+    step.close()
+    assert "closed" in repr(step)
+    for call in (step.launch, lambda: step(1), lambda: step.graph, lambda: step.result):
+        with pytest.raises(CaptureStateError, match="is closed"):
+            call()
+    offload.close()
+
+
+def test_backward_after_the_capture_of_its_forward_is_an_error() -> None:
+    offload, w = offloads(), torch.ones(16, 16, device=NAME, requires_grad=True)
+
+    def keeps_its_graph() -> Tensor:
+        loss = (w * 2).exp().sin().exp().sum()
+        torch.autograd.grad(loss, w, retain_graph=True)
+        return loss
+
+    step = capture_step(keeps_its_graph, offload=offload)
+    with pytest.raises(CaptureStateError, match="after the capture"):
+        step.result.backward()
+    del step
+    offload.close()
+
+
+# -- pools, streams, threads, memory ----------------------------------------------------------------------------------
+
+
+def test_two_steps_on_one_pool_take_turns_on_any_stream(virtual: VirtualDevice) -> None:
+    offload, chains, other = offloads(), [Chain(1), Chain(2)], torch.Stream(device=NAME)
+    pool = CapturePool("64KiB")
+    first = chains[0].capture(offload, pool=pool, debug=True)
+    with pytest.raises(PoolSealedError, match="unseal"):
+        chains[1].capture(offload, pool=pool)
+    pool.unseal()
+    second = chains[1].capture(offload, pool=pool, debug=True)
+    expected = [[value.cpu() for value in chain(x)] for x in chains[0].batches[:5] for chain in chains]
+    found = []
+    with virtual.replays(4), virtual.slow_compute(1e-4):
+        for number, x in enumerate(chains[0].batches[:5]):
+            for step in (first, second):
+                with other if number % 2 else torch.Stream(device=NAME):
+                    torch.accelerator.current_stream().wait_stream(torch.accelerator.current_stream())
+                    found.append([value.cpu() for value in step(x)])
+    assert all(same(one, two) for one, two in zip(expected, found, strict=True))
+    with pytest.raises(PoolInUseError, match="by 2 graphs"):
+        pool.clear_buffers()
+    first.close()
+    second.close()
+    gc.collect()
+    pool.clear_buffers()
+    offload.close()
+
+
+def test_inputs_of_a_call_do_not_overtake_the_replay_before_on_another_stream(virtual: VirtualDevice) -> None:
+    total, other = torch.zeros(8, device=NAME), torch.Stream(device=NAME)
+    step = capture_step(lambda x: total.add_(x), (torch.ones(8, device=NAME),), warmup=1)
+    batches = [torch.full((8,), float(number), device=NAME) for number in range(4)]
+    torch.accelerator.synchronize()
+    for number, x in enumerate(batches):
+        with other if number % 2 else torch.Stream(device=NAME), virtual.slow_compute(0.005, add=0.02):
+            step(x)
+    torch.accelerator.synchronize()
+    assert total.unique().tolist() == [7.0]
+
+
+@pytest.mark.parametrize("mode", CaptureMode)
+def test_another_thread_offloads_meanwhile_on_the_streams_of_the_process(
+    virtual: VirtualDevice, mode: CaptureMode
+) -> None:
+    offload, chain = offloads(), Chain(1)
+    assert_trains(offload)
+    failures: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            assert_trains(offload)
+        except BaseException as error:
+            failures.append(error)
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        found = chain(x)
+        if capture_status().is_capturing and mode is not CaptureMode.GLOBAL:  # in which nobody may wait
+            thread = Thread(target=train)
+            thread.start()
+            thread.join()
+        return found
+
+    captured = capture_step(step, (torch.zeros(8, 8, device=NAME),), offload=offload, mode=mode)
+    assert not failures, failures
+    assert chain.is_exact(virtual, captured)
+    runtime = accelerator_runtime()
+    streams = runtime.capture_streams(torch.device(NAME, 0))
+    for direction in Direction:
+        assert runtime.transfer_stream(torch.device(NAME, 0), direction) not in streams
+    offload.close()
+
+
+def test_a_graph_takes_less_of_the_device_with_offload_and_hands_memory_on(virtual: VirtualDevice) -> None:
+    weights = [torch.full((1 << 18,), 0.5, device=NAME, requires_grad=True) for _ in range(8)]
+
+    def step() -> Tensor:
+        h = weights[0] * 1
+        for weight in weights:
+            h = (h * weight).sin()
+            if not capture_status().is_capturing:  # so that the plan says that sources go, however busy the machine is
+                torch.accelerator.current_stream().synchronize()
+                accelerator_runtime().transfer_stream(h.device, Direction.OUT).synchronize()
+        gradients = torch.autograd.grad(h.sum(), weights)
+        return torch.stack([gradient.sum() for gradient in gradients])
+
+    def taken(offload: Offload | None) -> tuple[int, CapturedStep]:
+        gc.collect()
+        torch.accelerator.empty_cache()
+        before = torch.accelerator.memory_reserved()
+        captured = capture_step(step, offload=offload, debug=True)
+        torch.accelerator.empty_cache()
+        return torch.accelerator.memory_reserved() - before, captured
+
+    plain, _ = taken(None)
+    offload = offloads(prefetch_bytes="1MiB")
+    nbytes, captured = taken(offload)
+    assert captured.plan is not None
+    assert plain - nbytes >= 4 << 20
+    nodes = nodes_of(captured.graph._graph)
+    sources = {node.reads[0] for node in nodes if node.kind == "copy out"}
+    freed = [node.writes[0] for node in nodes if node.kind == "free"]
+    handed_on = [node for node in nodes if node.kind == "allocate" and any(within(one, node) for one in sources)]
+    assert freed
+    assert len(handed_on) > len(sources)
+    captured.launch()
+    assert torch.equal(captured.result, step())
+    offload.close()
+
+
+def within(region: Any, node: Any) -> bool:
+    return any(one.start <= region.start and region.stop <= one.stop for one in node.writes)
+
+
+def test_a_step_that_goes_while_it_runs_keeps_what_it_uses_and_then_leaves_nothing(virtual: VirtualDevice) -> None:
+    offload, chain = offloads(), Chain(1)
+    x = chain.batches[0]
+    expected, alive, other = [value.cpu() for value in chain(x)], graphs_alive(virtual), torch.Stream(device=NAME)
+    out = [torch.zeros_like(value, device=NAME) for value in expected]
+    torch.accelerator.synchronize()
+
+    def copied(x: Tensor) -> None:
+        for target, value in zip(out, chain(x), strict=True):
+            target.copy_(value)
+
+    step = capture_step(copied, (x,), offload=offload)
+    assert graphs_alive(virtual) > alive
+    with other, virtual.held():
+        step.launch()
+        del step
+        gc.collect()
+        with torch.Stream(device=NAME):
+            for _ in range(8):
+                torch.full((8, 8), 9.0, device=NAME)
+    torch.accelerator.synchronize()
+    assert same([value.cpu() for value in out], expected)
+    assert graphs_alive(virtual) == alive
+    offload.close()
+
+
+def test_a_hundred_captured_steps_leak_nothing(virtual: VirtualDevice) -> None:
+    """Some are closed, some are dropped, some raise in the warm-up, in the capture, or differ."""
+    offload, x, pool = offloads(), torch.ones(16, 16, device=NAME), CapturePool("16KiB")
+
+    def capture(number: int) -> None:
+        at, what = [(9, ""), (4, "raises"), (2, "raises"), (4, "size"), (9, "")][number % 5]
+        with suppress(KeyError, ScheduleMismatchError):
+            step = capture_step(Changing(at, what), (x,), offload=offload, pool=pool if number % 2 else None)
+            step.launch()
+            if number % 5:
+                step.close()
+        del at, what
+
+    def held() -> tuple[int, ...]:
+        pool.unseal()
+        alive = graphs_alive(virtual)
+        pool.clear_buffers()
+        offload.stats(synchronize=True)
+        accelerator_runtime().poll()
+        torch.accelerator.empty_cache()
+        runs = sum(isinstance(one, CapturedRun | CapturedStep) for one in gc.get_objects())
+        memory = torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
+        return alive, runs, *memory, len(accelerator_runtime()._pinned._records)
+
+    for number in range(10):
+        capture(number)
+        pool.unseal()
+    before = held()
+    for number in range(100):
+        capture(number)
+        pool.unseal()
+        if number % 10 == 9:
+            gc.collect()
+            pool.clear_buffers()
+    assert held() == before
+    offload.close()
+
+
+# -- what is inside of a step -----------------------------------------------------------------------------------------
+
+
+def test_a_context_of_ones_own_and_checkpointing_inside_of_a_step(virtual: VirtualDevice) -> None:
+    offload = offloads()
+    generator = torch.Generator().manual_seed(0)
+    w = (torch.randn(16, 16, generator=generator) / 4).to(NAME).requires_grad_()
+
+    def step(x: Tensor) -> Tensor:
+        with offload:
+            h = (x @ w).tanh().exp()
+            h = checkpoint(lambda h: (h @ w).tanh().exp(), h, use_reentrant=False, preserve_rng_state=False)
+            loss = (h @ w).sin().sum()
+        return torch.autograd.grad(loss, w)[0]
+
+    captured = capture_step(step, (torch.zeros(16, 16, device=NAME),), offload=offload, debug=True)
+    assert copies(captured, "copy in") > 0
+    assert not violations(nodes_of(captured.graph._graph))
+    with virtual.replays(5):
+        for _ in range(5):
+            x = torch.randn(16, 16, generator=generator).to(NAME)
+            assert torch.equal(captured(x), step(x))
+    offload.close()
+
+
+def test_a_parameter_that_another_stream_has_used_does_not_spoil_the_capture(virtual: VirtualDevice) -> None:
+    """Its node keeps the stream that it was made on, for as long as a graph has it (pytorch#180090)."""
+    training, offload = Training(), offloads()
+    x, y, _ = next(inputs(1))
+    graph = (training.model(x.to(NAME)) - y.to(NAME)).square().mean()
+    step = training.capture(offload, debug=True)
+    state = training.state()
+    eager = training.run(training, state, 5)
+    assert same(eager, training.run(step, state, 5))
+    assert graph.grad_fn is not None
+    offload.close()
+
+
+class Scaled(Training):
+    """Under a ``GradScaler``, which leaves the optimizer's step out where gradients are not finite.
+
+    Args:
+        steps: whether the optimizer's step, and what the scaler makes of it, belongs to the step.
+    """
+
+    def __init__(self, *, steps: bool = True, fused: bool = True) -> None:
+        super().__init__()
+        self.scaler, self._steps = torch.amp.GradScaler(NAME, init_scale=16.0, growth_interval=3), steps
+        if not fused:
+            self.optimizer = torch.optim.SGD(self._parameters(), lr=1e-2, momentum=0.9)  # type: ignore[assignment]
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = (self.block(x) - y).square().mean()
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if self._steps:
+            self.step()
+        return loss.detach().nan_to_num(-1.0)
+
+    def step(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self._parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def run(self, one: Callable[[Tensor, Tensor], Tensor], state: list[Tensor], count: int) -> list[Tensor]:
+        """As that of any training, with every fifth batch not finite."""
+        numbers = iter(range(count))
+        return super().run(lambda x, y: one(x * torch.inf if next(numbers) % 5 == 4 else x, y), state, count)
+
+    def _changing(self) -> list[Tensor]:
+        assert self.scaler._scale is not None
+        assert self.scaler._growth_tracker is not None
+        return [*super()._changing(), self.scaler._growth_tracker, self.scaler._scale]
+
+
+def test_a_grad_scaler_with_a_fused_optimizer_is_a_part_of_the_step(virtual: VirtualDevice) -> None:
+    training, offload = Scaled(), offloads()
+    with training.capture(offload, debug=True) as step:
+        assert copies(step, "copy out") > 0
+        state = training.state()
+        eager = training.run(training, state, FEW)
+        with virtual.replays(1):
+            assert same(eager, training.run(step, state, FEW))
+        assert [loss.item() == -1 for loss in eager[:FEW]] == [number % 5 == 4 for number in range(FEW)]
+        # Of five steps, three that are good double the scale, and the last halves it.
+        assert eager[-1].item() == state[-1].item() == 32.0
+    offload.close()
+
+
+def test_a_grad_scaler_with_an_optimizer_that_is_not_fused_asks_for_a_number_and_stays_outside(
+    virtual: VirtualDevice,
+) -> None:
+    offload = offloads()
+    with pytest.raises(RuntimeError, match="not permitted while a stream is being captured"):
+        Scaled(fused=False).capture(offload)
+    training = Scaled(steps=False, fused=False)
+    batch = [value.to(NAME) for value in next(inputs(1))[:2]]
+    training(*batch)
+    training.step()
+    with training.capture(offload) as step:
+        state = training.state()
+
+        def replay(x: Tensor, y: Tensor) -> Tensor:
+            loss: Tensor = step(x, y)
+            training.step()
+            return loss
+
+        def eager(x: Tensor, y: Tensor) -> Tensor:
+            loss = training(x, y)
+            training.step()
+            return loss
+
+        gradients = [one.grad for one in training._parameters()]
+        replayed = training.run(replay, state, FEW)
+        assert all(one.grad is gradient for one, gradient in zip(training._parameters(), gradients, strict=True))
+        assert same(training.run(eager, state, FEW), replayed)
+    assert offload.stats(synchronize=True).bytes_out > 0
+    offload.close()
+
+
+def test_autocast_is_entered_inside_of_a_step_or_keeps_no_casts(virtual: VirtualDevice) -> None:
+    """Casts that were kept before a capture go with their autocast, and a replay would read what comes after them."""
+    offload, chain = offloads(), Chain(1)
+
+    def half(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast(NAME, torch.bfloat16):
+            return chain(x)
+
+    with torch.autocast(NAME, torch.bfloat16):
+        for capture in (lambda: capture_step(half, (chain.batches[0],)), GraphCaptureGuard().__enter__):
+            with pytest.raises(CaptureStateError, match="inside of what is captured, or with cache_enabled=False"):
+                capture()
+    expected = [[value.cpu() for value in half(x)] for x in chain.batches[:5]]
+    assert not same(expected[0], [value.cpu() for value in chain(chain.batches[0])])
+    inside = capture_step(half, (chain.batches[0],), offload=offload, debug=True)
+    with torch.autocast(NAME, torch.bfloat16, cache_enabled=False):
+        outside = capture_step(chain, (chain.batches[0],), offload=offload, debug=True)
+    for step in (inside, outside):
+        assert copies(step, "copy out") > 0
+        with virtual.replays(2):
+            assert all(
+                same([value.cpu() for value in step(x)], values)
+                for x, values in zip(chain.batches[:5], expected, strict=True)
+            )
+    offload.close()
+
+
+# -- last, since a compiler makes it long to collect garbage ----------------------------------------------------------
+
+
+def test_a_compiled_block_in_a_step_offloads_what_it_saves(virtual: VirtualDevice) -> None:
+    training, offload = Training(), offloads()
+    training.block = torch.compile(training.model, backend="aot_eager")  # type: ignore[assignment]
+    step = training.capture(offload, debug=True)
+    assert copies(step, "copy out") == copies(step, "copy in") > 0
+    assert not violations(nodes_of(step.graph._graph))
+    state = training.state()
+    eager = training.run(training, state, FEW)
+    with virtual.replays(1):
+        assert same(eager, training.run(step, state, FEW))
+    offload.close()
+
+
+def test_a_model_that_was_compiled_to_offload_is_compiled_anew_for_a_captured_step(virtual: VirtualDevice) -> None:
+    offload, chain = offloads(), Chain(1)
+    generator = torch.Generator().manual_seed(0)
+    w = (torch.randn(8, 8, generator=generator) / 4).to(NAME).requires_grad_()
+    forward = offload.compile(lambda x: (x @ w).tanh().exp().square().sum(), backend="aot_eager")
+
+    def step(x: Tensor) -> Tensor:
+        return torch.autograd.grad(forward(x), w)[0]
+
+    expected = [step(x).cpu() for x in chain.batches[:3]]
+    with capture_step(step, (chain.batches[0],), offload=offload, debug=True) as captured:
+        assert not violations(nodes_of(captured.graph._graph))
+        assert same([captured(x).cpu() for x in chain.batches[:3]], expected)
+    assert same([step(x).cpu() for x in chain.batches[:3]], expected)
+    offload.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing moved:RuntimeWarning")
+def test_the_code_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "graphs.md").read_text()
+    names: dict[str, Any] = {}
+    for code in re.findall(r"(?:<!-- setup|```python)\n(.*?)(?:-->|```)", page, re.DOTALL):
+        exec(code, names)
+    assert names["step"].kept
+    assert names["graph"].num_replays == 1

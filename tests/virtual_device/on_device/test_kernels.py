@@ -1,0 +1,55 @@
+"""Kernels on a device: launched on the current stream, timed by its events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eager_offload.kernels import (
+    CapabilityError,
+    Kernel,
+    KernelError,
+    LaunchSpec,
+    Signature,
+    TensorSpec,
+    as_torch_kernel,
+    pallas,
+    profile,
+)
+from eager_offload.observe.trace import read_trace
+from tests.virtual_device import NAME, VirtualDevice
+
+SPEC = TensorSpec((1024,), torch.float32)
+DOUBLE = Kernel(
+    "double",
+    Signature((SPEC,), (SPEC,)),
+    LaunchSpec((1, 1, 1), (32, 1, 1)),
+    {"torch": lambda x, y: torch.mul(x, 2, out=y), "pallas": lambda x, y: None},
+)
+
+
+def test_a_kernel_runs_behind_what_the_current_stream_has_and_is_timed_there(
+    virtual: VirtualDevice, tmp_path: Path
+) -> None:
+    double = as_torch_kernel(DOUBLE, "torch")
+    stream = torch.Stream(device=NAME)
+    with stream, profile(tmp_path / "k.json"):
+        x = torch.full((1024,), 3.0).to(NAME, non_blocking=True)
+        for _ in range(3):
+            x = double(x)
+    assert torch.equal(x.cpu(), torch.full((1024,), 24.0))
+    trace = read_trace(tmp_path / "k.json")
+    assert [(one.name, one.device) for one in trace.slices] == [("double", f"{NAME}:0")] * 3
+    for one, other in zip(trace.slices, trace.slices[1:], strict=False):
+        assert one.seconds > 0
+        assert one.stop <= other.start + 1e-9
+
+
+def test_what_is_not_on_the_device_is_an_error(virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KernelError, match=f"on {NAME}:0, and got one .* on cpu"):
+        as_torch_kernel(DOUBLE, "torch")(torch.ones(1024, device=NAME), out=torch.empty(1024))
+    monkeypatch.setattr(pallas, "check_installed", lambda: None)
+    with pytest.raises(CapabilityError, match=f"on CPU tensors, and these are on {NAME}:0: take impl='inductor'"):
+        as_torch_kernel(DOUBLE, "pallas")(torch.ones(1024, device=NAME))
