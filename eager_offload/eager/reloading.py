@@ -105,8 +105,16 @@ class Reloading:
                 self.drop(self._offloading.storage(key))
 
     def on_arrival(self, saved: SavedStorage, transfer: Transfer) -> None:
-        """The bytes of a storage rest in a tier. What backward expects next stays, as if it had come back."""
-        if saved.reload is None and self.order.holds(saved.record.key) and saved.coding is None:
+        """The bytes of a storage rest in a tier. What backward expects next stays, as if it had come back.
+
+        Not where the storage was saved anew: that save would be taken for one that someone else keeps alive.
+        """
+        if (
+            saved.reload is None
+            and self.order.holds(saved.record.key)
+            and saved.coding is None
+            and not saved.saved_anew
+        ):
             assert saved.slot is not None
             back = Transfer(saved.slot, transfer.nbytes, transfer.counters)
             back.event = transfer.event

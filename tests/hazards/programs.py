@@ -114,8 +114,7 @@ def same_gradients(
             offload.close()
             backend.offloads.remove(offload)
             continue
-        # Where backward meets copies that are just ending, what it asks for may be seen alive, and be left alone next.
-        assert_moved(stats, moved, held=held or not regime.settled)
+        assert_moved(stats, moved, held=held)
         assert stats.bytes_in > 0 or not (reloads and regime.settled), f"{regime}: nothing was brought back\n{stats}"
         gathered.append(stats)
         offload.close()
