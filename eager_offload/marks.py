@@ -70,7 +70,8 @@ REGION_NOTE = "eager_offload_keeps"
 
 _region = _Region()
 # Without a lock: each is changed by single operations, which no other thread comes between.
-_marks: dict[int, _Marked] = {}
+#: By address: the marks, among them those of storages that have gone since ``any_marks`` was called last.
+standing: dict[int, _Marked] = {}
 _gone: deque[FinalizerRecord[torch.UntypedStorage]] = deque()
 
 
@@ -141,25 +142,28 @@ def prefer_offload(tensor: T) -> T:
 
 def mark_of(storage: torch.UntypedStorage) -> Mark | None:
     """The mark on ``storage``."""
-    marked = _marks.get(storage_key(storage))
+    marked = standing.get(storage_key(storage))
     return None if marked is None or marked() is not storage else marked.mark
 
 
 def clear_mark(storage: torch.UntypedStorage) -> None:
     """Ends a mark: the storage's copy has started."""
-    _marks.pop(storage_key(storage), None)
+    standing.pop(storage_key(storage), None)
 
 
 def in_force() -> bool:
     """Whether anything that a user has said may concern what the calling thread saves."""
-    return _region.depth > 0 or (bool(_marks) and any_marks())
+    return _region.depth > 0 or (bool(standing) and any_marks())
 
 
 def any_marks() -> bool:
-    """Whether there is any mark at all: the common case is none, and then no storage has to be looked up."""
+    """Whether there is any mark at all: the common case is none, and then no storage has to be looked up.
+
+    Where ``marks.standing`` is empty this need not be called.
+    """
     if _gone:
         _forget_gone()
-    return bool(_marks)
+    return bool(standing)
 
 
 def _forget_gone() -> None:
@@ -170,8 +174,8 @@ def _forget_gone() -> None:
         except IndexError:  # another thread was faster
             return
         assert isinstance(gone, _Marked)
-        if _marks.get(gone.address) is gone:  # else the address has a new owner, or the mark has ended
-            _marks.pop(gone.address, None)
+        if standing.get(gone.address) is gone:  # else the address has a new owner, or the mark has ended
+            standing.pop(gone.address, None)
 
 
 def _mark(tensor: T, mark: Mark) -> T:
@@ -198,7 +202,7 @@ def _mark_storage(tensor: Tensor, mark: Mark) -> None:
         _forget_gone()
     marked = _Marked(storage, _gone.append)
     marked.address, marked.mark = storage_key(storage), mark
-    _marks[marked.address] = marked
+    standing[marked.address] = marked
 
 
 # -- see [Note: traced marks] -----------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ def test_h11_a_mark_dies_with_its_storage_and_keeps_nothing_alive() -> None:
             assert gone() is None
             assert marks.mark_of(torch.ones(BIG).untyped_storage()) is None, "very likely at the same address"
         live = eo.keep(torch.ones(1))
-        assert all(marked() is not None for marked in marks._marks.values()), "the dead make way"
+        assert all(marked() is not None for marked in marks.standing.values()), "the dead make way"
         marks.clear_mark(live.untyped_storage())
         assert marks.mark_of(live.untyped_storage()) is None
         marks.clear_mark(live.untyped_storage())

@@ -215,13 +215,16 @@ class Run:
     def pack(self, tensor: Tensor) -> KeptTensor | SavedView | None:
         """The handle of the next save; ``None`` where that is to be decided anew, or the run is over or complete."""
         number = self.packed
-        if (
-            (staying := self._only_staying[number]) is not None
-            and not (self._due or self.is_over or marks.any_marks())
-            and _is_like(tensor, staying)
-        ):
-            self.packed = number + 1
-            return self._stay(tensor, staying)
+        if (staying := self._only_staying[number]) is not None and not (self._due or self.is_over or marks.standing):
+            nbytes, _, reason, _ = staying
+            if type(tensor) is Parameter and reason is _PARAMETER:  # as most of what stays, which is why it is here
+                if tensor.nbytes == nbytes:
+                    self.packed = number + 1
+                    held = tensor if tensor.is_leaf else what_stays_of(tensor)
+                    return KeptTensor(held, version_of(tensor), reason)
+            elif _is_like(tensor, staying):
+                self.packed = number + 1
+                return self._stay(tensor, staying)
         offloader = self._offloader
         if number == len(self._saves):
             with offloader.lock:

@@ -210,17 +210,45 @@ class Hooks:
                 saves = self._saves[device] = SavedTensors(offloader, self._config)
         return saves
 
-    def pack(self, tensor: Tensor) -> Packed:
-        """Decides about a saved tensor; called by autograd while the operator that saves it is recorded."""
-        if dispatch_modes() or function_modes():
+    def pack(self, tensor: Tensor, *, is_unseen: bool = False) -> Packed:
+        """Decides about a saved tensor; called by autograd while the operator that saves it is recorded.
+
+        Args:
+            is_unseen: whether neither modes nor a profiler are to see anything of it any more.
+        """
+        if not is_unseen and (dispatch_modes() or function_modes() or profiler_is_on()):
             return self._pack_unseen(tensor)
-        if profiler_is_on():
-            with profiled("pack"):
-                return self._pack(tensor)
-        return self._pack(tensor)
+        if self._accounts.lock._is_owned():  # see [Note: reentry] in tiers/forking.py
+            raise reentered()
+        thread = self._threads.state
+        thread.packed += 1
+        if (run := thread.run) is None:
+            if thread.recorder is not None:
+                thread.end_recording()
+            if thread.may_follow:
+                thread.may_follow = False
+                self._begin_run(tensor, thread)
+            run = thread.run
+        if run is not None:
+            if (handle := run.pack(tensor)) is not None:
+                return handle
+            if run.is_over:
+                thread.run = None
+                run.keeper.plans.tell()
+            elif run.is_complete:
+                thread.next_step(run.keeper, run.queue)
+                thread.packed -= 1
+                return self.pack(tensor, is_unseen=True)
+        packed = self._decide(tensor, thread)
+        if (recorder := thread.recorder) is not None:
+            self._record(recorder, tensor, packed)
+        return packed
 
     def _pack_unseen(self, tensor: Tensor) -> Packed:
-        """Decides where the caller has modes active, which are to see nothing of it."""
+        """Decides where the caller has modes active, which are to see nothing of it, or a profiler, which is told."""
+        if not (dispatch_modes() or function_modes()):
+            with profiled("pack"):
+                return self.pack(tensor, is_unseen=True)
         if is_tracing():
             self._leave_plans()
             self.thread.packed += 1
@@ -230,33 +258,9 @@ class Hooks:
         if changes is not None:
             self._leave_plans()
         with unseen():
-            packed = self._pack(tensor)
+            packed = self.pack(tensor, is_unseen=True)
+            assert not isinstance(packed, ChangeableTensor), "that is what is made here alone"
             return packed if changes is None else ChangeableTensor(tensor, packed, changes)
-
-    def _pack(self, tensor: Tensor) -> KeptTensor | SavedView | WrappedTensor:
-        if self._accounts.lock._is_owned():  # see [Note: reentry] in tiers/forking.py
-            raise reentered()
-        thread = self._threads.state
-        thread.packed += 1
-        if thread.recorder is not None:
-            thread.end_recording()
-        if thread.may_follow:
-            thread.may_follow = False
-            self._begin_run(tensor, thread)
-        if (run := thread.run) is not None:
-            if (handle := run.pack(tensor)) is not None:
-                return handle
-            if run.is_over:
-                thread.run = None
-                run.keeper.plans.tell()
-            elif run.is_complete:
-                thread.next_step(run.keeper, run.queue)
-                thread.packed -= 1
-                return self._pack(tensor)
-        packed = self._decide(tensor, thread)
-        if (recorder := thread.recorder) is not None:
-            self._record(recorder, tensor, packed)
-        return packed
 
     def _decide(self, tensor: Tensor, thread: ThreadState) -> KeptTensor | SavedView | WrappedTensor:
         """The handle of a saved tensor of which nothing is known beforehand."""

@@ -107,7 +107,7 @@ def test_h41_a_mark_goes_with_its_tensor() -> None:
     assert not marks.any_marks(), "the slow path is off again"
     kept = [eo.keep(tensor) for tensor in later]
     del later
-    assert len(marks._marks) == 100
+    assert len(marks.standing) == 100
     assert all(marks.mark_of(tensor.untyped_storage()) is marks.Mark.KEEP for tensor in kept)
     kept.clear()
     assert not marks.any_marks()
