@@ -3,8 +3,9 @@
 A *sampled* test (``@pytest.mark.sampled(3)``) has more cases than a run has time for: one case in three is run, and
 the seed says with which the counting begins. So each run takes others, and none is left out for ever. With ``shift=1``
 it begins one case later: tests of the same cases with different shifts share them out. With ``quick=True`` that is so
-in the quick suite alone (``-m "not long"``, without ``TESTS_QUICK=0``): other runs take all cases. A *search* draws
-fresh programs for some seconds, after a fixed set that is the same in every run.
+in the quick suite alone (``-m "not long"``, without ``TESTS_QUICK=0``): other runs take all cases. Tests with the same
+``of="inductor"`` are counted as if they were one test of many cases. A *search* draws fresh programs for some seconds,
+after a fixed set that is the same in every run.
 
 The seed is new in each run, and stands in its first lines and, where something failed, in its last ones.
 
@@ -65,7 +66,8 @@ def leave_out(items: list[pytest.Item], named: Sequence[str], marks: str = "") -
     for item in items:
         marker = item.get_closest_marker("sampled")
         if marker is not None and (quick or not marker.kwargs.get("quick", False)):
-            cases[item.nodeid.partition("[")[0], marker.args[0], marker.kwargs.get("shift", 0)].append(item)
+            of = marker.kwargs.get("of", item.nodeid.partition("[")[0])
+            cases[of, marker.args[0], marker.kwargs.get("shift", 0)].append(item)
     out: set[pytest.Item] = set()
     for (_, stride, shift), every in cases.items():
         out |= set(every) - set(one_in(stride, every, shift))

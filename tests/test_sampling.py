@@ -27,6 +27,14 @@ def test_others(case):
 def test_quickly(case):
     assert True
 
+@pytest.mark.sampled(2, of="both")
+def test_these():
+    assert True
+
+@pytest.mark.sampled(2, of="both")
+def test_those():
+    assert True
+
 def test_one():
     assert True
 """
@@ -52,7 +60,9 @@ def test_every_case_is_run_by_one_of_as_many_seeds_as_the_stride(taken: object) 
     assert callable(taken)
     runs = [taken(seed) for seed in (5, 6, 7)]
     assert all("test_one" in run for run in runs)
-    sampled = [run - {"test_one"} for run in runs]
+    assert {"test_these", "test_those"} <= runs[0] | runs[1]
+    assert all(len(run & {"test_these", "test_those"}) == 1 for run in runs), "of tests that are counted as one"
+    sampled = [run - {"test_one", "test_these", "test_those"} for run in runs]
     assert sum(map(len, sampled)) == len(set.union(*sampled)) == 24
     for run in sampled:
         many, others = ({name[-2] for name in run if name.startswith(f"test_{kind}")} for kind in ("many", "others"))
@@ -61,9 +71,9 @@ def test_every_case_is_run_by_one_of_as_many_seeds_as_the_stride(taken: object) 
 
 def test_whoever_names_a_test_or_asks_for_all_gets_all_cases(taken: object, monkeypatch: pytest.MonkeyPatch) -> None:
     assert callable(taken)
-    assert len(taken(0, "tests/test_many.py::test_many")) == 25
+    assert len(taken(0, "tests/test_many.py::test_many")) == 27
     monkeypatch.setenv("TESTS_WHOLE", "1")
-    assert len(taken(0)) == 25
+    assert len(taken(0)) == 27
     assert list(one_in(4, range(10))) == list(spread(2, range(10))) == list(range(10))
 
 

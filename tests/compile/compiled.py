@@ -23,7 +23,18 @@ from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.wrappers import parts_of
 from tests.proof.bits import same_bits
 
-__all__ = ["BOTH", "Compile", "Step", "compare", "compiler", "fresh_compiler", "results_of", "same_results", "step_of"]
+__all__ = [
+    "BOTH",
+    "INDUCTOR",
+    "Compile",
+    "Step",
+    "compare",
+    "compiler",
+    "fresh_compiler",
+    "results_of",
+    "same_results",
+    "step_of",
+]
 
 #: Compiles a function; takes what ``torch.compile`` takes, but not the backend.
 Compile = Callable[..., Any]
@@ -31,8 +42,10 @@ Compile = Callable[..., Any]
 #: context, and returns all there is to compare.
 Step = Callable[[Compile, AbstractContextManager[object]], Sequence[Tensor | None]]
 
-#: For tests that run on both. Inductor on a CPU calls a C++ compiler, which takes its time.
-BOTH = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+#: Inductor on a CPU calls a C++ compiler for each kernel, which takes its time: a run takes some of all such tests.
+INDUCTOR = pytest.param("inductor", marks=[pytest.mark.long, pytest.mark.sampled(3, of="inductor")])
+#: For tests that run on both.
+BOTH = pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 
 
 def compiler(backend: str) -> Compile:

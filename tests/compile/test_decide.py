@@ -39,7 +39,7 @@ from eager_offload.compile.inductor import Partitioner
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.solve import Solver
 from eager_offload.stats import KeepReason
-from tests.compile.compiled import compiler, fresh_compiler, results_of, same_results
+from tests.compile.compiled import BOTH, compiler, fresh_compiler, results_of, same_results
 from tests.compile.happens_before import run
 from tests.compile.split import Split, moving, reasons, split
 from tests.plan.programs import slow
@@ -423,7 +423,7 @@ def trained(backend: str, model: nn.Module, offload: eo.Offload | None) -> list[
         return results_of(step, compiler(backend), nullcontext() if offload is None else offload)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@BOTH
 def test_gradients_are_the_same_bits_whatever_the_budget_is(backend: str) -> None:
     model = Chain()
     expected = trained(backend, model, None)

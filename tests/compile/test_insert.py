@@ -16,7 +16,7 @@ import eager_offload as eo
 import eager_offload.compile as passes
 from eager_offload.compile import insert_asynchronous, insert_synchronous, ops
 from eager_offload.stats import KeepReason
-from tests.compile.compiled import BOTH, compare, step_of
+from tests.compile.compiled import BOTH, INDUCTOR, compare, step_of
 from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly, config_of, split
 from tests.releases import wrong_before
 
@@ -204,7 +204,7 @@ def test_what_is_counted_comes_back_in_all_of_its_storage_where_shapes_change() 
     [
         "aot_eager",
         pytest.param(
-            "inductor", marks=[pytest.mark.long, wrong_before((2, 12), "Inductor alone gives other gradients")]
+            "inductor", marks=[*INDUCTOR.marks, wrong_before((2, 12), "Inductor alone gives other gradients")]
         ),
     ],
 )

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 from eager_offload.compile import aot_hooks
-from tests.compile.compiled import BOTH, Compile, Step, compare, compiler, fresh_compiler, step_of
+from tests.compile.compiled import BOTH, INDUCTOR, Compile, Step, compare, compiler, fresh_compiler, step_of
 from tests.hazards.programs import leaf
 
 
@@ -226,11 +226,11 @@ def test_h45_what_compiles_without_compiles_with(function: Callable[..., Any]) -
         compare(step, "aot_eager", regions=0 if function is a_sparse_value else 1, as_eager=False)
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("backend", [INDUCTOR])
 @pytest.mark.parametrize("function", [an_effect, cholesky, a_loop, data_dependent])
-def test_h45_what_inductor_compiles_without_it_compiles_with(function: Callable[..., Any]) -> None:
+def test_h45_what_inductor_compiles_without_it_compiles_with(function: Callable[..., Any], backend: str) -> None:
     with dynamo_config.patch(SEEN_WHEN_RUN):
-        compare(step_of(function, leaf(8, 8, seed=1), leaf(8, 8, seed=2)), "inductor")
+        compare(step_of(function, leaf(8, 8, seed=1), leaf(8, 8, seed=2)), backend)
 
 
 def of_module(make: Callable[[], nn.Module], given: Tensor) -> Step:

@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[[int, Around, torch.device], Trace]] = {
     "aot_eager": train_compiled,
 }
 #: Seconds of fresh runs of all kinds together, in the long suite.
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "20"))
 
 
 def fields_of(number: int) -> dict[str, Any]:

@@ -85,6 +85,7 @@ def test_h06_two_ranks(scenario: str, launched: Callable[[int, Sequence[str], bo
 
 
 @pytest.mark.long
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(600)
 @pytest.mark.xdist_group("two ranks in every regime")
 @pytest.mark.parametrize(
