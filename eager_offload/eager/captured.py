@@ -71,7 +71,7 @@ class CapturedStorage(SavedStorage):
         self.alignment_offset = storage.data_ptr() % ALIGNMENT
         self.origin, self.root = weak_storage(storage), weakref.ref(root_of(tensor))
         self.aliases, self.reload, self.returned, self.given = [], None, None, ()
-        self.coding = self.exact = None
+        self.coding = self.packed = None
         self.state = State.WAITING
         #: The thread's autograd sequence number, at the last save before the copy started and when that was, then with
         #: the version.

@@ -47,7 +47,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
         self.number, self.footprint, self.stream = number, footprint, stream
         self.origin = weak_storage(storage)
         self.alignment_offset = storage.data_ptr() % ALIGNMENT
-        self.coding, self.exact = coding, None  # what a codec may refuse is decided anew in each step
+        self.coding, self.packed = coding, None  # what a codec may refuse is decided anew in each step
         self.aliases = []
         self.started = None
         self.slot = None
@@ -96,6 +96,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
         self.arrive()
         if not (self.is_gone or self.asked):
             run.unasked[self.counters] += self.logical_bytes
+        self.packed = None
         self.release_source()
 
     def forget(self) -> None:
@@ -115,7 +116,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
         """The same as a storage of an unknown step, in the state that it is in; ``forward`` saves it next."""
         saved = object.__new__(SavedStorage)
         saved.aliases, saved.footprint, saved.alignment_offset = self.aliases, self.footprint, self.alignment_offset
-        saved.coding, saved.exact = self.coding, self.exact
+        saved.coding, saved.packed = self.coding, self.packed
         saved.origin, saved.root, saved.stream, saved.saves = self.origin, self.root, self.stream, self.saves
         saved.slot, saved.reload, saved.returned, saved.given = self.slot, self.reload, self.returned, self.given
         saved.started, saved.times_saved, saved.saved_anew = self.started, 1, False

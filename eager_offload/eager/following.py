@@ -31,7 +31,7 @@ from eager_offload.eager.coding import Coding, kind_of
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.followed import FollowedStorage, RunRecord
 from eager_offload.eager.handles import Keeper, KeptTensor, Reload, Returned, SavedView, what_stays_of
-from eager_offload.eager.packing import packed, unpacked
+from eager_offload.eager.packing import let_go, packed, unpacked, unpacked_at_once
 from eager_offload.eager.plans import KnownPlan, Staying, StepPlans, Turn
 from eager_offload.engine.transfer import State, Transfer
 from eager_offload.errors import OffloadError
@@ -100,7 +100,7 @@ def _is_like(tensor: Tensor, staying: Staying) -> bool:
 def resident(view: SavedView, storage: Any) -> Tensor | None:
     """The tensor, if its bytes are on the device: not gone yet, kept alive by another owner, or back already."""
     original = None if view.original is None else view.original()
-    if storage.state is not State.AWAY:
+    if storage.state is not State.AWAY and storage.packed is None:
         return view.alias.detach() if original is None else original
     nbytes = storage.footprint.nbytes
     found = storage.origin()
@@ -116,7 +116,7 @@ def resident(view: SavedView, storage: Any) -> Tensor | None:
         target = storage.reload.target
         if target.untyped_storage().nbytes() < target.storage_offset() + target.numel():
             storage.drop_reload()  # it was handed out before, and its new owner has resized it
-    return None
+    return None if storage.packed is None else unpacked_at_once(view, storage, storage.stream)
 
 
 class Run:
@@ -352,7 +352,7 @@ class Run:
         sequence, state = autograd_sequence(), followed.state
         if state is State.WAITING:
             followed.packed_at = max(followed.packed_at, sequence)
-        elif state is not State.KEPT and not (
+        elif (state is not State.KEPT or followed.packed is not None) and not (
             tensor.requires_grad
             and followed.started == (self.queue, sequence, version_of(tensor))
             and followed.root() is root_of(tensor)
@@ -370,7 +370,7 @@ class Run:
     def _view(self, storage: FollowedStorage, tensor: Tensor, number: int) -> SavedView:
         view = SavedView(storage, tensor, 0, self.forward, number, self)
         self.views.append(weakref.ref(view))
-        if storage.state is State.AWAY:
+        if storage.state is State.AWAY or storage.packed is not None:
             view.forget_bytes()
         else:
             storage.aliases.append(view.alias)
@@ -458,7 +458,9 @@ class Run:
         transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage)
         transfer.codec = coding.codec.name
         self.record.waiting_bytes -= storage.footprint.nbytes
-        self._offloader.offload(found.packed, slot, self.stream, transfer, keepalive=storage.aliases[0])
+        source = storage.aliases[0].untyped_storage()
+        self._offloader.offload(found.packed, slot, self.stream, transfer, keepalive=source)
+        let_go(self._offloader, storage, transfer, found.packed)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -588,8 +590,6 @@ class Run:
             if storage.state is State.AWAY:
                 record.unasked[storage.counters] -= storage.logical_bytes
             storage.ask(resident=resident)
-            if storage.state is State.LEAVING and storage.rounds:
-                storage.keep_exact()
         if last:
             live = record.counters.live
             live.without_offload -= storage.autograd_bytes

@@ -162,6 +162,7 @@ class StorageRecord(BytesRecord["SavedStorage"]):
         self.leaving = None
         if saved is not None:
             if failure is None:
+                saved.packed = None
                 saved.release_source()
                 if (recorder := saved.forward.recorder) is not None:
                     recorder.released(saved.number)
@@ -192,13 +193,13 @@ class SavedStorage:
         "aliases",
         "alignment_offset",
         "coding",
-        "exact",
         "first",
         "footprint",
         "forward",
         "given",
         "number",
         "origin",
+        "packed",
         "record",
         "reload",
         "returned",
@@ -231,8 +232,8 @@ class SavedStorage:
         self.footprint = footprint
         #: How its bytes travel; ``None``: as they are.
         self.coding = coding
-        #: Its source, which was given out before it could go, and has been rounded.
-        self.exact: Tensor | None = None
+        #: What it was packed to, from when its source has gone until that has arrived: see the note in packing.py.
+        self.packed: Tensor | None = None
         #: The address of the footprint's first byte, modulo the alignment that reloads keep.
         self.alignment_offset = (storage.data_ptr() + footprint.start) % ALIGNMENT
         self.saves = saves
@@ -262,14 +263,7 @@ class SavedStorage:
     @property
     def rounds(self) -> bool:
         """Whether what is given out once its source has gone are other numbers: see [Note: rounding] in coding.py."""
-        return self.coding is not None and self.coding.rounds and self.exact is None
-
-    def keep_exact(self) -> None:
-        """Its bytes were given out as they are, and are on their way out: they stay so, should they be asked for again.
-
-        Hardly longer than without: its handles go when backward has used them.
-        """
-        self.exact = self.aliases[0].detach()
+        return self.coding is not None and self.coding.rounds
 
     def be_exact(self) -> None:
         """Somebody shares it for whom nothing may be rounded, and its copy has not started."""

@@ -8,7 +8,7 @@ from eager_offload import marks
 from eager_offload._torch import version_of
 from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import SavedStorage, StorageRecord
-from eager_offload.eager.packing import packed
+from eager_offload.eager.packing import let_go, packed
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import Transfer
 from eager_offload.marks import Mark
@@ -107,14 +107,18 @@ class Offloading:
         if found is None:
             self.stay(saved, KeepReason.FAILED)
             return
-        if found.holds is not None and offloader.device.type == "cpu" and not found.holds:
-            offloader.accounts.counters.refuse(coding.codec.name)
-            saved.coding = slot = found = None
-            self._start_as_it_is(saved)
-            return
+        if found.holds is not None and offloader.device.type == "cpu":
+            if not found.holds:
+                offloader.accounts.counters.refuse(coding.codec.name)
+                saved.coding = slot = found = None
+                self._start_as_it_is(saved)
+                return
+            found = found._replace(holds=None)
         transfer = Transfer(slot, saved.footprint.nbytes, offloader.accounts.counters, saved.record)
         transfer.codec, transfer.holds = coding.codec.name, found.holds
-        self._leave(saved, found.packed, slot, transfer, keepalive=saved.aliases[0])
+        self._leave(saved, found.packed, slot, transfer, keepalive=saved.aliases[0].untyped_storage())
+        if found.holds is None:
+            let_go(offloader, saved, transfer, found.packed)
 
     def _leave(
         self, saved: SavedStorage, source: Tensor, slot: Slot, transfer: Transfer, *, keepalive: object = None

@@ -1,4 +1,12 @@
-"""What travels in place of a saved storage: packed when its copy is due, and unpacked for the stream that asks."""
+"""What travels in place of a saved storage: packed when its copy is due, and unpacked for the stream that asks.
+
+[Note: what was packed stands for its source]
+Once the copy of what was packed is enqueued, and nothing in it may be refused any more, its source goes: on the device
+there are packed bytes only. Who asks before they have arrived is given those, unpacked, and so is who asks for what did
+not arrive, or was taken back. So what was rounded is the same for all that ask from its pack on. On an accelerator,
+where the memory of a source may belong to another stream than the one that packs (a batch that was loaded), the runtime
+holds it until the device has packed it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eager_offload._torch import weak_storage
 from eager_offload.eager.coding import Coding
-from eager_offload.eager.handles import SavedStorage
+from eager_offload.eager.handles import Returned, SavedStorage, SavedView
 from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.transfer import State, Transfer
 from eager_offload.runtime.base import Layout, Stream
 
-__all__ = ["Packed", "packed", "unpacked"]
+__all__ = ["Packed", "let_go", "packed", "unpacked", "unpacked_at_once"]
 
 
 class Packed(NamedTuple):
@@ -45,6 +55,17 @@ def packed(offloader: DeviceOffloader, saved: SavedStorage, coding: Coding) -> P
     return None
 
 
+def let_go(offloader: DeviceOffloader, saved: SavedStorage, transfer: Transfer, packed: Tensor) -> None:
+    """The copy of ``packed``, which no verdict comes of, has started: see the note above."""
+    record = transfer.record
+    assert record is not None
+    if record.state is not State.LEAVING:
+        return  # it is over, or could not start
+    saved.packed, record.device_bytes = packed, transfer.moved
+    offloader.shrink(transfer, transfer.moved)
+    saved.release_source()
+
+
 def unpacked(offloader: DeviceOffloader, saved: SavedStorage, target: Tensor, stream: Stream) -> Tensor:
     """Memory of ``stream`` with what was packed into ``target``, as the storage had it."""
     assert saved.coding is not None
@@ -52,6 +73,21 @@ def unpacked(offloader: DeviceOffloader, saved: SavedStorage, target: Tensor, st
     coded = saved.coded(saved.coding, place.untyped_storage(), int(place.storage_offset()))
     saved.coding.codec.unpack(target, coded)
     return place
+
+
+def unpacked_at_once(view: SavedView, saved: SavedStorage, stream: Stream) -> Tensor:
+    """``view``, of what was packed and has not arrived, for ``stream``."""
+    offloader, packed, is_shared = saved.saves.offloader, saved.packed, stream == saved.stream
+    assert packed is not None
+    if not is_shared:
+        offloader.runtime.wait(stream, offloader.runtime.record(saved.stream))
+    place = unpacked(offloader, saved, packed, stream)
+    storage, first_byte = place.untyped_storage(), int(place.storage_offset())
+    if is_shared:
+        saved.returned = Returned(weak_storage(storage), first_byte)
+    else:
+        offloader.runtime.keep_until(offloader.runtime.record(stream), packed)
+    return view.over(storage, first_byte)
 
 
 def _is_full(error: RuntimeError | MemoryError) -> bool:

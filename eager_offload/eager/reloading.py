@@ -10,7 +10,7 @@ from torch import Tensor
 from eager_offload._torch import weak_storage
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView
 from eager_offload.eager.offloading import Offloading
-from eager_offload.eager.packing import unpacked
+from eager_offload.eager.packing import unpacked, unpacked_at_once
 from eager_offload.eager.plans import StepPlans
 from eager_offload.engine.transfer import State, Transfer
 from eager_offload.runtime.base import Stream
@@ -133,8 +133,6 @@ class Reloading:
                 record.queue = None
         elif record.state is not State.KEPT:
             record.ask(resident=resident)
-            if record.state is State.LEAVING and saved.rounds:
-                saved.keep_exact()
 
     def _expect(self, view: SavedView, stream: Stream) -> None:
         """Has what is expected next be what was asked for next the last time."""
@@ -147,12 +145,14 @@ class Reloading:
         """The tensor, if its bytes are on the device: not gone yet, kept alive by another owner, or back already."""
         saved = view.storage
         original = None if view.original is None else view.original()
-        if saved.record.state is not State.AWAY:
+        is_away = saved.record.state is State.AWAY
+        if not is_away and saved.packed is None:
             return view.alias.detach() if original is None else original
         storage, first_byte, nbytes = saved.origin(), saved.footprint.start, saved.footprint.nbytes
         if storage is not None and storage.nbytes() >= first_byte + nbytes:
             # A part of a storage tells nothing: other parts of it that were saved may hold all of it.
-            if saved.footprint.whole and not (saved.record.asked or saved.saved_anew) and saved.reload is None:
+            is_new = not (saved.record.asked or saved.saved_anew) and saved.reload is None
+            if is_away and is_new and saved.footprint.whole:
                 saved.forward.was_alive(saved.first)
                 if saved.forward.recorder is not None:
                     saved.forward.recorder.was_alive(saved.number)
@@ -164,7 +164,7 @@ class Reloading:
             storage, first_byte = saved.returned.storage(), saved.returned.first_byte
             if storage is not None and storage.nbytes() >= first_byte + nbytes:  # else its owner has resized it
                 return view.over(storage, first_byte)
-        return None
+        return None if saved.packed is None else unpacked_at_once(view, saved, stream)
 
     def _record(self, recorder: StepRecorder, view: SavedView, plan: Plan) -> None:
         """Notes an unpack, and of what it sets off all that is the same forward's."""

@@ -391,7 +391,7 @@ class SavedTensors:
         can do that. A storage that stays serves everyone.
         """
         if saved.record.state is State.KEPT:
-            return True
+            return saved.packed is None
         may_round = saved.coding is not None and saved.coding.may_round
         if may_round and not (saved.forward is forward and forward.expects(saved.first, kind_of(tensor))):
             if saved.record.state is not State.WAITING:
@@ -449,7 +449,7 @@ class SavedTensors:
         record.position, record.saves = position, self._weak
         self.offloader.records.add(record)
         forward.has_handle(number, position)
-        if saved.record.state is State.AWAY:
+        if saved.record.state is State.AWAY or saved.packed is not None:
             view.forget_bytes()
         else:
             saved.aliases.append(view.alias)
@@ -500,8 +500,8 @@ class SavedTensors:
         assert coding.kind is not None, "it rounds"
         with self.offloader.lock:
             counted = saved.record if view.run is None else cast(FollowedStorage, saved)
-            if counted.state in (State.WAITING, State.KEPT):
-                return  # which it is from here on: it stays
+            if counted.state is State.WAITING or (counted.state is State.KEPT and saved.packed is None):
+                return  # nothing has rounded it, and from here on it stays
             self._exact_kinds.add(coding.kind)
             self.plans.forget_all()
         raise PrecisionError(

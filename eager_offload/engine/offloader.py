@@ -71,7 +71,6 @@ class _HeldBack(NamedTuple):
     slot: Slot
     #: Stands behind what computes ``source``.
     computed: Event
-    keepalive: object
     key: int | None
 
 
@@ -253,21 +252,23 @@ class DeviceOffloader:
             source: flat ``uint8``, of the slot's size; or a storage, where the runtime ``copies_storages``.
             stream: that which computes ``source``.
             at_once: whether the copy is waited for soon; else see [Note: copies that are held back].
-            keepalive: what ``source`` is computed from, where that may still go on.
+            keepalive: what ``source`` is computed from, which is held until ``stream`` has got so far.
             key: of the saved storage, for traces.
         """
         counters, record = transfer.counters, transfer.record
         assert record is not None
         computed = self.runtime.record(stream)
+        if keepalive is not None and not self.runtime.query(computed):
+            self.runtime.keep_until(computed, keepalive)
         record.leave()
         counters.bytes_out += transfer.moved
         self.inflight_bytes += transfer.moved
         if self.inflight_bytes > counters.inflight_bytes_peak:
             counters.inflight_bytes_peak = self.inflight_bytes
         if at_once or not self.runtime.holds_copies_back:
-            self._start(transfer, source, slot, computed, keepalive, key)
+            self._start(transfer, source, slot, computed, key)
         else:
-            self._held_back[transfer] = _HeldBack(source, slot, computed, keepalive, key)
+            self._held_back[transfer] = _HeldBack(source, slot, computed, key)
             self._start_held_back()
 
     def held_back(self) -> list[Transfer]:
@@ -307,9 +308,7 @@ class DeviceOffloader:
             else:
                 self._start(transfer, *what)
 
-    def _start(
-        self, transfer: Transfer, source: Any, slot: Slot, computed: Event, keepalive: object, key: int | None
-    ) -> None:
+    def _start(self, transfer: Transfer, source: Any, slot: Slot, computed: Event, key: int | None) -> None:
         """Gives the transfer stream a copy out; the arguments are those of ``_HeldBack``."""
         runtime, after = self.runtime, [computed]
         for fence in slot.record.fences:
@@ -318,7 +317,7 @@ class DeviceOffloader:
             if fence.runtime is runtime and not runtime.query(fence.event):
                 after.append(fence.event)
         try:
-            self._enqueue(self._out, transfer, slot, source, slot, self._stream_out, "offload", after, key, keepalive)
+            self._enqueue(self._out, transfer, slot, source, slot, self._stream_out, "offload", after, key)
         except OffloadError as error:
             self._fail(transfer, error.with_traceback(None))
 
@@ -429,6 +428,12 @@ class DeviceOffloader:
         if transfer.is_held:
             transfer.is_held = False
             self.resident_bytes -= transfer.nbytes
+
+    def shrink(self, transfer: Transfer, nbytes: int) -> None:
+        """For a transfer that is on its way the library holds ``nbytes`` bytes of the device from here on."""
+        if transfer.is_held:
+            self.resident_bytes -= transfer.nbytes - nbytes
+        transfer.nbytes = nbytes
 
     def take_up(self, transfer: Transfer) -> bool:
         """A stream waits for a reload, or its event is over: what the transfer still holds it need not hold any more.
@@ -550,11 +555,10 @@ class DeviceOffloader:
         what: str,
         after: Sequence[Event],
         key: int | None,
-        computed_from: object = None,
     ) -> None:
         """Enqueues a copy on ``stream``, as the last use of ``slot``. See [Note: keepalives]."""
         runtime, observer, used = self.runtime, self.accounts.observer, slot.record
-        keepalive = None if runtime.copies_hold_their_ends else (dst, src, computed_from)
+        keepalive = None if runtime.copies_hold_their_ends else (dst, src)
         try:
             if profiler_is_on():
                 with profiled(what):
@@ -600,7 +604,7 @@ class DeviceOffloader:
             return
         if failure is None:
             if transfer.codec:
-                counters.packed(transfer.codec, transfer.nbytes, transfer.moved)
+                counters.packed(transfer.codec, transfer.saved_nbytes, transfer.moved)
             seconds = self.runtime.seconds(transfer.event)
             self.out_rate.add(carried, seconds)
             counters.out_seconds += seconds or 0.0

@@ -177,6 +177,7 @@ class Transfer:
         "moved",
         "nbytes",
         "record",
+        "saved_nbytes",
         "slot",
         "source",
         "source_nbytes",
@@ -205,6 +206,8 @@ class Transfer:
         self.moved = slot.nbytes
         #: Whose bytes leave; `None` for those that come back.
         self.record = record
+        #: Bytes as they were saved.
+        self.saved_nbytes = nbytes
         #: What has packed it, where something did, and a ``bool`` on the host that says, once the copy is over, whether
         #: that codec can hold the values; ``None`` for one that holds any.
         self.codec = ""

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from eager_offload import CodecPolicy, Offload, OffloadStats, PrecisionError
+from eager_offload import CodecPolicy, Offload, OffloadStats, PrecisionError, TransferError
+from eager_offload._torch import weak_storage
 from eager_offload.codecs import BF16, BlockFP8, BlockInt, Codec, TensorMeta
 from eager_offload.step_plan import StepPlan
+from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.tensors import coded
-from tests.hazards.backends import Backend, DiskBackend, assert_settled, offloader_of
+from tests.hazards.backends import Backend, DiskBackend, Gate, assert_settled, offloader_of
 from tests.hazards.programs import Settled, assert_identical, leaf
 from tests.hazards.wrappers import two as wrapped_two
 
@@ -160,26 +162,61 @@ def test_backward_twice_sees_the_same_numbers(backend: Backend, plans: bool) -> 
     assert assert_settled(offload).packed_bytes["int8_sr"] > 0
 
 
-def test_what_was_asked_for_before_it_had_left_stays_exact(plans: bool) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_on_the_way_out_there_is_what_was_packed_alone(
+    plans: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its source goes when it is packed; who asks before it has arrived is given that, and so is who asks later."""
     with DiskBackend() as backend:
         offload = backend.offload(codec="int8", step_plans=plans)
         exact = product(nullcontext())[1]
         steps(offload, product, 3)
         x, weight = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
-        with backend.gate() as gate:
-            with offload:
-                loss = (x.sin() * weight).sum()
-            gate.wait_until_reached()
-            (first,) = torch.autograd.grad(loss, weight, retain_graph=True)
-            gate.open()
-        offload.stats(synchronize=True)
-        offloader_of(offload).poll()
+        with nullcontext() if not fails else pytest.warns(RuntimeWarning, match="offloading failed"):
+            with backend.gate() as gate:
+                if fails:
+                    monkeypatch.setattr(DiskSlot, "write", failing_behind(gate))
+                with offload:
+                    h = x.sin()
+                    loss, source = (h * weight).sum(), weak_storage(h.untyped_storage())
+                    del h
+                gate.wait_until_reached()
+                assert source() is None
+                nbytes = offload.stats().packed_bytes["int8_sr"] // 2
+                offloader = offloader_of(offload)
+                assert offloader.resident_bytes == offloader.inflight_bytes == nbytes < BYTES / 3
+                (first,) = torch.autograd.grad(loss, weight, retain_graph=True)
+                gate.open()
+            stats = offload.stats(synchronize=True)
         (second,) = torch.autograd.grad(loss, weight)
-        assert torch.equal(first, exact)
-        assert torch.equal(second, exact)
-        assert offload.stats().coded_bytes["int8_sr"] == 3 * BYTES, "it had been packed all the same"
+        assert not torch.equal(first, exact)
+        assert torch.equal(first, second)
+        assert stats.kept_bytes.get("failed", 0) == fails * BYTES
+        assert stats.coded_bytes["int8_sr"] == (3 - fails) * BYTES
         del loss
         backend.assert_nothing_is_held()
+
+
+def failing_behind(gate: Gate) -> Callable[..., None]:
+    def write(slot: DiskSlot, source: Tensor) -> None:
+        gate.pass_through()
+        raise TransferError("no", errno=5, tier="disk", nbytes=source.nbytes)
+
+    return write
+
+
+def test_what_did_not_arrive_is_rounded_for_whom_it_may_be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskBackend() as backend:
+        offload = backend.offload(codec="int8", step_plans=False)
+        steps(offload, product, 3)
+        with backend.gate() as gate:
+            gate.open()
+            monkeypatch.setattr(DiskSlot, "write", failing_behind(gate))
+            with (
+                pytest.warns(RuntimeWarning, match="offloading failed"),
+                pytest.raises(PrecisionError, match="DivBack"),
+            ):
+                product(Settled(offload), torch.div)
 
 
 def test_a_graph_of_a_backward_has_the_same_numbers_as_that(backend: Backend) -> None:
