@@ -10,8 +10,8 @@ like the save that it was then (bytes, dtype, the operator that made it) and eve
 storage that several read is packed for the strictest; a save that was not expected finds it exact, or takes it anew.
 What was rounded is given to those only who may have it: anyone else is a `PrecisionError`.
 
-A graph that goes backward twice sees the same numbers. What was rounded is packed once; what was asked for before its
-source had gone is exact from then on, and once that has gone nothing but what was packed is given out.
+A graph that goes backward twice sees the same numbers. What was rounded is packed once, and from then on nothing but
+what was packed is given out.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -156,6 +156,10 @@ class SimulatedDevice(Runtime):
             yield stream
         finally:
             self._selected.stack.pop()
+
+    def enter(self, stream: Stream) -> AbstractContextManager[object]:
+        assert isinstance(stream, SimulatedStream)
+        return self.stream(stream)
 
     @property
     def default_stream(self) -> SimulatedStream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,10 +42,18 @@ class Streams:
         elif self._simulated is None or self._side is None:
             self._backend.in_thread(work)
         else:
-            self.meet()
-            with self._simulated.stream(self._side):
+            with self.aside():
                 work()
-            self.meet()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The second stream is current."""
+        assert self._simulated is not None
+        assert self._side is not None
+        self.meet()
+        with self._simulated.stream(self._side):
+            yield
+        self.meet()
 
     def meet(self) -> None:
         """What a program does that changes streams: each waits for the other."""
@@ -147,6 +156,49 @@ def test_h14_a_saved_tensor_is_read_on_other_streams(
     stats = assert_settled(offload)
     assert_moved(stats)
     assert stats.bytes_in > 0 or not regime.settled
+
+
+def test_h14_what_is_packed_meanwhile_is_read_on_another_stream() -> None:
+    """A later forward pushes out what an earlier one has saved, and nobody but the library orders that pack."""
+    weight = leaf(32, 32, seed=2)
+    exact = leaf(32, 32).sin().detach()
+    with SimulatedBackend() as backend:
+        offload = backend.offload(codec="bf16", keep_last_bytes=exact.nbytes, step_plans=False)
+        streams, found = Streams(backend), []
+
+        def forward() -> Tensor:
+            with offload:
+                return (leaf(32, 32).sin() * weight).sum()
+
+        for step in range(3):
+            first = forward()
+            with streams.aside() if step else nullcontext():  # the first step is exact
+                second = forward()
+                found += torch.autograd.grad(first, weight)
+                del first, second
+                offload.stats(synchronize=True)
+            gc.collect()
+        backend.assert_nothing_is_held()
+    assert torch.equal(found[0], exact)
+    assert torch.equal(found[1], exact.bfloat16().float())
+    assert torch.equal(found[2], found[1])
+
+
+def test_h14_a_batch_of_another_stream_stays_until_it_is_packed() -> None:
+    """Its memory goes back to the stream that loaded it, which knows nothing of the pack."""
+    weight = leaf(32, 32)
+    with SimulatedBackend() as backend:
+        offload, streams = backend.offload(), Streams(backend)
+        with streams.aside():
+            batch = leaf(32, 256, grad=False) * 1
+        with Settled(offload):
+            loss = (batch[:, ::8] * weight).sum()
+            del batch
+        (found,) = torch.autograd.grad(loss, weight)
+        del loss
+        backend.assert_nothing_is_held()
+        assert offload.stats().bytes_in == weight.nbytes
+    assert torch.equal(found, leaf(32, 256)[:, ::8].detach())
 
 
 def test_h14_a_step_that_is_followed_is_read_on_another_stream(backend: Backend) -> None:

@@ -177,26 +177,18 @@ def the_sources_stay_until_their_copies_are_over(patch: pytest.MonkeyPatch) -> N
     patch.setattr(AcceleratorRuntime, "synchronize", synchronize)
 
 
-def _keepalive_of(patch: pytest.MonkeyPatch, direction: str) -> None:
+def the_keepalive_of_targets(patch: pytest.MonkeyPatch) -> None:
+    """Nobody else holds what was to be written by reloads that were abandoned."""
+
     def enqueue(
         self: DeviceOffloader, table: dict[Transfer, object], transfer: Transfer, *rest: Any, **named: Any
     ) -> None:
         intact(self, table, transfer, *rest, **named)
-        if table is getattr(self, direction):
+        if table is self._in:
             table[transfer] = None
 
     intact = DeviceOffloader._enqueue
     patch.setattr(DeviceOffloader, "_enqueue", enqueue)
-
-
-def the_keepalive_of_sources(patch: pytest.MonkeyPatch) -> None:
-    """Nobody else holds what was gathered."""
-    _keepalive_of(patch, "_out")
-
-
-def the_keepalive_of_targets(patch: pytest.MonkeyPatch) -> None:
-    """Nobody else holds what was to be written by reloads that were abandoned."""
-    _keepalive_of(patch, "_in")
 
 
 TAKEN_OUT = [
@@ -206,7 +198,6 @@ TAKEN_OUT = [
     (the_wait_of_copies_out_for_compute, late_compute),
     (the_wait_of_copies_in_for_the_blocks_last_owner, late_compute),
     (the_sources_stay_until_their_copies_are_over, late_copies),
-    (the_keepalive_of_sources, late_copies),
     (the_keepalive_of_targets, late_copies_in),
 ]
 
