@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, fields
 
 from eager_offload.config import size_text
@@ -29,7 +30,7 @@ class Machine:
         launch_seconds: seconds that an operator takes at least, however small it is.
 
     Raises:
-        ConfigError: a rate that is not above 0, or a size or a time below 0.
+        ConfigError: a name that is no text, a rate that is not above 0, or a size or a time below 0.
     """
 
     name: str
@@ -42,12 +43,14 @@ class Machine:
     launch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ConfigError(f"name={self.name!r} is not accepted: name of a Machine takes a text")
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             least = 0 if field.name in ("memory_bytes", "launch_seconds") else math.ulp(0.0)
             is_whole = field.name == "memory_bytes"
             is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value) or value < least:
+            if not is_number or not least <= value <= sys.float_info.max:
                 accepted = "0 or more" if least == 0 else "a number above 0"
                 accepted = "a whole number, 0 or more" if is_whole else accepted
                 raise ConfigError(f"{field.name}={value!r} is not accepted: {field.name} of a Machine takes {accepted}")

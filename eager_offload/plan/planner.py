@@ -81,7 +81,8 @@ def plan(
     Raises:
         ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` that matches no module, or
             ``steps`` that cannot be timed.
-        PlanError: what the model does depends on numbers that nobody has before it runs; the text names the module.
+        PlanError: what the model does depends on numbers that nobody has before it runs; the text names the module. An
+            error of the model's own comes as it is, with a note that names the module.
     """
 
     def ask() -> _Asked:

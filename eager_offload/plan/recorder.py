@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from eager_offload import marks
 from eager_offload._torch import (
+    FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
     autograd_sequence,
@@ -31,7 +32,7 @@ from eager_offload.plan.stand_ins import MOST_KNOWN
 from eager_offload.selection import reason_to_stay
 from eager_offload.stats import KeepReason
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "is_of_fakes"]
 
 
 class _Kept(NamedTuple):
@@ -142,13 +143,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._inside[-1] = number
         return number
 
+    @property
+    def where(self) -> str:
+        """What runs."""
+        name = self._modules[self._inside[-1]]
+        return ("backward of " if self._is_backward else "") + (f"module {name!r}" if name else "the model itself")
+
     def error(self, what: str) -> PlanError:
         """What is raised where tracing meets a number that nobody has."""
-        name = self._modules[self._inside[-1]]
-        where = f"module {name!r}" if name else "the model itself"
-        when = "backward of " if self._is_backward else ""
         return PlanError(
-            f"{when}{where} {what}. A plan is made without computing anything: what a step does may depend on shapes, "
+            f"{self.where} {what}. A plan is made without computing anything: what a step does may depend on shapes, "
             "and on integers and booleans among the inputs, but on no other numbers. Where the model trains on a CPU, "
             'plan from real steps in its place, in which nothing is traced: eo.plan(..., device="here", steps=2)'
         )
@@ -188,7 +192,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         except Exception as error:
             if known and tensors:
                 return self._computed(func, args, named)
-            raise self.error(_said(func, error)) from error
+            if (said := _said(func, error)) is None:
+                raise  # the model's own, as it would be with numbers
+            raise self.error(said) from error
         made = tensors_in(result)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if known and is_random:
@@ -341,7 +347,18 @@ _QUESTIONS = {
 }
 
 
-def _said(func: OpOverload[..., Any], error: Exception) -> str:
+def _said(func: OpOverload[..., Any], error: Exception) -> str | None:
+    """What an operator does for which tensors without numbers do not do; ``None`` for an error with any tensors."""
     name = func._schema.name.removeprefix("aten::")
     what = _QUESTIONS.get(type(error).__name__)
-    return f"{what} ({name})" if what else f"calls {name}, which cannot be traced ({type(error).__name__}: {error})"
+    if what is None and (isinstance(error, NotImplementedError) or is_of_fakes(error)):
+        return f"calls {name}, which cannot be traced ({type(error).__name__}: {error})"
+    return None if what is None else f"{what} ({name})"
+
+
+def is_of_fakes(error: Exception) -> bool:
+    """Whether torch refuses something because a tensor has no bytes."""
+    text = str(error)
+    return type(error).__module__ == FakeTensorMode.__module__ or any(
+        part in text for part in ("FakeTensor", "fake tensor", "tensor subclass", "data pointer", "meta tensor")
+    )

@@ -27,7 +27,7 @@ from eager_offload.errors import PlanError
 from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.numbers import numbers_of_its_own
 from eager_offload.plan.program import Program
-from eager_offload.plan.recorder import Recorder
+from eager_offload.plan.recorder import Recorder, is_of_fakes
 from eager_offload.plan.stand_ins import StandIns
 from eager_offload.skipping import SkippedModules
 
@@ -76,10 +76,14 @@ def trace(
                 total.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it
         except PlanError:
             raise
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            if not _is_of_fakes(error):
-                raise  # the model's own
-            raise recorder.error(f"asks for the numbers of a tensor ({error})") from error
+        except Exception as error:
+            if isinstance(error, RuntimeError | TypeError) and is_of_fakes(error):
+                raise recorder.error(f"asks for the numbers of a tensor ({error})") from error
+            error.add_note(
+                f"eager_offload.plan met this error in {recorder.where}, while it traced a step. If real steps have "
+                'none, plan from them: eo.plan(..., device="here", steps=2)'
+            )
+            raise  # the model's own
         return recorder.program()
 
 
@@ -109,12 +113,6 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
-
-
-def _is_of_fakes(error: Exception) -> bool:
-    """Whether torch refuses something because a tensor has no bytes."""
-    text = str(error)
-    return any(part in text for part in ("FakeTensor", "fake tensor", "tensor subclass", "data pointer", "meta tensor"))
 
 
 @contextmanager

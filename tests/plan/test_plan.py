@@ -270,9 +270,12 @@ def test_a_function_is_no_model_and_a_wrapper_of_processes_says_so() -> None:
 
 @pytest.mark.parametrize("field", ["flops", "single_flops", "memory", "out", "back", "memory_bytes", "launch_seconds"])
 def test_a_machine_with_a_rate_below_nothing_is_an_error(field: str) -> None:
-    for value in (-1, float("nan"), "fast"):
+    for value in (-1, float("nan"), float("inf"), 10**400, "fast", None, True, 1j):
         with pytest.raises(eo.ConfigError, match=f"{field}=.* is not accepted"):
             slow(**{field: value})
+    for name in (5, None, b"h200"):
+        with pytest.raises(eo.ConfigError, match="name=.* is not accepted: name of a Machine takes a text"):
+            eo.Machine(name, 1.0, 1.0, 1.0)  # type: ignore[arg-type]
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------

@@ -143,13 +143,29 @@ def test_a_model_that_saves_nothing_or_returns_no_loss_is_an_error() -> None:
     assert program.forward_ops == 2
 
 
-def test_an_error_of_the_models_own_is_no_error_of_the_plan() -> None:
-    class Broken(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            raise KeyError("the model's own")
+def _fails(y: Tensor) -> None:
+    raise KeyError("its own")
 
-    with pytest.raises(KeyError, match="the model's own"):
-        eo.plan(Broken(2, 2), torch.ones(1, 2), device="h200")
+
+@pytest.mark.parametrize(
+    ("question", "kind"),
+    [
+        (_fails, KeyError),
+        (lambda y: y.view(3, 7), RuntimeError),
+        (lambda y: y @ y.double()[:1], RuntimeError),
+        (lambda y: y + torch.ones(3), RuntimeError),
+    ],
+)
+def test_an_error_of_the_models_own_is_no_error_of_the_plan(
+    question: Callable[[Tensor], object], kind: type[Exception]
+) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Routed(question))), torch.ones(2, 4)
+    with pytest.raises(kind):
+        model(x)
+    with pytest.raises(kind) as caught:
+        eo.plan(model, x, device="h200")
+    assert not isinstance(caught.value, eo.OffloadError)
+    assert "in module '1.0', while it traced" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
