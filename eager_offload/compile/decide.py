@@ -173,7 +173,8 @@ def problem_of(
         asked = life.first_in_backward if life.first_in_backward >= 0 else count
         dropped = life.in_backward + 1 if life.in_backward >= 0 else count
         freed = max(life.in_forward + 1, saved)
-        storages.append((Storage(life.nbytes, one.moved_bytes, 0, life.made, freed, saved, asked, dropped), name))
+        places = life.made, freed, saved, asked, dropped
+        storages.append((Storage(life.nbytes, one.moved_bytes, 0, *places, one.forced), name))
     storages.sort(key=lambda pair: pair[0].saved)
     names = [name for _, name in storages]
     ops = tuple(Op(node.name, 0, flops_of(node), traffic_of(node), is_single(node)) for node in step.nodes)
@@ -189,7 +190,6 @@ def problem_of(
         config.size("max_inflight_bytes"),
         config.size("prefetch_bytes"),
         ordered=True,
-        forced=frozenset(number for number, name in enumerate(names) if movable[name].forced),
     )
     return problem, names
 

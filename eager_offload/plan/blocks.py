@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import is_fake, storage_key, without_dispatch_modes
+from eager_offload.marks import Mark
 from eager_offload.plan.program import Storage, living
 from eager_offload.selection import footprint
 
@@ -27,7 +28,7 @@ __all__ = ["Block", "Blocks", "Saved", "Use"]
 class Block:
     """A storage, from the operator that made it on."""
 
-    __slots__ = ("asked", "dropped", "freed", "is_marked", "made", "module", "moved", "nbytes", "saved", "weak_saved")
+    __slots__ = ("asked", "dropped", "freed", "made", "mark", "module", "moved", "nbytes", "saved", "weak_saved")
 
     def __init__(self, nbytes: int, made: int, module: int) -> None:
         self.nbytes, self.made, self.module = nbytes, made, module
@@ -37,8 +38,8 @@ class Block:
         self.saved: int | None = None
         self.asked: int | None = None
         self.dropped: int | None = None
-        #: Whether a user has it stay.
-        self.is_marked = False
+        #: What a user has said of it.
+        self.mark: Mark | None = None
         #: Bytes that travel for each view of it that was saved.
         self.moved: dict[object, int] = {}
         self.weak_saved: weakref.ref[Saved] | None = None
@@ -46,7 +47,9 @@ class Block:
     @property
     def moves(self) -> bool:
         """Whether it may: backward asks for it, and by then nobody else holds it."""
-        return not self.is_marked and self.asked is not None and self.freed is not None and self.freed <= self.asked
+        if self.mark is Mark.KEEP or self.asked is None or self.freed is None:
+            return False
+        return self.freed <= self.asked
 
 
 class Use:
@@ -205,7 +208,10 @@ def _storage(block: Block, ops: int) -> Storage:
     assert block.freed is not None
     moved = block.nbytes if None in block.moved else min(sum(block.moved.values()), block.nbytes)
     dropped = max(_end(block.dropped, ops), block.asked + 1)
-    return Storage(block.nbytes, moved, block.module, block.made, block.freed, block.saved, block.asked, dropped)
+    is_forced = block.mark is Mark.PREFER
+    return Storage(
+        block.nbytes, moved, block.module, block.made, block.freed, block.saved, block.asked, dropped, is_forced
+    )
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

@@ -94,7 +94,8 @@ class RehearsedSolver:
         return self.of(decision.moves[: len(self.problem.program.storages)])
 
     def of(self, moves: Moves) -> Outcome:
-        """What comes of moving those, where nothing is computed again."""
+        """What comes of moving those, and what moves in any case, where nothing is computed again."""
+        moves = self.problem.with_forced(moves)
         found = self._known.get(moves)
         if found is None:
             found = self._known[moves] = self._rehearsed(moves)

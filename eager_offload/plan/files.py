@@ -164,6 +164,11 @@ def _save(content: Sequence[Any]) -> Save:
     )
 
 
+def _storage(content: Sequence[Any]) -> Storage:
+    *numbers, is_forced = content
+    return Storage(*map(_whole, numbers))._replace(is_forced=bool(is_forced))  # type: ignore[arg-type]
+
+
 def _least(content: Sequence[Any]) -> Least:
     peak, seconds = content
     if type(seconds) not in (int, float) or not seconds >= 0:
@@ -217,7 +222,7 @@ def _program(content: Mapping[str, Any]) -> Program:
     ops = tuple(Op(str(one[0]), _whole(one[1]), _whole(one[2]), _whole(one[3]), bool(one[4])) for one in content["ops"])
     saves = tuple(_save(one) for one in content["saves"])
     asks = tuple(Ask(*map(_whole, one)) for one in content["asks"])
-    storages = tuple(Storage(*map(_whole, one)) for one in content["storages"])
+    storages = tuple(map(_storage, content["storages"]))
     other_bytes = tuple(map(_whole, content["other_bytes"]))
     forward, count = _whole(content["forward_ops"]), len(ops)
     fits = forward <= count == len(other_bytes)
@@ -231,7 +236,7 @@ def _program(content: Mapping[str, Any]) -> Program:
     for one in storages:
         fits = fits and one.made <= one.saved <= forward <= one.asked < one.dropped <= max(count, one.asked + 1)
         fits = fits and one.made <= one.freed <= one.asked <= count and 0 < one.moved_bytes <= one.nbytes
-    arguments = tuple(Storage(*map(_whole, one)) for one in content["arguments"])
+    arguments = tuple(map(_storage, content["arguments"]))
     fits = fits and all(one.made <= one.freed <= count and one.module < len(modules) for one in arguments)
     calls = tuple(_call(*one) for one in content["calls"])
     known = len(storages) + len(arguments)

@@ -70,8 +70,6 @@ class Problem:
     """Bytes that may rest in the tier at one time; ``None``: any number."""
     ordered: bool = False
     """Whether the order of transfers and waits is that of a compiled graph."""
-    forced: frozenset[int] = frozenset()
-    """Storages that move, whatever is decided."""
 
     @cached_property
     def begins(self) -> list[float]:
@@ -110,15 +108,22 @@ class Problem:
         backward = self.compute_seconds - self.forward_seconds
         return floor_seconds(self.forward_seconds, backward, moved_bytes, self.out, self.back)
 
+    def with_forced(self, moves: Moves) -> Moves:
+        """``moves`` with those that move whatever is decided."""
+        return tuple(one or number in self._forced for number, one in enumerate(moves)) if self._forced else moves
+
+    @cached_property
+    def _forced(self) -> frozenset[int]:
+        return frozenset(number for number, one in enumerate(self.program.storages) if one.is_forced)
+
     def within_room(self, moves: Moves) -> Moves:
-        """``moves`` with those that are forced, and without the newest ones, as far as the tier has no room for all."""
-        if self.forced:
-            moves = tuple(one or number in self.forced for number, one in enumerate(moves))
+        """The same without the newest of the others, as far as the tier has no room for all."""
+        moves = self.with_forced(moves)
         if self.room is None or (over := self.tier_bytes(moves) - self.room) <= 0:
             return moves
         found = list(moves)
         for number in reversed(self.by_save):
-            if over > 0 and found[number] and number not in self._parts | self.forced:
+            if over > 0 and found[number] and number not in self._parts | self._forced:
                 found[number] = False
                 over -= self._pages[number]
         return tuple(found)

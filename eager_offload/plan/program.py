@@ -79,6 +79,8 @@ class Storage(NamedTuple):
     """The operator that came next when it was asked for first."""
     dropped: int
     """From this operator on backward does not hold it any more."""
+    is_forced: bool = False
+    """Whether it moves, whatever is decided: the user has said so."""
 
     @property
     def is_whole(self) -> bool:

@@ -245,8 +245,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             reason = KeepReason.MARKED if mark is marks.Mark.KEEP else KeepReason.REGION
         if mark is not None or marks.in_no_offload_region():
             self._calls.decided(len(self._saves))
-        if mark is marks.Mark.KEEP and (marked := self._blocks.of(tensor)) is not None:
-            marked.is_marked = True  # of what was saved of it before, no copy has started
+        if mark is not None and (marked := self._blocks.of(tensor)) is not None:
+            marked.mark = mark  # of what was saved of it before too: no copy of that has started
         block = None
         if reason is None or reason is KeepReason.SMALL:
             block = self._blocks.add(tensor, op, self._inside[-1])

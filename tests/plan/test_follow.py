@@ -105,9 +105,14 @@ class Marking(nn.Module):
         return x.square().sum()
 
 
-def test_a_model_that_marks_tensors_follows_its_plan_and_marks_come_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["max", "least"])
+def test_a_model_that_marks_tensors_follows_its_plan_and_marks_come_first(tmp_path: Path, policy: str) -> None:
     model, x = Marking(), torch.randn(256, 32)
-    plan = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    plan = eo.plan(model, x, device=slow(), policy=policy, config=CONFIG)
+    assert plan.fits
+    assert plan.moved_bytes >= 256 * 32 * 4, "what is marked to leave, where nothing has to"
+    plan.save(tmp_path / "plan.json")
+    assert eo.Plan.load(tmp_path / "plan.json") == plan
     offload = on_disk(tmp_path, plan=plan)
     for seed in range(3):
         assert_identical(train(model, offload, seed), train(model, None, seed))
@@ -115,6 +120,7 @@ def test_a_model_that_marks_tensors_follows_its_plan_and_marks_come_first(tmp_pa
     assert (stats.followed_forwards, stats.plan_misses) == (3, {})
     assert stats.kept_bytes["marked"] == 3 * 256 * 32 * 4
     movable = [save.storage_nbytes for save in plan.step_plans[0].saves if save.fate is Fate.OFFLOAD]
+    assert len(movable) == (1 if policy == "least" else 4)
     assert stats.offloaded_bytes == 3 * sum(movable)
 
     model.marks_what_is_small = True  # of which the plan does not know

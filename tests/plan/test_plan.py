@@ -274,7 +274,7 @@ def test_a_machine_with_a_rate_below_nothing_is_an_error(field: str) -> None:
         with pytest.raises(eo.ConfigError, match=f"{field}=.* is not accepted"):
             slow(**{field: value})
     for name in (5, None, b"h200"):
-        with pytest.raises(eo.ConfigError, match="name=.* is not accepted: name of a Machine takes a text"):
+        with pytest.raises(eo.ConfigError, match=r"name=.* is not accepted: name of a Machine takes a text"):
             eo.Machine(name, 1.0, 1.0, 1.0)  # type: ignore[arg-type]
 
 
