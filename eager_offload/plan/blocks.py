@@ -28,7 +28,19 @@ __all__ = ["Block", "Blocks", "Saved", "Use"]
 class Block:
     """A storage, from the operator that made it on."""
 
-    __slots__ = ("asked", "dropped", "freed", "made", "mark", "module", "moved", "nbytes", "saved", "weak_saved")
+    __slots__ = (
+        "asked",
+        "dropped",
+        "freed",
+        "is_guess",
+        "made",
+        "mark",
+        "module",
+        "moved",
+        "nbytes",
+        "saved",
+        "weak_saved",
+    )
 
     def __init__(self, nbytes: int, made: int, module: int) -> None:
         self.nbytes, self.made, self.module = nbytes, made, module
@@ -38,6 +50,8 @@ class Block:
         self.saved: int | None = None
         self.asked: int | None = None
         self.dropped: int | None = None
+        #: Whether only a kernel knows how many bytes it has.
+        self.is_guess = False
         #: What a user has said of it.
         self.mark: Mark | None = None
         #: Bytes that travel for each view of it that was saved.

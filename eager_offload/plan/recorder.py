@@ -185,6 +185,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             result = func(*args, **named)
             self._unwritten += time.perf_counter() - began
             return result
+        if func._schema.name == "aten::mkldnn_rnn_layer":
+            workspace = torch.empty(_workspace_bytes(func, args), dtype=torch.uint8)
+            block = self._blocks.add(workspace, len(self._ops), self._module())
+            assert block is not None, "it has bytes"
+            block.is_guess = True
+            return (*func(*args, **named)[:-1], workspace)
         tensors = tensors_in((args, named))
         known = all(self._has_numbers(one) for one in tensors)
         try:
@@ -248,6 +254,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if mark is not None and (marked := self._blocks.of(tensor)) is not None:
             marked.mark = mark  # of what was saved of it before too: no copy of that has started
         block = None
+        if (of := self._blocks.of(tensor)) is not None and of.is_guess:
+            reason = KeepReason.LAYOUT  # decided anew in each step, which knows its size
         if reason is None or reason is KeepReason.SMALL:
             block = self._blocks.add(tensor, op, self._inside[-1])
         if reason is None and (block is None or block.nbytes % tensor.itemsize or tensor.is_conj() or tensor.is_neg()):
@@ -326,6 +334,16 @@ def _called(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, 
     return func(*args, **named)
 
 
+def _workspace_bytes(func: OpOverload[..., Any], args: tuple[Any, ...]) -> int:
+    """About as many as oneDNN takes to compute the gradients of a recurrent layer, which torch's rule for tensors
+    without bytes leaves out: those of a shorter sequence, which is computed."""
+    length = int(args[0].shape[0])
+    short = min(length, _SHORT)
+    with without_dispatch_modes():
+        given = [torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, Tensor) else one for one in args]
+        return int(func(given[0][:short], *given[1:])[-1].nbytes * length // short)
+
+
 def _drawing_from(
     generator: torch.Generator, func: OpOverload[..., Any], named: dict[str, Any]
 ) -> tuple[OpOverload[..., Any], dict[str, Any]]:
@@ -340,6 +358,8 @@ def _drawing_from(
     return func, named
 
 
+#: Steps of a recurrent layer that are computed to find out what a kernel takes for each.
+_SHORT = 16
 #: What torch raises where an operator's result depends on numbers, and what that is.
 _QUESTIONS = {
     "DataDependentOutputException": "asks for the value of a tensor",

@@ -49,6 +49,10 @@ def train(model: nn.Module, offload: eo.Offload | None, seed: int, rows: int = 2
     return gradients(model, lambda: model(x), offload)
 
 
+def train_on(model: nn.Module, offload: eo.Offload | None, x: Tensor) -> list[Tensor]:
+    return gradients(model, lambda: model(x), offload)
+
+
 def on_disk(path: Path, **fields: Any) -> eo.Offload:
     return eo.Offload(tier="disk", disk_path=path, **fields)
 
@@ -128,6 +132,27 @@ def test_a_model_that_marks_tensors_follows_its_plan_and_marks_come_first(tmp_pa
     after = offload.stats(synchronize=True)
     assert (after.followed_forwards, after.plan_misses) == (4, {})
     assert after.offloaded_bytes - stats.offloaded_bytes == sum(movable) + 32 * 4
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[0].tanh().sum()
+
+
+def test_a_workspace_whose_size_a_kernel_knows_is_decided_anew_and_counted(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent(32, 32, num_layers=2), torch.randn(40, 8, 32)
+    plan = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    real = eo.plan(model, x, device="here", policy="max", config=CONFIG, steps=1)
+    assert 0.9 < plan.peak_bytes / real.peak_bytes < 1.1, "most of it is that workspace"
+    assert {save.fate for save in real.step_plans[0].saves} == {Fate.KEEP, Fate.SHARE, Fate.OFFLOAD}
+    for one in (plan, real):
+        offload = on_disk(tmp_path, plan=one)
+        assert_identical(train_on(model, offload, x), train_on(model, None, x))
+        stats = offload.stats(synchronize=True)
+        offload.close()
+        assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+        assert stats.bytes_out > 0
 
 
 def test_where_nothing_has_to_move_nothing_does_and_nobody_is_warned(model: nn.Module, tmp_path: Path) -> None:
