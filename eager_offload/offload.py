@@ -24,7 +24,7 @@ from eager_offload.config import OffloadConfig, OffloadFields, size_text
 from eager_offload.context import EnteredContext
 from eager_offload.eager import checkpointing
 from eager_offload.eager.captured import CapturedRun
-from eager_offload.eager.coding import check_rounding
+from eager_offload.eager.coding import check_codecs
 from eager_offload.eager.hooks import Hooks
 from eager_offload.eager.warm_ups import WarmUp
 from eager_offload.engine.offloader import DeviceOffloader
@@ -155,7 +155,7 @@ class Offload:
             (given,) = plan.step_plans
         assert isinstance(given, StepPlan)
         given.check()
-        check_rounding(given, self.config.codec_policy)
+        check_codecs(given, self.config.codec_policy)
         if not given.slots:
             self._warned.add("nothing")  # moves, as it is to be
         self._hooks.given = given

@@ -24,7 +24,7 @@ from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine
 from eager_offload.stats import KeepReason
 
-__all__ = ["Ask", "ComputedPlan", "Fate", "Rounded", "Save", "StepPlan", "StepRecorder", "Totals"]
+__all__ = ["Ask", "Coded", "ComputedPlan", "Fate", "Save", "StepPlan", "StepRecorder", "Totals"]
 
 #: The form of the file that ``StepPlan.save`` writes.
 _FORMAT = 1
@@ -43,8 +43,8 @@ class Fate(StrEnum):
     """It is decided anew in each step."""
 
 
-class Rounded(NamedTuple):
-    """How a storage travels that its readers may be given rounded."""
+class Coded(NamedTuple):
+    """How a storage travels that a codec packs."""
 
     codec: str
     dtype: str
@@ -76,13 +76,13 @@ class Save:
     """The save after which its copy starts; the number of saves where that is when the context is left."""
     release: int = dataclasses.field(default=-1, compare=False)
     """The save before which its source was seen to have gone; -1 where that was later than the last."""
-    rounded: Rounded | None = None
+    coded: Coded | None = None
     """How it travels; ``None``: as it is."""
 
     @property
     def slot_nbytes(self) -> int:
         """Bytes of its place."""
-        return self.storage_nbytes if self.rounded is None else self.rounded.nbytes
+        return self.storage_nbytes if self.coded is None else self.coded.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class StepPlan:
                     **one,
                     "fate": Fate(one["fate"]),
                     "reason": None if one["reason"] is None else KeepReason(one["reason"]),
-                    "rounded": Rounded(*one["rounded"]) if one.get("rounded") else None,
+                    "coded": Coded(*one["coded"]) if one.get("coded") else None,
                 }
             )
             for one in content["saves"]
@@ -235,7 +235,7 @@ class StepPlan:
                 or type(save.reason) not in (KeepReason, type(None))
                 or not _are_numbers((save.nbytes, save.storage_nbytes, save.autograd_bytes))
                 or not _are_numbers((save.owner, save.slot, save.start, save.release), least=-1)
-                or (save.rounded is not None and [type(one) for one in save.rounded] != [str, str, str, int])
+                or (save.coded is not None and [type(one) for one in save.coded] != [str, str, str, int])
             ):
                 raise ConfigError(f"save {number} holds something else than its numbers")
         for number, ask in enumerate(cast(tuple[Any, ...], self.asks)):
@@ -367,8 +367,8 @@ def _row(number: int, save: Save) -> tuple[str, str, str, str]:
     what = save.fate.value if save.reason is None else f"{save.fate.value} ({save.reason.value})"
     if save.fate is Fate.SHARE:
         what += f" {number - save.owner} back"
-    if save.rounded is not None:
-        what += f" as {save.rounded.codec}"
+    if save.coded is not None:
+        what += f" as {save.coded.codec}"
     if save.fate is not Fate.OFFLOAD:
         return what, size_text(save.nbytes), "", ""
     start, release = save.start - number, save.release - number
@@ -389,7 +389,7 @@ class _Recorded:
     #: See ``Save``. Of a first save: 0 where its storage is decided anew each time.
     storage_nbytes: int = 0
     autograd_bytes: int = 0
-    rounded: Rounded | None = None
+    coded: Coded | None = None
 
 
 class _Unpacked(NamedTuple):
@@ -458,15 +458,15 @@ class StepRecorder:
         requires_grad: bool,
         storage_nbytes: int,
         autograd_bytes: int,
-        rounded: Rounded | None = None,
+        coded: Coded | None = None,
     ) -> None:
         """A save of a storage that is to leave.
 
         Args:
             owner: the name of the storage, -1 for one of another forward.
-            storage_nbytes, autograd_bytes, rounded: of the storage, where this is its first save.
+            storage_nbytes, autograd_bytes, coded: of the storage, where this is its first save.
         """
-        self._saves.append(_Recorded(nbytes, requires_grad, None, name, owner, storage_nbytes, autograd_bytes, rounded))
+        self._saves.append(_Recorded(nbytes, requires_grad, None, name, owner, storage_nbytes, autograd_bytes, coded))
 
     def left_in_parts(self, owner: int) -> None:
         """A part of a storage is to leave by itself: it is decided anew each time, and so is the storage."""
@@ -556,7 +556,7 @@ class StepRecorder:
         if start is None:  # where it has, backward has come to it before its stream had: it may be otherwise next time
             return decide if kept is None else dataclasses.replace(decide, fate=Fate.KEEP, reason=kept, **common)
         release = self._released.get(one.name, -1)
-        common |= {"slot": slots, "start": start, "release": release, "rounded": one.rounded}
+        common |= {"slot": slots, "start": start, "release": release, "coded": one.coded}
         return dataclasses.replace(decide, fate=Fate.OFFLOAD, **common)
 
     def _asks(self, saves: Sequence[Save], numbers: Mapping[int, int]) -> list[Ask]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eager_offload.codecs.base import Codec, TensorMeta
+from eager_offload.codecs.exact import BitMask, Narrow
 from eager_offload.codecs.rounded import BF16, BlockFP8, BlockInt
 from eager_offload.errors import ConfigError
 
@@ -38,6 +39,8 @@ CONSUMERS = frozenset({*_NAMED, "ConvolutionBackward0"})
 #: Those that integers of 4 bits are precise enough for.
 _COARSE = frozenset({*_PRODUCTS, "ConvolutionBackward0"}) | NORMS
 _BLOCK = 64
+#: What packs whole storages and changes no bit.
+_EXACT: dict[str, Codec] = {"narrow": Narrow(), "bitmask": BitMask()}
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,17 @@ class CodecPolicy:
         """The policy in the types that YAML and JSON have; codecs as texts."""
         return {"lossless": self.lossless, "rules": {consumer: text_of(one) for consumer, one in self.rules.items()}}
 
+    def codec(self, text: str) -> Codec | None:
+        """The codec that ``text`` stands for, if this has it.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if (exact := _EXACT.get(text)) is not None:
+            return exact if self.lossless else None
+        found = codec_of(text)
+        return found if found in self.rules.values() else None
+
     @property
     def rounds(self) -> bool:
         """Whether anything may be rounded."""
@@ -160,7 +174,7 @@ def _checked(consumer: str, given: object) -> Codec:
 
 
 def text_of(codec: Codec) -> str:
-    """A codec that rounds as a text that ``codec_of`` reads, such as ``"int8_sr"`` or ``"fp8:32"``."""
+    """A codec as a text, of one that rounds as ``codec_of`` reads it: such as ``"int8_sr"`` or ``"fp8:32"``."""
     block = getattr(codec, "block", _BLOCK)
     return codec.name if block == _BLOCK else f"{codec.name}:{block}"
 

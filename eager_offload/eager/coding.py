@@ -24,13 +24,23 @@ from torch import Tensor
 
 from eager_offload._torch import cast_from
 from eager_offload.codecs import BitMask, Codec, CodecPolicy, Gather, Narrow, TensorMeta
-from eager_offload.codecs.policy import NORMS, codec_of, text_of
+from eager_offload.codecs.policy import NORMS, text_of
 from eager_offload.errors import ConfigError
 from eager_offload.learning import Kind
 from eager_offload.selection import Footprint
-from eager_offload.step_plan import Rounded, StepPlan
+from eager_offload.step_plan import Coded, StepPlan
 
-__all__ = ["Coding", "Seeds", "check_rounding", "coding_of", "kind_of", "planned"]
+__all__ = [
+    "Coding",
+    "Seeds",
+    "check_codecs",
+    "coding_of",
+    "exact_codec",
+    "is_all_of",
+    "kind_of",
+    "planned",
+    "rounding_codec",
+]
 
 _GATHER, _NARROW, _BITMASK = Gather(), Narrow(), BitMask()
 #: Bytes; where the words that codecs work on begin.
@@ -76,10 +86,18 @@ class Coding(NamedTuple):
         return None if self.meta.is_contiguous and len(self.meta.size) == 1 else _coding(_GATHER, self.meta)
 
     @property
-    def rounded(self) -> Rounded:
+    def coded(self) -> Coded:
         """What a step plan says of it, where it rounds."""
         assert self.kind is not None
-        return Rounded(text_of(self.codec), self.kind.dtype, self.kind.maker, self.nbytes)
+        return Coded(text_of(self.codec), self.kind.dtype, self.kind.maker, self.nbytes)
+
+    def suits(self, tensor: Tensor) -> bool:
+        """Whether the storage of ``tensor``, which leaves whole, may travel so as a step plan says."""
+        if self.rounds:
+            return kind_of(tensor) == self.kind and not tensor.is_neg()
+        if tensor.dtype is not self.meta.dtype or tensor.untyped_storage().data_ptr() % _WORD:
+            return False
+        return self.codec is not _NARROW or cast_from(tensor) is torch.bfloat16
 
     def may_hold(self, x: Tensor) -> bool:
         """Whether the first bytes of ``x`` say that the codec may hold it."""
@@ -116,30 +134,32 @@ def kind_of(tensor: Tensor) -> Kind | None:
     return Kind(tensor.nbytes, dtype, "" if maker is None else maker.name())
 
 
-def planned(save: Rounded, storage_nbytes: int, policy: CodecPolicy) -> Coding | None:
-    """What a step plan says of a storage that leaves whole; ``None`` where ``policy`` has no such rule.
+def planned(save: Coded, storage_nbytes: int, policy: CodecPolicy) -> Coding | None:
+    """What a step plan says of a storage that leaves whole; ``None`` where ``policy`` has no such codec.
 
     Raises:
-        ConfigError: there is no such codec.
+        ConfigError: there is none at all.
     """
-    codec, dtype = codec_of(save.codec), _ROUNDED.get(save.dtype, torch.float32)
-    kind = Kind(storage_nbytes, save.dtype, save.maker)
-    meta = TensorMeta((storage_nbytes // dtype.itemsize,), (1,), dtype)
-    coding = _coding(codec, meta) if codec in policy.rules.values() else None
-    return None if coding is None or coding.nbytes != save.nbytes else coding._replace(kind=kind)
+    codec, dtype = policy.codec(save.codec), getattr(torch, save.dtype.removeprefix("torch."), None)
+    if codec is None or not isinstance(dtype, torch.dtype):
+        return None
+    coding = _coding(codec, TensorMeta((storage_nbytes // dtype.itemsize,), (1,), dtype))
+    if coding is None or coding.nbytes != save.nbytes:
+        return None
+    return coding if codec.lossless else coding._replace(kind=Kind(storage_nbytes, save.dtype, save.maker))
 
 
-def check_rounding(plan: StepPlan, policy: CodecPolicy) -> None:
-    """Looks whether ``policy`` allows what ``plan`` rounds.
+def check_codecs(plan: StepPlan, policy: CodecPolicy) -> None:
+    """Looks whether ``policy`` has what ``plan`` packs with.
 
     Raises:
         ConfigError: it does not.
     """
     for number, save in enumerate(plan.saves):
-        if save.rounded is not None and planned(save.rounded, save.storage_nbytes, policy) is None:
+        if save.coded is not None and planned(save.coded, save.storage_nbytes, policy) is None:
             raise ConfigError(
-                f"save {number} of the step plan is rounded by the codec {save.rounded.codec!r}, for which codec=... "
-                "has no rule: give the codec that the plan was recorded with, or another plan"
+                f"save {number} of the step plan is packed by the codec {save.coded.codec!r}, which codec=... does not "
+                "have, or has no rule for: give the codec that the plan was made with, or another plan"
             )
 
 
@@ -161,15 +181,10 @@ def _exact_of(tensor: Tensor, area: Footprint, policy: CodecPolicy) -> Coding | 
         return _coding(_GATHER, TensorMeta.of(tensor))
     if not policy.lossless:
         return None
-    dtype = tensor.dtype
-    looks = dtype is not torch.bool and not tensor.requires_grad and tensor.device.type == "cpu"
-    codec: Codec
-    if dtype is torch.float32 and cast_from(tensor) is torch.bfloat16:
-        codec, looks = _NARROW, False
-    elif dtype is torch.bool or (looks and dtype.is_floating_point):
-        codec = _BITMASK
-    else:
+    codec, looks = exact_codec(tensor)
+    if codec is None:
         return None
+    dtype = tensor.dtype
     address = tensor.untyped_storage().data_ptr() + area.start
     if address % _WORD or area.start % _WORD or area.nbytes % dtype.itemsize:
         return None
@@ -177,31 +192,52 @@ def _exact_of(tensor: Tensor, area: Footprint, policy: CodecPolicy) -> Coding | 
     return coding._replace(looks=looks) if coding is not None and coding.nbytes < area.nbytes else None
 
 
+def exact_codec(tensor: Tensor) -> tuple[Codec | None, bool]:
+    """What may hold every bit of ``tensor`` in fewer bytes, and whether a look at the first ones is to say if it does.
+
+    Asks for no number in it.
+    """
+    dtype = tensor.dtype
+    if dtype is torch.float32 and cast_from(tensor) is torch.bfloat16:
+        return _NARROW, False
+    looks = dtype is not torch.bool and not tensor.requires_grad and tensor.device.type == "cpu"
+    return (_BITMASK, looks) if dtype is torch.bool or (looks and dtype.is_floating_point) else (None, False)
+
+
 def _rounding_of(
     tensor: Tensor, area: Footprint, policy: CodecPolicy, readers: Collection[str], kind: Kind
 ) -> Coding | None:
     """What rounds, where all of ``readers`` may be given that."""
-    if tensor.is_neg() or (NORMS.intersection(readers) and not (tensor.requires_grad and kind.maker not in readers)):
-        return None  # the statistics of a norm have no maker, or the norm itself
+    if tensor.is_neg():
+        return None
     meta = TensorMeta.of(tensor)
     if not area.gathered:
-        if not _is_all_of(meta, area):
+        if not is_all_of(meta, area.nbytes):
             return None  # what else is there, and was not saved, would have a part in the scales
         meta = TensorMeta((area.nbytes // meta.dtype.itemsize,), (1,), meta.dtype)
-    codec = policy.strictest(readers, meta)
+    codec = rounding_codec(meta, policy, readers, kind, requires_grad=tensor.requires_grad)
     coding = None if codec is None else _coding(codec, meta)
     return coding._replace(kind=kind) if coding is not None and coding.nbytes < area.moved else None
 
 
-def _is_all_of(meta: TensorMeta, area: Footprint) -> bool:
-    """Whether each element of ``area`` is one of the tensor, once."""
+def rounding_codec(
+    meta: TensorMeta, policy: CodecPolicy, readers: Collection[str], kind: Kind, *, requires_grad: bool
+) -> Codec | None:
+    """What may round a tensor that all of ``readers`` ask for."""
+    if NORMS.intersection(readers) and not (requires_grad and kind.maker not in readers):
+        return None  # the statistics of a norm have no maker, or the norm itself
+    return policy.strictest(readers, meta)
+
+
+def is_all_of(meta: TensorMeta, nbytes: int) -> bool:
+    """Whether each element of an area of so many bytes is one of the tensor, once."""
     expected = 1
     for stride, length in sorted(zip(meta.stride, meta.size, strict=True)):
         if length != 1:
             if stride != expected:
                 return False
             expected *= length
-    return expected * meta.dtype.itemsize == area.nbytes
+    return expected * meta.dtype.itemsize == nbytes
 
 
 def _coding(codec: Codec, meta: TensorMeta) -> Coding | None:

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from eager_offload import marks
 from eager_offload._torch import autograd_sequence, version_of, weak_storage
-from eager_offload.eager.coding import Coding, kind_of
+from eager_offload.eager.coding import Coding
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.followed import FollowedStorage, RunRecord
 from eager_offload.eager.handles import Keeper, KeptTensor, Reload, Returned, SavedView, what_stays_of
@@ -321,7 +321,7 @@ class Run:
         offloader.poll()
         coding = self.known.codings[number]
         if coding is not None:
-            if kind_of(tensor) != coding.kind or tensor.is_neg():
+            if not coding.suits(tensor):
                 return "maker"
             coding = self.keeper.seeded(coding)
         followed = FollowedStorage(storage, self.known.footprints[number], number, self.record, self.stream, coding)
@@ -442,25 +442,41 @@ class Run:
         storage.slot = slot
         if (coding := storage.coding) is not None:
             self._start_packed(storage, slot, coding)
-            return
+        else:
+            self._start_as_it_is(storage, slot)
+
+    def _start_as_it_is(self, storage: FollowedStorage, slot: Slot) -> None:
+        source = storage.aliases[0].untyped_storage()
         transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage, source)
         self.record.waiting_bytes -= storage.footprint.nbytes
         whole = source if self._offloader.runtime.copies_storages else storage.source_bytes()
         self._offloader.offload(whole, slot, self.stream, transfer)
 
     def _start_packed(self, storage: FollowedStorage, slot: Slot, coding: Coding) -> None:
-        """Starts the copy of a storage that is rounded."""
-        found = packed(self._offloader, storage, coding)
+        """Starts the copy of a storage that a codec packs."""
+        offloader = self._offloader
+        found = packed(offloader, storage, coding)
         if found is None:
             storage.slot = None
             storage.stay(KeepReason.FAILED)
             return
+        if found.holds is not None and offloader.device.type == "cpu":
+            if not found.holds:
+                storage.counters.refuse(coding.codec.name)
+                storage.coding, storage.slot = None, offloader.reserve(storage.footprint.nbytes)
+                if storage.slot is None:
+                    storage.stay(KeepReason.BUDGET)
+                else:
+                    self._start_as_it_is(storage, storage.slot)
+                return
+            found = found._replace(holds=None)
         transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage)
-        transfer.codec = coding.codec.name
+        transfer.codec, transfer.holds = coding.codec.name, found.holds
         self.record.waiting_bytes -= storage.footprint.nbytes
         source = storage.aliases[0].untyped_storage()
-        self._offloader.offload(found.packed, slot, self.stream, transfer, keepalive=source)
-        let_go(self._offloader, storage, transfer, found.packed)
+        offloader.offload(found.packed, slot, self.stream, transfer, keepalive=source)
+        if found.holds is None:
+            let_go(offloader, storage, transfer, found.packed)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 

@@ -355,7 +355,7 @@ class Hooks:
                 storage, saves = handle.storage, self._saves.get(tensor.device)
                 # What a codec may refuse is decided anew in each step: whether it fits is known once it is packed.
                 is_own, is_whole, coding = storage.forward is handle.forward, storage.footprint.whole, storage.coding
-                rounded = coding.rounded if coding is not None and coding.rounds and self.thread.step is None else None
+                rounded = coding.coded if coding is not None and coding.rounds and self.thread.step is None else None
                 whole = storage.footprint.nbytes if is_whole and (coding is None or rounded is not None) else 0
                 owner = storage.number if is_own else -1
                 autograd_bytes = storage.record.autograd_bytes

@@ -152,9 +152,9 @@ class KnownPlan:
 
     def __init__(self, plan: StepPlan, policy: CodecPolicy = _EXACT, *, is_computed: bool = False) -> None:
         self.plan = plan
-        #: How storages travel that are rounded, by number.
+        #: How storages travel that a codec packs, by number.
         self.codings = [
-            None if save.rounded is None else planned(save.rounded, save.storage_nbytes, policy) for save in plan.saves
+            None if save.coded is None else planned(save.coded, save.storage_nbytes, policy) for save in plan.saves
         ]
         #: Whether a planner has made it: it says what is to stay, and no recorded one comes in its place.
         self.is_computed = is_computed
@@ -366,7 +366,7 @@ class StepPlans:
                 adapting.made(None)
                 return
             adapting.made(found)
-            new = KnownPlan(step_plans[0], is_computed=True)
+            new = KnownPlan(step_plans[0], self._codecs, is_computed=True)
             new.next = old.next
             old.forget()
             self._known = [new if known is old else known for known in self._known]

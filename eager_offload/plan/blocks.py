@@ -32,6 +32,7 @@ class Block:
         "asked",
         "dropped",
         "freed",
+        "is_drawn",
         "is_guess",
         "made",
         "mark",
@@ -52,6 +53,8 @@ class Block:
         self.dropped: int | None = None
         #: Whether only a kernel knows how many bytes it has.
         self.is_guess = False
+        #: Whether it is a mask that dropout has drawn, and nobody has written to since.
+        self.is_drawn = False
         #: What a user has said of it.
         self.mark: Mark | None = None
         #: Bytes that travel for each view of it that was saved.

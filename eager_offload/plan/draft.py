@@ -16,7 +16,7 @@ from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.program import Save
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import StepPlan, StepRecorder
+from eager_offload.step_plan import Coded, StepPlan, StepRecorder
 
 __all__ = ["Rehearsal", "draft"]
 
@@ -104,8 +104,9 @@ class _Draft:
                     first, storage.nbytes, save.node, urgent=True, last_save=last if last > first else None
                 )
             self._start_due(save.node)
-        recorder.take(number, first, save.nbytes, save.requires_grad, nbytes, nbytes)
-        self._order.add(number, first, storage.nbytes if moves else 0, 0)
+        coded = None if storage.packing is None else Coded(*storage.packing[:4])
+        recorder.take(number, first, save.nbytes, save.requires_grad, nbytes, nbytes, coded)
+        self._order.add(number, first, storage.moved_bytes if moves else 0, 0)
 
     def _start_due(self, node: int | None) -> None:
         while (first := self._queue.due(node)) is not None:

@@ -16,7 +16,7 @@ from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine
 from eager_offload.plan.draft import Rehearsal
 from eager_offload.plan.predict import Moves, Problem
-from eager_offload.plan.program import Ask, ModuleCall, Op, Program, Save, Storage
+from eager_offload.plan.program import Ask, ModuleCall, Op, Packing, Program, Save, Storage
 from eager_offload.stats import KeepReason
 
 __all__ = ["POLICIES", "Contents", "Least", "reading", "room_of"]
@@ -93,7 +93,7 @@ class Contents(NamedTuple):
         budget, config = _whole(content["device_budget"]), OffloadConfig.from_text(content["config"])
         steps = _whole(content["steps"])
         seconds = _measured(content["op_seconds"], program) if steps else tuple(program.seconds(machine))
-        problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(config))
+        problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(config), machine.memory)
         again, whole = tuple(map(str, content["again"])), None
         if content["whole"] is not None:
             program = _program(content["whole"])
@@ -165,8 +165,11 @@ def _save(content: Sequence[Any]) -> Save:
 
 
 def _storage(content: Sequence[Any]) -> Storage:
-    *numbers, is_forced = content
-    return Storage(*map(_whole, numbers))._replace(is_forced=bool(is_forced))  # type: ignore[arg-type]
+    *numbers, is_forced, packing = content
+    if packing is not None:
+        codec, dtype, maker, *sizes = packing
+        packing = Packing(str(codec), str(dtype), str(maker), *map(_whole, sizes))
+    return Storage(*map(_whole, numbers))._replace(is_forced=bool(is_forced), packing=packing)  # type: ignore[arg-type]
 
 
 def _least(content: Sequence[Any]) -> Least:

@@ -144,9 +144,15 @@ class Plan(ComputedPlan):
 
     @property
     def moved_bytes(self) -> int:
-        """That leave the device in forward, and come back in backward."""
+        """That travel from the device in forward, and come back in backward."""
         storages = self.problem.program.storages
         return sum(storages[number].moved_bytes for number in self._returning)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """That leave the device; where a codec packs them, ``moved_bytes`` are fewer."""
+        storages = self.problem.program.storages
+        return sum(one.nbytes if one.is_whole else one.moved_bytes for one in (storages[at] for at in self._returning))
 
     @property
     def kept_bytes(self) -> int:
@@ -187,7 +193,7 @@ class Plan(ComputedPlan):
         return None if self.rehearsal is None else self.rehearsal.seen_bytes
 
     def is_off(self, timing: Timing) -> bool:
-        return is_off(self.problem, self.step_seconds, timing)
+        return is_off(self.problem, self.moves, self.step_seconds, timing)
 
     def adapted(self, surplus: int, timing: Timing | None = None) -> Adapted | None:
         """The plan for a device on which so many bytes more are in use than this one knows of, or fewer.
@@ -201,7 +207,7 @@ class Plan(ComputedPlan):
         """
         problem = self.problem.with_more(surplus)
         if timing is not None:
-            problem = timed(problem, timing)
+            problem = timed(problem, self.moves, timing)
         solver = RehearsedSolver(problem, self.machine.launch_seconds)
         now = solver.of(self.moves)
         is_over = surplus > 0 and now.peak_bytes > self.device_budget
@@ -358,6 +364,7 @@ class Plan(ComputedPlan):
             "floor_seconds": self.floor_seconds,
             "kept_bytes": self.kept_bytes,
             "moved_bytes": self.moved_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
             "recomputed_bytes": self.recomputed_bytes,
             "again": list(self.again),
             "least_budget": self.least_budget,

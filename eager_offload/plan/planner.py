@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError
 from eager_offload.machine import LAUNCH_SECONDS, MACHINES, Machine
-from eager_offload.plan.decide import RehearsedSolver
+from eager_offload.plan.decide import Outcome, RehearsedSolver
 from eager_offload.plan.files import POLICIES, Least, room_of
 from eager_offload.plan.plan import Plan
 from eager_offload.plan.predict import Problem
@@ -69,8 +69,8 @@ def plan(
             models whose steps depend on numbers. 2 are enough: the first one is slower. Gradients, buffers and random
             numbers are afterwards what they were. Only with ``device="here"``, on a CPU, in one process.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
-            ``prefetch_bytes`` and ``skip`` are heeded, and ``device_budget`` and ``host_budget`` where these are not
-            given here. As for :class:`Offload`, which has all of them from ``plan=...``.
+            ``prefetch_bytes``, ``skip`` and ``codec`` are heeded, and ``device_budget`` and ``host_budget`` where these
+            are not given here. As for :class:`Offload`, which has all of them from ``plan=...``.
 
     Where ``torch.distributed`` has a process group of several ranks, all of them have to call it together. They get one
     plan, by what rank 0 gives and for the least of their budgets; an error of one is an error of all.
@@ -156,15 +156,16 @@ def _made(
     settings, machine, budget = asked.settings, asked.machine, asked.budget
 
     def traced(again: Sequence[str] = ()) -> Problem:
-        least, skip = settings.size("min_bytes"), settings.skip
+        least, skip, policy = settings.size("min_bytes"), settings.skip, settings.codec_policy
         if asked.steps:
-            program, seconds = record(model, inputs, loss, asked.steps, min_bytes=least, skip=skip)
+            program, seconds = record(model, inputs, loss, asked.steps, min_bytes=least, skip=skip, policy=policy)
         else:
-            program = trace(model, inputs, loss, min_bytes=least, skip=skip, again=again)
+            program = trace(model, inputs, loss, min_bytes=least, skip=skip, again=again, policy=policy)
             seconds = tuple(program.seconds(machine))
         windows = settings.size("max_inflight_bytes"), settings.size("prefetch_bytes")
-        problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(settings))
-        return problem.with_more(asked.standing)
+        problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(settings), machine.memory)
+        problem = problem.with_more(asked.standing)
+        return problem.packing(pays=True) if recompute and problem.packs else problem
 
     name, problem = type(model).__name__, traced()
     if recompute:
@@ -184,9 +185,30 @@ def _made(
             again.whole,
             Least(least.peak_bytes, least.step_seconds),
         )
-    solver = RehearsedSolver(problem, machine.launch_seconds)
-    found = solver.within(budget) if policy == "least" else solver.free() if policy == "free" else solver.all()
+    problem, found = _solved(problem, machine, budget, policy)
     return Plan(name, machine, budget, policy, problem, found.moves, settings, found.rehearsal, steps=asked.steps)
+
+
+def _solved(problem: Problem, machine: Machine, budget: int, policy: str) -> tuple[Problem, Outcome]:
+    """What is to move, and with which of the codecs that the user allows: all, those that pay, or none."""
+
+    def outcome(problem: Problem) -> Outcome:
+        solver = RehearsedSolver(problem, machine.launch_seconds)
+        return solver.within(budget) if policy == "least" else solver.free() if policy == "free" else solver.all()
+
+    def cost(solved: tuple[Problem, Outcome]) -> tuple[float, ...]:
+        problem, found = solved
+        storages, over = problem.program.storages, max(found.peak_bytes - budget, 0)
+        moved = [storages[number] for number, moves in enumerate(found.moves) if moves]
+        if policy == "free":
+            return over, -sum(one.nbytes for one in moved), found.step_seconds
+        return over, found.step_seconds, sum(one.moved_bytes for one in moved)
+
+    problems = [problem]
+    if problem.packs and policy != "max":
+        problems += [problem.packing(pays=True), problem.packing(pays=False)]
+    known = {one.program.storages: one for one in problems}
+    return min(((one, outcome(one)) for one in known.values()), key=cost)
 
 
 def _check_steps(steps: object, device: str | Machine, *, recompute: bool) -> None:

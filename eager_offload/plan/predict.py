@@ -13,6 +13,9 @@ that of asking, as the library's schedule has them:
 A storage takes its bytes from the operator that makes it until forward has let go of it and its copy is over, and again
 from the start of its reload until backward drops it. One that is asked for before its copy is over stays.
 
+Where a codec packs a storage, what was packed takes bytes beside it until the copy is over, and in its place from the
+start of the reload until it is asked for. Packing and unpacking are compute.
+
 In a compiled graph every transfer and wait has its place before it runs (``ordered``). It holds a source until the
 window has to have its room, or forward ends, and what is in use leaves the room that it was brought back in at once.
 So its peak depends on no time.
@@ -20,6 +23,7 @@ So its peak depends on no time.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
@@ -29,7 +33,7 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from eager_offload.plan.program import Program
+from eager_offload.plan.program import Program, Storage
 from eager_offload.tiers.memory import PAGE, round_up
 
 __all__ = ["Moves", "Prediction", "Problem", "floor_seconds"]
@@ -68,18 +72,31 @@ class Problem:
     """Bytes brought back early: ``prefetch_bytes``."""
     room: int | None = None
     """Bytes that may rest in the tier at one time; ``None``: any number."""
+    memory: float = math.inf
+    """Bytes a second that a codec reads and writes."""
     ordered: bool = False
     """Whether the order of transfers and waits is that of a compiled graph."""
 
     @cached_property
     def begins(self) -> list[float]:
-        """When each operator begins where compute never waits, and at last when the step ends."""
+        """When each operator begins where compute never waits and no codec packs, and at last when the step ends."""
         return list(accumulate(self.op_seconds, initial=0.0))
 
     @property
     def compute_seconds(self) -> float:
         """Of a step in which compute never waits."""
         return self.begins[-1]
+
+    def begins_packing(self, moves: Moves) -> list[float]:
+        """The same where what moves is packed and unpacked besides."""
+        if not self.packs:
+            return self.begins
+        seconds = [*self.op_seconds, 0.0]
+        for storage, one in zip(self.program.storages, moves, strict=True):
+            if one and storage.packing is not None:
+                seconds[max(storage.saved - 1, 0)] += storage.packing.pack_bytes / self.memory
+                seconds[storage.asked] += storage.packing.unpack_bytes / self.memory
+        return list(accumulate(seconds[:-1], initial=0.0))
 
     @property
     def forward_seconds(self) -> float:
@@ -107,6 +124,25 @@ class Problem:
         """What no order of so many bytes goes below."""
         backward = self.compute_seconds - self.forward_seconds
         return floor_seconds(self.forward_seconds, backward, moved_bytes, self.out, self.back)
+
+    @property
+    def packs(self) -> bool:
+        """Whether a codec packs any of its storages."""
+        return any(storage.packing is not None for storage in self.program.storages)
+
+    def packing(self, *, pays: bool) -> Problem:
+        """With codecs for those only where the link saves more time than they take, if it ``pays``; else for none."""
+
+        def chosen(storage: Storage) -> Storage:
+            packing = storage.packing
+            if packing is None:
+                return storage
+            takes = (packing.pack_bytes + packing.unpack_bytes) / self.memory
+            saves = (storage.nbytes - packing.nbytes) * (1 / self.out + 1 / self.back)
+            return storage if pays and takes < saves else storage._replace(moved_bytes=storage.nbytes, packing=None)
+
+        storages = tuple(map(chosen, self.program.storages))
+        return replace(self, program=replace(self.program, storages=storages))
 
     def with_forced(self, moves: Moves) -> Moves:
         """``moves`` with those that move whatever is decided."""
@@ -142,7 +178,7 @@ class Problem:
     @cached_property
     def _parts(self) -> frozenset[int]:
         storages = self.program.storages
-        return frozenset(number for number, one in enumerate(storages) if one.moved_bytes != one.nbytes)
+        return frozenset(number for number, one in enumerate(storages) if not one.is_whole)
 
     def predict(self, moves: Moves) -> Prediction:
         """What comes of it where those storages move; see [Note: the model]."""
@@ -174,6 +210,8 @@ class _Step:
         self.leaving: deque[tuple[float, int]] = deque()
         #: The numbers of that, but for what was asked for meanwhile and stays.
         self.on_way: set[int] = set()
+        #: By operator, bytes that are taken before it runs, and given back.
+        self.scratch: dict[int, int] = {}
         #: What has come back.
         self.returning: list[int] = []
 
@@ -192,7 +230,14 @@ class _Step:
 
     def living(self) -> list[int]:
         """Bytes that live at each operator, once it has run."""
-        return list(map(add, accumulate(self.change[:-1]), self.problem.program.other_bytes))
+        found = list(map(add, accumulate(self.change[:-1]), self.problem.program.other_bytes))
+        for op, nbytes in self.scratch.items():
+            found[min(op, len(found) - 1)] += nbytes
+        return found
+
+    def _needs(self, op: int, nbytes: int) -> None:
+        """Packing takes so many bytes before ``op``, for a moment."""
+        self.scratch[op] = max(self.scratch.get(op, 0), nbytes)
 
     def _forward(self) -> None:
         problem, moves, storages, leaving = self.problem, self.moves, self.storages, self.leaving
@@ -211,6 +256,8 @@ class _Step:
                 leaving_bytes -= left.moved_bytes
                 op = bisect_left(begins, over - self.behind)  # from that operator on it takes no bytes
                 change[op if op > left.freed else left.freed] -= left.nbytes
+                if left.packing is not None:
+                    change[max(op, left.saved)] -= left.moved_bytes
             while leaving and leaving_bytes + nbytes > window:
                 if ordered:
                     leaving_bytes -= storages[leaving[0][1]].moved_bytes
@@ -221,6 +268,11 @@ class _Step:
                 now = over
                 while leaving and leaving[0][0] <= now:
                     leaving_bytes -= self._leave(storage.saved)
+            if storage.packing is not None:
+                self.behind += (packing := storage.packing.pack_bytes / problem.memory)
+                now += packing
+                change[storage.saved] += nbytes
+                self._needs(storage.saved, storage.packing.pack_scratch)
             link_free = (now if now > link_free else link_free) + nbytes / out
             leaving.append((link_free, number))
             on_way.add(number)
@@ -247,6 +299,8 @@ class _Step:
             # From that operator on it takes no bytes.
             begun = min(bisect_left(problem.begins, over - self.behind), len(problem.op_seconds))
             self.change[max(begun, storage.freed, op)] -= storage.nbytes
+            if storage.packing is not None:
+                self.change[max(begun, storage.saved, op)] -= storage.moved_bytes
         return storage.moved_bytes
 
     def _note_left(self, now: float, op: int = 0) -> None:
@@ -258,7 +312,7 @@ class _Step:
         problem, change, storages, moves = self.problem, self.change, self.storages, self.moves
         begins, back, most = problem.begins, problem.back, problem.ahead
         order = [number for number in problem.by_ask if moves[number]]
-        arrives, on_way = dict[int, float](), self.on_way
+        arrives, on_way, packed = dict[int, float](), self.on_way, set[int]()
         link_free, ahead, following, count = 0.0, 0, 0, len(order)
         op = problem.program.forward_ops
         for place, number in enumerate([-1, *order]):
@@ -282,14 +336,26 @@ class _Step:
                 if coming in on_way:  # still here: it stays
                     on_way.remove(coming)
                     arrives[coming] = now
+                    if storage.packing is not None:
+                        change[op] -= nbytes
                     continue
                 self.returning.append(coming)
                 link_free = (now if now > link_free else link_free) + nbytes / back
                 arrives[coming] = link_free
-                change[op] += storage.nbytes
+                if storage.packing is None:
+                    change[op] += storage.nbytes
+                else:
+                    packed.add(coming)
+                    change[op] += nbytes
             if number >= 0:
                 if not problem.ordered:
                     ahead -= storages[number].moved_bytes
                 if arrives[number] > now:
                     self.behind += arrives[number] - now
                     self._note_left(arrives[number], op)
+                if number in packed:
+                    storage = storages[number]
+                    assert storage.packing is not None
+                    self.behind += storage.packing.unpack_bytes / problem.memory
+                    change[op] += storage.nbytes - storage.moved_bytes
+                    self._needs(op, storage.moved_bytes + storage.packing.unpack_scratch)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from eager_offload.machine import Machine
 from eager_offload.stats import KeepReason
 
-__all__ = ["Ask", "ModuleCall", "Op", "Program", "Save", "Storage", "kind_of", "living"]
+__all__ = ["Ask", "ModuleCall", "Op", "Packing", "Program", "Save", "Storage", "kind_of", "living"]
 
 
 class Op(NamedTuple):
@@ -60,6 +60,24 @@ class Ask(NamedTuple):
     """The operator that comes next."""
 
 
+class Packing(NamedTuple):
+    """How a storage travels that a codec packs."""
+
+    codec: str
+    """As ``text_of`` has it."""
+    dtype: str
+    maker: str
+    """The node of the operator that made it, where it is rounded; else empty."""
+    nbytes: int
+    """That travel."""
+    pack_bytes: int
+    """That are read and written to pack it."""
+    unpack_bytes: int
+    pack_scratch: int
+    """Bytes that packing takes beside both at most."""
+    unpack_scratch: int
+
+
 class Storage(NamedTuple):
     """A storage that may move: backward asks for it, and nobody but autograd holds it by then."""
 
@@ -81,11 +99,13 @@ class Storage(NamedTuple):
     """From this operator on backward does not hold it any more."""
     is_forced: bool = False
     """Whether it moves, whatever is decided: the user has said so."""
+    packing: Packing | None = None
+    """How it travels; ``None``: as it is."""
 
     @property
     def is_whole(self) -> bool:
         """Whether all of it travels, so that it stays or leaves as a whole."""
-        return self.moved_bytes == self.nbytes
+        return self.packing is not None or self.moved_bytes == self.nbytes
 
 
 class ModuleCall(NamedTuple):

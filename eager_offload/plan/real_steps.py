@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload._torch import tree_iter, tree_map
+from eager_offload.codecs import CodecPolicy
 from eager_offload.errors import ConfigError
 from eager_offload.plan.numbers import numbers_put_back
 from eager_offload.plan.program import Program
-from eager_offload.plan.recorder import Recorder
+from eager_offload.plan.recorder import PLAIN, Recorder
 from eager_offload.plan.trace import arguments_of, by_itself, loss_of
 from eager_offload.skipping import SkippedModules
 
@@ -47,6 +48,7 @@ def record(
     *,
     min_bytes: int,
     skip: Sequence[str] = (),
+    policy: CodecPolicy = PLAIN,
 ) -> Measured:
     """Runs ``steps`` training steps without an optimizer; arguments as for ``trace``.
 
@@ -66,7 +68,7 @@ def record(
     found: list[Measured] = []
     for _ in range(steps):
         with by_itself(), numbers_put_back(), _put_back(parts, given):
-            found.append(_recorded(model, inputs, [*_own(parts), *given], loss, min_bytes, skip))
+            found.append(_recorded(model, inputs, [*_own(parts), *given], loss, min_bytes, skip, policy))
     last = found[-1]
     alike = [one.seconds for one in found if one.program.ops == last.program.ops]
     return Measured(last.program, tuple(map(min, zip(*alike, strict=True))))
@@ -79,8 +81,9 @@ def _recorded(
     loss: Callable[[Any], Tensor] | None,
     min_bytes: int,
     skip: Sequence[str],
+    policy: CodecPolicy,
 ) -> Measured:
-    recorder, skipped = Recorder(min_bytes), SkippedModules()
+    recorder, skipped = Recorder(min_bytes, policy), SkippedModules()
     for one in there:
         recorder.has(one)
     arguments, named = arguments_of(inputs)

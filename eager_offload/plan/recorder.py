@@ -16,6 +16,7 @@ from eager_offload._torch import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
+    asking_node,
     autograd_sequence,
     current_autograd_node,
     is_fake,
@@ -23,16 +24,22 @@ from eager_offload._torch import (
     storage_key,
     without_dispatch_modes,
 )
+from eager_offload.codecs import CodecPolicy
 from eager_offload.compile.cost import Call, flops_of, is_single, traffic_of
 from eager_offload.errors import PlanError
 from eager_offload.plan.blocks import Block, Blocks, Saved, Use
 from eager_offload.plan.calls import Calls, State, tensors_in, written_by
-from eager_offload.plan.program import Ask, Op, Program, Save
+from eager_offload.plan.coded import Coder
+from eager_offload.plan.program import Ask, Op, Program, Save, Storage
 from eager_offload.plan.stand_ins import MOST_KNOWN
 from eager_offload.selection import reason_to_stay
 from eager_offload.stats import KeepReason
 
-__all__ = ["Recorder", "is_of_fakes"]
+__all__ = ["PLAIN", "Recorder", "is_of_fakes"]
+
+
+#: Everything travels as it is.
+PLAIN = CodecPolicy(lossless=False)
 
 
 class _Kept(NamedTuple):
@@ -58,11 +65,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     Args:
         min_bytes: a smaller saved tensor stays.
+        policy: the codecs that may pack what moves.
         generator: of the random numbers that are known; ``None`` where tensors have numbers, and operators take their
             time.
     """
 
-    def __init__(self, min_bytes: int, *, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self, min_bytes: int, policy: CodecPolicy = PLAIN, *, generator: torch.Generator | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
         self._min_bytes, self._generator = min_bytes, generator
         #: How long each operator took, where they are real, and those since the last one that has bytes.
@@ -77,6 +87,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._modules = [""]
         self._inside = [0]
         self._calls = Calls(self._blocks)
+        self._coder = Coder(policy)
         #: Of the modules whose calls have begun, what they were then.
         self._states: list[State] = []
         #: The modules whose operators made the autograd nodes with these numbers.
@@ -223,6 +234,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         op, module = len(self._ops), self._module()
         for one in written_by(call):
             self._calls.write(op, one)
+            if (block := self._blocks.of(one)) is not None:
+                block.is_drawn = _draws(call) or (block.is_drawn and _scales(call))
         for one in tensors_in(call.result):
             self._blocks.add(one, op, module)
         nbytes = traffic_of(call)
@@ -272,6 +285,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
                 return _Kept(tensor if tensor.is_leaf else tensor.detach(), number)
         saved = self._blocks.save(block, tensor, op)
         self._saves.append((save, block, saved.use))
+        if not self._coder.is_idle:
+            self._coder.save(number, tensor, is_drawn=block.is_drawn)
         return _Moved(saved, number, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, handle: _Kept | _Moved) -> Tensor:
@@ -279,6 +294,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         op = len(self._ops)
         self._blocks.note_deaths(op)
         self._asks.append(Ask(handle.save, op))
+        if not self._coder.is_idle:
+            self._coder.ask(handle.save, asking_node())
         if isinstance(handle, _Kept):
             return handle.tensor
         self._depth += 1
@@ -299,10 +316,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             save if save.reason is not None or block is None else _of_block(save, block, numbers.get(block, -1), use)
             for save, block, use in self._saves
         )
+        if not self._coder.is_idle:
+            with without_dispatch_modes():
+                storages = tuple(self._packed(number, one, saves) for number, one in enumerate(storages))
         modules = tuple(self._modules)
         calls, arguments = self._calls.result(numbers, len(self._ops))
         ops, asks = tuple(self._ops), tuple(self._asks)
         return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, calls, arguments)
+
+    def _packed(self, number: int, storage: Storage, saves: Sequence[Save]) -> Storage:
+        """The storage as it travels."""
+        if not storage.is_whole:
+            return storage
+        found = self._coder.packing([at for at, save in enumerate(saves) if save.storage == number], storage.nbytes)
+        return storage if found is None else storage._replace(moved_bytes=found.nbytes, packing=found)
 
 
 def _of_block(save: Save, block: Block, number: int, use: Use | None) -> Save:
@@ -342,6 +369,17 @@ def _workspace_bytes(func: OpOverload[..., Any], args: tuple[Any, ...]) -> int:
     with without_dispatch_modes():
         given = [torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, Tensor) else one for one in args]
         return int(func(given[0][:short], *given[1:])[-1].nbytes * length // short)
+
+
+def _draws(call: Call) -> bool:
+    """Whether an operator writes two values at most."""
+    return str(call.target._schema.name) == "aten::bernoulli_"
+
+
+def _scales(call: Call) -> bool:
+    """Whether it multiplies each number by the same one."""
+    name = str(call.target._schema.name)
+    return name in ("aten::div_", "aten::mul_") and not isinstance(call.arguments[1], Tensor)
 
 
 def _drawing_from(

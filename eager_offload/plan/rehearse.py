@@ -17,23 +17,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from eager_offload import active
 from eager_offload._torch import without_dispatch_modes, without_torch_function
+from eager_offload.codecs import CodecPolicy, PackedLayout, TensorMeta
+from eager_offload.codecs.base import parts_of
 from eager_offload.offload import Offload
 from eager_offload.plan.draft import Rehearsal
 from eager_offload.plan.predict import Problem
+from eager_offload.plan.program import Packing
 from eager_offload.simulation.checker import Checker
 from eager_offload.simulation.observer import OperatorObserver
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import Fate, Save, StepPlan
+from eager_offload.step_plan import Coded, Fate, Save, StepPlan
 from eager_offload.tiers.finalizers import FinalizerRecord
 
 __all__ = ["rehearse"]
@@ -82,6 +85,41 @@ def _made(root: Tensor, nbytes: int) -> Tensor:
     return made
 
 
+@dataclasses.dataclass(frozen=True)
+class _StandIn:
+    """What stands for a codec: it takes the time of one, and packs nothing."""
+
+    nbytes: int
+    packing: Packing
+    takes: Callable[[int, int], None]
+    name: ClassVar[str] = "stand-in"
+    lossless: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = True
+
+    def layout(self, meta: TensorMeta) -> PackedLayout:
+        return parts_of(("bytes", self.nbytes))
+
+    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> None:
+        self.takes(self.packing.pack_bytes, self.packing.pack_scratch)
+
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        self.takes(self.packing.unpack_bytes, self.packing.unpack_scratch)
+
+    def error_bound(self, meta: TensorMeta, amax: float) -> float:
+        return 0.0
+
+
+class _Codecs(CodecPolicy):
+    """The codecs of stand-ins, and none for what a plan does not know."""
+
+    def __init__(self, made: Callable[[str], _StandIn]) -> None:
+        super().__init__(lossless=False)
+        object.__setattr__(self, "_made", made)
+
+    def codec(self, text: str) -> _StandIn:
+        return self._made(text)  # type: ignore[attr-defined,no-any-return]
+
+
 class _Stage:
     """One step of stand-ins."""
 
@@ -112,6 +150,8 @@ class _Stage:
         self._gone: deque[FinalizerRecord[torch.UntypedStorage]] = deque()
         self._living: list[int] = []
         self._seen = 0
+        #: The operator that comes next, and what has lived at most when codecs ran before it.
+        self._op = self._packed = 0
         # By operator.
         storages = program.storages
         self._made = _by_op(one.made for one in storages)
@@ -137,7 +177,7 @@ class _Stage:
                 "disk_path": None,
                 "skip": (),
                 "step_plans": "auto",
-                "codec": "identity",
+                "codec": _Codecs(self._codec),
                 "enabled": True,
             },
             plan=self._small_plan(),
@@ -245,7 +285,8 @@ class _Stage:
         """An operator runs, with all that lives meanwhile."""
         self._observer.sweep()
         held = self._observer.resident_bytes * self._factor + self._program.other_bytes[op]
-        self._living.append(round(held))
+        self._living.append(max(round(held), self._packed))
+        self._op, self._packed = op + 1, 0
         self._runtime.advance(self._runtime.default_stream, self._problem.op_seconds[op], self._program.ops[op].name)
 
     def _see(self, other_bytes: int) -> None:
@@ -269,10 +310,28 @@ class _Stage:
                 save = dataclasses.replace(
                     save, nbytes=whole, storage_nbytes=own, autograd_bytes=own, requires_grad=requires_grad
                 )
+                if save.coded is not None:
+                    dtype = str(torch.float8_e5m2 if requires_grad else torch.uint8)
+                    coded = Coded(str(self._program.saves[number].storage), dtype, "", self._nbytes(save.coded.nbytes))
+                    save = dataclasses.replace(save, coded=coded)
             elif self._program.saves[number].storage < 0:
                 save = Save(Fate.KEEP, KeepReason.SMALL, _SMALL_BYTES, _SMALL_BYTES)
             saves.append(save)
         return dataclasses.replace(self._plan, saves=tuple(saves), slots=slots)
+
+    def _codec(self, text: str) -> _StandIn:
+        """What stands for the codec of the storage of that number."""
+        packing = self._program.storages[int(text)].packing
+        assert packing is not None
+        return _StandIn(self._nbytes(packing.nbytes), packing, self._packs)
+
+    def _packs(self, traffic: int, scratch: int) -> None:
+        """A codec reads and writes so many bytes, and takes some for a moment."""
+        self._observer.sweep()
+        op = min(self._op, len(self._program.ops) - 1)
+        held = self._observer.resident_bytes * self._factor + self._program.other_bytes[op] + scratch
+        self._packed = max(self._packed, round(held))
+        self._runtime.advance(self._runtime.default_stream, traffic / self._problem.memory, "codec")
 
     def _requires_grad(self, storage: int) -> bool:
         return self._program.saves[self._saves_of[storage][0]].requires_grad

@@ -49,6 +49,8 @@ class Planned(Protocol):
     @property
     def moved_bytes(self) -> int: ...
     @property
+    def offloaded_bytes(self) -> int: ...
+    @property
     def kept_bytes(self) -> int: ...
     @property
     def recomputed_bytes(self) -> int: ...
@@ -72,8 +74,8 @@ def text_of(plan: Planned, movable_bytes: int) -> str:
         _fits(plan),
         *_what_needs_less(plan),
         _step(plan),
-        f"of {size_text(movable_bytes)} that may move, {size_text(plan.moved_bytes)} "
-        f"{'move' if plan.moved_bytes else 'do'} and {size_text(plan.kept_bytes)} stay"
+        f"of {size_text(movable_bytes)} that may move, {size_text(plan.offloaded_bytes)} "
+        f"{'move' if plan.moved_bytes else 'do'}{_packed(plan)} and {size_text(plan.kept_bytes)} stay"
         + (f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else ""),
     ]
     if plan.steps:
@@ -81,6 +83,10 @@ def text_of(plan: Planned, movable_bytes: int) -> str:
     if plan.host_budget is not None:
         lines.append(f"in the tier: {size_text(plan.host_bytes)}, where {size_text(plan.host_budget)} may rest")
     return "\n".join([*lines, *_table(plan.rows(), is_again=bool(plan.again))])
+
+
+def _packed(plan: Planned) -> str:
+    return "" if plan.moved_bytes == plan.offloaded_bytes else f", packed as {size_text(plan.moved_bytes)},"
 
 
 def _fits(plan: Planned) -> str:

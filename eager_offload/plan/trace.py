@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from eager_offload import active
 from eager_offload._torch import FakeTensorMode, function_modes, without_dispatch_modes
+from eager_offload.codecs import CodecPolicy
 from eager_offload.errors import PlanError
 from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.numbers import numbers_of_its_own
 from eager_offload.plan.program import Program
-from eager_offload.plan.recorder import Recorder, is_of_fakes
+from eager_offload.plan.recorder import PLAIN, Recorder, is_of_fakes
 from eager_offload.plan.stand_ins import StandIns
 from eager_offload.skipping import SkippedModules
 
@@ -42,6 +43,7 @@ def trace(
     min_bytes: int,
     skip: Sequence[str] = (),
     again: Sequence[str] = (),
+    policy: CodecPolicy = PLAIN,
 ) -> Program:
     """One training step of ``model`` as numbers.
 
@@ -52,13 +54,14 @@ def trace(
         min_bytes: a smaller saved tensor stays.
         skip: patterns of the names of modules that keep what they save.
         again: names of modules that are computed again, as :meth:`Plan.apply` has them.
+        policy: the codecs that may pack what moves.
 
     Raises:
         ConfigError: a pattern matches no module.
         PlanError: what the model does depends on numbers that nobody has.
     """
     with by_itself(), numbers_of_its_own() as generator, FakeTensorMode(allow_non_fake_inputs=True):
-        recorder, skipped = Recorder(min_bytes, generator=generator), SkippedModules()
+        recorder, skipped = Recorder(min_bytes, policy, generator=generator), SkippedModules()
         stand_ins = StandIns(recorder.has)
         arguments, named = arguments_of(stand_ins.of_inputs(inputs))
         traced, made_loss = stand_ins.copy_of(model, loss)

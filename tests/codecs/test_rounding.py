@@ -82,7 +82,7 @@ def exact_steps(backend: Backend, program: Callable[[Any], Any], count: int = 4,
 def rounded_saves(plan: StepPlan | None) -> list[tuple[str, int]]:
     """Who made what a plan rounds, and its bytes."""
     assert plan is not None
-    return [(save.rounded.maker, save.nbytes) for save in plan.saves if save.rounded is not None]
+    return [(save.coded.maker, save.nbytes) for save in plan.saves if save.coded is not None]
 
 
 # -- rounded ----------------------------------------------------------------------------------------------------------

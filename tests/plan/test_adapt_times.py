@@ -89,7 +89,7 @@ def test_where_no_other_storages_would_do_better_the_same_move_and_more_is_expec
     program = problem.program
     first = next(ask.op for ask in program.asks if ask.save == asks[0])
     timing = Timing((Stretch(0, False, 0.0), Stretch(asks[0], True, 2 * problem.begins[first])), 0.0, None, None)
-    found = timed(problem, timing)
+    found = timed(problem, (False,) * len(problem.program.storages), timing)
     assert found.op_seconds == pytest.approx([2 * one for one in problem.op_seconds])
     assert (found.out, found.back) == (problem.out, problem.back)
     nothing = plan_for(MACHINE, 1 << 40)
