@@ -765,7 +765,7 @@ def share_calling_convention(graph: Graph, other: Graph) -> None:
         graph.set_codegen(copy.copy(codegen))
 
 
-def fake_mode_of(value: Tensor) -> AbstractContextManager[object]:
+def fake_mode_of(value: Tensor | None) -> AbstractContextManager[object]:
     """Makes fake tensors of the kind that ``value`` is."""
     return getattr(value, "fake_mode", None) or nullcontext()
 

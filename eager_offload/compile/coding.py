@@ -6,19 +6,21 @@ is packed, and the order of transfers is decided by the bytes that travel.
 
 [Note: what cannot refuse]
 A graph is planned as a whole before it runs, and lets go of what it has packed: nothing in it can look at the values
-and say that they have to travel as they are. So a codec packs there what its dtype alone says that it can hold, which
-is ``bool``. A byte of it that is neither 0 nor 1 means true, and comes back as 1.
+and say that they have to travel as they are. So a codec packs there what its dtype alone says that it can hold: those
+that round hold any number, and of those that change no bit there is ``bool``. A byte of that which is neither 0 nor 1
+means true, and comes back as 1.
 
 [Note: what is unpacked is memory of its own]
 Compilers choose kernels, and with them the order of a summation, by what they find around it. So behind the operators
 that unpack stands ``spread``, which no compiler melts together with what reads its result: that is given memory with
-the strides and the address that it had, as without a codec.
+the strides and the address that it had, as without a codec. What was rounded has other bits anyway: there the last
+operator that unpacks is as good as memory, and a compiler may melt it together with whoever reads.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -37,6 +39,8 @@ __all__ = ["codec_for", "insert_pack", "insert_unpack"]
 
 _aten = torch.ops.aten
 _BITMASK = BitMask()
+#: Of what codecs consist of; Inductor decomposes them before its passes run.
+_UNKNOWN_TO_INDUCTOR = [_aten._to_copy, _aten.arange, _aten.clamp, _aten.rsub, _aten.stack]
 #: Traces that are kept, each way.
 _KEPT = 256
 
@@ -48,40 +52,76 @@ class Found(NamedTuple):
     nbytes: int
 
 
-def codec_for(value: Tensor, policy: CodecPolicy) -> Found | None:
-    """What packs ``value``; ``None``: nothing does, or not into fewer bytes. See [Note: what cannot refuse]."""
-    if not policy.lossless or value.dtype is not torch.bool or not is_static(value) or not _is_dense(value):
+def codec_for(value: Tensor, policy: CodecPolicy, readers: Collection[str] = ()) -> Found | None:
+    """What packs ``value``; ``None``: nothing does, or not into fewer bytes. See [Note: what cannot refuse].
+
+    Args:
+        readers: all that read it in backward, as rules name them; none where it has to be exact.
+    """
+    if not is_static(value):
         return None
-    layout = _BITMASK.layout(_in_order(TensorMeta.of(value)))
-    return None if layout is None or layout.nbytes >= value.numel() else Found(_BITMASK, layout.nbytes)
+    meta = _in_order(TensorMeta.of(value))
+    with without_dispatch_modes():  # codecs compute their bounds with tensors
+        codec = policy.strictest(readers, meta)
+    if codec is None and policy.lossless and value.dtype is torch.bool and _is_dense(value):
+        codec = _BITMASK
+    layout = None if codec is None else codec.layout(meta)
+    if codec is None or layout is None or layout.nbytes >= value.numel() * value.itemsize:
+        return None
+    return Found(codec, layout.nbytes)
 
 
-def insert_pack(graph: Graph, base: Node, codec: Codec) -> Node:
-    """What travels for ``base``, at the present insertion point."""
+def insert_pack(graph: Graph, base: Node, codec: Codec, seed: Node | None = None) -> Node:
+    """What travels for ``base``, at the present insertion point.
+
+    Args:
+        seed: for stochastic rounding.
+    """
     value: Tensor = base.meta["val"]
-    if isinstance(codec, Gather):  # the elements, of whatever dtype; their size may be known only at run time
-        packed = graph.call_function(_aten.clone.default, (base,), {"memory_format": torch.contiguous_format})
-        with fake_mode_of(value):
-            packed.meta["val"] = torch.empty(value.size(), dtype=value.dtype, device=value.device)
-        return packed
-    return _inserted(graph, _packing(codec, TensorMeta.of(value), value.device), base)
+    order = None if isinstance(codec, Gather) else _memory_order(value)
+    if order is None:
+        base = graph.call_function(_aten.clone.default, (base,), {"memory_format": torch.contiguous_format})
+        with fake_mode_of(value):  # of a size that may be known only at run time
+            base.meta["val"] = torch.empty(value.size(), dtype=value.dtype, device=value.device)
+        if isinstance(codec, Gather):
+            return base
+    else:
+        base = _called(graph, _aten.permute.default, base, order)
+    given = [_called(graph, _aten.view.default, base, [-1])] + ([] if seed is None else [seed])
+    return _inserted(graph, _packing(codec, value.numel(), value.dtype, value.device, seed is not None), *given)
 
 
-def insert_unpack(graph: Graph, packed: Node, codec: Codec, value: Tensor) -> Node:
-    """``value`` again, of what travelled for it, at the present insertion point."""
-    compact = packed
+def insert_unpack(graph: Graph, packed: Node, codec: Codec, value: Tensor, *, in_memory: bool = True) -> Node:
+    """``value`` again, of what travelled for it, at the present insertion point.
+
+    Args:
+        in_memory: whether it has to be memory with the strides and the address of ``value``.
+    """
+    compact, order = packed, None
     if not isinstance(codec, Gather):
-        compact = _inserted(graph, _unpacking(codec, _in_order(TensorMeta.of(value)), value.device), packed)
-    places = graph.call_function(spread, (compact, list(value.stride()), int(value.storage_offset())))
-    places.meta = {"val": value}
-    return places
+        compact = _inserted(graph, _unpacking(codec, value.numel(), value.dtype, value.device), packed)
+        order = _memory_order(value)
+        places = range(value.dim()) if order is None else order
+        compact = _called(graph, _aten.view.default, compact, [value.size(dim) for dim in places])
+        if order is not None:
+            compact = _called(graph, _aten.permute.default, compact, [order.index(dim) for dim in range(value.dim())])
+    if not in_memory and order is not None and not codec.lossless:
+        return compact
+    spaced = graph.call_function(spread, (compact, list(value.stride()), int(value.storage_offset())))
+    spaced.meta = {"val": value}
+    return spaced
+
+
+def _memory_order(value: Tensor) -> list[int] | None:
+    """The dimensions of ``value`` in the order in which its elements lie side by side; ``None`` where they do not."""
+    order = sorted(range(value.dim()), key=lambda dim: (value.stride(dim), value.size(dim)), reverse=True)
+    meta = TensorMeta(tuple(value.size(dim) for dim in order), tuple(value.stride(dim) for dim in order), value.dtype)
+    return order if meta.is_contiguous else None
 
 
 def _is_dense(value: Tensor) -> bool:
     """Whether the elements of ``value`` lie side by side, in any order, each of them once."""
-    dimensions = sorted(zip(value.stride(), value.size(), strict=True), reverse=True)
-    size, stride = tuple(length for _, length in dimensions), tuple(stride for stride, _ in dimensions)
-    return TensorMeta(size, stride, value.dtype).is_contiguous
+    return _memory_order(value) is not None
 
 
 def _in_order(meta: TensorMeta) -> TensorMeta:
@@ -91,60 +131,67 @@ def _in_order(meta: TensorMeta) -> TensorMeta:
 
 
 @lru_cache(_KEPT)
-def _packing(codec: Codec, meta: TensorMeta, device: torch.device) -> Graph:
-    """From a tensor of that shape and those strides to what travels."""
-    layout = codec.layout(_in_order(meta))
+def _packing(codec: Codec, numel: int, dtype: torch.dtype, device: torch.device, seeded: bool) -> Graph:
+    """From so many elements side by side, and maybe a seed, to what travels."""
+    layout = codec.layout(TensorMeta((numel,), (1,), dtype))
     assert layout is not None, "the caller has looked"
 
-    def pack(x: Tensor) -> Tensor:
-        plain = x.ne(False).contiguous() if x.dtype is torch.bool else x.contiguous()
+    def pack(x: Tensor, seed: Tensor | None) -> Tensor:
         packed = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        codec.pack(plain, packed)
+        codec.pack(x.ne(False) if dtype is torch.bool else x, packed, seed)
         return packed
 
-    return _traced(pack, meta, device)
+    elements = TensorMeta((numel,), (1,), dtype)
+    if seeded:
+        return _traced(pack, [elements, TensorMeta((1,), (1,), torch.int64)], device)
+    return _traced(lambda x: pack(x, None), [elements], device)
 
 
 @lru_cache(_KEPT)
-def _unpacking(codec: Codec, meta: TensorMeta, device: torch.device) -> Graph:
-    """From what travelled to a contiguous tensor of that shape."""
-    layout = codec.layout(meta)
+def _unpacking(codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> Graph:
+    """From what travelled to so many elements side by side."""
+    layout = codec.layout(TensorMeta((numel,), (1,), dtype))
     assert layout is not None, "the caller has looked"
 
     def unpack(packed: Tensor) -> Tensor:
-        out = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device=device)
+        out = torch.empty(numel, dtype=dtype, device=device)
         codec.unpack(packed, out)
         return out
 
-    return _traced(unpack, TensorMeta((layout.nbytes,), (1,), torch.uint8), device)
+    return _traced(unpack, [TensorMeta((layout.nbytes,), (1,), torch.uint8)], device)
 
 
-def _traced(function: Callable[[Tensor], Tensor], given: TensorMeta, device: torch.device) -> Graph:
+def _traced(function: Callable[..., Tensor], given: Sequence[TensorMeta], device: torch.device) -> Graph:
     """The operators of ``function`` that are needed: none writes to what it is given, and Inductor knows them all."""
     from torch.fx.experimental.proxy_tensor import make_fx  # with the compiler, which is here by now
 
     from eager_offload._torch import FakeTensorMode, get_decompositions
 
-    function, decompositions = torch.func.functionalize(function), cast(Any, get_decompositions([_aten._to_copy]))
+    function, decompositions = torch.func.functionalize(function), cast(Any, get_decompositions(_UNKNOWN_TO_INDUCTOR))
     with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad(), FakeTensorMode():
-        x = torch.empty_strided(given.size, given.stride, dtype=given.dtype, device=device)
-        graph: Graph = make_fx(function, decomposition_table=decompositions)(x).graph
+        inputs = [torch.empty_strided(one.size, one.stride, dtype=one.dtype, device=device) for one in given]
+        graph: Graph = make_fx(function, decomposition_table=decompositions)(*inputs).graph
     graph.eliminate_dead_code()
     return graph
 
 
-def _inserted(graph: Graph, operators: Graph, given: Node) -> Node:
+def _inserted(graph: Graph, operators: Graph, *given: Node) -> Node:
     """``operators`` once more in ``graph``, of ``given``; what they return."""
-    became: dict[Node, Node] = {}
-    with fake_mode_of(given.meta["val"]):
-        for node in operators.nodes:
-            if node.op == "placeholder":
-                became[node] = given
-            elif node.op == "output":
-                return became[node.args[0]]
-            else:
-                args, kwargs = (map_arg(one, became.__getitem__) for one in (node.args, node.kwargs))
-                became[node] = one = graph.call_function(node.target, args, kwargs)
-                values = map_arg((args, kwargs), lambda found: found.meta["val"])
-                one.meta["val"] = node.target(*values[0], **values[1])
+    became: dict[Node, Node] = dict(zip(operators.find_nodes(op="placeholder"), given, strict=True))
+    for node in operators.nodes:
+        if node.op == "output":
+            return became[node.args[0]]
+        if node.op != "placeholder":
+            args, kwargs = (map_arg(one, became.__getitem__) for one in (node.args, node.kwargs))
+            with fake_mode_of(given[0].meta["val"]):
+                became[node] = _called(graph, node.target, *args, **kwargs)
     raise AssertionError("a graph has an output")
+
+
+def _called(graph: Graph, target: Any, *arguments: Any, **named: Any) -> Node:
+    """A call of ``target``, with what it returns."""
+    node = graph.call_function(target, arguments, named)
+    given, kwargs = map_arg((arguments, named), lambda found: found.meta["val"])
+    with fake_mode_of(next((one for one in given if isinstance(one, Tensor)), None)):
+        node.meta["val"] = target(*given, **kwargs)
+    return node

@@ -25,6 +25,7 @@ from eager_offload.compile.graphs import (
     positions,
     same_geometry,
 )
+from eager_offload.compile.seeds import draw_seed
 from eager_offload.compile.select import Choice, Group
 from eager_offload.config import OffloadConfig
 from eager_offload.marks import mark_operator
@@ -183,7 +184,8 @@ def insert_offload(graph: Graph, group: Group, text: str, region: str | None) ->
         arguments |= {"codec": group.codec.name, "coded_bytes": group.coded_bytes}
     with graph.inserting_before(base.next):
         if group.codec is not None:
-            base = insert_pack(graph, base, group.codec)
+            seed = insert_seed(graph, value, text) if group.draws else None
+            base = insert_pack(graph, base, group.codec, seed)
             value = base.meta["val"]
         host = graph.create_node("call_function", ops.offload, (base,), arguments, f"{group.base.name}_on_host")
     host.meta = _host_meta(value, group.members[0])
@@ -201,7 +203,16 @@ def insert_reload(graph: Graph, group: Group, host: Node, text: str) -> Node:
     like: Tensor = host.meta["val"]
     with fake_mode_of(value):
         reload.meta["val"] = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=value.device)
-    return insert_unpack(graph, reload, group.codec, value)
+    is_whole = group.members == (group.base,) and not group.counted and hint(value.storage_offset()) == 0
+    return insert_unpack(graph, reload, group.codec, value, in_memory=not is_whole)
+
+
+def insert_seed(graph: Graph, value: Tensor, text: str) -> Node:
+    """Another seed for stochastic rounding of ``value`` at each run, at the present insertion point."""
+    seed = graph.call_function(draw_seed, (value.device,), {"config": text})
+    with fake_mode_of(value):
+        seed.meta["val"] = torch.empty(1, dtype=torch.int64, device=value.device)
+    return seed
 
 
 def geometry_of(graph: Graph, node: Node | None, value: Tensor) -> Geometry:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
+from eager_offload.compile.consumers import Consumers
 from eager_offload.compile.decide import step_of_joint
 from eager_offload.compile.graphs import (
     copied,
@@ -89,13 +90,16 @@ def choose_joint(graph: Graph, boundary: Node, config: OffloadConfig) -> Choice:
     order = positions(graph)
     begin = order[boundary]
     output = graph.output_node()
+    consumers = Consumers(graph.nodes) if config.codec_policy.rounds else None
     saved: dict[Node, Saved] = {}
     for node, position in order.items():
         if position >= begin:
             break
         users = [user for user in node.users if order[user] >= begin and user is not output]
         if users:
-            saved[node] = Saved(node, min(order[user] for user in users), any(map(is_in_region, users)))
+            first = min(order[user] for user in users)
+            readers = frozenset[str]() if consumers is None else consumers.of(users)
+            saved[node] = Saved(node, first, any(map(is_in_region, users)), readers)
     counted = counted_from_the_beginning(node for node, position in order.items() if position >= begin)
     returned = returned_by(graph)
     return choose_among(graph, saved, returned, config, counted=counted, step=lambda: step_of_joint(graph, boundary))

@@ -14,8 +14,10 @@ from torch.fx import Graph, Node
 
 from eager_offload._torch import is_plain_fake
 from eager_offload.codecs import Codec, CodecPolicy, Gather
+from eager_offload.codecs.policy import NORMS
 from eager_offload.compile.aim import Aim, aim_of
 from eager_offload.compile.coding import codec_for
+from eager_offload.compile.consumers import Consumers, is_made_by_a_norm
 from eager_offload.compile.decide import Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
 from eager_offload.compile.graphs import (
     counted_from_the_beginning,
@@ -71,6 +73,11 @@ class Group:
         return isinstance(self.codec, Gather)
 
     @property
+    def draws(self) -> bool:
+        """Whether it is rounded stochastically."""
+        return self.codec is not None and self.codec.unbiased and not self.codec.lossless
+
+    @property
     def coded_bytes(self) -> int:
         """What ``base`` takes on the device, where something packs it; 0 as well if that is known at run time only."""
         value = self.base.meta["val"]
@@ -109,6 +116,8 @@ class Saved:
     """Where in the backward it is used first."""
     in_region: bool
     """Whether what uses it belongs to operators of a region that keeps what it saves."""
+    readers: frozenset[str] = frozenset()
+    """All that read it, by the names that rules have; empty where it has to be exact."""
 
 
 def choose(
@@ -144,12 +153,14 @@ def choose(
     outputs = outputs_of(forward)
     uses = {node.name: node for node in backward.find_nodes(op="placeholder")}
     order = positions(backward)
+    consumers = Consumers([*forward.nodes, *backward.nodes]) if config.codec_policy.rounds else None
     saved: dict[Node, Saved] = {}
     for node in outputs[num_outputs:]:
         if isinstance(node, Node):
             users = list(uses[node.name].users) if node.name in uses else []
             first = min((order[user] for user in users), default=len(order))
-            saved[node] = Saved(node, first, any(map(is_in_region, users)))
+            readers = frozenset[str]() if consumers is None else consumers.of(users)
+            saved[node] = Saved(node, first, any(map(is_in_region, users)), readers)
     counted = {node.name for node in counted_from_the_beginning(backward.nodes)}
     return choose_among(
         forward,
@@ -227,7 +238,8 @@ def choose_among(
             groups = _whole_groups(members, [*members, *sharing[key]])
         elif reason is None:
             groups = _groups(members, sharing[key])
-        groups = [_coded(group, config.codec_policy) for group in groups]
+        of_norm = bool(sharing[key]) and is_made_by_a_norm(sharing[key][0])
+        groups = [_coded(group, config.codec_policy, _readers(group, saved, of_norm=of_norm)) for group in groups]
         is_firm = wish in (Wish.MOVE, Wish.MOVE_IF_LARGE)
         (firm if is_firm else free).extend(groups)
         moving = {node for group in groups for node in group.members}
@@ -374,9 +386,24 @@ def _travels_alone(value: Tensor) -> bool:
     )
 
 
-def _coded(group: Group, policy: CodecPolicy) -> Group:
+def _readers(group: Group, saved: Mapping[Node, Saved], *, of_norm: bool) -> frozenset[str]:
+    """All that read any of ``group``; empty where it has to be exact.
+
+    Args:
+        of_norm: whether a norm has made it: then it may be its statistics.
+    """
+    each = [saved[node].readers for node in group.members]
+    readers = frozenset[str]().union(*each)
+    if not all(each) or (of_norm and readers & NORMS):
+        return frozenset()
+    # What else there is, and was not saved, would have a part in the scales.
+    most = hint(group.base.meta["val"].numel())
+    return readers if any(hint(node.meta["val"].numel()) == most for node in group.members) else frozenset()
+
+
+def _coded(group: Group, policy: CodecPolicy, readers: frozenset[str]) -> Group:
     """``group`` with what packs it, where ``policy`` allows something that does."""
-    found = codec_for(group.base.meta["val"], policy) if group.codec is None else None
+    found = codec_for(group.base.meta["val"], policy, readers)
     return group if found is None else replace(group, codec=found.codec, nbytes=found.nbytes)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,16 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from eager_offload.codecs import BitMask
+from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, TensorMeta
+from eager_offload.codecs.seeds import Seeds
 from eager_offload.compile import boundary_of, choose_joint, insert_asynchronous, insert_synchronous_joint, ops
 from eager_offload.compile.coding import codec_for, insert_pack, insert_unpack
 from eager_offload.compile.revision import _sources
 from eager_offload.tiers.disk import DiskSlot
+from tests.codecs.tensors import coded
 from tests.compile.compiled import BOTH, Compile, compare, compiler, fresh_compiler, results_of, same_results, step_of
 from tests.compile.split import Split, assert_moves_exactly, config_of, split
 from tests.hazards.backends import assert_settled
+from tests.hazards.programs import Settled
 from tests.proof.bits import same_bits
 
 
@@ -53,12 +58,6 @@ def test_masks_travel_as_bits(backend: str) -> None:
     assert packed.bytes_in == plain.bytes_in - coded + travelled
     assert packed.saved_bytes == plain.saved_bytes
     assert packed.offloaded_bytes == plain.offloaded_bytes
-
-
-@pytest.mark.parametrize("codec", ["int8", eo.CodecPolicy(lossless=False).rule("MmBackward0", "int8")], ids=str)
-def test_what_rounds_in_eager_code_rounds_nothing_here(codec: Any) -> None:
-    stats = compare(step_of(masked, *factors()), "aot_eager", codec=codec)
-    assert set(stats.coded_bytes) == ({"bitmask"} if codec == "int8" else set())
 
 
 @BOTH
@@ -185,6 +184,213 @@ def test_a_joint_graph_packs_too() -> None:
     with torch.no_grad():
         found = torch.fx.GraphModule(module, graph)(*given)
     assert all(map(same_bits, found, expected))
+
+
+# -- rounded ----------------------------------------------------------------------------------------------------------
+
+ROWS, WIDTH = 24, 48
+STOCHASTIC = BlockInt(8, rounding="sr")
+
+
+def numbers(*size: int, seed: int = 1) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def rounding(codec: Codec | None, *consumers: str) -> eo.CodecPolicy:
+    return eo.CodecPolicy(lossless=False, rules={} if codec is None else dict.fromkeys(consumers, codec))
+
+
+def gradients_of(run: Callable[..., Tensor], around: AbstractContextManager[object], *inputs: Tensor) -> list[Tensor]:
+    """Of the sum of what ``run`` returns, so that backward is given ones."""
+    leaves = [one.detach().clone().requires_grad_() for one in inputs]
+    with around:
+        loss = run(*leaves).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def compiled_gradients(
+    program: Callable[..., Tensor],
+    *inputs: Tensor,
+    codec: eo.CodecPolicy | str,
+    backend: str = "aot_eager",
+    count: int = 1,
+) -> tuple[list[list[Tensor]], eo.OffloadStats]:
+    """Those of so many runs of what was compiled once, and what the ``Offload`` around them did."""
+    with fresh_compiler():
+        offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, codec=codec)
+        run = compiler(backend)(program)
+        found = [gradients_of(run, offload, *inputs) for _ in range(count)]
+        del run
+    gc.collect()
+    stats = assert_settled(offload)
+    offload.close()
+    assert stats.bytes_out > 0
+    return found, stats
+
+
+def eager_gradients(program: Callable[..., Tensor], *inputs: Tensor, codec: eo.CodecPolicy) -> list[Tensor]:
+    """Those of eager code in a step behind the first of its kind, which is exact."""
+    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, codec=codec)
+    for _ in range(2):
+        found = gradients_of(program, Settled(offload), *inputs)
+        gc.collect()
+    assert assert_settled(offload).coded_bytes
+    offload.close()
+    return found
+
+
+def times(x: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the second factor is the first one, as backward was given it."""
+    return x.cumsum(-1) * weight  # no partitioner has backward compute a sum of that kind again
+
+
+@pytest.mark.parametrize(
+    ("codec", "backend"),
+    [
+        *((codec, "aot_eager") for codec in (BF16(), BlockFP8(), BlockInt(8), BlockInt(8, 16), STOCHASTIC)),
+        pytest.param(STOCHASTIC, "inductor", marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_backward_is_given_what_the_codec_makes_of_it(codec: Codec, backend: str) -> None:
+    inputs = (numbers(ROWS, WIDTH), numbers(ROWS, WIDTH, seed=2))
+    ((_, exact),), _ = compiled_gradients(times, *inputs, codec="identity", backend=backend)
+    found, stats = compiled_gradients(times, *inputs, codec=rounding(codec, "MulBackward0"), backend=backend, count=2)
+    seeds = Seeds()
+    for _, gradient in found:
+        assert torch.equal(gradient, coded(codec, exact, seeds.draw()).back), "each run draws anew"
+        assert not torch.equal(gradient, exact)
+    layout = codec.layout(TensorMeta.of(exact))
+    assert layout is not None
+    assert stats.coded_bytes == {codec.name: 2 * exact.nbytes}
+    assert stats.packed_bytes == {codec.name: 2 * layout.nbytes}
+    assert stats.bytes_out == stats.packed_bytes[codec.name]
+
+
+#: By the name of the one that reads: what to compile, of the first input's sums and of other inputs.
+READ: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "MmBackward0": (torch.mm, (numbers(ROWS, WIDTH), numbers(WIDTH, 8))),
+    "AddmmBackward0": (F.linear, (numbers(ROWS, WIDTH), numbers(8, WIDTH), numbers(8))),
+    "BmmBackward0": (torch.bmm, (numbers(3, ROWS, WIDTH), numbers(3, WIDTH, 8))),
+    "BaddbmmBackward0": (lambda x, w, b: torch.baddbmm(b, x, w), (numbers(3, 24, 48), numbers(3, 48, 8), numbers(8))),
+    "MulBackward0": (torch.mul, (numbers(ROWS, WIDTH), numbers(WIDTH))),
+    "ConvolutionBackward0": (F.conv2d, (numbers(2, 3, 16, 16), numbers(4, 3, 3, 3))),
+    "GeluBackward0": (F.gelu, (numbers(ROWS, WIDTH),)),
+    "SiluBackward0": (F.silu, (numbers(ROWS, WIDTH),)),
+    "SoftmaxBackward0": (lambda x, w: (x.softmax(-1) + 1) @ w, (numbers(ROWS, WIDTH), numbers(WIDTH, 8))),
+    "NativeLayerNormBackward0": (
+        lambda x, w, b: F.layer_norm(x, (WIDTH,), w, b) ** 3,
+        (numbers(ROWS, WIDTH), numbers(WIDTH), numbers(WIDTH)),
+    ),
+    "NativeGroupNormBackward0": (lambda x, w: F.group_norm(x, 4, w) ** 3, (numbers(4, 16, 24), numbers(16))),
+    "NativeBatchNormBackward0": (
+        lambda x, w: F.batch_norm(x, None, None, w, training=True) ** 3,
+        (numbers(ROWS, WIDTH), numbers(WIDTH)),
+    ),
+}
+
+
+@pytest.mark.parametrize("consumer", READ)
+def test_a_rule_rounds_what_it_rounds_in_eager_code(consumer: str) -> None:
+    function, inputs = READ[consumer]
+
+    def program(x: Tensor, *others: Tensor) -> Tensor:
+        return function(x.cumsum(-1), *others)
+
+    policy = rounding(BlockInt(8), consumer)
+    expected = eager_gradients(program, *inputs, codec=policy)
+    (found,), stats = compiled_gradients(program, *inputs, codec=policy)
+    assert set(stats.coded_bytes) == {"int8"}
+    assert all(map(same_bits, found, expected))
+    assert not all(map(same_bits, found, gradients_of(program, nullcontext(), *inputs)))
+
+
+def test_views_of_any_strides_are_rounded() -> None:
+    """A transpose is all of its storage; one with holes is packed in place of being gathered."""
+
+    def program(x: Tensor, wide: Tensor, one: Tensor, two: Tensor) -> Tensor:
+        return (x.cumsum(-1).t() * one).sum() + (wide.cumsum(-1)[:, ::8] * two).sum()
+
+    inputs = (numbers(ROWS, 64), numbers(ROWS, 8 * 64), numbers(64, ROWS), numbers(ROWS, 64))
+    exact = gradients_of(program, nullcontext(), *inputs)
+    codec = BlockInt(8)
+    (found,), stats = compiled_gradients(program, *inputs, codec=rounding(codec, "MulBackward0"))
+    assert torch.equal(found[2], coded(codec, exact[2].t().contiguous()).back.t())
+    assert torch.equal(found[3], coded(codec, exact[3]).back)
+    assert set(stats.coded_bytes) == {"int8"}
+
+
+def test_the_users_draws_stay_as_they_are_and_backward_twice_sees_the_same_numbers() -> None:
+    inputs = (numbers(ROWS, WIDTH), numbers(ROWS, WIDTH, seed=2))
+    state = torch.get_rng_state()
+    with fresh_compiler():
+        offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, codec="int8")
+        with offload:
+            loss = compiler("aot_eager")(times)(*inputs).sum()
+        first, second = (torch.autograd.grad(loss, inputs[1], retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, second)
+        assert offload.stats(synchronize=True).packed_bytes["int8_sr"] > 0
+        offload.close()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+Program = Callable[[Tensor, Tensor], Tensor]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+def _shared(first: Program, second: Program) -> Program:
+    def program(x: Tensor, weight: Tensor) -> Tensor:
+        hidden = x.cumsum(-1)
+        return first(hidden, weight).sum() + second(hidden, weight).sum()
+
+    return program
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return F.layer_norm(F.layer_norm(x.cumsum(-1), (WIDTH,)), (WIDTH,)) @ weight
+
+
+def _checkpointed(x: Tensor, weight: Tensor) -> Tensor:
+    return cast(Tensor, checkpoint(lambda h: (h * weight).sin() * weight, x.cumsum(-1), use_reentrant=False))
+
+
+#: What is rounded, by the codecs' names: where products have 8 bits, others BF16.
+SHARED: dict[str, tuple[Program, set[str]]] = {
+    "the strictest": (_shared(torch.mm, torch.mul), {"bf16"}),
+    "one without a rule": (_shared(torch.mm, torch.div), set()),
+    "a log-softmax": (lambda x, w: torch.log_softmax(x.cumsum(-1), -1) + 1, set()),
+    "a loss": (lambda x, w: F.mse_loss(x.cumsum(-1), w), set()),
+    "attention": (lambda x, w: F.scaled_dot_product_attention(*(x.cumsum(-1)[None, None] @ w,) * 3), {"int8"}),
+    "norms of norms": (_normed, {"bf16", "int8"}),
+    "a function of the user's": (lambda x, w: _Product.apply(x.cumsum(-1), w), set()),
+    "a checkpoint": (_checkpointed, set()),
+    "integers": (lambda x, w: w[x.cumsum(-1)[:, 0].to(torch.int64).clamp(0, 5)] * 2, set()),
+    "a part of a storage": (lambda x, w: x.cumsum(-1).view(2, -1)[0] * w.view(2, -1)[1], set()),
+    "its own bits": (lambda x, w: x.cumsum(-1).view(torch.int32).sign() * w[0, 0], set()),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_what_is_rounded_follows_from_all_that_read_it(case: str) -> None:
+    program, expected = SHARED[case]
+    inputs = (numbers(WIDTH, WIDTH), numbers(WIDTH, WIDTH, seed=2))
+    policy = eo.CodecPolicy.named("bf16").rule("MmBackward0", "int8").rule("BmmBackward0", "int8")
+    (found,), stats = compiled_gradients(program, *inputs, codec=policy)
+    assert set(stats.coded_bytes) == expected
+    exact = gradients_of(program, nullcontext(), *inputs)
+    assert all(map(same_bits, found, exact)) == (not expected)
 
 
 # -- hazards ----------------------------------------------------------------------------------------------------------
