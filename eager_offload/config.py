@@ -212,7 +212,7 @@ class OffloadConfig:
     bytes, bit for bit: ``float32`` cast from ``bfloat16``, ``bool``, and on a CPU masks. ``"bf16"``, ``"int8"``
     and ``"fp8"`` round, too, what some consumers read in backward, each within a bound; a
     :class:`~eager_offload.CodecPolicy` says which codec for which consumer. See the page on codecs. In compiled code
-    only ``bool`` is packed, and nothing rounded."""
+    what changes no bit is ``bool`` alone."""
 
     skip: Sequence[str] | str = ()
     """Patterns of the names of modules of which nothing moves that they save, such as ``["lm_head", "*.norm"]``: ``*``

@@ -9,12 +9,16 @@ for one or keeps a result.
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 from torch.library import register_fake
 
 from eager_offload import active
 from eager_offload._torch import library
+from eager_offload.codecs.seeds import Seeds
+from eager_offload.engine.offloader import DeviceOffloader
 
 __all__ = ["draw_seed"]
 
@@ -26,11 +30,17 @@ _library.define(
 )
 draw_seed = torch.ops.eager_offload.draw_seed.default
 
+#: Each device of each ``Offload`` has its own; read and changed with the lock of its offloader.
+_seeds = WeakKeyDictionary[DeviceOffloader, Seeds]()
+
 
 def _draw_seed(device: torch.device, *, config: str = "") -> Tensor:
     offloader = active.serving(config).offloader_of(device)
     with offloader.lock:
-        seed = offloader.seeds.draw()
+        seeds = _seeds.get(offloader)
+        if seeds is None:
+            seeds = _seeds[offloader] = Seeds()
+        seed = seeds.draw()
     return torch.full((1,), seed, dtype=torch.int64, device=device)
 
 

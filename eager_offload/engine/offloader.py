@@ -37,7 +37,6 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import profiled, profiler_is_on
-from eager_offload.codecs.seeds import Seeds
 from eager_offload.engine.transfer import CountedBytes, Transfer
 from eager_offload.errors import OffloadError, TransferError, captured, reentered, warn
 from eager_offload.live_bytes import LiveBytes
@@ -108,8 +107,6 @@ class DeviceOffloader:
         self.runtime = runtime
         self.tiers = tiers
         self.accounts = accounts
-        #: For what compiled code rounds.
-        self.seeds = Seeds()
         #: See [Note: an interrupt is a crash of the offloader]; callers set it with ``crash``.
         self.is_crashed = False
         #: Of the runtime; here, since every pack and unpack asks.
