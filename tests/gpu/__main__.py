@@ -9,6 +9,7 @@ import traceback
 
 import torch
 
+from tests.gpu.codec_scenarios import CODEC_SCENARIOS
 from tests.gpu.graph_scenarios import GRAPH_SCENARIOS
 from tests.gpu.machine import DeviceMachine
 from tests.gpu.scenarios import SCENARIOS, Skipped
@@ -31,7 +32,7 @@ def main() -> int:
     names = arguments.names or [""]
     chosen = [
         scenario
-        for scenario in [*SCENARIOS, *GRAPH_SCENARIOS, *STEP_SCENARIOS]
+        for scenario in [*SCENARIOS, *CODEC_SCENARIOS, *GRAPH_SCENARIOS, *STEP_SCENARIOS]
         if any(name in scenario.__name__ for name in names)
     ]
     for scenario in chosen:

@@ -12,10 +12,16 @@ import torch
 from eager_offload import Offload
 from eager_offload.simulation.checker import Checker
 from tests.doubles.training_accelerator import TrainingAccelerator
+from tests.gpu.codec_scenarios import CODEC_SCENARIOS
 from tests.gpu.graph_scenarios import GRAPH_SCENARIOS
 from tests.gpu.machine import DeviceMachine, Machine
 from tests.gpu.scenarios import SCENARIOS, Scenario, Skipped
 from tests.gpu.step_scenarios import STEP_SCENARIOS
+
+ON_THE_DOUBLE = [
+    *(scenario for scenario in SCENARIOS if "two_devices" not in scenario.__name__),
+    *(scenario for scenario in CODEC_SCENARIOS if "streams" in scenario.__name__ or "verdict" in scenario.__name__),
+]
 
 
 class DoubleMachine(Machine):
@@ -68,7 +74,7 @@ def run(scenario: Scenario, machine: Machine) -> None:
         pytest.skip(str(reason))
 
 
-@pytest.mark.parametrize("scenario", [scenario for scenario in SCENARIOS if "two_devices" not in scenario.__name__])
+@pytest.mark.parametrize("scenario", ON_THE_DOUBLE)
 def test_on_the_double(scenario: Scenario) -> None:
     with on_the_double() as (machine, checker):
         run(scenario, machine)
@@ -78,7 +84,7 @@ def test_on_the_double(scenario: Scenario) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine")
-@pytest.mark.parametrize("scenario", [*SCENARIOS, *GRAPH_SCENARIOS, *STEP_SCENARIOS])
+@pytest.mark.parametrize("scenario", [*SCENARIOS, *CODEC_SCENARIOS, *GRAPH_SCENARIOS, *STEP_SCENARIOS])
 def test_on_the_device(scenario: Scenario) -> None:
     machine = DeviceMachine()
     try:

@@ -1,0 +1,235 @@
+"""What codecs have to do on an accelerator. As ``scenarios.py``, they need torch alone."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from eager_offload import CodecPolicy
+from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Gather, Narrow, TensorMeta
+from eager_offload.graphs import make_graphed_callable
+from eager_offload.kernels import Kernel, LaunchSpec, Signature, TensorSpec, as_torch_kernel
+from tests.gpu.graph_scenarios import require_graphs
+from tests.gpu.machine import Machine
+from tests.gpu.scenarios import Around, Late, Scenario, Skipped, Step, same
+from tests.hazards.backends import assert_settled
+from tests.hazards.programs import Settled, assert_identical
+
+__all__ = ["CODEC_SCENARIOS"]
+
+ROUNDING: tuple[Codec, ...] = (
+    BF16(),
+    BlockFP8(),
+    *(BlockInt(bits, rounding=rounding) for bits in (8, 4) for rounding in ("rtn", "sr")),
+)
+DRAWS = 64
+
+
+def packed_by(codec: Codec, x: Tensor, seed: Tensor) -> tuple[Tensor, bool]:
+    """``x`` packed, on its device, and whether the codec holds it."""
+    layout = codec.layout(TensorMeta.of(x))
+    assert layout is not None
+    out = torch.zeros(layout.nbytes, dtype=torch.uint8, device=x.device)
+    holds = codec.pack(x, out, seed)
+    return out, holds is None or bool(holds)
+
+
+def unpacked_by(codec: Codec, packed: Tensor, like: Tensor) -> Tensor:
+    out = torch.zeros_like(like)
+    codec.unpack(packed, out)
+    return out
+
+
+def hard_numbers(count: int) -> Tensor:
+    """Of every magnitude, with denormals and zeros, and a block each with what is not finite."""
+    numbers = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    numbers *= 2.0 ** torch.linspace(-140, 120, count).round()
+    numbers[::7] = 0.0
+    numbers[0], numbers[64], numbers[128] = float("nan"), float("inf"), -float("inf")
+    return numbers
+
+
+def packing_has_the_bits_that_it_has_on_a_cpu(machine: Machine) -> None:
+    numbers = hard_numbers(64 * machine.width)
+    mask = numbers > 0
+    cases: list[tuple[Codec, Tensor]] = [
+        *((codec, numbers) for codec in ROUNDING),
+        *((codec, numbers.bfloat16()) for codec in ROUNDING[1:]),
+        (Narrow(), numbers),
+        (Narrow(), numbers.bfloat16().float()),
+        (BitMask(), mask),
+        (BitMask(), torch.where(mask, 1.25, 0.0)),
+        (BitMask(), numbers),
+        (Gather(), numbers.view(-1, 64)[:, ::3]),
+    ]
+    seed = torch.tensor([123456789012345])
+    for codec, x in cases:
+        expected, holds = packed_by(codec, x, seed)
+        there = x.to(machine.device)
+        packed, holds_there = packed_by(codec, there, seed.to(machine.device))
+        assert holds_there == holds, codec
+        if not holds:
+            continue
+        # Of a NaN that is rounded devices make different ones.
+        assert isinstance(codec, BF16) or torch.equal(packed.cpu(), expected), (codec, x.dtype)
+        one, two = unpacked_by(codec, expected, x), unpacked_by(codec, packed, there).cpu()
+        assert torch.allclose(one, two, rtol=0, atol=0, equal_nan=True), (codec, x.dtype)
+
+
+def compiled_kernels_have_the_bits_of_the_reference(machine: Machine) -> None:
+    if machine.device.type == "virtual":
+        raise Skipped("Inductor knows no such device")
+    x = hard_numbers(64 * machine.width).nan_to_num(1.0).to(machine.device)
+    for codec in (BlockInt(8), BlockFP8(), BF16()):
+        layout = codec.layout(TensorMeta.of(x))
+        assert layout is not None
+        kernel = Kernel(
+            f"pack_{codec.name}",
+            Signature((TensorSpec(tuple(x.shape), x.dtype),), (TensorSpec((layout.nbytes,), torch.uint8),)),
+            LaunchSpec((1, 1, 1), (32, 1, 1)),
+            {"torch": lambda x, out, codec=codec: codec.pack(x, out)},
+        )
+        results = []
+        for impl in ("torch", "inductor"):
+            out = torch.zeros(layout.nbytes, dtype=torch.uint8, device=machine.device)  # no kernel writes the padding
+            results.append(as_torch_kernel(kernel, impl)(x, out=out))
+        assert torch.equal(*results), codec
+
+
+def saved(machine: Machine, around: Around, seed: int) -> tuple[Tensor, Tensor]:
+    """The gradient of a weight is what backward was given of ``h``; a mask, a cast and a view with holes leave too."""
+    x, w = machine.leaf(seed), machine.leaf(seed + 100)
+    half = machine.leaf(seed + 200).detach().bfloat16().requires_grad_()
+    with around:
+        h = Late.apply(x, machine).sin()  # type: ignore[no-untyped-call]
+        cast = half.float()
+        y = torch.where(cast > 0, cast * cast, cast.sin()) + (cast[:, ::8] * cast[:, ::8]).repeat(1, 8)
+        loss = (h * w).sum() + y.sum()
+    del h, cast, y
+    gradient, other = torch.autograd.grad(loss, [w, half])
+    return gradient, other
+
+
+def packing_on_side_streams_is_exact(machine: Machine) -> None:
+    home, sides = machine.current, [machine.side_stream(), machine.side_stream()]
+
+    def program(around: Around) -> object:
+        results = []
+        for index in range(4):
+            side = sides[index % 2]
+            machine.meet(home, side)
+            with machine.computing_on(side):
+                step = Step(machine, index).forward(around)
+            with machine.backward_of(side):
+                step.backward()
+            with machine.computing_on(side):
+                found = saved(machine, around, index)
+            machine.meet(home, side)
+            results += [step.result, *(one.clone() for one in found)]
+            machine.meet(home, side)
+            del found
+        return results
+
+    same(machine, program, least=0.7, codec="lossless")
+
+
+def what_is_rounded_on_side_streams_is_what_was_packed(machine: Machine) -> None:
+    home, side = machine.current, machine.side_stream()
+    expected = [saved(machine, nullcontext(), seed) for seed in range(4)]
+    machine.finish()
+    for codec in ("bf16", "fp8"):
+        rule = CodecPolicy.named(codec).rules["MulBackward0"]
+        for slow in (machine.slow_links, machine.slow_compute):
+            offload = machine.offload(codec=CodecPolicy(lossless=False).rule("MulBackward0", rule), step_plans=False)
+            found = []
+            with slow():
+                for seed in range(4):
+                    machine.meet(home, side)
+                    with machine.computing_on(side):
+                        gradient = saved(machine, Settled(offload), seed)[0]
+                    machine.meet(home, side)
+                    found.append(gradient.clone())
+                    machine.meet(home, side)
+                    del gradient
+            assert torch.equal(found[0], expected[0][0]), "the first step is exact"
+            for one, (exact, _) in zip(found[1:], expected[1:], strict=True):
+                packed, _ = packed_by(rule, exact, torch.zeros(1, dtype=torch.int64, device=machine.device))
+                assert torch.equal(one, unpacked_by(rule, packed, exact)), codec
+            assert assert_settled(offload).packed_bytes[rule.name] > 0
+
+
+def a_verdict_travels_and_what_is_refused_stays(machine: Machine) -> None:
+    """The host reads it when the bytes have arrived; until then the source is held, whatever waits."""
+
+    def program(around: Around, shift: float) -> object:
+        half = machine.leaf(1).detach().bfloat16().requires_grad_()
+        with around:
+            cast = half.float()
+            cast.data.add_(shift)  # changes no version: autograd still says that this is a cast
+            loss = Late.apply(cast.square(), machine).sum()  # type: ignore[no-untyped-call]
+        del cast
+        return torch.autograd.grad(loss, half)
+
+    for shift in (1e-3, 0.0):
+        expected = program(nullcontext(), shift)
+        for slow in (machine.slow_links, machine.slow_compute):
+            for settled in (False, True):
+                offload = machine.offload(codec="lossless")
+                with slow():
+                    assert_identical(expected, program(Settled(offload) if settled else offload, shift))
+                    machine.finish()
+                stats = assert_settled(offload)
+                assert not stats.demotions
+                if settled and machine.device.type != "cpu":
+                    assert stats.refused.get("narrow", 0) == (1 if shift else 0)
+                    assert stats.kept_bytes.get("failed", 0) == (4 * machine.width**2 if shift else 0)
+
+
+def a_captured_pack_draws_anew_on_each_replay(machine: Machine) -> None:
+    """Its seed is a scalar of the device, which the graph itself moves on."""
+    require_graphs(machine)
+    codec, golden = BlockInt(8, rounding="sr"), 0x1E3779B97F4A7C15
+    x = machine.leaf(1).detach()
+    seed = torch.zeros(1, dtype=torch.int64, device=machine.device)
+
+    def step() -> Tensor:
+        seed.add_(golden)
+        packed = torch.empty(codec.layout(TensorMeta.of(x)).nbytes, dtype=torch.uint8, device=x.device)  # type: ignore[union-attr]
+        codec.pack(x, packed, seed)
+        return unpacked_by(codec, packed, x)
+
+    side = machine.side_stream()
+    machine.meet(machine.current, side)
+    with machine.computing_on(side):
+        for _ in range(2):
+            step()
+        graph = make_graphed_callable(step, side)
+        results = []
+        for drawn in (True, False):
+            seed.zero_()
+            results.append([])
+            for _ in range(DRAWS):
+                if drawn:
+                    graph.launch()
+                results[-1].append((graph.result if drawn else step()).cpu())
+    machine.finish()
+    replayed, eager = results
+    assert all(torch.equal(one, two) for one, two in zip(replayed, eager, strict=True))
+    assert all(not torch.equal(one, two) for one, two in itertools.pairwise(replayed))
+    error = (torch.stack(replayed).double().mean(0) - x.cpu().double()).abs().mean()
+    bound = codec.error_bound(TensorMeta.of(x), float(x.abs().max()))
+    assert float(error) < bound / DRAWS**0.5
+
+
+#: All of them.
+CODEC_SCENARIOS: list[Scenario] = [
+    packing_has_the_bits_that_it_has_on_a_cpu,
+    compiled_kernels_have_the_bits_of_the_reference,
+    packing_on_side_streams_is_exact,
+    what_is_rounded_on_side_streams_is_what_was_packed,
+    a_verdict_travels_and_what_is_refused_stays,
+    a_captured_pack_draws_anew_on_each_replay,
+]
