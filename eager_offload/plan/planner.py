@@ -18,6 +18,7 @@ from eager_offload.plan.plan import Plan
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.ranks import Limits, agreed, are_several, model_text
 from eager_offload.plan.revise import TracedSolver
+from eager_offload.plan.solve import EQUAL
 
 __all__ = ["here", "plan"]
 
@@ -200,9 +201,10 @@ def _solved(problem: Problem, machine: Machine, budget: int, policy: str) -> tup
         problem, found = solved
         storages, over = problem.program.storages, max(found.peak_bytes - budget, 0)
         moved = [storages[number] for number, moves in enumerate(found.moves) if moves]
+        seconds = round(found.step_seconds / (problem.compute_seconds * EQUAL or 1.0))
         if policy == "free":
-            return over, -sum(one.nbytes for one in moved), found.step_seconds
-        return over, found.step_seconds, sum(one.moved_bytes for one in moved)
+            return over, -sum(one.nbytes for one in moved), seconds
+        return over, seconds, sum(one.moved_bytes for one in moved)
 
     problems = [problem]
     if problem.packs and policy != "max":

@@ -7,7 +7,8 @@ all of the time, moves most without a wait: walking through backward, a storage 
 and through forward it does if those before it leave room in the window (``paced``). Were the link faster by some
 factor, the pace, more would move: by that one number decisions go from what the link hides to everything. What else
 is larger by the pace (the windows, the way back) makes several families of decisions (``WAYS``), and in each the
-least pace that fits a budget is found by bisection. The best of those are made better: what fits beside is kept, the
+least pace that fits a budget is found by bisection. Where there are few storages all decisions are asked for; else
+the best of those are made better: what fits beside is kept, the
 newest first, which backward asks for before it could have been away; and storages are exchanged, singly and in pairs,
 from there and from decisions a few storages beside it. Of two that take as long the one that moves less is better.
 
@@ -30,7 +31,7 @@ from eager_offload.plan.paced import WAYS, Way, least_pace, of_all_paces
 from eager_offload.plan.predict import Moves, Prediction, Problem
 from eager_offload.plan.recompute import Candidate, Recomputing, Shape
 
-__all__ = ["Decision", "Solver"]
+__all__ = ["EQUAL", "Decision", "Solver"]
 
 #: Single storages that are tried in vain before no more are kept.
 _TRIES = 16
@@ -41,7 +42,7 @@ _STARTS = 6
 #: How often a search goes on from beside the best that it has found.
 _KICKS = 200
 #: Of a step's time, what is no difference.
-_EQUAL = 1e-9
+EQUAL = 1e-9
 #: How many modules are computed again: numbers that are tried at first, and how many of the best are gone on with.
 _SAMPLES, _BEST_AGAIN = 8, 2
 #: How numbers of modules are compared: by these families, and that closely.
@@ -93,7 +94,7 @@ class Solver:
         def cost(decision: Decision) -> _Cost:
             found = decision.prediction
             # Times that differ by less than that are the same time.
-            seconds = round(found.step_seconds / (self.problem.compute_seconds * _EQUAL or 1.0))
+            seconds = round(found.step_seconds / (self.problem.compute_seconds * EQUAL or 1.0))
             return _Cost(max(found.peak_bytes - budget, 0), seconds, found.moved_bytes)
 
         if budget < self.least.prediction.peak_bytes:
@@ -111,7 +112,7 @@ class Solver:
             slowdown: which part of a step's compute it may wait.
         """
         nothing = self._decision((False,) * (self._count + len(self._calls))).prediction.step_seconds
-        most = max(nothing, self.problem.compute_seconds * (1 + slowdown)) * (1 + _EQUAL)
+        most = max(nothing, self.problem.compute_seconds * (1 + slowdown)) * (1 + EQUAL)
 
         def cost(decision: Decision) -> _Cost:
             found = decision.prediction
@@ -273,9 +274,12 @@ class Solver:
         return best
 
     def _best_of(self, starts: Iterable[Decision], cost: Callable[[Decision], _Cost]) -> Decision:
-        """What comes of the best of ``starts`` within the work that a search may take."""
+        """What comes of the best of ``starts`` within the work that a search may take; of few decisions the best."""
         count = self._count + len(self._calls)
-        end = self._asked + max(_WORK // max(count, 1) ** 3, _LEAST_WORK)
+        work = max(_WORK // max(count, 1) ** 3, _LEAST_WORK)
+        if 2**count <= work:
+            return min(map(self._decision, itertools.product((False, True), repeat=count)), key=cost)
+        end = self._asked + work
         best = min([self._refined(start, cost, end) for start in sorted(starts, key=cost)], key=cost)
         chance = random.Random(count)  # the same for the same problem
         for _ in range(_KICKS if count > 2 else 0):

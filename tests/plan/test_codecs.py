@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    def __init__(self, count: int = 4) -> None:
+    def __init__(self, count: int = 2) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(count))
         self.last = nn.Linear(32, 8)
@@ -143,7 +143,7 @@ def test_a_codec_that_takes_longer_than_the_link_saves_packs_nothing_but_where_a
     assert codecs(plan) == set()
     assert plan.step_seconds < most.step_seconds
     free = eo.plan(model, x, device=IDLE, policy="free", config=config)
-    assert free.step_seconds == pytest.approx(free.compute_seconds)
+    assert free.step_seconds == pytest.approx(free.compute_seconds, rel=1e-3)
     assert free.moved_bytes > 0
 
 

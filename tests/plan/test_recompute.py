@@ -96,7 +96,8 @@ def assert_near_the_best(problem: Problem) -> None:
         found = solver.within(budget).prediction
         best = min(one.step_seconds for one in every if one.peak_bytes <= budget)
         assert found.peak_bytes <= budget
-        assert found.step_seconds <= 1.02 * best
+        is_small = len(problem.program.storages) <= 5  # then all decisions are looked at
+        assert found.step_seconds <= (1 + 1e-8 if is_small else 1.02) * best
 
 
 @settings(max_examples=20, derandomize=True, deadline=None, database=None)
