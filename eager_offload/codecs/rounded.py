@@ -245,9 +245,9 @@ def _restore(numbers: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
 
 def _step(amax: float, most: tuple[int, int], least: int) -> float:
     """The scale of a block with ``amax`` in it: as ``_codes``, without a tensor, since each unpack asks."""
-    (word,) = struct.unpack("=i", struct.pack("=f", amax))
+    word: int = struct.unpack("=i", struct.pack("=f", amax))[0]
     exponent = word >> 23 & 255
-    return 2.0 ** (max(exponent - most[0] + ((word & _MANTISSA) > most[1]), least) - _ONE)
+    return float(2.0 ** (max(exponent - most[0] + ((word & _MANTISSA) > most[1]), least) - _ONE))
 
 
 def _uniform(like: Tensor, seed: Tensor) -> Tensor:

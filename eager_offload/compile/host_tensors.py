@@ -25,7 +25,7 @@ from eager_offload import active
 from eager_offload._torch import own, owned_by
 from eager_offload.codecs import Gather
 from eager_offload.engine.offloader import DeviceOffloader
-from eager_offload.engine.transfer import BytesRecord, State, Transfer
+from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
 from eager_offload.errors import CapacityError, OffloadError
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
 from eager_offload.stats import Counters, KeepReason
@@ -309,7 +309,7 @@ def reload(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
                 "reload was called before the offload was waited for: put eager_offload::wait_tensor between "
                 "eager_offload::offload(..., wait=False) and the reload of its result"
             )
-        if stands_for.record.state is not State.KEPT:
+        if stands_for.record.state is not KEPT:
             stands_for.record.ask(resident=False)
         if (observer := offloader.accounts.observer) is not None:
             observer.graph_reloads(offloader)

@@ -31,7 +31,7 @@ from eager_offload.eager.following import resident
 from eager_offload.eager.handles import KeptTensor, Returned, SavedStorage, SavedView
 from eager_offload.eager.ownership import own_until_taken
 from eager_offload.eager.warm_ups import late_releases, mismatch, said, slots_of
-from eager_offload.engine.transfer import State
+from eager_offload.engine.transfer import AWAY, LEAVING, WAITING
 from eager_offload.errors import CaptureStateError, OffloadError
 from eager_offload.learning import Forward, Lessons
 from eager_offload.runtime.accelerator import AcceleratorRuntime
@@ -72,7 +72,7 @@ class CapturedStorage(SavedStorage):
         self.origin, self.root = weak_storage(storage), weakref.ref(root_of(tensor))
         self.aliases, self.reload, self.returned, self.given = [], None, None, ()
         self.coding = self.packed = None
-        self.state = State.WAITING
+        self.state = WAITING
         #: The thread's autograd sequence number, at the last save before the copy started and when that was, then with
         #: the version.
         self.packed_at = autograd_sequence()
@@ -217,7 +217,7 @@ class CapturedRun:
             storage = CapturedStorage(tensor, number, self._forward)
             self._storages[number] = weakref.ref(storage)
         view = SavedView(storage, tensor, 0, self._forward, number, cast(Any, self))
-        if storage.state is State.AWAY:
+        if storage.state is AWAY:
             view.forget_bytes()
         else:
             storage.aliases.append(view.alias)
@@ -228,7 +228,7 @@ class CapturedRun:
         storage = self._storages[save.owner]()
         if storage is None or storage.origin() is not tensor.untyped_storage():
             self._differ(f"save {number}", f"the storage of save {save.owner}", "another one")
-        if storage.state is State.WAITING:
+        if storage.state is WAITING:
             storage.packed_at = max(storage.packed_at, autograd_sequence())
         elif not (
             tensor.requires_grad
@@ -242,7 +242,7 @@ class CapturedRun:
         """Starts the copies whose turn it is; ``sequence`` is ``None`` where every operator has run."""
         while self._due:
             storage = self._storages[self._due[0]]()
-            if storage is not None and storage.state is State.WAITING:
+            if storage is not None and storage.state is WAITING:
                 if sequence is not None and storage.packed_at >= sequence:
                     break
                 self._start(storage, sequence)
@@ -255,7 +255,7 @@ class CapturedRun:
         computed, source = self._runtime.record(self._stream), storage.source_bytes()
         event = self._runtime.copy_in_capture(self._slot(number), source, self._out, [computed])
         self._leaving[number] = _Leaving(source, event)
-        storage.state, storage.started_in = State.LEAVING, (sequence, version_of(storage.aliases[0]))
+        storage.state, storage.started_in = LEAVING, (sequence, version_of(storage.aliases[0]))
         self._has_left = True
 
     def _slot(self, number: int) -> Tensor:
@@ -271,7 +271,7 @@ class CapturedRun:
             storage = self._storages[number]()
             if number in self._leaving:
                 self._release(number)
-            elif storage is not None and storage.state is State.WAITING:
+            elif storage is not None and storage.state is WAITING:
                 self._going.append(number)
 
     def _release(self, number: int) -> None:
@@ -279,7 +279,7 @@ class CapturedRun:
         source = self._leaving.pop(number)
         self._runtime.wait(self._stream, source.event)
         if (storage := self._storages[number]()) is not None:
-            storage.state = State.AWAY
+            storage.state = AWAY
             storage.release_source()
 
     def _release_all(self) -> None:
@@ -357,7 +357,7 @@ class CapturedRun:
     def _expect(self, number: int) -> None:
         """The storage of save ``number`` is asked for soon."""
         storage = self._storages[number]()
-        if storage is None or storage.state is not State.AWAY:
+        if storage is None or storage.state is not AWAY:
             return
         if storage.reload is not None or storage.origin() is not None:
             return

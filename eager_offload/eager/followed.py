@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Hashable
 
 import torch
@@ -13,7 +12,7 @@ from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import Keeper, Reload, SavedStorage, StorageRecord
 from eager_offload.eager.plans import KnownPlan
 from eager_offload.engine.offloader import DeviceOffloader
-from eager_offload.engine.transfer import COUNTED, CountedBytes, State, Transfer
+from eager_offload.engine.transfer import AWAY, COUNTED, KEPT, WAITING, CountedBytes, Transfer
 from eager_offload.errors import OffloadError
 from eager_offload.learning import Forward
 from eager_offload.runtime.base import ALIGNMENT, Stream
@@ -68,10 +67,10 @@ class FollowedStorage(SavedStorage, CountedBytes):
         return saves
 
     def stay(self, reason: KeepReason) -> None:
-        if self.state is State.WAITING:
+        if self.state is WAITING:
             self.saves.offloader.resident_bytes -= self.footprint.nbytes
             self.run.waiting_bytes -= self.footprint.nbytes
-        if self.state is not State.KEPT:
+        if self.state is not KEPT:
             self.run.kept_bytes += self.device_bytes
         super().stay(reason)
 
@@ -95,7 +94,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
             self.reload = Reload(self.source_bytes(), back)
         self.arrive()
         if not (self.is_gone or self.asked):
-            run.unasked[self.counters] += self.logical_bytes
+            run.unasked[self.counters] = run.unasked.get(self.counters, 0) + self.logical_bytes
         self.packed = None
         self.release_source()
 
@@ -103,11 +102,11 @@ class FollowedStorage(SavedStorage, CountedBytes):
         """It is asked for the last time, or taken over by the engine: the run's record counts it no more."""
         run = self.run
         run.autograd_bytes -= self.autograd_bytes
-        if self.state is State.KEPT:
+        if self.state is KEPT:
             run.kept_bytes -= self.device_bytes
-        elif self.state is State.WAITING:
+        elif self.state is WAITING:
             run.waiting_bytes -= self.footprint.nbytes
-        elif self.state is State.AWAY and not self.asked:
+        elif self.state is AWAY and not self.asked:
             run.unasked[self.counters] -= self.logical_bytes
         if self.reload is not None:
             run.returning.pop(self.reload.transfer, None)
@@ -170,7 +169,7 @@ class RunRecord(FinalizerRecord[object]):
     kept_bytes: int
     waiting_bytes: int
     #: Bytes that have left and were not asked for, by where they are counted.
-    unasked: Counter[Counters]
+    unasked: dict[Counters, int]
     #: Copies back that the device's bytes are held for.
     returning: dict[Transfer, None]
 
@@ -199,4 +198,4 @@ class RunRecord(FinalizerRecord[object]):
             for transfer in self.returning:
                 offloader.release(transfer)
         self.waiting_bytes = self.autograd_bytes = self.kept_bytes = 0
-        self.returning, self.unasked = {}, Counter()
+        self.returning, self.unasked = {}, {}

@@ -17,7 +17,7 @@ up but asked each time, here as there: versions, the autograd sequence number, w
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -33,11 +33,11 @@ from eager_offload.eager.followed import FollowedStorage, RunRecord
 from eager_offload.eager.handles import Keeper, KeptTensor, Reload, Returned, SavedView, what_stays_of
 from eager_offload.eager.packing import let_go, packed, unpacked, unpacked_at_once
 from eager_offload.eager.plans import KnownPlan, Staying, StepPlans, Turn
-from eager_offload.engine.transfer import State, Transfer
+from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
 from eager_offload.errors import OffloadError
 from eager_offload.learning import Forward, Lessons
 from eager_offload.marks import Mark
-from eager_offload.runtime.base import Layout
+from eager_offload.runtime.base import Event, Layout
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import is_parameter, root_of
 from eager_offload.stats import KeepReason
@@ -71,7 +71,9 @@ class Adopter(Keeper, Protocol):
 
 #: Types of which a plan is followed.
 _PLAIN = frozenset({Tensor, Parameter})
-_PARAMETER = KeepReason.PARAMETER  # to ask the class for its member takes longer than to compare
+# To ask the class for its member takes longer than to compare.
+_PARAMETER, _NEWEST = KeepReason.PARAMETER, KeepReason.NEWEST
+_DECIDE, _SHARE = Fate.DECIDE, Fate.SHARE
 
 
 def _no_storage() -> None:
@@ -100,7 +102,7 @@ def _is_like(tensor: Tensor, staying: Staying) -> bool:
 def resident(view: SavedView, storage: Any) -> Tensor | None:
     """The tensor, if its bytes are on the device: not gone yet, kept alive by another owner, or back already."""
     original = None if view.original is None else view.original()
-    if storage.state is not State.AWAY and storage.packed is None:
+    if storage.state is not AWAY and storage.packed is None:
         return view.alias.detach() if original is None else original
     nbytes = storage.footprint.nbytes
     found = storage.origin()
@@ -181,7 +183,7 @@ class Run:
         record.saves, record.counters = weakref.ref(keeper), self._offloader.accounts.counters
         record.known, record.slots = known, slots
         record.autograd_bytes = record.kept_bytes = record.waiting_bytes = 0
-        record.unasked, record.returning, record.is_spoiled = Counter(), {}, False
+        record.unasked, record.returning, record.is_spoiled = {}, {}, False
         self._offloader.records.add(record)
 
     @property
@@ -284,7 +286,7 @@ class Run:
     def _pack(self, tensor: Tensor, number: int, save: Save) -> KeptTensor | SavedView | str | None:
         """The handle of save ``number``, ``None`` where it is decided anew, or what differs."""
         fate, kind = save.fate, type(tensor)
-        if fate is Fate.DECIDE:
+        if fate is _DECIDE:
             return None
         if (staying := self._staying[number]) is not None:
             if not _is_like(tensor, staying):
@@ -312,7 +314,7 @@ class Run:
             return "marks"
         if not address or address % tensor.itemsize or tensor.layout is not torch.strided:
             return "layout"
-        if fate is Fate.SHARE:
+        if fate is _SHARE:
             return self._share(tensor, storage, number, save)
         if storage.nbytes() != save.storage_nbytes or tensor.device != offloader.device:
             return "size"
@@ -328,7 +330,7 @@ class Run:
         if number in self.known.shared:
             followed.root = weakref.ref(root_of(tensor))
         counters, record = offloader.accounts.counters, self.record
-        followed.save(counters, save.nbytes, KeepReason.NEWEST, save.storage_nbytes, save.autograd_bytes)
+        followed.save(counters, save.nbytes, _NEWEST, save.storage_nbytes, save.autograd_bytes)
         record.autograd_bytes += save.autograd_bytes
         record.waiting_bytes += save.storage_nbytes
         self._storages[number] = weakref.ref(followed)
@@ -350,16 +352,16 @@ class Run:
         if followed.coding is not None and tensor.dtype is not followed.coding.meta.dtype:
             return "share"
         sequence, state = autograd_sequence(), followed.state
-        if state is State.WAITING:
+        if state is WAITING:
             followed.packed_at = max(followed.packed_at, sequence)
-        elif (state is not State.KEPT or followed.packed is not None) and not (
+        elif (state is not KEPT or followed.packed is not None) and not (
             tensor.requires_grad
             and followed.started == (self.queue, sequence, version_of(tensor))
             and followed.root() is root_of(tensor)
         ):
             return "share"
         counters = self._offloader.accounts.counters
-        if state is State.KEPT:
+        if state is KEPT:
             counters.kept(followed.kept, save.nbytes)
         else:
             counters.shared(save.nbytes)
@@ -370,7 +372,7 @@ class Run:
     def _view(self, storage: FollowedStorage, tensor: Tensor, number: int) -> SavedView:
         view = SavedView(storage, tensor, 0, self.forward, number, self)
         self.views.append(weakref.ref(view))
-        if storage.state is State.AWAY or storage.packed is not None:
+        if storage.state is AWAY or storage.packed is not None:
             view.forget_bytes()
         else:
             storage.aliases.append(view.alias)
@@ -412,9 +414,10 @@ class Run:
             Whether the window is full, so that the rest can only start when there is room.
         """
         offloader, due = self._offloader, self._due
+        computed: Event = None  # stands behind what computes all that starts here: one for all of it
         while due:
             storage = self._storages[due[0]]()
-            if storage is not None and storage.state is State.WAITING:
+            if storage is not None and storage.state is WAITING:
                 nbytes = storage.moved
                 if sequence is not None and storage.packed_at >= sequence:
                     return False
@@ -422,11 +425,13 @@ class Run:
                     offloader.poll()
                     if not offloader.has_room(nbytes):
                         return True
-                self._start(storage, sequence)
+                if computed is None:
+                    computed = offloader.runtime.record(self.stream)
+                self._start(storage, sequence, computed)
             due.popleft()
         return False
 
-    def _start(self, storage: FollowedStorage, sequence: int | None) -> None:
+    def _start(self, storage: FollowedStorage, sequence: int | None, computed: Event) -> None:
         source = storage.aliases[0].untyped_storage()
         if source.nbytes() < storage.footprint.nbytes:
             storage.stay(KeepReason.LAYOUT)  # resized since it was saved
@@ -441,19 +446,19 @@ class Run:
         storage.started = (self.queue, sequence, version_of(storage.aliases[0]))
         storage.slot = slot
         if (coding := storage.coding) is not None:
-            self._start_packed(storage, slot, coding)
+            self._start_packed(storage, slot, coding, computed)
         else:
-            self._start_as_it_is(storage, slot)
+            self._start_as_it_is(storage, slot, computed)
 
-    def _start_as_it_is(self, storage: FollowedStorage, slot: Slot) -> None:
+    def _start_as_it_is(self, storage: FollowedStorage, slot: Slot, computed: Event) -> None:
         source = storage.aliases[0].untyped_storage()
         transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage, source)
         self.record.waiting_bytes -= storage.footprint.nbytes
         whole = source if self._offloader.runtime.copies_storages else storage.source_bytes()
-        self._offloader.offload(whole, slot, self.stream, transfer)
+        self._offloader.offload(whole, slot, self.stream, transfer, computed=computed)
 
-    def _start_packed(self, storage: FollowedStorage, slot: Slot, coding: Coding) -> None:
-        """Starts the copy of a storage that a codec packs."""
+    def _start_packed(self, storage: FollowedStorage, slot: Slot, coding: Coding, computed: Event) -> None:
+        """Starts the copy of a storage that a codec packs: which is computed after ``computed``."""
         offloader = self._offloader
         found = packed(offloader, storage, coding)
         if found is None:
@@ -467,7 +472,7 @@ class Run:
                 if storage.slot is None:
                     storage.stay(KeepReason.BUDGET)
                 else:
-                    self._start_as_it_is(storage, storage.slot)
+                    self._start_as_it_is(storage, storage.slot, computed)
                 return
             found = found._replace(holds=None)
         transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage)
@@ -595,15 +600,15 @@ class Run:
     def _settle(self, storage: FollowedStorage, *, resident: bool, last: bool) -> None:
         """Settles what became of a storage that is asked for, the first time; ``last``: autograd lets go of it now."""
         record = self.record
-        if storage.state is State.LEAVING and self._offloader.runtime.holds_copies_back:
+        if storage.state is LEAVING and self._offloader.runtime.holds_copies_back:
             leaving = self._offloader.copy_out_of(storage)
             if leaving is not None and self._offloader.cancel(leaving):
                 storage.slot = None
                 storage.stay(KeepReason.NEWEST)
-        if storage.state is State.WAITING:  # backward has come to it, so that to move it now would be in vain
+        if storage.state is WAITING:  # backward has come to it, so that to move it now would be in vain
             storage.stay(KeepReason.NEWEST)
-        elif storage.state is not State.KEPT and not storage.asked:
-            if storage.state is State.AWAY:
+        elif storage.state is not KEPT and not storage.asked:
+            if storage.state is AWAY:
                 record.unasked[storage.counters] -= storage.logical_bytes
             storage.ask(resident=resident)
         if last:
@@ -611,7 +616,7 @@ class Run:
             live.without_offload -= storage.autograd_bytes
             record.autograd_bytes -= storage.autograd_bytes
             storage.autograd_bytes = 0
-            if storage.state is State.KEPT:
+            if storage.state is KEPT:
                 live.kept -= storage.device_bytes
                 record.kept_bytes -= storage.device_bytes
                 storage.device_bytes = 0
@@ -619,7 +624,7 @@ class Run:
     def _expect(self, storage: FollowedStorage) -> None:
         """It is asked for soon."""
         storage.expected = True
-        if storage.state is not State.AWAY or storage.reload is not None or storage.origin() is not None:
+        if storage.state is not AWAY or storage.reload is not None or storage.origin() is not None:
             return
         if storage.returned is None or storage.returned.storage() is None:
             self._bring(storage, "prefetch")

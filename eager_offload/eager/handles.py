@@ -25,7 +25,7 @@ from torch import Tensor
 from eager_offload._torch import detached, neg_view, version_of, weak_storage
 from eager_offload.eager.coding import Coding
 from eager_offload.engine.offloader import DeviceOffloader
-from eager_offload.engine.transfer import BytesRecord, State, Transfer
+from eager_offload.engine.transfer import WAITING, BytesRecord, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.learning import Forward
 from eager_offload.runtime.base import ALIGNMENT, Layout, Stream
@@ -378,7 +378,7 @@ class SavedView:
 
     def forget_kind(self) -> None:
         """Nothing may round it, in this step or in a later one: who reads it is not to be learnt."""
-        if self.storage.record.state is State.WAITING:
+        if self.storage.record.state is WAITING:
             self.storage.be_exact()
         self.forward.notes.kinds.pop(self.number, None)
 

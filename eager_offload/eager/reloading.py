@@ -12,7 +12,7 @@ from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedVie
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.packing import unpacked, unpacked_at_once
 from eager_offload.eager.plans import StepPlans
-from eager_offload.engine.transfer import State, Transfer
+from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.runtime.base import Stream
 from eager_offload.schedule import Plan, PrefetchOrder
 from eager_offload.stats import KeepReason
@@ -126,12 +126,12 @@ class Reloading:
         record = saved.record
         if record.leaving is not None and self._offloader.cancel(record.leaving):
             self._offloading.stay_after_all(saved)
-        if record.state is State.WAITING:  # backward has come to it, so that to move it now would be in vain
+        if record.state is WAITING:  # backward has come to it, so that to move it now would be in vain
             self._offloading.stay(saved, KeepReason.NEWEST)
             if record.queue is not None:
                 record.queue.discard(record.key)
                 record.queue = None
-        elif record.state is not State.KEPT:
+        elif record.state is not KEPT:
             record.ask(resident=resident)
 
     def _expect(self, view: SavedView, stream: Stream) -> None:
@@ -145,7 +145,7 @@ class Reloading:
         """The tensor, if its bytes are on the device: not gone yet, kept alive by another owner, or back already."""
         saved = view.storage
         original = None if view.original is None else view.original()
-        is_away = saved.record.state is State.AWAY
+        is_away = saved.record.state is AWAY
         if not is_away and saved.packed is None:
             return view.alias.detach() if original is None else original
         storage, first_byte, nbytes = saved.origin(), saved.footprint.start, saved.footprint.nbytes
@@ -175,7 +175,7 @@ class Reloading:
 
         saved = view.storage
         if saved.forward is view.forward:
-            kept = saved.record.kept if saved.record.state is State.KEPT else None
+            kept = saved.record.kept if saved.record.state is KEPT else None
             keep = self.order.holds(saved.record.key)
             recorder.asked(view.number, saved.number, named(plan.bring), named(plan.drop), keep, kept)
 
@@ -186,7 +186,7 @@ class Reloading:
                 self.drop(self._offloading.storage(key))
         for key in plan.bring:
             saved = self._offloading.storage(key)
-            if saved is None or saved.record.state is not State.AWAY or saved.reload is not None:
+            if saved is None or saved.record.state is not AWAY or saved.reload is not None:
                 continue
             if saved.origin() is not None or (saved.returned is not None and saved.returned.storage() is not None):
                 continue
@@ -212,9 +212,7 @@ class Reloading:
     def _bring(self, saved: SavedStorage, stream: Stream, what: str) -> Reload:
         """Starts a reload into a new target that belongs to ``stream``."""
         assert saved.slot is not None
-        assert saved.record.state is State.AWAY, (
-            "the host knows that the bytes have arrived: no stream has to wait for that"
-        )
+        assert saved.record.state is AWAY, "the host knows that the bytes have arrived: no stream has to wait for that"
         layout, key = saved.target_layout, saved.record.key
         target, transfer = self._offloader.reload(saved.slot, layout, stream, what, key=key)
         return Reload(target, transfer, saved.coding is not None)

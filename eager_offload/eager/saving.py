@@ -31,7 +31,7 @@ from eager_offload.eager.ownership import own_until_taken
 from eager_offload.eager.plans import KnownPlan, Recording, StepPlans, Turn
 from eager_offload.eager.reloading import Reloading
 from eager_offload.engine.offloader import DeviceOffloader
-from eager_offload.engine.transfer import State, Transfer
+from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.errors import OffloadError, PrecisionError
 from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Kind, Lessons, Link
 from eager_offload.marks import Mark
@@ -227,7 +227,7 @@ class SavedTensors:
                 return None
             if self._may_share(whole, tensor, queue, packed_at, forward):
                 return self._share(whole, tensor, forward)
-            if whole.record.state is State.WAITING or footprint(tensor, storage.nbytes()).whole:
+            if whole.record.state is WAITING or footprint(tensor, storage.nbytes()).whole:
                 return None
             saved = self._save(tensor, queue, packed_at, forward, None)  # a small part would hold all that has left
             return saved if isinstance(saved, SavedView) else None
@@ -390,14 +390,14 @@ class SavedTensors:
         not require grad may be filled yet, so it postpones the copy; only the thread that counts the sequence numbers
         can do that. A storage that stays serves everyone.
         """
-        if saved.record.state is State.KEPT:
+        if saved.record.state is KEPT:
             return saved.packed is None
         may_round = saved.coding is not None and saved.coding.may_round
         if may_round and not (saved.forward is forward and forward.expects(saved.first, kind_of(tensor))):
-            if saved.record.state is not State.WAITING:
+            if saved.record.state is not WAITING:
                 return False
             saved.be_exact()
-        if saved.record.state is not State.WAITING:
+        if saved.record.state is not WAITING:
             started = saved.started
             return (
                 tensor.requires_grad
@@ -413,7 +413,7 @@ class SavedTensors:
 
     def _share(self, saved: SavedStorage, tensor: Tensor, forward: Forward) -> SavedView:
         counters, record, nbytes = self._accounts.counters, saved.record, tensor.nbytes
-        if record.state is State.KEPT:
+        if record.state is KEPT:
             counters.kept(record.kept, nbytes)
         else:
             counters.shared(nbytes)
@@ -449,7 +449,7 @@ class SavedTensors:
         record.position, record.saves = position, self._weak
         self.offloader.records.add(record)
         forward.has_handle(number, position)
-        if saved.record.state is State.AWAY or saved.packed is not None:
+        if saved.record.state is AWAY or saved.packed is not None:
             view.forget_bytes()
         else:
             saved.aliases.append(view.alias)
@@ -500,7 +500,7 @@ class SavedTensors:
         assert coding.kind is not None, "it rounds"
         with self.offloader.lock:
             counted = saved.record if view.run is None else cast(FollowedStorage, saved)
-            if counted.state is State.WAITING or (counted.state is State.KEPT and saved.packed is None):
+            if counted.state is WAITING or (counted.state is KEPT and saved.packed is None):
                 return  # nothing has rounded it, and from here on it stays
             self._exact_kinds.add(coding.kind)
             self.plans.forget_all()
@@ -531,7 +531,7 @@ class SavedTensors:
             del self._names[record.name]
         if record.queue is not None:
             nbytes = record.queue.discard(record.key)
-            if record.state is State.WAITING:
+            if record.state is WAITING:
                 self.offloader.resident_bytes -= nbytes
         if record.leaving is not None and self.offloader.cancel(record.leaving):
             record.stay(KeepReason.NEWEST)
@@ -656,7 +656,7 @@ class SavedTensors:
         record, queue = saved.record, run.queue
         self._offloading.storages[record.key] = self._names[name] = record
         self.offloader.records.add(record)
-        if record.state is State.WAITING:
+        if record.state is WAITING:
             queue.push(record.key, saved.footprint.nbytes, followed.packed_at)
             record.queue = queue
         return saved

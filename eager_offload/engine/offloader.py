@@ -243,6 +243,7 @@ class DeviceOffloader:
         at_once: bool = False,
         keepalive: object = None,
         key: int | None = None,
+        computed: Event = None,
     ) -> None:
         """Has ``source`` copied into ``slot``, as it is after what ``stream`` has to do so far.
 
@@ -254,10 +255,11 @@ class DeviceOffloader:
             at_once: whether the copy is waited for soon; else see [Note: copies that are held back].
             keepalive: what ``source`` is computed from, which is held until ``stream`` has got so far.
             key: of the saved storage, for traces.
+            computed: an event that stands behind what computes ``source``, where there is one already.
         """
         counters, record = transfer.counters, transfer.record
         assert record is not None
-        computed = self.runtime.record(stream)
+        computed = self.runtime.record(stream) if computed is None else computed
         if keepalive is not None and not self.runtime.query(computed):
             self.runtime.keep_until(computed, keepalive)
         record.leave()
@@ -310,12 +312,13 @@ class DeviceOffloader:
 
     def _start(self, transfer: Transfer, source: Any, slot: Slot, computed: Event, key: int | None) -> None:
         """Gives the transfer stream a copy out; the arguments are those of ``_HeldBack``."""
-        runtime, after = self.runtime, [computed]
+        runtime = self.runtime
+        after: tuple[Event, ...] = (computed,)
         for fence in slot.record.fences:
             # The disk tier serves several runtimes. For the use that another one made of a slot there is nothing to
             # wait for: its thread holds the slot while it reads or writes it, so that it is given anew only afterwards.
             if fence.runtime is runtime and not runtime.query(fence.event):
-                after.append(fence.event)
+                after = (*after, fence.event)
         try:
             self._enqueue(self._out, transfer, slot, source, slot, self._stream_out, "offload", after, key)
         except OffloadError as error:
@@ -590,9 +593,8 @@ class DeviceOffloader:
 
     def finish(self, transfer: Transfer, failure: OffloadError | None) -> None:
         """A copy out is over, or whatever writes over its source comes after it: that may go, if nothing failed."""
-        if transfer not in self._out:
+        if self._out.pop(transfer, self) is self:
             return
-        del self._out[transfer]
         failure = replaced(transfer) or failure
         counters, carried, record = transfer.counters, transfer.slot.carried, transfer.record
         assert record is not None

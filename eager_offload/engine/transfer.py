@@ -16,7 +16,7 @@ from eager_offload.stats import Counters, KeepReason
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = ["COUNTED", "BytesRecord", "CountedBytes", "State", "Transfer"]
+__all__ = ["AWAY", "COUNTED", "KEPT", "LEAVING", "WAITING", "BytesRecord", "CountedBytes", "State", "Transfer"]
 
 T = TypeVar("T")
 
@@ -46,6 +46,11 @@ class State(Enum):
     """The bytes rest in a tier, and the source was released."""
     KEPT = auto()
     """They could not leave (or must not) and stay, for the reason that was counted."""
+
+
+#: The same, each by its name: before Python 3.12, to ask the class for a member takes as long as some calls of
+#: functions, and each saved tensor is asked about a dozen times.
+WAITING, LEAVING, AWAY, KEPT = State
 
 
 class CountedBytes:
@@ -90,7 +95,7 @@ class CountedBytes:
         live.without_offload += self.autograd_bytes
         if live.without_offload > counters.without_offload_bytes_peak:
             counters.without_offload_bytes_peak = live.without_offload
-        self.state, self.shared_bytes, self.asked, self.is_gone = State.WAITING, 0, False, False
+        self.state, self.shared_bytes, self.asked, self.is_gone = WAITING, 0, False, False
         counters.kept(reason, nbytes)
 
     def keep_beside(self, nbytes: int) -> None:
@@ -106,14 +111,14 @@ class CountedBytes:
         counters.kept_bytes[self.kept] -= self.logical_bytes
         counters.offloaded_bytes += self.logical_bytes
         counters.offloaded_tensors += 1
-        self.state = State.LEAVING
+        self.state = LEAVING
 
     def stay(self, reason: KeepReason) -> None:
         """The bytes have not left, or did not arrive, and stay, and with them every save that shares them."""
         counters, nbytes = self.counters, self.logical_bytes
-        if self.state is not State.KEPT and not self.is_gone:
+        if self.state is not KEPT and not self.is_gone:
             counters.live.kept += self.device_bytes
-        if self.state is State.WAITING:
+        if self.state is WAITING:
             counters.kept_bytes[self.kept] -= nbytes
         else:
             counters.offloaded_bytes -= nbytes
@@ -122,11 +127,11 @@ class CountedBytes:
                 counters.forwarded_bytes -= nbytes
         counters.kept_bytes[reason] += nbytes + self.shared_bytes
         counters.shared_bytes -= self.shared_bytes
-        self.state, self.kept = State.KEPT, reason
+        self.state, self.kept = KEPT, reason
 
     def arrive(self) -> None:
         """The bytes rest in a tier."""
-        self.state = State.AWAY
+        self.state = AWAY
         if self.is_gone and not self.asked:
             self.counters.released_bytes += self.logical_bytes
 
@@ -157,8 +162,8 @@ class BytesRecord(FinalizerRecord[T], CountedBytes):
         self.is_gone = True
         live = self.counters.live
         live.without_offload -= self.autograd_bytes + self.beside_bytes
-        live.kept -= self.beside_bytes + (self.device_bytes if self.state is State.KEPT else 0)
-        if self.state is State.AWAY and not self.asked:
+        live.kept -= self.beside_bytes + (self.device_bytes if self.state is KEPT else 0)
+        if self.state is AWAY and not self.asked:
             self.counters.released_bytes += self.logical_bytes
 
 

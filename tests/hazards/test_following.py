@@ -80,6 +80,37 @@ def test_h54_how_soon_a_step_is_followed(policy: bool | str, followed: int, back
     assert_moved(assert_settled(offload))
 
 
+def test_h54_copies_that_start_together_share_an_event(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes both sources stands before the one save at which both start; of a driver each event is a call."""
+
+    def step(around: AbstractContextManager[Any]) -> list[Tensor]:
+        x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        with around:
+            loss = ((x * 2) * (w * 3)).exp().sum()  # both factors are saved, then the power is, and they may leave
+        loss.backward()
+        assert x.grad is not None
+        assert w.grad is not None
+        return [x.grad, w.grad]
+
+    offload = backend.offload(step_plans=True)
+    for _ in range(2):
+        step(Settled(offload))
+    runtime, events = offloader_of(offload).runtime, list[object]()
+    copy = runtime.copy
+
+    def noted(dst: Any, src: Any, stream: Any, after: Sequence[Any] = ()) -> Any:
+        if not isinstance(dst, Tensor):
+            events.append(after[0])
+        return copy(dst, src, stream, after)
+
+    monkeypatch.setattr(runtime, "copy", noted)
+    assert_identical(step(nullcontext()), step(Settled(offload)))
+    assert len(events) >= 2
+    assert events[0] is events[1]
+    assert_moved(assert_settled(offload))
+    assert offload.stats().followed_forwards == 2
+
+
 def test_h54_one_forward_in_sixteen_is_decided_anew(backend: Backend) -> None:
     offload = backend.offload(step_plans=True)
     for seed in range(40):
