@@ -32,7 +32,7 @@ from eager_offload._torch import OpOverload
 from eager_offload.codecs.policy import NORMS
 from eager_offload.compile.graphs import tensor_of
 
-__all__ = ["Consumers", "is_made_by_a_norm"]
+__all__ = ["Consumers", "may_be_rounded"]
 
 
 class _Operators(NamedTuple):
@@ -148,9 +148,13 @@ class Consumers:
         return _AGAIN[whole] or ""
 
 
-def is_made_by_a_norm(node: Node) -> bool:
-    """Whether ``node`` is a part of a norm: its statistics may be."""
-    return _traced_for(node) in _NORMS
+def may_be_rounded(maker: Node, readers: frozenset[str]) -> bool:
+    """Whether what ``maker`` has made may be, as far as it itself goes.
+
+    What a norm has made for its own backward may be its statistics. So may what a partitioner has forward compute of
+    the backward, since it is smaller than what it is computed from.
+    """
+    return _is_forward(maker) and not (readers & NORMS and _traced_for(maker) in _NORMS)
 
 
 def _is_forward(node: Node) -> bool:

@@ -14,10 +14,9 @@ from torch.fx import Graph, Node
 
 from eager_offload._torch import is_plain_fake
 from eager_offload.codecs import Codec, CodecPolicy, Gather
-from eager_offload.codecs.policy import NORMS
 from eager_offload.compile.aim import Aim, aim_of
 from eager_offload.compile.coding import codec_for
-from eager_offload.compile.consumers import Consumers, is_made_by_a_norm
+from eager_offload.compile.consumers import Consumers, may_be_rounded
 from eager_offload.compile.decide import Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
 from eager_offload.compile.graphs import (
     counted_from_the_beginning,
@@ -238,8 +237,7 @@ def choose_among(
             groups = _whole_groups(members, [*members, *sharing[key]])
         elif reason is None:
             groups = _groups(members, sharing[key])
-        of_norm = bool(sharing[key]) and is_made_by_a_norm(sharing[key][0])
-        groups = [_coded(group, config.codec_policy, _readers(group, saved, of_norm=of_norm)) for group in groups]
+        groups = [_coded(group, config.codec_policy, _readers(group, saved, sharing[key][0])) for group in groups]
         is_firm = wish in (Wish.MOVE, Wish.MOVE_IF_LARGE)
         (firm if is_firm else free).extend(groups)
         moving = {node for group in groups for node in group.members}
@@ -386,15 +384,11 @@ def _travels_alone(value: Tensor) -> bool:
     )
 
 
-def _readers(group: Group, saved: Mapping[Node, Saved], *, of_norm: bool) -> frozenset[str]:
-    """All that read any of ``group``; empty where it has to be exact.
-
-    Args:
-        of_norm: whether a norm has made it: then it may be its statistics.
-    """
+def _readers(group: Group, saved: Mapping[Node, Saved], maker: Node) -> frozenset[str]:
+    """All that read any of ``group``, whose storage ``maker`` has made; empty where it has to be exact."""
     each = [saved[node].readers for node in group.members]
     readers = frozenset[str]().union(*each)
-    if not all(each) or (of_norm and readers & NORMS):
+    if not all(each) or not may_be_rounded(maker, readers):
         return frozenset()
     # What else there is, and was not saved, would have a part in the scales.
     most = hint(group.base.meta["val"].numel())

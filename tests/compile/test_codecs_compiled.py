@@ -12,7 +12,10 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +23,13 @@ from torch.utils.checkpoint import checkpoint
 import eager_offload as eo
 from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, TensorMeta
 from eager_offload.codecs.seeds import Seeds
-from eager_offload.compile import boundary_of, choose_joint, insert_asynchronous, insert_synchronous_joint, ops
+from eager_offload.compile import (
+    boundary_of,
+    choose_joint,
+    insert_asynchronous,
+    insert_synchronous_joint,
+    ops,
+)
 from eager_offload.compile.coding import codec_for, insert_pack, insert_unpack
 from eager_offload.compile.revision import _sources
 from eager_offload.tiers.disk import DiskSlot
@@ -213,7 +222,7 @@ def compiled_gradients(
     program: Callable[..., Tensor],
     *inputs: Tensor,
     codec: eo.CodecPolicy | str,
-    backend: str = "aot_eager",
+    backend: Any = "aot_eager",
     count: int = 1,
 ) -> tuple[list[list[Tensor]], eo.OffloadStats]:
     """Those of so many runs of what was compiled once, and what the ``Offload`` around them did."""
@@ -391,6 +400,26 @@ def test_what_is_rounded_follows_from_all_that_read_it(case: str) -> None:
     assert set(stats.coded_bytes) == expected
     exact = gradients_of(program, nullcontext(), *inputs)
     assert all(map(same_bits, found, exact)) == (not expected)
+
+
+def test_statistics_are_exact_where_a_partitioner_has_forward_divide_them() -> None:
+    """It saves what backward alone needs of them, if that is as small."""
+
+    def program(x: Tensor, weight: Tensor) -> Tensor:
+        hidden = F.layer_norm(x.cumsum(-1) @ weight + x, (WIDTH,))
+        return F.layer_norm(F.gelu(hidden @ weight) + hidden, (WIDTH,)) @ weight
+
+    def nothing(module: torch.fx.GraphModule, inputs: Sequence[object]) -> Any:
+        return make_boxed_func(module.forward)
+
+    decomposing = aot_autograd(
+        fw_compiler=nothing,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    inputs = (numbers(ROWS, WIDTH), numbers(WIDTH, WIDTH))
+    _, stats = compiled_gradients(program, *inputs, codec="bf16", backend=decomposing)
+    assert stats.coded_bytes["bf16"] % (ROWS * WIDTH * 4) == 0
 
 
 # -- hazards ----------------------------------------------------------------------------------------------------------
