@@ -197,11 +197,17 @@ def test_steps_behind_a_token_bucket_are_compared_with_the_floor_of_their_round(
     arguments = ["--heads", "2", "--batch", "2", "--quick", "--ratios", "0.5,2"]
     content = measured("cpu_floor", tmp_path, *TINY_MODEL, *arguments)
     steps, floors = content["samples"]["steps"], content["samples"]["floors"]
-    assert len({step["gradients_hash"] for step in steps}) == 1
-    assert [one["ratio"] for one in floors] == [0.5, 2.0]
+    assert len({step["gradients_hash"] for step in steps if step["codec"] == "identity"}) == 1
+    assert [(one["ratio"], one["codec"]) for one in floors] == [(0.5, "identity"), (0.5, "bf16"), (2.0, "identity")]
+    rounded = [step for step in steps if step["codec"] == "bf16"]
+    assert all(step["coded_bytes"] > 0 for step in rounded)
+    assert rounded[0]["bytes_out"] < steps[-1]["bytes_out"]
     assert all(step["bytes_out"] > 0 for step in steps if step["ratio"] is not None)
     assert all(one["floor_seconds"] > 0 for one in floors)
-    assert {"0.5 x free: step over floor", "2 x free: step over floor"} <= {one["what"] for one in content["limits"]}
+    ways = ("0.5 x free", "0.5 x free, bf16", "2 x free")
+    assert {f"{way}: step over floor" for way in ways} <= {one["what"] for one in content["limits"]}
+        one["what"] for one in content["limits"]
+    }
 
 
 def test_the_disk_tier_is_compared_with_dd_in_turn_on_the_same_file(tmp_path: Path) -> None:

@@ -113,6 +113,26 @@ def test_what_is_given_back_is_not() -> None:
     assert mutants("self._lock.release()\nself._permits.release()\nslots.append(slot)\nitems.append(1)\n") == []
 
 
+def test_a_check_of_codecs_and_kernels_is_met_condition_by_condition() -> None:
+    text = """
+if a or b:
+    raise KernelError(c)
+if d:
+    return None
+if e:
+    f()
+fits = g
+return (h == 0) & (i == 0)
+return j and k
+"""
+    sites = find_in(text, "eager_offload/codecs/exact.py")
+    assert {site.kind for site in sites} == {"check"}
+    assert [text.encode()[site.start : site.stop].decode() for site in sites] == [
+        *("a", "b", "d", "g", "h == 0", "i == 0", "j", "k")
+    ]
+    assert find_in(text, "module.py") == []
+
+
 def test_text_before_a_site_may_hold_any_characters() -> None:
     text = 'message = "größer — ∞"; runtime.wait(stream, event)\n'
     assert mutants(text) == ['message = "größer — ∞"; (lambda *_, **__: None)(stream, event)\n']

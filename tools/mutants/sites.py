@@ -8,6 +8,7 @@
     fence      last uses that a slot carries    one is left out
     release    something is given back          it is not
     guard      a step is compared with its plan it is taken to be alike
+    check      codecs and kernels look at values, arguments and hardware: one condition is taken to be met
 
 Call sites are changed, never what they call: a function with three callers has three sites.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 
 __all__ = ["KINDS", "STALE", "Site", "find", "mutate"]
 
-KINDS = ("record", "wait", "after", "keepalive", "version", "fence", "release", "guard")
+KINDS = ("record", "wait", "after", "keepalive", "version", "fence", "release", "guard", "check")
 
 _RECORDS = {"record", "record_event"}
 _WAITS = {
@@ -52,6 +53,15 @@ _RELEASES = {
 #: Where each condition under which a function says what differs is a guard: it returns a text, ``False`` for what has
 #: to wait, or calls ``miss``.
 _GUARDED = "eager_offload/eager/following.py"
+#: Where what refuses, raises or says whether something may be is a check.
+_CHECKED = (
+    "eager_offload/codecs/",
+    "eager_offload/eager/coding.py",
+    "eager_offload/eager/packing.py",
+    "eager_offload/kernels/",
+)
+#: What a codec calls its verdict.
+_VERDICT = "fits"
 #: Queues in which records of what has died land.
 _QUEUES = {"_ended", "_kept", "_orphans", "finalized", "leases", "returned", "slots"}
 #: What else has a method of such a name, and is about threads rather than bytes.
@@ -122,7 +132,7 @@ def mutate(text: str, site: Site) -> str:
 class _Finder(ast.NodeVisitor):
     def __init__(self, text: str, path: str) -> None:
         self.sites: list[Site] = []
-        self._path = path
+        self._path, self._is_checked = path, path.startswith(_CHECKED)
         self._raw = text.encode()
         self._line_starts = [0]
         for line in self._raw.splitlines(keepends=True):
@@ -177,6 +187,14 @@ class _Finder(ast.NodeVisitor):
             self._leave_out("fence", node, node.value)
         elif isinstance(target, ast.Name) and target.id == "keepalive" and isinstance(node.value, ast.IfExp):
             self._leave_out("keepalive", node, node.value.orelse)
+        elif isinstance(target, ast.Name) and target.id == _VERDICT and self._is_checked:
+            self._take_out("check", node, node.value, "True")
+        self.generic_visit(node)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        if self._is_checked:
+            for condition in _all_of(node.value):
+                self._take_out("check", node, condition, "True", self._text(condition))
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -186,11 +204,10 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
-        test = node.test
-        if self._path == _GUARDED and _says_what_differs(node.body):
-            is_any = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or)
-            for condition in test.values if is_any and isinstance(test, ast.BoolOp) else [test]:
-                self._take_out("guard", test, condition, "False", self._text(condition))
+        is_guard = self._path == _GUARDED and _says_what_differs(node.body)
+        if is_guard or (self._is_checked and _refuses(node.body)):
+            for condition in _any_of(node.test):
+                self._take_out("guard" if is_guard else "check", node.test, condition, "False", self._text(condition))
         self.generic_visit(node)
 
     # -- what becomes of it ---------------------------------------------------------------------------------------
@@ -246,6 +263,28 @@ def _argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
 def _keyword(call: ast.Call, name: str) -> ast.expr | None:
     """An argument by its name."""
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+
+
+def _any_of(test: ast.expr) -> list[ast.expr]:
+    """The conditions each of which does."""
+    return test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else [test]
+
+
+def _all_of(value: ast.expr | None) -> list[ast.expr]:
+    """The conditions all of which have to be met, where ``value`` is a verdict; none where it is anything else."""
+    if isinstance(value, ast.BoolOp) and isinstance(value.op, ast.And):
+        return value.values
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.BitAnd) and isinstance(value.left, ast.Compare):
+        return [value.left, value.right]
+    return []
+
+
+def _refuses(body: list[ast.stmt]) -> bool:
+    """Whether statements end with an error, or with the answer that something is not so, or is not there."""
+    last = body[-1]
+    if isinstance(last, ast.Return):
+        return last.value is None or (isinstance(last.value, ast.Constant) and last.value.value in (None, False))
+    return isinstance(last, ast.Raise)
 
 
 def _says_what_differs(body: list[ast.stmt]) -> bool:

@@ -52,12 +52,21 @@ _DISK = [
 _FIRST: dict[str, list[str]] = {
     "": [],
     "compile": ["tests/compile/test_order.py", "tests/compile/test_backend.py"],
+    "codecs": ["tests/codecs/test_exact.py", "tests/codecs/test_rounded.py", "tests/codecs/test_policy.py"],
+    "codecs/policy": ["tests/codecs/test_policy.py", "tests/codecs/test_rounding.py"],
     "compile/host_tensors": ["tests/compile/test_transfers.py", "tests/compile/test_operations.py"],
     "engine": [
         "tests/hazards/test_interrupted_copies.py",
         "tests/hazards/test_copies.py",
         "tests/compile/test_transfers.py",
         "tests/compile/test_operations.py",
+    ],
+    "eager/coding": ["tests/codecs/test_saved_tensors.py", "tests/codecs/test_rounding.py"],
+    "eager/packing": [
+        "tests/codecs/test_saved_tensors.py",
+        "tests/codecs/test_rounding.py",
+        "tests/hazards/test_streams.py",
+        "tests/hazards/test_out_of_memory.py",
     ],
     "eager/follow": ["tests/hazards/test_following.py", "tests/hazards/test_out_of_memory.py"],
     "eager/handles": ["tests/hazards/test_versions.py", "tests/hazards/test_lifetime.py"],
@@ -76,6 +85,12 @@ _FIRST: dict[str, list[str]] = {
     ],
     "eager/ownership": ["tests/hazards/test_gradients_that_are_saved.py"],
     "eager/subclasses": ["tests/hazards/test_subclass_versions.py", "tests/hazards/test_subclasses.py"],
+    "kernels": [
+        "tests/kernels/test_signature.py",
+        "tests/kernels/test_staging_tree.py",
+        "tests/kernels/test_kernels.py",
+        "tests/kernels/test_pallas.py",
+    ],
     "step_plan": ["tests/test_step_plans.py", "tests/hazards/test_following.py"],
     "learning": ["tests/test_learning.py", "tests/test_learned_steps.py"],
     "observe/doctor": ["tests/observe/test_doctor_accelerator.py"],
@@ -128,6 +143,7 @@ _FIRST: dict[str, list[str]] = {
 _ON_THE_DEVICE = (
     "eager/follow",
     "eager/offloading",
+    "eager/packing",
     "eager/reloading",
     "eager/saving",
     "observe/doctor",
@@ -149,7 +165,10 @@ _DEVICE = [
 ]
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
+    "codecs",
     "compile",
+    "eager/coding",
+    "kernels",
     "observe/doctor",
     "observe/timestamps",
     "runtime/device_clock",
