@@ -278,7 +278,8 @@ class Solver:
         count = self._count + len(self._calls)
         work = max(_WORK // max(count, 1) ** 3, _LEAST_WORK)
         if 2**count <= work:
-            return min(map(self._decision, itertools.product((False, True), repeat=count)), key=cost)
+            every = itertools.product((False, True), repeat=count)
+            return min((self._decision(flags[::-1]) for flags in every), key=cost)  # of equal ones, the oldest move
         end = self._asked + work
         best = min([self._refined(start, cost, end) for start in sorted(starts, key=cost)], key=cost)
         chance = random.Random(count)  # the same for the same problem
