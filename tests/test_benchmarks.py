@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.sampled(2, of="benchmarks")]
 
 pytest.importorskip("rich", reason="the demo's extra is not installed")
 

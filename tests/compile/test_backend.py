@@ -100,6 +100,7 @@ def test_an_equal_context_serves_the_backend(plain: list[Tensor], offload: eo.Of
     assert offload.stats(synchronize=True).compiled_regions == 1
 
 
+@pytest.mark.long
 def test_the_backend_has_a_name_that_needs_no_import(tmp_path: Path) -> None:
     """As pip writes it: the metadata that the project's own file describes, on the path of a process of its own."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

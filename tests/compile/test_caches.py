@@ -132,6 +132,7 @@ for place in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_a_changed_source_is_another_revision_in_a_folder_and_in_an_archive(tmp_path: Path) -> None:
     package = Path(eo.__file__).parent
 

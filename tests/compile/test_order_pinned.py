@@ -95,6 +95,7 @@ def inputs_like(graph: Graph) -> list[Tensor]:
     return [torch.randn(value.numel()).as_strided(value.size(), value.stride()) for value in values]
 
 
+@pytest.mark.long
 def test_pins_hold_transfers_where_they_were_put(monkeypatch: pytest.MonkeyPatch) -> None:
     told = compiled_step(monkeypatch, pinned=True, prefetch_bytes=3 * NBYTES)
     forward, backward = told.found

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("other devices")
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("other devices")]
 
 ROOT = Path(__file__).parents[2]
 

@@ -300,12 +300,12 @@ def no_finalizer_fails() -> Iterator[None]:
 @pytest.mark.parametrize("kind", [DiskBackend, SimulatedBackend])
 def test_h10_h39_an_interrupt_at_any_point_is_harmless(kind: type[Backend]) -> None:
     with kind() as backend, no_finalizer_fails():
-        run_all(backend, stride=20)
+        run_all(backend, stride=40)
         backend.assert_nothing_is_held()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "stride"), [(DiskBackend, 5), (SimulatedBackend, 5), (RecordedBackend, 7)])
+@pytest.mark.parametrize(("kind", "stride"), [(DiskBackend, 9), (SimulatedBackend, 9), (RecordedBackend, 11)])
 def test_h10_an_interrupt_at_more_of_all_points_is_harmless(kind: type[Backend], stride: int) -> None:
     with kind() as backend, no_finalizer_fails():
         run_all(backend, stride)

@@ -119,8 +119,6 @@ for name, program, kill in PROGRAMS:
         print(json.dumps([name, error, complaints.read()]), flush=True)
 """
 
-BACKENDS = ["disk", "simulated"]
-
 
 class Life(NamedTuple):
     """A program for a process, and how it ends: by itself, or by a signal once it is ready."""
@@ -305,7 +303,8 @@ QUIET = {*WITH_COPIES_IN_FLIGHT, "with offloads that nobody closed"}
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     ("backend", "name"),
-    [(backend, name) for backend in BACKENDS for name in LIVES if backend == "disk" or name not in FOR_THE_DISK],
+    [("disk", name) for name in LIVES]
+    + [pytest.param("simulated", name, marks=pytest.mark.long) for name in LIVES if name not in FOR_THE_DISK],
 )
 def test_h28_a_process_ends_well_and_leaves_no_file(backend: str, name: str) -> None:
     ended = ends(backend)[name]

@@ -142,6 +142,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_a_plan_of_the_right_times_and_peak_is_not_made_anew(half: eo.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     device, made = Remembering(half), solved(monkeypatch)
     device.train(34)
@@ -152,6 +153,7 @@ def test_a_plan_of_the_right_times_and_peak_is_not_made_anew(half: eo.Plan, monk
     device.offload.close()
 
 
+@pytest.mark.long
 def test_where_nothing_takes_less_training_goes_on(half: eo.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = wide()
     plan = eo.plan(model, x, device=MACHINE, device_budget=half.least_budget, config=CONFIG)

@@ -40,7 +40,7 @@ def plan_for(machine: Machine, budget: int, policy: str = "least") -> eo.Plan:
     return eo.plan(*wide(), device=machine, device_budget=budget, policy=policy, config=CONFIG)
 
 
-@pytest.mark.sampled(3, quick=True)
+@pytest.mark.sampled(5, quick=True)
 @pytest.mark.parametrize(
     ("policy", "real"),
     [
@@ -109,6 +109,7 @@ class UsedMoreBefore(Remembering):
         return DeviceMemory(super().memory(device).used, 1 << 40)
 
 
+@pytest.mark.long
 def test_a_peak_below_the_users_record_is_seen_too(half: eo.Plan) -> None:
     others = (half.device_budget - half.least_budget) // 2
     device = UsedMoreBefore(half, others)
@@ -126,6 +127,7 @@ def test_a_peak_below_the_users_record_is_seen_too(half: eo.Plan) -> None:
     device.offload.close()
 
 
+@pytest.mark.long
 def test_below_the_users_record_a_plan_that_is_right_is_not_made_anew(
     half: eo.Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

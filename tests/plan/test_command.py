@@ -36,6 +36,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_a_model_of_8b_on_meta_is_planned_in_a_fresh_process(tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     device = ("--device", "h200", "--budget", "32GiB")

@@ -190,6 +190,7 @@ def plan() -> eo.Plan:
     return eo.plan(model, x, device=FAR, device_budget=budget, recompute=True, config=CONFIG)
 
 
+@pytest.mark.long
 def test_what_is_computed_again_takes_less_time_than_moving_it(plan: eo.Plan) -> None:
     model, x = wide()
     moving = eo.plan(model, x, device=FAR, device_budget=plan.device_budget, config=CONFIG)

@@ -243,7 +243,7 @@ def explore(
     print(seen.counts)
     # Keeping everything would pass any test of equality: all ways that a saved tensor can take were taken. The rare
     # ones take more programs than a short run has.
-    many = seen.counts["programs"] >= 400
+    many = seen.counts["programs"] >= 200
     for way in COMMON_WAYS + RARE_WAYS if many else COMMON_WAYS:
         assert seen.counts[way] > 0, f"no program led to: {way}"
 
@@ -276,12 +276,12 @@ def test_random_programs_are_exact_and_in_order_on_simulated_streams() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)  # a minute on a quiet machine
+@pytest.mark.timeout(1800)  # half a minute on a quiet machine
 def test_many_random_programs_are_exact_on_the_cpu_device() -> None:
-    explore(DiskBackend, ["disk", "disk", "host"], st.just({}), 400, seconds=10)
+    explore(DiskBackend, ["disk", "disk", "host"], st.just({}), 200, seconds=5)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)  # a minute on a quiet machine
+@pytest.mark.timeout(1800)  # half a minute on a quiet machine
 def test_many_random_programs_are_exact_and_in_order_on_simulated_streams() -> None:
-    explore(Simulated, ["host", "host", "disk"], RATES, 400, seconds=10)
+    explore(Simulated, ["host", "host", "disk"], RATES, 200, seconds=5)
