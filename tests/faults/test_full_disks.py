@@ -182,6 +182,7 @@ print("exact")
 """
 
 
+@pytest.mark.long
 def test_h27_a_limit_on_the_size_of_files_is_room_that_is_not_there(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,56 +13,36 @@ from tests.compiler_caches import NO_GRAPHS
 from tests.integrations.accelerate_ranks import RANKS, SCENARIOS
 from tests.ranks.launch import started
 
-LONG = [
-    "ddp",
-    "ddp-compiled",
-    "ddp-regions",
-    "fsdp2-checkpointing",
-    "fsdp2-compiled",
-    "fsdp2-fails",
-    "fsdp2-parameters-on-cpu",
-    "fsdp2-regions",
-]
-SHORT = [scenario for scenario in SCENARIOS if scenario not in LONG]
+pytestmark = pytest.mark.long
 
 Facts = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs scenarios in one pair of ranks, which pay for their imports once; gives each rank's facts.
-
-    Or what the ranks said when they failed: that is kept too, and no test launches them again.
-    """
-
-    @cache
-    def run(*scenarios: str) -> list[Facts] | str:
-        folder = tmp_path_factory.mktemp("ranks")
-        command = [sys.executable, "-m", "tests.integrations.accelerate_ranks", str(folder), *scenarios]
-        with started(command, **NO_GRAPHS) as ranks:
-            try:
-                reported = ranks.communicate(timeout=280)[0]
-            except subprocess.TimeoutExpired:
-                return "the ranks took too long and were ended"
-        if ranks.returncode:
-            return reported[-3000:]
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
-
-    return run
+def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Facts] | str:
+    """Each rank's facts of all scenarios, which run in one pair of ranks; or what the ranks said when they failed."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.integrations.accelerate_ranks", str(folder), *SCENARIOS]
+    with started(command, **NO_GRAPHS) as ranks:
+        try:
+            reported = ranks.communicate(timeout=280)[0]
+        except subprocess.TimeoutExpired:
+            return "the ranks took too long and were ended"
+    if ranks.returncode:
+        return reported[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 @pytest.fixture
-def ranks(run: Any, request: pytest.FixtureRequest, scenario: str) -> list[dict[str, Any]]:
+def ranks(ended: list[Facts] | str, scenario: str) -> list[dict[str, Any]]:
     """The facts of ``scenario``, a dict for each rank."""
-    ended = run(*(LONG if scenario in LONG else SHORT))
     assert isinstance(ended, list), ended
     return [facts[scenario] for facts in ended]
 
 
 def all_of(*prefixes: str, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    names = [name for name in SCENARIOS if name.startswith(prefixes) and not name.endswith(but)]
     return pytest.mark.parametrize(
-        "scenario", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in names]
+        "scenario", [name for name in SCENARIOS if name.startswith(prefixes) and not name.endswith(but)]
     )
 
 

@@ -42,6 +42,7 @@ def nothing_is_kept() -> Any:
     assert kept_count() == 0
 
 
+@pytest.mark.long
 def test_what_inductor_compiles_has_the_bits_of_the_reference() -> None:
     kernel = int8_blocks(len(BLOCKS))
     expected = as_torch_kernel(kernel, "torch")(BLOCKS)
