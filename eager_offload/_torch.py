@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -665,9 +665,8 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Whether autograd takes ``tensor`` to be a view of another one."""
-    return tensor._is_view()
+#: Whether autograd takes a tensor to be a view of another one.
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 
 
 #: The attribute of a storage that holds what it owns.

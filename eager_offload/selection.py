@@ -132,7 +132,7 @@ def is_parameter(tensor: Tensor) -> bool:
     requires grad is held by the graph itself. ``nn.Linear`` saves ``weight.t()``, a plain view, and under autocast the
     view of a cast; autocast caches casts of exactly the leaves that require grad.
     """
-    root = root_of(tensor)
+    root = root_of(tensor) if is_view(tensor) else tensor
     if type(root) is not Tensor and isinstance(root, Parameter):
         return True
     if not root.requires_grad:

@@ -47,6 +47,10 @@ class KeepReason(StrEnum):
     """Its copy failed, or there was no memory on its device to gather its elements in before they leave."""
 
 
+#: To ask the class for its member takes longer than to compare.
+_SMALL = KeepReason.SMALL
+
+
 @dataclass(frozen=True)
 class PlanOutcome:
     """What a computed plan has predicted, and what came of it; sizes in bytes, times in seconds."""
@@ -270,7 +274,7 @@ class Counters:
         self.saved_tensors += 1
         self.saved_bytes += nbytes
         self.kept_bytes[reason] += nbytes
-        if nbytes > self.small_bytes_largest and reason is KeepReason.SMALL:  # the cheaper question first
+        if nbytes > self.small_bytes_largest and reason is _SMALL:  # the cheaper question first
             self.small_bytes_largest = nbytes
 
     def kept_as_planned(self, tensors: int, parameter_bytes: int, small_bytes: int, largest_small: int) -> None:

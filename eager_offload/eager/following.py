@@ -418,9 +418,9 @@ class Run:
         while due:
             storage = self._storages[due[0]]()
             if storage is not None and storage.state is WAITING:
-                nbytes = storage.moved
                 if sequence is not None and storage.packed_at >= sequence:
                     return False
+                nbytes = storage.footprint.nbytes if storage.coding is None else storage.moved
                 if not offloader.has_room(nbytes):
                     offloader.poll()
                     if not offloader.has_room(nbytes):
@@ -436,7 +436,7 @@ class Run:
         if source.nbytes() < storage.footprint.nbytes:
             storage.stay(KeepReason.LAYOUT)  # resized since it was saved
             return
-        if marks.any_marks():
+        if marks.standing and marks.any_marks():
             if marks.mark_of(source) is Mark.KEEP:
                 storage.stay(KeepReason.MARKED)
                 return
@@ -600,17 +600,12 @@ class Run:
     def _settle(self, storage: FollowedStorage, *, resident: bool, last: bool) -> None:
         """Settles what became of a storage that is asked for, the first time; ``last``: autograd lets go of it now."""
         record = self.record
-        if storage.state is LEAVING and self._offloader.runtime.holds_copies_back:
-            leaving = self._offloader.copy_out_of(storage)
-            if leaving is not None and self._offloader.cancel(leaving):
-                storage.slot = None
-                storage.stay(KeepReason.NEWEST)
-        if storage.state is WAITING:  # backward has come to it, so that to move it now would be in vain
-            storage.stay(KeepReason.NEWEST)
-        elif storage.state is not KEPT and not storage.asked:
-            if storage.state is AWAY:
+        if storage.state is AWAY:
+            if not storage.asked:
                 record.unasked[storage.counters] -= storage.logical_bytes
-            storage.ask(resident=resident)
+                storage.ask(resident=resident)
+        else:
+            self._settle_present(storage)
         if last:
             live = record.counters.live
             live.without_offload -= storage.autograd_bytes
@@ -620,6 +615,18 @@ class Run:
                 live.kept -= storage.device_bytes
                 record.kept_bytes -= storage.device_bytes
                 storage.device_bytes = 0
+
+    def _settle_present(self, storage: FollowedStorage) -> None:
+        """The same of a storage whose source is held."""
+        if storage.state is LEAVING and self._offloader.runtime.holds_copies_back:
+            leaving = self._offloader.copy_out_of(storage)
+            if leaving is not None and self._offloader.cancel(leaving):
+                storage.slot = None
+                storage.stay(_NEWEST)
+        if storage.state is WAITING:  # backward has come to it, so that to move it now would be in vain
+            storage.stay(_NEWEST)
+        elif storage.state is LEAVING and not storage.asked:
+            storage.ask(resident=True)
 
     def _expect(self, storage: FollowedStorage) -> None:
         """It is asked for soon."""

@@ -466,13 +466,15 @@ class SavedTensors:
             TransferError, CorruptionError: its bytes did not come back.
             OffloadError: the current stream is being captured.
         """
-        self.offloader.refuse_call("backward asked for a tensor that was offloaded")
+        offloader = self.offloader
+        if offloader.can_capture or offloader.lock._is_owned():  # else nothing is refused
+            offloader.refuse_call("backward asked for a tensor that was offloaded")
         view.check_version()
         if self._rounds:
             self._check_reader(view)
         try:
             if self.budget is not None and view.run is None:
-                with self.offloader.lock:
+                with offloader.lock:
                     if self.budget.note_call():
                         self.budget.look()
             if profiler_is_on():
@@ -483,7 +485,7 @@ class SavedTensors:
         except (OffloadError, torch.OutOfMemoryError, MemoryError):
             raise
         except BaseException:
-            self.offloader.crash()
+            offloader.crash()
             raise
         if view.original is not None and tensor is not view.original():
             own_until_taken(view.storage, tensor)
