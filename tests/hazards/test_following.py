@@ -629,10 +629,11 @@ def test_h54_kinds_of_step_that_begin_alike_and_come_in_no_order_are_seldom_miss
 
 def test_h54_nothing_grows_with_the_steps_that_follow(backend: Backend) -> None:
     offload = backend.offload(step_plans=True)
+    steps = 1_000 if backend.name == "disk" else 120  # the others write a log
     counts, used = [], []
-    for seed in range(120):
+    for seed in range(steps):
         step(Settled(offload), ["exp", "product"], seed)
-        if seed in (60, 119):
+        if seed in (60, steps - 1):
             offload.stats(synchronize=True)
             gc.collect()
             counts.append(len(gc.get_objects()) if backend.name != "simulated" else 0)  # which writes a log
