@@ -206,8 +206,6 @@ def test_steps_behind_a_token_bucket_are_compared_with_the_floor_of_their_round(
     assert all(one["floor_seconds"] > 0 for one in floors)
     ways = ("0.5 x free", "0.5 x free, bf16", "2 x free")
     assert {f"{way}: step over floor" for way in ways} <= {one["what"] for one in content["limits"]}
-        one["what"] for one in content["limits"]
-    }
 
 
 def test_the_disk_tier_is_compared_with_dd_in_turn_on_the_same_file(tmp_path: Path) -> None:
