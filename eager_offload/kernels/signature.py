@@ -39,7 +39,7 @@ class TensorSpec:
             raise KernelError(f"TensorSpec(shape={self.shape}) is not accepted: sizes are whole numbers from 0 on")
         align = self.align or self.dtype.itemsize
         object.__setattr__(self, "align", align)
-        if align < 1 or align & (align - 1):
+        if align & (align - 1):
             raise KernelError(f"TensorSpec(align={align}) is not accepted: it is a power of two, in bytes")
 
     def __str__(self) -> str:

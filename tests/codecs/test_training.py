@@ -72,14 +72,14 @@ def trained(offload: Offload | None, seed: int = 0) -> float:
 
 @pytest.mark.long
 def test_a_small_language_model_comes_to_the_same_loss() -> None:
-    exact, other = trained(None), trained(None, seed=1)
+    exact = trained(None)
     assert exact < 0.75 * math.log(VOCABULARY), "it has learnt something"
     for codec in ("bf16", "int8", "fp8"):
-        offload = Offload(tier="disk", min_bytes=0, keep_last_bytes=0, codec=codec)
+        offload = Offload(tier="host", min_bytes=0, keep_last_bytes=0, codec=codec)
         loss = trained(offload)
         stats = offload.stats(synchronize=True)
         offload.close()
-        assert abs(loss - exact) < 0.003, (codec, loss, exact, f"another seed: {other}")
+        assert abs(loss - exact) < 0.003, (codec, loss, exact, f"another seed: {trained(None, seed=1)}")
         (coded,) = (nbytes for name, nbytes in stats.coded_bytes.items() if codec in name)
         assert coded > 0.4 * stats.offloaded_bytes
         assert sum(stats.packed_bytes.values()) < 0.55 * sum(stats.coded_bytes.values())

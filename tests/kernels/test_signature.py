@@ -148,6 +148,7 @@ def test_an_alias_is_written_where_its_input_is() -> None:
         (lambda: Signature({"x": FLOATS}, (FLOATS,)), "a tuple or a list"),
         (lambda: TensorSpec((-1,), torch.int8), "from 0 on"),
         (lambda: TensorSpec((1,), torch.int8, align=12), "a power of two"),
+        (lambda: TensorSpec((1,), torch.int8, align=-4), "a power of two"),
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {}), "nothing"),
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": scaled, "cuda": scaled}), "'cuda'"),
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": 3}), "cannot be called"),

@@ -109,6 +109,7 @@ def test_a_slot_that_would_be_misaligned_is_told_with_how_far() -> None:
         (lambda: LaunchSpec((6, 1, 1), (1, 1, 1), (4, 1, 1)), "multiple of the cluster's"),
         (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=-1), "not below 0"),
         (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=True), "StagingTree, bytes or None"),
+        (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared="48KiB"), "StagingTree, bytes or None"),
     ],
 )
 def test_what_cannot_be_declared_is_an_error(make: Any, says: str) -> None:
