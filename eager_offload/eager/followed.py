@@ -46,7 +46,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
         self.number, self.footprint, self.stream = number, footprint, stream
         self.origin = weak_storage(storage)
         self.alignment_offset = storage.data_ptr() % ALIGNMENT
-        self.coding, self.packed = coding, None  # what a codec may refuse is decided anew in each step
+        self.coding, self.packed = coding, None
         self.aliases = []
         self.started = None
         self.slot = None

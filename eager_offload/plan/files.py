@@ -239,6 +239,7 @@ def _program(content: Mapping[str, Any]) -> Program:
     for one in storages:
         fits = fits and one.made <= one.saved <= forward <= one.asked < one.dropped <= max(count, one.asked + 1)
         fits = fits and one.made <= one.freed <= one.asked <= count and 0 < one.moved_bytes <= one.nbytes
+        fits = fits and (one.packing is None or one.packing.nbytes == one.moved_bytes)
     arguments = tuple(map(_storage, content["arguments"]))
     fits = fits and all(one.made <= one.freed <= count and one.module < len(modules) for one in arguments)
     calls = tuple(_call(*one) for one in content["calls"])
