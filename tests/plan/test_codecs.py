@@ -85,6 +85,24 @@ def test_lossless_moves_fewer_bytes_from_the_first_step_on_and_changes_no_bit(tm
     offload.close()
 
 
+def test_a_plan_that_is_made_anew_in_training_packs_too(tmp_path: Path) -> None:
+    model, x = blocks()
+    plan = eo.plan(model, x, device=QUICK, policy="max", config={**CONFIG, "codec": "bf16"})
+    offload = eo.Offload(plan=plan, tier="disk", disk_path=tmp_path)
+    for _ in range(17):  # by then it is known that this machine takes other times
+        trained(model, x, offload)
+    before = offload.stats(synchronize=True)
+    trained(model, x, offload)
+    stats, now = offload.stats(synchronize=True), offload.step_plan()
+    offload.close()
+    assert (stats.followed_forwards, stats.plan_misses) == (18, {})
+    assert stats.plan is not None
+    assert stats.plan.predicted_step_seconds != plan.step_seconds
+    assert now is not None
+    assert "bf16" in {save.coded.codec for save in now.saves if save.coded is not None}
+    assert stats.packed_bytes["bf16"] > before.packed_bytes["bf16"] > 0
+
+
 @pytest.mark.parametrize("codec", ["bf16", eo.CodecPolicy().rule("GeluBackward0", BlockInt(8))])
 def test_what_is_rounded_is_what_eager_code_rounds_once_it_has_learnt_who_reads(codec: Any) -> None:
     model, x = blocks()
