@@ -146,6 +146,14 @@ def users_backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     yield from _leaves_nothing(request)
 
 
+@pytest.fixture
+def disk() -> Iterator[DiskBackend]:
+    """Makes offloads to the disk that move everything; nothing may be held in the end."""
+    with DiskBackend() as running:
+        yield running
+        running.assert_nothing_is_held()
+
+
 def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with _BACKENDS[request.param]() as running:
         yield running

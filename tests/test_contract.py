@@ -31,14 +31,6 @@ N = 1 << 14
 NBYTES = 4 * N
 
 
-@pytest.fixture
-def disk() -> Iterator[DiskBackend]:
-    """Makes offloads to the disk that move everything; nothing may be held in the end."""
-    with DiskBackend() as backend:
-        yield backend
-        backend.assert_nothing_is_held()
-
-
 def chain(x: Tensor, depth: int = 4) -> Tensor:
     """Saves ``depth`` activations of ``NBYTES`` bytes each, and nothing else."""
     for _ in range(depth):

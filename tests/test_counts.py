@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,14 +19,6 @@ N = 1 << 14
 NBYTES = 4 * N
 DEPTH = 10
 ALL = DEPTH * NBYTES
-
-
-@pytest.fixture
-def disk() -> Iterator[DiskBackend]:
-    """Makes offloads to the disk that move everything; nothing may be held in the end."""
-    with DiskBackend() as backend:
-        yield backend
-        backend.assert_nothing_is_held()
 
 
 def chain(x: Tensor, depth: int = DEPTH) -> Tensor:

@@ -21,31 +21,8 @@ import eager_offload as eo
 from eager_offload.tiers.disk import DiskTier
 from tests.hazards.backends import DiskBackend, assert_balanced, assert_settled, offloader_of
 from tests.hazards.programs import assert_identical, assert_moved, leaf
+from tests.test_contract import NBYTES, N, chain, gradient
 from tests.tiers.files import Watched
-
-N = 1 << 14
-NBYTES = 4 * N
-
-
-@pytest.fixture
-def disk() -> Iterator[DiskBackend]:
-    """Makes offloads to the disk that move everything; nothing may be held in the end."""
-    with DiskBackend() as backend:
-        yield backend
-        backend.assert_nothing_is_held()
-
-
-def chain(x: Tensor, depth: int = 4) -> Tensor:
-    """Saves ``depth`` activations of ``NBYTES`` bytes each, and nothing else."""
-    for _ in range(depth):
-        x = x.sigmoid()
-    return x.sum()
-
-
-def gradient(x: Tensor, depth: int = 4) -> Tensor:
-    """Of ``chain``, without offload."""
-    return torch.autograd.grad(chain(x, depth), x)[0]
-
 
 # -- errors ---------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,19 +12,12 @@ from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.compile import ops
-from tests.hazards.backends import Backend, DiskBackend, assert_settled, transfer_threads
+from tests.hazards.backends import Backend, assert_settled, transfer_threads
 from tests.hazards.programs import REGIMES, assert_identical, assert_moved, leaf
 from tests.test_transfer_threads import refuse_threads
 
 #: Of one tensor: enough for its pieces to be shared among threads.
 SIDE = 1024
-
-
-@pytest.fixture
-def disk() -> Iterator[Backend]:
-    with DiskBackend() as backend:
-        yield backend
-        backend.assert_nothing_is_held()
 
 
 @pytest.fixture
