@@ -171,10 +171,10 @@ def test_random_functions_are_exact_on_aot_eager() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)  # compiles each function two or three times
 def test_many_random_functions_are_exact_on_aot_eager() -> None:
-    explore("aot_eager", 30, seconds=10)
+    explore("aot_eager", 20, seconds=5)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)  # the C++ compiler takes most of it
 def test_some_random_functions_are_exact_on_inductor() -> None:
-    explore("inductor", 4, seconds=20)
+    explore("inductor", 4, seconds=5)
