@@ -66,28 +66,30 @@ def test_the_first_backward_may_keep_the_graph(backend: str) -> None:
     def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
         x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
         run = compile(deep)
-        results: list[Tensor | None] = []
         with around:
             loss = run(x, weight).sum()
         loss.backward(retain_graph=True)
         with around:
             other = run(x, weight).sum()
         other.backward()
-        return [*results, loss, other, x.grad, weight.grad]
+        return [loss, other, x.grad, weight.grad]
 
     compare(step, backend)
 
 
 @BOTH
-def test_several_graphs_are_differentiated_in_any_order(backend: str) -> None:
+def test_h02_several_graphs_are_differentiated_in_any_order_and_in_the_next_context(backend: str) -> None:
     def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
         x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
         run = compile(deep)
         with around:
             losses = [run(x * scale, weight).sum() for scale in (1, 2, 3)]
             losses[1].backward()
+        with around:
             losses.append(run(x * 4, weight).sum())
-        for which in (0, 3, 2):
+            losses[0].backward()
+            losses.append(run(x * 5, weight).sum())
+        for which in (4, 3, 2):
             losses[which].backward()
         return [*losses, x.grad, weight.grad]
 

@@ -281,24 +281,6 @@ def test_h24_inside_other_hooks_what_the_graph_moves_is_not_theirs(backend: str)
     compare(step, backend)
 
 
-@BOTH
-def test_h02_backward_inside_of_the_next_context(backend: str) -> None:
-    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
-        x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
-        run = compile(deep)
-        with around:
-            first = run(x, weight).sum()
-        with around:
-            second = run(x * 2, weight).sum()
-            first.backward()
-            third = run(x * 3, weight).sum()
-        third.backward()
-        second.backward()
-        return [first, second, third, x.grad, weight.grad]
-
-    compare(step, backend)
-
-
 def test_h25_nothing_grows_over_many_steps() -> None:
     with fresh_compiler():
         run, offload = torch.compile(deep, backend="aot_eager"), eo.Offload(**FIELDS)
