@@ -14,10 +14,12 @@ has no such number, or none that fits, is no consumer: what it reads is exact. S
 Dynamo traces without saying to which half of the graph its backward belongs.
 
 [Note: what is computed again]
-A partitioner saves less than autograd does, and has backward compute again what it left out. Where an operator that is
-computed again hands an error on as it is, or about so, its own rule has to allow rounding, if it saves anything in
-eager code, and so do those of all that read its result. Anything else that is computed again is exact: statistics,
-products, softmax, and what the user's checkpoints have computed again.
+A partitioner saves less than autograd does, and has backward compute again what it left out. A norm behind its
+statistics, GELU and SiLU may be computed again of what was rounded, where their own rules allow to round what they
+read, and the rules of all that read their results allow to round those. Anything else is computed again of exact values:
+statistics, products, softmax, what the user's checkpoints have computed again, and sums and ``mul`` too. Of two large
+numbers a sum may be a small one, and a product with a mask may leave but the small ones of a block: eager code would
+round these, by their own scale.
 """
 
 from __future__ import annotations
@@ -67,15 +69,9 @@ _CONSUMERS: dict[str, _Operators] = {
 }
 #: The operators that save statistics beside what they return.
 _NORMS = frozenset[str]().union(*(_CONSUMERS[name].forward for name in NORMS))
-#: Operators that may be computed again from what was rounded, and whose rule has to allow it, if they have one.
-_AGAIN: dict[str, str | None] = {
-    "aten::add": None,  # of residuals; a difference may be much smaller than what it is of, and its error is not
-    **{name: consumer for consumer in NORMS for name in _CONSUMERS[consumer].forward},
-    **{
-        name: consumer
-        for consumer in ("MulBackward0", "GeluBackward0", "SiluBackward0")
-        for name in _CONSUMERS[consumer].forward
-    },
+#: Operators that may be computed again from what was rounded, and the consumer whose rule has to allow that.
+_AGAIN: dict[str, str] = {
+    name: consumer for consumer in (*NORMS, "GeluBackward0", "SiluBackward0") for name in _CONSUMERS[consumer].forward
 }
 #: What norms consist of behind their statistics.
 _AFFINE = frozenset(("aten::add", "aten::sub", "aten::mul"))
@@ -122,8 +118,7 @@ class Consumers:
             name = self._again(node) if computed_again else self._backward(node)
             if name is None:
                 return frozenset()
-            if name:
-                found.add(name)
+            found.add(name)
             if computed_again:
                 left += node.users
         return frozenset(found)
@@ -139,13 +134,13 @@ class Consumers:
 
     @staticmethod
     def _again(node: Node) -> str | None:
-        """Whose rule has to allow that ``node`` is computed again of what was rounded; empty: nobody's."""
+        """Whose rule has to allow that ``node`` is computed again of what was rounded; ``None``: none can."""
         whole = _traced_for(node)
         if whole not in _AGAIN or node.meta.get("recompute") is not None or tensor_of(node) is None:
             return None
         if whole in _NORMS and _name_of(node.target) not in _AFFINE:
             return None
-        return _AGAIN[whole] or ""
+        return _AGAIN[whole]
 
 
 def may_be_rounded(maker: Node, readers: frozenset[str]) -> bool:

@@ -382,6 +382,8 @@ SHARED: dict[str, tuple[Program, set[str]]] = {
     "a log-softmax": (lambda x, w: torch.log_softmax(x.cumsum(-1), -1) + 1, set()),
     "a loss": (lambda x, w: F.mse_loss(x.cumsum(-1), w), set()),
     "attention": (lambda x, w: F.scaled_dot_product_attention(*(x.cumsum(-1)[None, None] @ w,) * 3), {"int8"}),
+    "a difference": (lambda x, w: (x.cumsum(-1) + -1000.0) * w, set()),
+    "what a mask leaves": (lambda x, w: x.cumsum(-1) * (w > 0) * w, set()),
     "norms of norms": (_normed, {"bf16", "int8"}),
     "a function of the user's": (lambda x, w: _Product.apply(x.cumsum(-1), w), set()),
     "a checkpoint": (_checkpointed, set()),
