@@ -16,10 +16,10 @@ Dynamo traces without saying to which half of the graph its backward belongs.
 [Note: what is computed again]
 A partitioner saves less than autograd does, and has backward compute again what it left out. A norm behind its
 statistics, GELU and SiLU may be computed again of what was rounded, where their own rules allow to round what they
-read, and the rules of all that read their results allow to round those. Anything else is computed again of exact values:
-statistics, products, softmax, what the user's checkpoints have computed again, and sums and ``mul`` too. Of two large
-numbers a sum may be a small one, and a product with a mask may leave but the small ones of a block: eager code would
-round these, by their own scale.
+read, and the rules of all that read their results allow to round those. Anything else is computed again of exact
+values: statistics, products, softmax, what the user's checkpoints have computed again, and sums and ``mul`` too. Of two
+large numbers a sum may be a small one, and a product with a mask may leave but the small ones of a block: eager code
+would round these, by their own scale.
 """
 
 from __future__ import annotations
