@@ -12,7 +12,7 @@ from eager_offload.step_plan import ComputedPlan
 __all__ = ["settings_of", "shown"]
 
 #: The fields that a plan has been made for.
-_PLANNED = ("min_bytes", "max_inflight_bytes", "prefetch_bytes", "skip")
+_PLANNED = ("min_bytes", "max_inflight_bytes", "prefetch_bytes", "keep_last_bytes", "skip")
 
 
 def settings_of(
@@ -33,9 +33,11 @@ def settings_of(
     found = OffloadConfig.from_given(config, fields)
     for name, value in planned.items():
         if (given := getattr(found, name)) != value:
+            # A plan says itself what stays.
+            other = "" if name == "keep_last_bytes" else f", or plan with config={{{name!r}: ...}}"
             raise ConfigError(
                 f"{name}={shown(given)!r} does not go with plan=..., which was made for {name}={shown(value)!r}: "
-                f"leave it out, or plan with config={{{name!r}: ...}}"
+                f"leave it out{other}"
             )
     return found
 

@@ -80,8 +80,8 @@ def plan(
         The plan. Where nothing fits, its ``fits`` is false.
 
     Raises:
-        ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` that matches no module, or
-            ``steps`` that cannot be timed.
+        ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` that matches no module,
+            ``keep_last_bytes`` beside it, or ``steps`` that cannot be timed.
         PlanError: what the model does depends on numbers that nobody has before it runs; the text names the module. An
             error of the model's own comes as it is, with a note that names the module.
     """
@@ -101,6 +101,11 @@ def plan(
             )
         _check_steps(steps, device, recompute=recompute)
         given = OffloadConfig.from_given(config, {})
+        if given.keep_last_bytes != "auto":
+            raise ConfigError(
+                f"keep_last_bytes={given.keep_last_bytes!r} does not go with a plan, which says itself what stays: "
+                "leave it out, give a device_budget, or mark what has to stay with eager_offload.keep"
+            )
         settings = replace(given, device_budget=None, policy="max", max_slowdown=None)
         if host_budget is not None:
             settings = replace(settings, host_budget=parse_size(host_budget, "host_budget"))

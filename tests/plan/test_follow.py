@@ -313,6 +313,7 @@ def test_h54_any_decision_and_any_steps_train_exactly() -> None:
         ({"min_bytes": "2KiB"}, "min_bytes='2KiB' does not go with plan"),
         ({"max_inflight_bytes": 1}, "max_inflight_bytes='1B' does not go with plan"),
         ({"prefetch_bytes": "1GiB"}, "prefetch_bytes='1GiB' does not go with plan"),
+        ({"keep_last_bytes": 0}, "keep_last_bytes='0B' does not go with plan"),
         ({"skip": ["blocks.0"]}, "skip='blocks.0' does not go with plan"),
         ({"config": eo.OffloadConfig()}, "min_bytes='1MiB' does not go with plan"),
         ({"config": {"min_bytes": 1}}, "min_bytes='1B' does not go with plan"),

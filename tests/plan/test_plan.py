@@ -206,6 +206,7 @@ def test_arguments_of_other_kinds_are_errors() -> None:
         ({"device_budget": -1}, "device_budget=-1 is not accepted"),
         ({"device_budget": "much"}, "device_budget='much' is not accepted"),
         ({"optimizer_bytes": -1}, "optimizer_bytes=-1 is not accepted"),
+        ({"config": {"keep_last_bytes": 0}}, "keep_last_bytes=0 does not go with a plan"),
         ({"policy": "most"}, 'policy=\'most\' is not accepted: policy takes "least" or "free" or "max"'),
         ({"config": {"min_byte": 1}}, "unknown field 'min_byte'"),
         ({"config": {"skip": ["head"]}}, "head"),

@@ -436,7 +436,7 @@ def test_a_plan_with_checkpoints_trains_exactly_whatever_it_was_made_for(
     model, x = Other(how), torch.randn(rows, 32)
     expected = gradients(model, x)
     with plan.apply(model.inner):
-        offload = eo.Offload(plan=plan, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
+        offload = eo.Offload(plan=plan, tier="disk", disk_path=tmp_path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for _ in range(5):
