@@ -43,6 +43,11 @@ class Fate(StrEnum):
     """It is decided anew in each step."""
 
 
+# To ask the class for its member takes longer than to compare.
+_KEEP, _SHARE, _OFFLOAD, _DECIDE = Fate
+_NEWEST = KeepReason.NEWEST
+
+
 class Coded(NamedTuple):
     """How a storage travels that a codec packs."""
 
@@ -129,25 +134,23 @@ class StepPlan:
         nbytes: Counter[Fate] = Counter()
         for save in self.saves:
             nbytes[save.fate] += save.nbytes
-        return Totals(
-            sum(nbytes.values()), nbytes[Fate.OFFLOAD], nbytes[Fate.SHARE], nbytes[Fate.KEEP], sum(self.slots)
-        )
+        return Totals(sum(nbytes.values()), nbytes[_OFFLOAD], nbytes[_SHARE], nbytes[_KEEP], sum(self.slots))
 
     @property
     def decided_bytes(self) -> int:
         """Bytes of the saves that are decided anew."""
-        return sum(save.nbytes for save in self.saves if save.fate is Fate.DECIDE)
+        return sum(save.nbytes for save in self.saves if save.fate is _DECIDE)
 
     @property
     def newest_bytes(self) -> int:
         """Bytes of the storages that could leave and stay, since backward asks for them at once."""
-        return sum(save.storage_nbytes for save in self.saves if save.fate is Fate.KEEP and save.owner >= 0)
+        return sum(save.storage_nbytes for save in self.saves if save.fate is _KEEP and save.owner >= 0)
 
     def starts(self) -> tuple[tuple[int, ...], ...]:
         """The saves whose copies start after each save."""
         found: list[list[int]] = [[] for _ in self.saves]
         for number, save in sorted(enumerate(self.saves), key=lambda item: (item[1].start, item[0])):
-            if save.fate is Fate.OFFLOAD and save.start < len(self.saves):
+            if save.fate is _OFFLOAD and save.start < len(self.saves):
                 found[save.start].append(number)
         return tuple(map(tuple, found))
 
@@ -516,7 +519,7 @@ class StepRecorder:
         slots: list[int] = []
         for number, one in enumerate(self._saves):
             save = self._save(number, one, saves, numbers, len(slots))
-            if save.fate is Fate.OFFLOAD:
+            if save.fate is _OFFLOAD:
                 slots.append(save.slot_nbytes)
             if save.owner >= 0:
                 numbers[one.name] = number
@@ -529,52 +532,43 @@ class StepRecorder:
 
     def _save(self, number: int, one: _Recorded, saves: Sequence[Save], numbers: Mapping[int, int], slots: int) -> Save:
         """Save ``number`` as the plan has it; the others are what is known of those before it."""
-        decide = Save(Fate.DECIDE, None, one.nbytes, requires_grad=one.requires_grad)
-        if one.name < 0:
-            if one.reason is None:
-                return decide
-            return dataclasses.replace(decide, fate=Fate.KEEP, reason=one.reason, storage_nbytes=one.storage_nbytes)
-        if one.owner in self._alive and one.storage_nbytes:
-            return dataclasses.replace(
-                decide, fate=Fate.KEEP, reason=KeepReason.ALIVE, storage_nbytes=one.storage_nbytes
-            )
-        if one.owner != one.name:
-            owner = numbers.get(one.owner)
-            if owner is None:
-                return decide
-            return dataclasses.replace(decide, fate=Fate.SHARE, reason=saves[owner].reason, owner=owner)
+        nbytes, grad, whole = one.nbytes, one.requires_grad, one.storage_nbytes
         kept, start = self._kept.get(one.name), self._started.get(one.name)
-        if not one.storage_nbytes or one.name in self._parts or kept not in (None, KeepReason.NEWEST):
-            return decide
-        if one.name not in self._needed:
-            return decide
-        common: dict[str, Any] = {
-            "storage_nbytes": one.storage_nbytes,
-            "autograd_bytes": one.autograd_bytes,
-            "owner": number,
-        }
-        if start is None:  # where it has, backward has come to it before its stream had: it may be otherwise next time
-            return decide if kept is None else dataclasses.replace(decide, fate=Fate.KEEP, reason=kept, **common)
-        release = self._released.get(one.name, -1)
-        common |= {"slot": slots, "start": start, "release": release, "coded": one.coded}
-        return dataclasses.replace(decide, fate=Fate.OFFLOAD, **common)
+        if one.name < 0:
+            if one.reason is not None:
+                return Save(_KEEP, one.reason, nbytes, whole, requires_grad=grad)
+        elif one.owner in self._alive and whole:
+            return Save(_KEEP, KeepReason.ALIVE, nbytes, whole, requires_grad=grad)
+        elif one.owner != one.name:
+            if (owner := numbers.get(one.owner)) is not None:
+                return Save(_SHARE, saves[owner].reason, nbytes, requires_grad=grad, owner=owner)
+        elif not whole or one.name in self._parts or one.name not in self._needed:
+            pass
+        elif start is not None and kept in (None, _NEWEST):
+            # Where it is kept, backward has come to it before its stream had: it may be otherwise next time.
+            release = self._released.get(one.name, -1)
+            return Save(
+                _OFFLOAD, None, nbytes, whole, one.autograd_bytes, grad, number, slots, start, release, one.coded
+            )
+        elif kept is _NEWEST:
+            return Save(_KEEP, kept, nbytes, whole, one.autograd_bytes, grad, number)
+        return Save(_DECIDE, None, nbytes, requires_grad=grad)
 
     def _asks(self, saves: Sequence[Save], numbers: Mapping[int, int]) -> list[Ask]:
         """The unpacks of saves that are followed; what another one has set off, the next of these does."""
-        found: list[Ask] = []
+        found: list[tuple[int, tuple[int, ...], tuple[int, ...], bool]] = []
         bring: list[int] = []
         drop: list[int] = []
         for asked in self._asked.values():
-            bring += [numbers[name] for name in asked.bring if name in numbers]
-            drop += [numbers[name] for name in asked.drop if name in numbers]
+            if asked.bring:
+                bring += [numbers[name] for name in asked.bring if name in numbers]
+            if asked.drop:
+                drop += [numbers[name] for name in asked.drop if name in numbers]
             number = numbers.get(asked.name)
             if number is not None:
-                others = tuple(one for one in drop if one != saves[number].owner)
-                found.append(Ask(number, tuple(bring), others, asked.keep))
+                owner = saves[number].owner
+                others = tuple([one for one in drop if one != owner]) if drop else ()
+                found.append((number, tuple(bring), others, asked.keep))
                 bring, drop = [], []
-        seen: set[int] = set()
-        for at in reversed(range(len(found))):
-            owner = saves[found[at].save].owner
-            found[at] = dataclasses.replace(found[at], last=owner not in seen)
-            seen.add(owner)
-        return found
+        last = {saves[number].owner: number for number, *_ in found}
+        return [Ask(*ask, last[saves[ask[0]].owner] == ask[0]) for ask in found]

@@ -168,16 +168,13 @@ class Reloading:
 
     def _record(self, recorder: StepRecorder, view: SavedView, plan: Plan) -> None:
         """Notes an unpack, and of what it sets off all that is the same forward's."""
-
-        def named(keys: list[int]) -> list[int]:
-            found = (self._offloading.storage(key) for key in keys)
-            return [saved.number for saved in found if saved is not None and saved.forward is view.forward]
-
-        saved = view.storage
-        if saved.forward is view.forward:
+        saved, forward, storage = view.storage, view.forward, self._offloading.storage
+        if saved.forward is forward:
             kept = saved.record.kept if saved.record.state is KEPT else None
             keep = self.order.holds(saved.record.key)
-            recorder.asked(view.number, saved.number, named(plan.bring), named(plan.drop), keep, kept)
+            bring = [one.number for key in plan.bring if (one := storage(key)) is not None and one.forward is forward]
+            drop = [one.number for key in plan.drop if (one := storage(key)) is not None and one.forward is forward]
+            recorder.asked(view.number, saved.number, bring, drop, keep, kept)
 
     def _follow(self, plan: Plan, current: int) -> None:
         """Carries out what the prefetch order says; ``current`` is being handed out and sees to itself."""
