@@ -176,6 +176,23 @@ def test_h54_what_differs_is_counted(what: str, layers: list[str], backend: Back
     assert_moved(assert_settled(offload))
 
 
+def test_h54_a_tensor_that_needs_no_gradient_is_not_taken_for_one_that_does(backend: Backend) -> None:
+    def step(around: AbstractContextManager[Any], *, grad: bool) -> list[Tensor]:
+        x, w = leaf(SIDE, SIDE, grad=grad), leaf(SIDE, SIDE, seed=2)
+        with around:
+            loss = ((x * 2) * (w * 3)).exp().sum()
+        loss.backward()
+        assert w.grad is not None
+        return [w.grad]
+
+    offload = backend.offload(step_plans=True)
+    for _ in range(2):
+        step(Settled(offload), grad=True)
+    assert_identical(step(nullcontext(), grad=False), step(Settled(offload), grad=False))
+    assert misses(offload) == ["requires_grad"]
+    assert_moved(assert_settled(offload))
+
+
 def test_h54_a_backward_in_another_order_is_counted(backend: Backend) -> None:
     offload = backend.offload(step_plans=True)
     for seed in range(2):
