@@ -189,7 +189,7 @@ _MOST_FP8 = (8, 0x600000)
 
 
 def _check_block(what: str, block: object) -> None:
-    if not isinstance(block, int) or isinstance(block, bool) or block < 2 or block % 2:
+    if not isinstance(block, int) or block < 2 or block % 2:
         raise ConfigError(f"block={block!r} is not accepted: {what} takes an even number of elements")
 
 

@@ -162,6 +162,7 @@ def test_stochastic_rounding_asks_for_a_seed() -> None:
         (lambda: BlockInt(True), "bits=True is not accepted"),
         (lambda: BlockInt(8, block=0), "block=0 is not accepted"),
         (lambda: BlockInt(8, block=7), "block=7 is not accepted"),
+        (lambda: BlockInt(8, block=True), "block=True is not accepted"),
         (lambda: BlockFP8(block="64"), "block='64' is not accepted"),
         (lambda: BlockInt(8, rounding="up"), "rounding='up' is not accepted"),
     ],

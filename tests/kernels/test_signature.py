@@ -88,6 +88,8 @@ def test_all_tensors_are_on_one_device() -> None:
     kernel = of(Signature((FLOATS, FLOATS), (FLOATS,)))
     with pytest.raises(KernelError, match=r"\[0\] on cpu, \[1\] on meta"):
         kernel(torch.ones(4, 3), torch.ones(4, 3, device="meta"))
+    with pytest.raises(KernelError, match=r"on cpu.*, and got .* on meta"):
+        kernel(torch.ones(4, 3), torch.ones(4, 3), out=torch.ones(4, 3, device="meta"))
 
 
 def test_an_output_has_memory_of_its_own(scale: Any) -> None:
@@ -97,6 +99,8 @@ def test_an_output_has_memory_of_its_own(scale: Any) -> None:
             scale({"x": memory[:4]}, 2, out=out)
     assert torch.equal(memory, torch.ones(8, 3))
     assert scale({"x": memory[:4]}, 2, out=memory[4:]).data_ptr() == memory[4:].data_ptr()
+    empty = of(Signature((FLOATS,), (TensorSpec((0, 3), torch.float32),)), lambda x, y: None)
+    empty(memory[:4], out=memory[2:2])  # which shares none
 
 
 def test_an_output_of_the_caller_is_checked_as_an_argument_is(scale: Any) -> None:
