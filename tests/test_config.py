@@ -366,6 +366,7 @@ def test_switched_off_nothing_is_opened_and_compiled_code_is_as_it_is_without(tm
         pass
 
 
+@pytest.mark.sampled(2, quick=True)
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_the_backend_heeds_the_switch(switch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EAGER_OFFLOAD", switch)

@@ -224,7 +224,7 @@ def assert_exact(trained: Trained, expected: list[Tensor]) -> None:
     assert trained.stats.bytes_out > 0
 
 
-@pytest.mark.parametrize("plans", ["auto", False])
+@pytest.mark.parametrize("plans", ["auto", pytest.param(False, marks=pytest.mark.long)])
 def test_behind_a_slow_link_what_it_hides_moves_and_the_rest_stays(
     plans: object, expected: list[Tensor], alone: float
 ) -> None:

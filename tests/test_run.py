@@ -72,6 +72,7 @@ def test_a_script_prints_the_same_and_it_says_what_it_did(script: Path, tmp_path
     assert offloaded.returncode == 0
 
 
+@pytest.mark.long
 def test_the_status_of_a_module_is_its_own_and_settings_come_from_a_file_and_the_environment(
     script: Path, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_the_status_of_a_module_is_its_own_and_settings_come_from_a_file_and_the
     assert "eager_offload.run: device peak of saved tensors" in ended.stderr
 
 
+@pytest.mark.sampled(2, quick=True)
 @pytest.mark.parametrize(
     ("environ", "said"),
     [({}, "nothing moved, because of the"), ({"EAGER_OFFLOAD": "0"}, "eager_offload.run: switched off")],

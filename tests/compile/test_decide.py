@@ -184,6 +184,7 @@ def test_where_nothing_moves_the_peak_is_that_of_the_graphs_to_the_byte(layers: 
     assert choice.prediction.peak_bytes == placed_peak(one, choice)
 
 
+@pytest.mark.sampled(4, quick=True)
 @pytest.mark.parametrize("window", [1, 20 * KIB, 1 << 20])
 @pytest.mark.parametrize("ahead", [0, 20 * KIB, 1 << 20])
 def test_transfers_where_the_passes_put_them_take_no_more_than_was_decided_with(window: int, ahead: int) -> None:

@@ -112,7 +112,7 @@ WHERE = [("disk", case) for case in FEW] + [
 
 
 @pytest.mark.short
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("backend", "case"), WHERE, ids=str, indirect=["backend"])
 def test_a_model_trains_to_the_same_bits(case: Case, backend: Backend) -> None:
     assert_exact(case, backend, TWO_REGIMES)

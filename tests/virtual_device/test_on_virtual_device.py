@@ -34,9 +34,9 @@ _OTHERS = sorted({str(path.relative_to(ROOT)) for path in ROOT.glob("tests/hazar
 QUICK = {
     # Of the device's budget one test in several regimes.
     "device": ["-m", "not long", "-k", "not test_device_budget or below_the_budget", HERE],
-    "hazards": ["-m", "not long", "-k", "virtual", *_HAZARDS, "tests/test_contract.py"],
 }
 LONG = {
+    "hazards": ["-m", "not long", "-k", "virtual", *_HAZARDS, "tests/test_contract.py"],
     "scenarios": ["-m", "gpu", "tests/gpu"],
     "the whole device": ["-m", "not short", HERE],
     "gpu": ["-m", "gpu", "tests/runtime/test_accelerator_gpu.py", "tests/observe/test_doctor_accelerator.py"],
@@ -77,7 +77,6 @@ def run(arguments: list[str], **environ: str) -> str:
     "group",
     [
         pytest.param("device", marks=pytest.mark.short),
-        "hazards",
         *(pytest.param(group, marks=pytest.mark.long) for group in LONG),
     ],
 )
