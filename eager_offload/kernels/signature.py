@@ -244,4 +244,4 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two contiguous tensors share a byte."""
     first, second = one.data_ptr(), other.data_ptr()
     size, other_size = (math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in (one, other))
-    return first < second + other_size and second < first + size and size > 0 < other_size
+    return first < second + other_size and second < first + size
