@@ -39,12 +39,53 @@ _LAUNCHERS = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.com
 _READERS = {"train.py"}
 _PLAIN = {"git", "cd", "export", "less", "cat"}
 
-# Each block is compiled under its page and line, so that tracebacks and `inspect` find it there.
+# Each page in a fork of a process that has torch already. Each block is compiled under its page and line, so that
+# tracebacks and `inspect` find it there.
 _RUNNER = """
-import json, sys
-for file, line, code in json.load(open(sys.argv[1])):
-    exec(compile("\\n" * (line - 1) + code, file, "exec"), globals())
+import json, os, sys, types
+import torch
+
+for directory, blocks in json.load(open(sys.argv[1])):
+    if os.fork() == 0:
+        break
+    with open(f"{directory}/../status", "w") as status:
+        status.write(str(os.waitstatus_to_exitcode(os.wait()[1])))
+else:
+    sys.exit()
+os.chdir(directory)
+told = os.open("../output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+os.dup2(told, 1)
+os.dup2(told, 2)
+page = sys.modules["__main__"] = types.ModuleType("__main__")
+for file, line, code in blocks:
+    exec(compile("\\n" * (line - 1) + code, file, "exec"), page.__dict__)
 """
+
+
+@pytest.fixture(scope="module")
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
+    """Runs the blocks of the pages that are to be tested; the directory of each has its output and its status."""
+    wanted = [
+        item.callspec.params["page"] for item in request.session.items if "ran" in getattr(item, "fixturenames", ())
+    ]
+    directories = {page: tmp_path_factory.mktemp("page") for page in wanted}
+    listed = []
+    for page, directory in directories.items():
+        (directory / "work").mkdir()
+        blocks_of_page = [(str(page), block.line, block.code) for block in blocks(page, "python")]
+        listed.append((str(directory / "work"), blocks_of_page))
+    (pages := tmp_path_factory.mktemp("pages") / "blocks.json").write_text(json.dumps(listed))
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("EAGER_OFFLOAD")}
+    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+    ended = subprocess.run(
+        [sys.executable, "-c", _RUNNER, str(pages)],
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return directories
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES])
@@ -54,23 +95,11 @@ def test_code_fits_a_narrow_page(page: Path) -> None:
     assert [line for block in shown for line in block.code.splitlines() if len(line) > 72] == []
 
 
+@pytest.mark.timeout(900)  # the first waits for all pages
+@pytest.mark.xdist_group("pages")
 @pytest.mark.parametrize("page", _WITH_CODE)
-def test_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
-    listed = [(str(page), block.line, block.code) for block in blocks(page, "python")]
-    (tmp_path / "blocks.json").write_text(json.dumps(listed))
-    directory = tmp_path / "work"
-    directory.mkdir()
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("EAGER_OFFLOAD")}
-    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
-    ended = subprocess.run(
-        [sys.executable, "-c", _RUNNER, str(tmp_path / "blocks.json")],
-        cwd=directory,
-        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+def test_python_blocks_run_in_order(page: Path, ran: dict[Path, Path]) -> None:
+    assert (ran[page] / "status").read_text() == "0", (ran[page] / "output").read_text()[-6000:]
 
 
 def commands(block: Block) -> list[list[str]]:
