@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, TypeAlias
 
 import pytest
@@ -140,7 +140,8 @@ class Tripwire:
             if trips and not self._after:
                 self.tripped = True
                 raise KeyboardInterrupt(f"before {self.name}")
-            result = original(*args, **kwargs)
+            # What is written in C takes no instance.
+            result = original(*(args if isinstance(original, FunctionType) else args[1:]), **kwargs)
             if trips:
                 self.tripped = True
                 raise KeyboardInterrupt(f"after {self.name}")
