@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.budgets import SecondsOfModules
@@ -22,6 +23,10 @@ keep_no_graphs()  # before anything imports torch, and with it names a directory
 _end_of_machine_code = move_machine_code()
 # No test asks a hub of models or data for anything.
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+# How long an example takes says something of the machine.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs", "tests.hazards.probes")
 
