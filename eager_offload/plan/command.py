@@ -27,22 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the plan for a model that a function makes.
 
     Returns:
-        The exit status: 0 where the plan fits, 1 where it does not, 2 where none can be made.
+        The exit status: 0 where the plan fits, 1 where it does not, 2 where none can be made, be it that the function
+        or the model raises; a line on stderr says why.
     """
     options = _parser().parse_args(arguments)
     try:
-        made = _made(options.function)
-        found = plan(
-            *made[:2],
-            loss=made[2] if len(made) == 3 else None,
-            device=options.device,
-            device_budget=options.budget,
-            host_budget=options.host_budget,
-            optimizer_bytes=options.optimizer_bytes,
-            policy=options.policy,
-            recompute=options.recompute,
-            steps=options.steps,
-        )
+        found = _planned(options)
         points = found.front(_POINTS) if options.front else None
         if options.save:
             found.save(options.save)
@@ -85,6 +75,32 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", metavar="FILE", help="write the plan there, for Plan.load")
     parser.add_argument("--html", metavar="FILE", help="write a page of the plan there, to open in a browser")
     return parser
+
+
+def _planned(options: argparse.Namespace) -> Plan:
+    """The plan that is asked for.
+
+    Raises:
+        OffloadError: there is none, also where the function or the model raises what is no error of the library.
+    """
+    try:
+        made = _made(options.function)
+        return plan(
+            *made[:2],
+            loss=made[2] if len(made) == 3 else None,
+            device=options.device,
+            device_budget=options.budget,
+            host_budget=options.host_budget,
+            optimizer_bytes=options.optimizer_bytes,
+            policy=options.policy,
+            recompute=options.recompute,
+            steps=options.steps,
+        )
+    except OffloadError:
+        raise
+    except Exception as error:
+        said = " ".join([str(error), *getattr(error, "__notes__", ())]).split()
+        raise OffloadError(f"{options.function}: {' '.join([f'{type(error).__name__}:', *said])}") from error
 
 
 def _made(text: str) -> tuple[Any, ...]:

@@ -49,6 +49,16 @@ def nothing() -> None:
     """Forgot to return."""
 
 
+def raises() -> None:
+    """Has an error of its own, of two lines."""
+    raise FileNotFoundError("no\nweights")
+
+
+def shapes() -> tuple[nn.Module, Tensor]:
+    """Cannot run."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(4, 1)), torch.ones(3, 8)
+
+
 def questions() -> tuple[nn.Module, Tensor]:
     """Asks for a number."""
 

@@ -81,12 +81,16 @@ def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(caps
     for function, said in (
         (f"{MODELS}:questions", "module '0' asks for the value of a tensor"),
         (f"{MODELS}:nothing", "returns no (model, inputs)"),
+        (f"{MODELS}:raises", f"eager_offload.plan: {MODELS}:raises: FileNotFoundError: no weights\n"),
+        (f"{MODELS}:shapes", "met this error in module '1'"),
         (f"{MODELS}:other", "is not accepted: module"),
         ("no_such_module:function", "No module named 'no_such_module'"),
         (MODELS, "name a function as module:function"),
     ):
         assert main([function, "--device", "h200"]) == 2
-        assert said in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert said in told
+        assert told.count("\n") == 1
     assert main([f"{MODELS}:questions", "--device", "h300"]) == 2
     assert main(["os:path"]) == 2
     assert main(["..x:f"]) == 2
