@@ -101,6 +101,11 @@ def loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
         found = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
         if found is None and isinstance(returned, Sequence) and returned:
             found = returned[0]
+    if not isinstance(found, Tensor) and loss is not None:
+        raise PlanError(
+            f"loss=... returns {type(found).__name__}, of which there are no gradients: it takes what the model "
+            "returns and has to return the loss as a tensor"
+        )
     if not isinstance(found, Tensor):
         raise PlanError(
             f"no loss was found: the model returns {type(returned).__name__}, which is no tensor and has no `loss`. "

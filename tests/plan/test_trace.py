@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
+from eager_offload._torch import FakeTensorMode
 from eager_offload.plan.program import Program
 from eager_offload.plan.trace import trace
 from eager_offload.selection import reason_to_stay
@@ -139,8 +140,17 @@ def test_a_model_that_saves_nothing_or_returns_no_loss_is_an_error() -> None:
 
     with pytest.raises(eo.PlanError, match="no loss was found: the model returns dict"):
         eo.plan(Nothing(2, 2), torch.ones(1, 2), device="h200")
+    with pytest.raises(eo.PlanError, match=r"loss=... returns float, of which there are no gradients"):
+        eo.plan(Nothing(2, 2), torch.ones(1, 2), loss=lambda out: 1.0, device="h200")
     program = trace(Nothing(2, 2), torch.ones(1, 2), lambda out: out["logits"].sum(), min_bytes=0)
     assert program.forward_ops == 2
+
+
+def test_the_first_trace_of_a_recurrent_layer_is_as_the_next_ones() -> None:
+    model, x = nn.LSTM(64, 128), torch.randn(4, 2, 64)
+    FakeTensorMode.cache_clear()
+    first, second = (trace(model, x, lambda out: out[0].sum(), min_bytes=0) for _ in range(2))
+    assert first.other_bytes == second.other_bytes
 
 
 def _fails(y: Tensor) -> None:
