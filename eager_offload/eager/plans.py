@@ -461,6 +461,11 @@ class StepPlans:
                 f"the step plan that was given does not fit this model: the first forward differs from it ({what}). It "
                 "is decided as any first one; gradients are the same. Give the plan of a step like this one, or none"
             )
+            if what == "more" and known.is_computed:
+                self._unfit += (
+                    ". It saves more tensors than were planned: where the loss is computed inside of the `with` too, "
+                    "give plan(...) the function that computes it, as loss=..."
+                )
         if known.misses == _MOST_MISSES and known in self._known:
             self._known.remove(known)
             known.forget()

@@ -280,6 +280,17 @@ def test_h54_a_plan_of_another_model_is_noticed_once_and_trains_exactly(
     offload.close()
 
 
+def test_a_plan_without_the_loss_that_the_context_computes_says_what_is_missing(
+    half: eo.Plan, model: nn.Module
+) -> None:
+    offload, x = Stage(slow()).offload(plan=half), wide()[1]
+    with pytest.warns(RuntimeWarning, match="give plan.* the function that computes it, as loss="), offload:
+        loss = model(x).square()
+    loss.backward()
+    assert offload.stats(synchronize=True).plan_misses == {"more": 1}
+    offload.close()
+
+
 def test_h54_any_decision_and_any_steps_train_exactly() -> None:
     model, x = wide()
     every = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
