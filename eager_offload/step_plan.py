@@ -334,6 +334,11 @@ class ComputedPlan:
         raise NotImplementedError
 
     @property
+    def movable_bytes(self) -> int:
+        """That could leave the device in the step."""
+        raise NotImplementedError
+
+    @property
     def peak_bytes(self) -> int:
         """That the step takes of the device at most."""
         raise NotImplementedError

@@ -24,6 +24,7 @@ from eager_offload.plan.program import kind_of
 from eager_offload.plan.recompute import Recomputing
 from eager_offload.plan.text import Row, seconds_text, text_of
 from eager_offload.plan.timed import is_off, timed
+from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Adapted, ComputedPlan, Fate, StepPlan, Timing
 
 __all__ = ["Plan", "Point"]
@@ -88,8 +89,8 @@ class Plan(ComputedPlan):
 
     @cached_property
     def step_plans(self) -> tuple[StepPlan, ...]:
-        """What ``Offload(plan=...)`` follows from the first step on; empty where no step plan can say it: backward runs
-        inside of forward, or twice."""
+        """What ``Offload(plan=...)`` follows from the first step on; empty where nothing may move, and where no step
+        plan can say it: backward runs inside of forward, or twice."""
         drafted = None if self.rehearsal is None else draft(self.problem, self.moves)
         if drafted is None or self.rehearsal is None:
             return ()
@@ -99,6 +100,11 @@ class Plan(ComputedPlan):
             for number, save in enumerate(drafted.saves)
         )
         return (replace(drafted, saves=tuple(saves)),)
+
+    @property
+    def movable_bytes(self) -> int:
+        """That could leave the device, of what is not computed again."""
+        return self.problem.program.movable_bytes
 
     @property
     def fits(self) -> bool:
@@ -337,7 +343,9 @@ class Plan(ComputedPlan):
     # -- for a reader -------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        return text_of(self, self._whole.program.movable_bytes)
+        program = self._whole.program
+        are_small = all(save.reason in (KeepReason.SMALL, KeepReason.PARAMETER) for save in program.saves)
+        return text_of(self, program.movable_bytes, too_small=self.config.size("min_bytes") if are_small else 0)
 
     def __repr__(self) -> str:
         return (
@@ -390,6 +398,7 @@ class Plan(ComputedPlan):
 
         Raises:
             ConfigError: the file holds no such plan, or one of another version.
+            FileNotFoundError: there is no file.
         """
         with reading(path) as contents:
             found = cls(*contents)

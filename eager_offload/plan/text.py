@@ -67,22 +67,37 @@ class Planned(Protocol):
     def rows(self) -> Sequence[Row]: ...
 
 
-def text_of(plan: Planned, movable_bytes: int) -> str:
-    """What ``print`` shows of a plan; ``movable_bytes`` is what could leave the device in its step."""
+def text_of(plan: Planned, movable_bytes: int, *, too_small: int) -> str:
+    """What ``print`` shows of a plan.
+
+    Args:
+        movable_bytes: what could leave the device in its step.
+        too_small: the ``min_bytes`` that nothing in it is as large as; 0 where something is.
+    """
     lines = [
         f"{plan.model} on {plan.machine}",
         _fits(plan),
         *_what_needs_less(plan),
         _step(plan),
-        f"of {size_text(movable_bytes)} that may move, {size_text(plan.offloaded_bytes)} "
-        f"{'move' if plan.moved_bytes else 'do'}{_packed(plan)} and {size_text(plan.kept_bytes)} stay"
-        + (f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else ""),
+        _what_moves(plan, movable_bytes, too_small),
     ]
     if plan.steps:
         lines.append(f"operators take what they took in {plan.steps} real steps")
     if plan.host_budget is not None:
         lines.append(f"in the tier: {size_text(plan.host_bytes)}, where {size_text(plan.host_budget)} may rest")
     return "\n".join([*lines, *_table(plan.rows(), is_again=bool(plan.again))])
+
+
+def _what_moves(plan: Planned, movable_bytes: int, too_small: int) -> str:
+    if too_small and not movable_bytes:
+        return (
+            f"nothing moves: beside parameters nothing that is saved is as large as min_bytes, {size_text(too_small)}"
+        )
+    return (
+        f"of {size_text(movable_bytes)} that may move, {size_text(plan.offloaded_bytes)} "
+        f"{'move' if plan.moved_bytes else 'do'}{_packed(plan)} and {size_text(plan.kept_bytes)} stay"
+        + (f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else "")
+    )
 
 
 def _packed(plan: Planned) -> str:

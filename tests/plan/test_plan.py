@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,16 @@ def test_a_plan_says_what_fits_and_what_moves(everything_fits: eo.Plan) -> None:
     assert plan.kept_bytes == plan.problem.program.movable_bytes
     assert plan.step_seconds == plan.compute_seconds == plan.floor_seconds
     assert 0 < plan.least_budget < plan.peak_bytes
+
+
+def test_a_plan_in_which_nothing_is_as_large_as_min_bytes_says_so() -> None:
+    model, x = wide()
+    plan = eo.plan(model, x, device=slow(), config={"min_bytes": "64MiB"})
+    assert "nothing moves: beside parameters nothing that is saved is as large as min_bytes, 64.0 MiB" in str(plan)
+    assert plan.step_plans == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        eo.Offload(plan=plan)
 
 
 def test_a_budget_is_held_by_the_least_movement(everything_fits: eo.Plan) -> None:
