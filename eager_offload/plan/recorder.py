@@ -186,6 +186,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             result = self._run(func, args, named)
         finally:
             self._depth -= 1
+        if any(isinstance(one, torch.Generator) for one in (*args, *named.values())):
+            self._calls.changed()  # whose state a checkpoint does not put back
         self._write_down(Call(func, args, named, result))
         return result
 

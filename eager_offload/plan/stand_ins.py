@@ -50,6 +50,7 @@ class StandIns:
         Raises:
             PlanError: it cannot be copied, or a parameter is of a kind that has no plain bytes.
         """
+        found: dict[int, Any] = {}
         for name, module in model.named_modules():
             for value in vars(module).values():
                 for one in tree_iter(value):
@@ -58,8 +59,11 @@ class StandIns:
                             self._of(one)
                         except PlanError as error:
                             raise PlanError(f"{name or 'the model'}: {error}") from error
+                    elif isinstance(one, torch.Generator) and id(one) not in found:
+                        with without_dispatch_modes():  # its state is a tensor
+                            found[id(one)] = one.clone_state()
         try:
-            return copy.deepcopy((model, loss), dict(self._found))
+            return copy.deepcopy((model, loss), {**found, **self._found})
         except Exception as error:
             raise PlanError(
                 f"the model cannot be copied, which tracing it takes ({type(error).__name__}: {error}). Give the "

@@ -270,7 +270,7 @@ class Writes(nn.Module):
         super().__init__()
         self.norm, self.how, self.cache = nn.BatchNorm1d(32), how, []
         self.register_buffer("count", torch.zeros(()))
-        self.left = [1.0]
+        self.left, self.generator = [1.0], torch.Generator()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.how(self, x).exp().sin().exp().cos()
@@ -300,6 +300,10 @@ def draws(module: Any, x: Tensor) -> Tensor:
     return (x * random.random()).sin()
 
 
+def draws_of_its_own(module: Any, x: Tensor) -> Tensor:
+    return (x * torch.rand(x.shape, generator=module.generator)).sin()
+
+
 def runs_out(module: Any, x: Tensor) -> Tensor:
     return (x * module.left.pop()).sin()
 
@@ -322,7 +326,8 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "how", [counts, grows, rebinds, tells, draws, runs_out, marked, lambda module, x: module.norm(x)]
+    "how",
+    [counts, grows, rebinds, tells, draws, draws_of_its_own, runs_out, marked, lambda module, x: module.norm(x)],
 )
 def test_modules_that_would_do_another_thing_or_of_which_somebody_has_decided_are_not_computed_again(how: Any) -> None:
     x = torch.randn(64, 32)
