@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eager_offload._torch import flatten_with_names
 from eager_offload.errors import CapabilityError
 from eager_offload.kernels.launch import LaunchSpec
+from eager_offload.kernels.signature import Signature
 
 __all__ = ["Compiled", "compiled_by_inductor", "kept", "kept_count"]
 
@@ -67,14 +69,21 @@ def _alive(key: bytes) -> Compiled | None:
     return None if reference is None else reference()
 
 
-def compiled_by_inductor(name: str, body: Callable[..., object], spec: LaunchSpec, tensors: list[Tensor]) -> Compiled:
+def compiled_by_inductor(
+    name: str, body: Callable[..., object], signature: Signature, spec: LaunchSpec, tensors: list[Tensor]
+) -> Compiled:
     """The operators that ``body`` runs on such tensors, compiled.
 
     Raises:
         CapabilityError: nothing compiles here.
     """
-    distinct = list({id(tensor): tensor for tensor in tensors}.values())
-    places = [next(place for place, one in enumerate(distinct) if one is tensor) for tensor in tensors]
+    # An output that is an alias is its input. What else is one tensor in this call may be two in the next: tracing and
+    # Dynamo, which go by the objects, get one for each.
+    aliased = {given: taken for taken, given in signature.aliases}
+    count = len(tensors) - len(flatten_with_names(signature.outputs)[1])
+    firsts = [place for place in range(len(tensors)) if place - count not in aliased]
+    places = [firsts.index(aliased.get(place - count, place)) for place in range(len(tensors))]
+    distinct = [tensors[place].detach() for place in firsts]
 
     def on_distinct(*given: Tensor) -> None:
         body(*(given[place] for place in places))
@@ -90,27 +99,20 @@ def compiled_by_inductor(name: str, body: Callable[..., object], spec: LaunchSpe
 
     def compile_it() -> Callable[..., object]:
         # A graph's code is its own: a body that many shapes share would come to Dynamo's limit of recompilations.
-        launch: Any = torch.compile(graph, fullgraph=True, dynamic=False)
-        copies = [one.clone() for one in distinct]  # what compiles also runs, and ``inout`` is written
+        compiled: Any = torch.compile(graph, fullgraph=True, dynamic=False)
+
+        def launch(*given: Tensor) -> None:
+            # Dynamo would compile anew for arguments that are one object, and for a parameter.
+            compiled(*(given[place].detach() for place in firsts))
+
+        copies = [one.clone() for one in tensors]  # what compiles also runs, and ``inout`` is written
         try:
             launch(*copies)
         except Exception as error:
             raise CapabilityError(f"{name}: torch.compile has failed here ({type(error).__name__}: {error})") from error
-        return launch  # type: ignore[no-any-return]
+        return launch
 
-    made = kept(text, compile_it)
-    return made if len(distinct) == len(tensors) else Compiled(made.text, _Selected(made, places))
-
-
-class _Selected:
-    """A launch by tensors of which some are the same; holds the compiled kernel alive."""
-
-    def __init__(self, compiled: Compiled, places: list[int]) -> None:
-        self._compiled = compiled
-        self._first = [places.index(place) for place in range(max(places) + 1)]
-
-    def __call__(self, *tensors: Tensor) -> object:
-        return self._compiled.launch(*(tensors[place] for place in self._first))
+    return kept(text, compile_it)
 
 
 def _capability(device: torch.device) -> str:

@@ -118,10 +118,8 @@ class TorchKernel:
             if device in self._compiled:
                 return self._compiled[device]
             try:
-                if self.impl == "pallas":
-                    found = pallas.compiled(kernel.name, kernel.impls["pallas"], kernel.signature, kernel.spec, tensors)
-                else:
-                    found = compiled_by_inductor(kernel.name, kernel.impls["torch"], kernel.spec, tensors)
+                make, body = (pallas.compiled, "pallas") if self.impl == "pallas" else (compiled_by_inductor, "torch")
+                found = make(kernel.name, kernel.impls[body], kernel.signature, kernel.spec, tensors)
             except CapabilityError as error:
                 if self.impl != "auto":
                     raise

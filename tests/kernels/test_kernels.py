@@ -77,6 +77,16 @@ def test_what_is_read_and_written_is_so_once_although_the_first_call_compiles() 
     assert kept_count() == 2
 
 
+def test_arguments_that_are_one_tensor_in_the_first_call_may_be_two_in_the_next() -> None:
+    spec = TensorSpec((8,), torch.float32)
+    kernel = Kernel("sub", Signature((spec, spec), (spec,)), SPEC, {"torch": lambda x, y, z: z.copy_(x - y)})
+    subtract = as_torch_kernel(kernel, "inductor")
+    x, y = torch.ones(8), torch.full((8,), 5.0)
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        assert [subtract(*given)[0].item() for given in ((x, x), (x, y), (y, x), (y, y))] == [0, -4, 4, 0]
+        assert subtract(torch.nn.Parameter(x), y)[0].item() == -4  # nor is anything compiled anew
+
+
 def test_equal_digests_of_other_texts_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Same:
         def digest(self) -> bytes:
