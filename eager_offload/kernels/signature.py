@@ -146,7 +146,12 @@ class Signature:
         ]
         count = len(flatten_with_names(self.inputs)[1])
         inputs, inout = tensors[:count], tensors[count:]
-        return Call(device, inputs, inout, self._outputs(kernel, out, inputs, inout, device))
+        outputs, output_names = self._outputs(kernel, out, inputs, device)
+        # New outputs have no names, and an alias is its input.
+        written = {*range(count, len(tensors) + len(output_names)), *(taken for taken, _ in self.aliases)}
+        everything = [*(f"the argument {name}" for name in names), *(f"the output {name}" for name in output_names)]
+        _check_apart(kernel, everything, [*tensors, *outputs[: len(output_names)]], written)
+        return Call(device, inputs, inout, outputs)
 
     def result(self, call: Call, arguments: tuple[Any, ...]) -> Any:
         """What a launch gives: a single result bare, several as a tuple, in the structure of the signature."""
@@ -168,15 +173,16 @@ class Signature:
         return names, leaves, specs
 
     def _outputs(
-        self, kernel: str, out: Any, inputs: list[Tensor], inout: list[Tensor], device: torch.device
-    ) -> list[Tensor]:
+        self, kernel: str, out: Any, inputs: list[Tensor], device: torch.device
+    ) -> tuple[list[Tensor], list[str]]:
+        """The outputs, and where each stands in those of the caller, if they are so."""
         aliased = {given: inputs[taken] for taken, given in self.aliases}
         if out is None:
             specs = flatten_with_names(self.outputs)[1]
             return [
                 aliased[number] if number in aliased else torch.empty(spec.shape, dtype=spec.dtype, device=device)
                 for number, spec in enumerate(specs)
-            ]
+            ], []
         if aliased:
             raise KernelError(f"{kernel}: out= is given, and the aliases of the signature say where the outputs are")
         if len(self.outputs) == 1 and not isinstance(out, tuple | list):
@@ -184,15 +190,7 @@ class Signature:
         names, leaves, specs = self._matched(kernel, "outputs", tuple(self.outputs), tuple(out))
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             _check(f"{kernel}: the output {name}", spec, leaf, device)
-        others = [*inputs, *inout]
-        for name, leaf in zip(names, leaves, strict=True):
-            if any(_overlap(leaf, other) for other in others):
-                raise KernelError(
-                    f"{kernel}: the output {name} shares memory with another tensor of the call: give it its own, or "
-                    "declare an alias or inout"
-                )
-            others.append(leaf)
-        return leaves
+        return leaves, names
 
 
 def _one_device(kernel: str, names: list[str], leaves: list[Any]) -> torch.device:
@@ -201,6 +199,18 @@ def _one_device(kernel: str, names: list[str], leaves: list[Any]) -> torch.devic
         where = ", ".join(f"{name} on {device}" for device, name in found.items())
         raise KernelError(f"{kernel}: expected all tensors on one device, and got {where}")
     return next(iter(found), torch.device("cpu"))
+
+
+def _check_apart(kernel: str, names: list[str], tensors: list[Tensor], written: set[int]) -> None:
+    """Raises ``KernelError`` where what is written shares memory with another tensor."""
+    for place in written:
+        for other, tensor in enumerate(tensors):
+            if other != place and _overlap(tensors[place], tensor):
+                raise KernelError(
+                    f"{kernel}: {names[place]} is written, and shares memory with {names[other]}: give each its own, "
+                    "or declare in the signature that they are one (inout: read and written; aliases: an output that "
+                    "is an input)"
+                )
 
 
 def _check(what: str, spec: TensorSpec | Scalar, value: Any, device: torch.device) -> None:
@@ -241,7 +251,7 @@ def _filled(value: float, spec: Scalar, device: torch.device) -> Tensor:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors share a byte."""
+    """Whether two contiguous tensors share a byte; those of ``meta``, and empty ones, begin at 0."""
     first, second = one.data_ptr(), other.data_ptr()
     size, other_size = (math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in (one, other))
-    return first < second + other_size and second < first + size
+    return 0 < first < second + other_size and second < first + size

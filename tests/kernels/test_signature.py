@@ -95,7 +95,9 @@ def test_all_tensors_are_on_one_device() -> None:
 def test_an_output_has_memory_of_its_own(scale: Any) -> None:
     memory = torch.ones(8, 3)
     for out in (memory[:4], memory[2:6]):
-        with pytest.raises(KernelError, match=r"the output \[0\] shares memory"):
+        with pytest.raises(
+            KernelError, match=r"output \[0\] is written, and shares memory with the argument \[0\]\['x'"
+        ):
             scale({"x": memory[:4]}, 2, out=out)
     assert torch.equal(memory, torch.ones(8, 3))
     assert scale({"x": memory[:4]}, 2, out=memory[4:]).data_ptr() == memory[4:].data_ptr()
@@ -109,7 +111,7 @@ def test_an_output_of_the_caller_is_checked_as_an_argument_is(scale: Any) -> Non
             scale({"x": torch.ones(4, 3)}, 1, out=out)
     two = of(Signature((FLOATS,), (FLOATS, FLOATS)), lambda x, one, other: (one.copy_(x), other.copy_(-x)))
     same = torch.empty(4, 3)
-    with pytest.raises(KernelError, match=r"the output \[1\] shares memory"):
+    with pytest.raises(KernelError, match=r"the output \[\d\] is written, and shares memory with the output"):
         two(torch.ones(4, 3), out=(same, same))
 
 
@@ -134,6 +136,32 @@ def test_an_alias_is_written_where_its_input_is() -> None:
     assert torch.equal(x, torch.ones(4, 3))
     with pytest.raises(KernelError, match="out= is given"):
         kernel(x, out=torch.empty(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("signature", "written", "other"),
+    [
+        (Signature((FLOATS, FLOATS), (), (FLOATS,)), 2, 0),
+        (Signature((), (FLOATS,), (FLOATS, FLOATS)), 0, 1),
+        (Signature((FLOATS, FLOATS), (FLOATS,), aliases=((0, 0),)), 0, 1),
+    ],
+    ids=["inout and an input", "inout and inout", "an alias and another input"],
+)
+def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signature, written: int, other: int) -> None:
+    memory = torch.ones(8, 3)
+    arguments = [torch.ones(4, 3) for _ in (*signature.inputs, *signature.inout)]
+    launched: list[int] = []
+    kernel = of(signature, lambda *given: launched.append(len(given)))
+    arguments[written] = memory[:4]
+    for shared in (memory[:4], memory[2:6]):
+        arguments[other] = shared
+        with pytest.raises(KernelError, match=rf"argument \[{written}\] is written, .* the argument \[{other}\]"):
+            kernel(*arguments)
+    assert not launched
+    arguments[other] = memory[4:]  # beside it is not in it
+    kernel(*arguments)
+    kernel(*(torch.empty(4, 3, device="meta") for _ in arguments))
+    assert len(launched) == 2
 
 
 @pytest.mark.parametrize(
