@@ -14,6 +14,8 @@ for its value is an error that names the module.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -60,7 +62,12 @@ def trace(
         ConfigError: a pattern matches no module.
         PlanError: what the model does depends on numbers that nobody has.
     """
-    with by_itself(), numbers_of_its_own() as generator, FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        by_itself(),
+        numbers_of_its_own() as generator,
+        _logged_by_nobody(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         recorder, skipped = Recorder(min_bytes, policy, generator=generator), SkippedModules()
         stand_ins = StandIns(recorder.has)
         arguments, named = arguments_of(stand_ins.of_inputs(inputs))
@@ -88,6 +95,21 @@ def trace(
             )
             raise  # the model's own
         return recorder.program()
+
+
+@contextmanager
+def _logged_by_nobody() -> Iterator[None]:
+    """Of an operator that raises, torch's rules log no traceback for the calling thread: the error itself has it."""
+    thread, logger = threading.get_ident(), logging.getLogger(FakeTensorMode.__module__)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.thread != thread or not str(record.msg).startswith("failed while attempting to run meta")
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
