@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from operator import is_
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -17,10 +19,12 @@ from eager_offload.plan.blocks import Block, Blocks
 from eager_offload.plan.numbers import state_of_others
 from eager_offload.plan.program import ModuleCall, Storage, living
 
-__all__ = ["Calls", "State", "tensors_in", "written_by"]
+__all__ = ["Calls", "tensors_in", "written_by"]
 
 #: They change what these arguments hold, and their schemas do not say so.
 _STATISTICS = ("running_mean", "running_var")
+#: Objects whose attributes are no state of the module that has them.
+_NOT_PLAIN = (nn.Module, type, FunctionType, MethodType, ModuleType)
 
 
 @dataclass
@@ -30,6 +34,12 @@ class _Open:
     module: int
     begin: int
     first_save: int
+    #: The calls that it is inside of.
+    around: tuple[_Open, ...]
+    #: Of the module before, and where Python's random numbers were.
+    owner: nn.Module
+    state: State
+    numbers: tuple[object, ...]
     inputs: list[Block]
     end: int = -1
     last_save: int = -1
@@ -44,25 +54,39 @@ class Calls:
         self._blocks = blocks
         self._all: list[_Open] = []
         self._open: list[_Open] = []
+        #: Those that have returned in a call that none is around.
+        self._returned: list[_Open] = []
         self._times: Counter[int] = Counter()
         #: What was written to, and by which operator; saves of which somebody has said whether they are to move.
         self._writes: list[tuple[int, Block]] = []
         self._decided: list[int] = []
 
-    def enter(self, module: int, op: int, save: int, arguments: object, *, is_backward: bool) -> None:
-        """``module`` is called; in backward where the model itself computes it again."""
+    def enter(self, module: int, owner: nn.Module, op: int, save: int, arguments: object, *, is_backward: bool) -> None:
+        """``module``, which is ``owner``, is called; in backward where the model itself computes it again."""
         self._times[module] += 1
         if is_backward:
             return
         given = (self._blocks.of(one) for one in tree_iter(arguments) if isinstance(one, Tensor))
-        call = _Open(module, op, save, list(dict.fromkeys(block for block in given if block is not None)))
+        inputs = list(dict.fromkeys(block for block in given if block is not None))
+        call = _Open(module, op, save, tuple(self._open), owner, State(owner), state_of_others(), inputs)
         self._all.append(call)
         self._open.append(call)
 
     def leave(self, op: int, save: int) -> None:
         """The call that was entered last has returned."""
-        call = self._open.pop()
+        call = self._open[-1]
+        if call.numbers != state_of_others() or not call.state.is_like(State(call.owner)):
+            self.changed()
+        self._open.pop()
         call.end, call.last_save = op, save
+        self._returned.append(call)
+        if self._open:
+            return
+        for call in self._returned:  # what a later call has written to is not as it was, either
+            if not call.has_changed and not call.state.is_like(State(call.owner)):
+                for one in (call, *call.around):
+                    one.has_changed = True
+        self._returned = []
 
     def changed(self) -> None:
         """What is not seen as a write has changed in the calls that have begun."""
@@ -126,23 +150,38 @@ class Calls:
 
 
 class State:
-    """What a module has beside the numbers of its tensors, and where Python's random numbers are."""
+    """What a module has beside the numbers of its tensors: its attributes, what is in them, and the attributes of plain
+    objects among these."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts: list[Any] = []
-        for name, value in vars(module).items():
-            self._parts += [name, value]
-            if isinstance(value, Mapping):
-                self._parts += [part for pair in list(value.items()) for part in pair]
-            elif isinstance(value, Sequence | Set) and not isinstance(value, str):
-                self._parts += list(value)
-            self._parts.append(None)  # ends it
-        self._numbers = state_of_others()
+        for name, value in list(vars(module).items()):
+            self._parts.append(name)
+            self._add(value, 2)
+
+    def _add(self, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            self._parts.append(ref(value))  # the one that there is while it lives
+            return
+        self._parts.append(value)
+        if depth == 0 or isinstance(value, str | int | float | None):
+            return
+        if isinstance(value, Mapping):
+            inside = [part for pair in list(value.items()) for part in pair]
+        elif isinstance(value, Sequence | Set):
+            inside = list(value)
+        elif isinstance(value, _NOT_PLAIN) or not isinstance(named := getattr(value, "__dict__", None), dict):
+            return
+        else:
+            inside = [part for pair in list(named.items()) for part in pair]
+        for part in inside:
+            self._add(part, depth - 1)
+        self._parts.append(None)  # ends it
 
     def is_like(self, other: State) -> bool:
-        """Whether both have the very same parts. They are held, so that none has the address of another."""
-        same = len(self._parts) == len(other._parts) and all(map(is_, self._parts, other._parts))
-        return same and self._numbers == other._numbers
+        """Whether both have the very same parts. They are held, so that none has the address of another; tensors are
+        not, which would live longer."""
+        return len(self._parts) == len(other._parts) and all(map(is_, self._parts, other._parts))
 
 
 def written_by(call: Call) -> Iterator[Tensor]:

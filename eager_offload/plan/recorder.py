@@ -28,7 +28,7 @@ from eager_offload.codecs import CodecPolicy
 from eager_offload.compile.cost import Call, flops_of, is_single, traffic_of
 from eager_offload.errors import PlanError
 from eager_offload.plan.blocks import Block, Blocks, Saved, Use
-from eager_offload.plan.calls import Calls, State, tensors_in, written_by
+from eager_offload.plan.calls import Calls, tensors_in, written_by
 from eager_offload.plan.coded import Coder
 from eager_offload.plan.program import Ask, Op, Program, Save, Storage
 from eager_offload.plan.stand_ins import MOST_KNOWN
@@ -88,8 +88,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._inside = [0]
         self._calls = Calls(self._blocks)
         self._coder = Coder(policy)
-        #: Of the modules whose calls have begun, what they were then.
-        self._states: list[State] = []
         #: The modules whose operators made the autograd nodes with these numbers.
         self._of_nodes: dict[int, int] = {}
         #: Those that have saved something, by autograd's number, in order.
@@ -127,17 +125,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             self._inside.append(number)
             op = len(self._ops)
             self._blocks.note_deaths(op)
-            self._calls.enter(number, op, len(self._saves), (arguments, named), is_backward=self._is_backward)
-            if not self._is_backward:
-                self._states.append(State(module))
+            given = (arguments, named)
+            self._calls.enter(number, module, op, len(self._saves), given, is_backward=self._is_backward)
 
         return entering
 
     def _leaving(self, module: nn.Module, *_: object) -> None:
         self._inside.pop()
         if not self._is_backward:
-            if not self._states.pop().is_like(State(module)):
-                self._calls.changed()
             self._calls.leave(len(self._ops), len(self._saves))
 
     def begin_backward(self) -> None:

@@ -340,10 +340,33 @@ def test_modules_that_would_do_another_thing_or_of_which_somebody_has_decided_ar
     assert planned(Around(Writes(how))).again == ()
 
 
-def test_a_module_whose_argument_is_written_to_afterwards_is_not_computed_again() -> None:
+class Counter:
+    def __init__(self) -> None:
+        self.count = 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x.neg()
+
+
+class Reads:
+    def __init__(self, counter: Counter) -> None:
+        self.counter = counter
+
+    def __call__(self, module: Any, x: Tensor) -> Tensor:
+        return (x * self.counter.count).sin()
+
+
+def test_a_module_whose_argument_or_state_is_written_to_afterwards_is_not_computed_again() -> None:
     x = torch.randn(64, 32)
-    for after, count in ((torch.neg, 1), (Tensor.neg_, 0)):
-        program = trace(Around(Writes(lambda module, x: x.sin()), after), x, min_bytes=0)
+    reads = Reads(Counter())
+    for how, after, count in (
+        (lambda module, x: x.sin(), torch.neg, 1),
+        (lambda module, x: x.sin(), Tensor.neg_, 0),
+        (reads, Counter(), 1),
+        (reads, reads.counter, 0),
+    ):
+        program = trace(Around(Writes(how), after), x, min_bytes=0)
         assert [program.modules[one.module] for one in program.calls].count("inner") == count
 
 
