@@ -51,7 +51,8 @@ class Scalar:
     """A Python number that a kernel takes, as a tensor of no dimensions on the device of the others.
 
     Args:
-        dtype: what the number becomes. It has to hold it: 300 is no ``int8``, and 0.5 no ``int64``.
+        dtype: what the number becomes. It has to hold it: 300 is no ``int8``, 0.5 no ``int64``, 1e300 no ``float32``,
+            and ``True`` a ``bool`` only. A floating dtype rounds it.
     """
 
     dtype: torch.dtype
@@ -237,12 +238,13 @@ def _check(what: str, spec: TensorSpec | Scalar, value: Any, device: torch.devic
 
 
 def _holds(dtype: torch.dtype, value: Any) -> bool:
-    if not isinstance(value, bool | int | float):
-        return False
-    if dtype.is_floating_point:
-        return True
-    if dtype is torch.bool:
-        return isinstance(value, bool)
+    if isinstance(value, bool) or dtype is torch.bool:
+        return isinstance(value, bool) and dtype is torch.bool
+    if dtype.is_floating_point and isinstance(value, int | float):
+        if math.isfinite(value):
+            return abs(value) <= torch.finfo(dtype).max
+        # Some dtypes of eight bits have no infinity.
+        return repr(torch.tensor(value, dtype=dtype).item()) == repr(float(value))
     return isinstance(value, int) and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
@@ -69,11 +71,42 @@ def test_under_no_grad_what_requires_grad_is_taken(scale: Any) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "value"),
-    [(torch.int8, 128), (torch.int8, 0.5), (torch.bool, 1), (torch.uint8, -1), (torch.float32, None)],
+    [
+        (torch.int8, 128),
+        (torch.int8, 0.5),
+        (torch.int8, True),
+        (torch.bool, 1),
+        (torch.uint8, -1),
+        (torch.float32, None),
+        (torch.float32, True),
+        (torch.float32, 1e300),
+        (torch.float16, -65505),
+        (torch.float8_e4m3fn, math.inf),
+    ],
 )
 def test_a_number_that_its_dtype_does_not_hold_is_an_error(dtype: torch.dtype, value: Any) -> None:
-    with pytest.raises(KernelError, match=f"holds, and got {value!r}"):
+    with pytest.raises(KernelError, match=re.escape(f"holds, and got {value!r}")):
         of(Signature((FLOATS, Scalar(dtype)), (FLOATS,)))(torch.ones(4, 3), value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "held"),
+    [
+        (torch.float32, 16777217, 16777216.0),  # the nearest that there is
+        (torch.float32, math.inf, math.inf),
+        (torch.float16, -65504, -65504.0),
+        (torch.float8_e5m2, -math.inf, -math.inf),
+        (torch.bool, True, 1.0),
+    ],
+)
+def test_a_number_that_its_dtype_holds_is_rounded_to_it(dtype: torch.dtype, value: Any, held: float) -> None:
+    kernel = of(Signature((Scalar(dtype),), (FLOATS,)), lambda x, y: y.fill_(x.float()))
+    assert torch.equal(kernel(value), torch.full((4, 3), held))
+
+
+def test_a_scalar_may_be_no_number() -> None:
+    kernel = of(Signature((Scalar(torch.bfloat16),), (FLOATS,)), lambda x, y: y.fill_(x.float()))
+    assert kernel(math.nan).isnan().all()
 
 
 def test_an_address_that_is_off_is_an_error_that_says_how_far() -> None:
