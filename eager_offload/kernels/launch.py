@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from eager_offload.errors import CapabilityError, KernelError
+from eager_offload.kernels.sizes import checked_sizes
 from eager_offload.kernels.staging import StagingTree
 
 __all__ = ["LaunchSpec"]
@@ -45,10 +46,10 @@ class LaunchSpec:
 
     def __post_init__(self) -> None:
         for name in ("grid", "block", "cluster"):
-            given = tuple(getattr(self, name))
+            given = checked_sizes("LaunchSpec", name, getattr(self, name), 1)
             object.__setattr__(self, name, given)
-            if len(given) != 3 or any(not isinstance(size, int) or size < 1 for size in given):
-                raise KernelError(f"LaunchSpec({name}={given}) is not accepted: it is three whole numbers from 1 on")
+            if len(given) != 3:
+                raise KernelError(f"LaunchSpec({name}={given}) is not accepted: it is three whole numbers")
         if math.prod(self.block) > _THREADS:
             raise KernelError(
                 f"LaunchSpec(block={self.block}) is not accepted: it has {math.prod(self.block):,} threads, and a "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eager_offload._torch import flatten_with_names, unflatten
 from eager_offload.errors import KernelError
+from eager_offload.kernels.sizes import checked_sizes, is_whole
 
 __all__ = ["Call", "Scalar", "Signature", "TensorSpec"]
 
@@ -26,7 +27,7 @@ class TensorSpec:
         align: what its address is a multiple of, in bytes, a power of two; by default, the size of an element.
 
     Raises:
-        KernelError: a size is below 0, or ``align`` is no power of two.
+        KernelError: a size is no whole number from 0 on, or ``align`` is no power of two.
     """
 
     shape: tuple[int, ...]
@@ -34,12 +35,10 @@ class TensorSpec:
     align: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
-        if any(size < 0 for size in self.shape):
-            raise KernelError(f"TensorSpec(shape={self.shape}) is not accepted: sizes are whole numbers from 0 on")
+        object.__setattr__(self, "shape", checked_sizes("TensorSpec", "shape", self.shape, 0))
         align = self.align or self.dtype.itemsize
         object.__setattr__(self, "align", align)
-        if align & (align - 1):
+        if not is_whole(align) or align & (align - 1):
             raise KernelError(f"TensorSpec(align={align}) is not accepted: it is a power of two, in bytes")
 
     def __str__(self) -> str:

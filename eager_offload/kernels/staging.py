@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import KernelError
+from eager_offload.kernels.sizes import checked_sizes, is_whole
 
 __all__ = ["Slot", "StagingTree", "Union"]
 
@@ -25,7 +26,7 @@ class Slot:
         align: what its address is a multiple of, in bytes: a power of two, at least the size of an element.
 
     Raises:
-        KernelError: a size is below 0, or ``align`` is none of these.
+        KernelError: a size is no whole number from 0 on, or ``align`` is none of these.
     """
 
     shape: tuple[int, ...]
@@ -33,11 +34,9 @@ class Slot:
     align: int = 16
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
-        if any(size < 0 for size in self.shape):
-            raise KernelError(f"Slot(shape={self.shape}) is not accepted: sizes are whole numbers from 0 on")
+        object.__setattr__(self, "shape", checked_sizes("Slot", "shape", self.shape, 0))
         least = self.dtype.itemsize
-        if self.align < least or self.align & (self.align - 1):
+        if not is_whole(self.align) or self.align < least or self.align & (self.align - 1):
             raise KernelError(
                 f"Slot(align={self.align!r}) is not accepted for {self.dtype}: it is a power of two, at least {least}"
             )

@@ -212,8 +212,12 @@ def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signat
         (lambda: Signature((3,), (FLOATS,)), r"has 3 at inputs\[0\]"),
         (lambda: Signature({"x": FLOATS}, (FLOATS,)), "a tuple or a list"),
         (lambda: TensorSpec((-1,), torch.int8), "from 0 on"),
+        (lambda: TensorSpec((1.5,), torch.int8), r"shape=\(1\.5,\)"),  # type: ignore[arg-type]
+        (lambda: TensorSpec((True,), torch.int8), r"shape=\(True,\)"),
+        (lambda: TensorSpec(4, torch.int8), "shape=4.*in a tuple"),  # type: ignore[arg-type]
         (lambda: TensorSpec((1,), torch.int8, align=12), "a power of two"),
-        (lambda: TensorSpec((1,), torch.int8, align=-4), "a power of two"),
+        (lambda: TensorSpec((1,), torch.int8, align=2.0), "a power of two"),  # type: ignore[arg-type]
+        (lambda: TensorSpec((1,), torch.int8, align=-2), "a power of two"),
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {}), "nothing"),
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": scaled, "cuda": scaled}), "'cuda'"),
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": 3}), "cannot be called"),

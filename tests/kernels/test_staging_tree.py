@@ -97,6 +97,8 @@ def test_a_slot_that_would_be_misaligned_is_told_with_how_far() -> None:
     ("make", "says"),
     [
         (lambda: Slot((-1,), torch.int8), "from 0 on"),
+        (lambda: Slot((2.5,), torch.float32), r"shape=\(2\.5,\)"),  # type: ignore[arg-type]
+        (lambda: Slot((1,), torch.float32, 4.0), "at least 4"),  # type: ignore[arg-type]
         (lambda: Slot((1,), torch.float32, 2), "at least 4"),
         (lambda: Slot((1,), torch.float32, 24), "a power of two"),
         (lambda: Union([]), "it has members"),
@@ -104,6 +106,8 @@ def test_a_slot_that_would_be_misaligned_is_told_with_how_far() -> None:
         (lambda: StagingTree("ab"), "it has members"),
         (lambda: StagingTree([3]), "has 3 as its member '0'"),
         (lambda: LaunchSpec((1, 1), (1, 1, 1)), "three whole numbers"),  # type: ignore[arg-type]
+        (lambda: LaunchSpec((True, 1, 1), (1, 1, 1)), "from 1 on"),
+        (lambda: LaunchSpec((1, 1, 1), (1.0, 1, 1)), r"block=\(1\.0, 1, 1\)"),  # type: ignore[arg-type]
         (lambda: LaunchSpec((0, 1, 1), (1, 1, 1)), "from 1 on"),
         (lambda: LaunchSpec((1, 1, 1), (32, 32, 2)), "2,048 threads"),
         (lambda: LaunchSpec((6, 1, 1), (1, 1, 1), (4, 1, 1)), "multiple of the cluster's"),
