@@ -75,7 +75,7 @@ def compiled_by_inductor(
     """The operators that ``body`` runs on such tensors, compiled.
 
     Raises:
-        CapabilityError: nothing compiles here.
+        CapabilityError: nothing compiles here, or the body cannot be traced.
     """
     # An output that is an alias is its input. What else is one tensor in this call may be two in the next: tracing and
     # Dynamo, which go by the objects, get one for each.
@@ -90,11 +90,27 @@ def compiled_by_inductor(
 
     from torch.fx.experimental.proxy_tensor import make_fx  # with the compiler, which takes a second to import
 
-    graph = make_fx(on_distinct, tracing_mode="fake")(*distinct)
+    try:
+        graph = make_fx(on_distinct, tracing_mode="fake")(*distinct)
+    except Exception as error:
+        raise CapabilityError(
+            f"{name}: the body cannot be traced ({type(error).__name__}: {error}). A tensor that it does not make "
+            "itself has to be one of its inputs, and no value of a tensor may decide what it does; impl='torch' runs "
+            "it as it is"
+        ) from error
     device = tensors[0].device
     shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in distinct)
     text = "\n".join(
-        ("inductor", torch.__version__, str(device), _capability(device), repr(spec), shapes, repr(places), graph.code)
+        (
+            "inductor",
+            torch.__version__,
+            str(device),
+            _capability(device),
+            repr(spec),
+            shapes,
+            repr(places),
+            _code(graph),
+        )
     )
 
     def compile_it() -> Callable[..., object]:
@@ -113,6 +129,16 @@ def compiled_by_inductor(
         return launch
 
     return kept(text, compile_it)
+
+
+def _code(graph: Any) -> str:
+    """The code of a graph with what it only names: the graphs of branches, and the values of tensors that it makes."""
+    graphs = [f"{path}: {inner.code}" for path, inner in graph.named_modules() if hasattr(inner, "code")]
+    constants = [
+        f"{path}: {one.dtype} {tuple(one.shape)} {one.cpu().contiguous().view(-1).view(torch.uint8).tolist()}"
+        for path, one in graph.named_buffers()
+    ]
+    return "\n".join((*graphs, *constants))
 
 
 def _capability(device: torch.device) -> str:

@@ -36,7 +36,8 @@ class Kernel:
             taken away, and writes the outputs; what it returns is not looked at.
 
             - ``"torch"``, which has to be there, is the reference: torch operators on tensors. ``torch.compile`` has to
-              be able to trace it. ``"inductor"`` is this one, compiled.
+              be able to trace it: a tensor that it reads is an input, or made by it. ``"inductor"`` is this one,
+              compiled.
             - ``"pallas"``: a body of a JAX Pallas kernel, on references.
 
     Raises:
@@ -87,7 +88,7 @@ class TorchKernel:
 
         Raises:
             KernelError: an argument is not what the signature says. Nothing was launched.
-            CapabilityError: the device, or what is installed, cannot do this.
+            CapabilityError: the device, or what is installed, cannot do this, or the body cannot be traced.
         """
         kernel = self.kernel
         call = kernel.signature.call(kernel.name, arguments, out)

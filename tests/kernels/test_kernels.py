@@ -87,6 +87,45 @@ def test_arguments_that_are_one_tensor_in_the_first_call_may_be_two_in_the_next(
         assert subtract(torch.nn.Parameter(x), y)[0].item() == -4  # nor is anything compiled anew
 
 
+def test_a_tensor_that_a_body_closes_over_is_told_and_auto_computes_all_the_same() -> None:
+    spec = TensorSpec((8,), torch.float32)
+
+    def adding(number: float) -> Kernel:
+        held = torch.full((8,), number)
+        return Kernel("adds", Signature((spec,), (spec,)), SPEC, {"torch": lambda x, y: y.copy_(x + held)})
+
+    with pytest.raises(CapabilityError, match=r"adds: the body cannot be traced .* has to be one of its inputs"):
+        as_torch_kernel(adding(1), "inductor")(torch.zeros(8))
+    for number in (1.0, 100.0):
+        with pytest.warns(RuntimeWarning, match="torch's own operators in its place"):
+            assert as_torch_kernel(adding(number))(torch.zeros(8))[0].item() == number
+
+
+def test_kernels_that_differ_in_the_tensors_that_they_make_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)  # what is compiled is kept in the same way
+    spec = TensorSpec((2,), torch.bfloat16)
+
+    def adding(number: float) -> Any:
+        def body(x: Tensor, y: Tensor) -> None:
+            y.copy_(x + torch.tensor([number, 2], dtype=torch.bfloat16))
+
+        return as_torch_kernel(Kernel("adds", Signature((spec,), (spec,)), SPEC, {"torch": body}), "inductor")
+
+    one, other, same = adding(1), adding(100), adding(1)
+    assert [kernel(torch.zeros(2, dtype=torch.bfloat16))[0].item() for kernel in (one, other, same)] == [1, 100, 1]
+    assert kept_count() == 2
+
+    def choosing(number: float) -> Any:
+        def body(x: Tensor, y: Tensor) -> None:
+            y.copy_(torch.cond(x[0] > 0, lambda x: x * number, lambda x: x + number, (x,)))
+
+        return as_torch_kernel(Kernel("chooses", Signature((spec,), (spec,)), SPEC, {"torch": body}), "inductor")
+
+    chosen = [choosing(2), choosing(3)]
+    assert [kernel(torch.zeros(2, dtype=torch.bfloat16))[0].item() for kernel in chosen] == [2, 3]
+    assert kept_count() == 4
+
+
 def test_equal_digests_of_other_texts_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Same:
         def digest(self) -> bytes:
