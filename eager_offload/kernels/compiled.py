@@ -34,7 +34,8 @@ class Compiled:
         self.launch = launch
 
 
-#: By the SHA-256 of their texts, those that kernels hold; see [Note: finalizers] in ``tiers/finalizers.py``.
+#: By the SHA-256 of their texts, those that kernels hold; see [Note: finalizers] in ``tiers/finalizers.py``. Nothing
+#: has to be unloaded when one dies: what Inductor has loaded for it torch holds until the process ends.
 _kept: dict[bytes, weakref.ref[Compiled]] = {}
 _lock = threading.Lock()
 

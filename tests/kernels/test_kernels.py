@@ -78,6 +78,8 @@ def test_what_is_read_and_written_is_so_once_although_the_first_call_compiles() 
 
 
 def test_arguments_that_are_one_tensor_in_the_first_call_may_be_two_in_the_next() -> None:
+    from torch._inductor.codecache import PyCodeCache
+
     spec = TensorSpec((8,), torch.float32)
     kernel = Kernel("sub", Signature((spec, spec), (spec,)), SPEC, {"torch": lambda x, y, z: z.copy_(x - y)})
     subtract = as_torch_kernel(kernel, "inductor")
@@ -85,6 +87,13 @@ def test_arguments_that_are_one_tensor_in_the_first_call_may_be_two_in_the_next(
     with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
         assert [subtract(*given)[0].item() for given in ((x, x), (x, y), (y, x), (y, y))] == [0, -4, 4, 0]
         assert subtract(torch.nn.Parameter(x), y)[0].item() == -4  # nor is anything compiled anew
+    # It goes with its owner, at once; the code that it ran is torch's to hold, which a captured graph may run.
+    loaded = [module.__file__ for module in PyCodeCache.modules]
+    assert loaded
+    assert kept_count() == 1
+    del subtract
+    assert kept_count() == 0
+    assert [module.__file__ for module in PyCodeCache.modules] == loaded
 
 
 def test_a_tensor_that_a_body_closes_over_is_told_and_auto_computes_all_the_same() -> None:
