@@ -230,6 +230,11 @@ def _check(what: str, spec: TensorSpec | Scalar, value: Any, device: torch.devic
             f"{what}: expected {spec}, on {device}, and got one of {tuple(value.shape)}, {value.dtype}, strides "
             f"{value.stride()}, {off} bytes behind a multiple of {spec.align}, on {value.device}"
         )
+    if value.is_neg() or value.is_conj():  # views of memory that holds other numbers
+        raise KernelError(
+            f"{what}: expected {spec}, and got one that is negated or conjugated when it is read: pass its "
+            "resolve_neg() or resolve_conj()"
+        )
     if value.requires_grad and torch.is_grad_enabled():
         raise KernelError(
             f"{what} requires grad, and a kernel has no backward: detach it, or call under torch.no_grad()"

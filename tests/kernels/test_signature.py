@@ -52,6 +52,7 @@ def test_what_fits_is_computed(scale: Any) -> None:
         (({"x": 1.0}, 1.0), "got float 1.0"),
         (({"x": torch.ones(4, 3)}, torch.ones(())), "a number that torch.float32 holds, and got tensor"),
         (({"x": torch.ones(4, 3)}, "1"), "a number that torch.float32 holds, and got '1'"),
+        (({"x": torch._neg_view(torch.ones(4, 3))}, 1.0), r"negated .* pass its resolve_neg\(\)"),
         (({"x": torch.ones(4, 3, requires_grad=True)}, 1.0), "requires grad, and a kernel has no backward"),
         (({"x": torch.ones(4, 3, device="meta")}, 1.0, torch.empty(4, 3)), "and got 3"),
     ],
@@ -115,6 +116,14 @@ def test_an_address_that_is_off_is_an_error_that_says_how_far() -> None:
     first = -buffer.data_ptr() % 64 // 4
     with pytest.raises(KernelError, match="4 bytes behind a multiple of 64"):
         kernel(buffer[first + 1 : first + 9])
+
+
+def test_a_conjugate_that_is_not_in_memory_is_an_error() -> None:
+    spec = TensorSpec((2,), torch.complex64)
+    kernel = of(Signature((spec,), (spec,)), lambda x, y: y.copy_(x))
+    with pytest.raises(KernelError, match=r"conjugated .* resolve_conj\(\)"):
+        kernel(torch.tensor([1j, 2j]).conj())
+    assert kernel(torch.tensor([1j, 2j]).conj().resolve_conj()).tolist() == [-1j, -2j]
 
 
 def test_all_tensors_are_on_one_device() -> None:
