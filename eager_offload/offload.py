@@ -150,10 +150,10 @@ class Offload:
             self._hooks.computed = plan
             self._hook_pair = hook_pair(text_of(self.config_text, plan))
             if not plan.step_plans:
-                if plan.movable_bytes:
-                    self._warn_once("plan", _NOTHING_TO_FOLLOW)
-                else:
+                if plan.is_small:
                     self._warned.add("nothing")  # moves, as the plan has said
+                else:
+                    self._warn_once("plan", _NOTHING_TO_FOLLOW)
                 return
             (given,) = plan.step_plans
         assert isinstance(given, StepPlan)

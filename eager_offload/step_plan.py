@@ -334,8 +334,8 @@ class ComputedPlan:
         raise NotImplementedError
 
     @property
-    def movable_bytes(self) -> int:
-        """That could leave the device in the step."""
+    def is_small(self) -> bool:
+        """Whether beside parameters the step saves nothing that is as large as ``min_bytes``."""
         raise NotImplementedError
 
     @property

@@ -102,9 +102,10 @@ class Plan(ComputedPlan):
         return (replace(drafted, saves=tuple(saves)),)
 
     @property
-    def movable_bytes(self) -> int:
-        """That could leave the device, of what is not computed again."""
-        return self.problem.program.movable_bytes
+    def is_small(self) -> bool:
+        """Whether beside parameters the step saves nothing that is as large as ``min_bytes``."""
+        saves = self._whole.program.saves
+        return all(save.reason in (KeepReason.SMALL, KeepReason.PARAMETER) for save in saves)
 
     @property
     def fits(self) -> bool:
@@ -343,9 +344,8 @@ class Plan(ComputedPlan):
     # -- for a reader -------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        program = self._whole.program
-        are_small = all(save.reason in (KeepReason.SMALL, KeepReason.PARAMETER) for save in program.saves)
-        return text_of(self, program.movable_bytes, too_small=self.config.size("min_bytes") if are_small else 0)
+        too_small = self.config.size("min_bytes") if self.is_small else 0
+        return text_of(self, self._whole.program.movable_bytes, too_small=too_small)
 
     def __repr__(self) -> str:
         return (
