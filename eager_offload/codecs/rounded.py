@@ -80,7 +80,8 @@ class BlockInt:
     lossless = False
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
+        bits: object = self.bits
+        if not isinstance(bits, int) or bits not in (4, 8):  # 8.0 would have another name, which is none
             raise ConfigError(f"bits={self.bits!r} is not accepted: BlockInt takes 8 or 4 bits")
         if self.rounding not in ("rtn", "sr"):
             raise ConfigError(f'rounding={self.rounding!r} is not accepted: BlockInt takes "rtn" or "sr"')

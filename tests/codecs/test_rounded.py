@@ -160,6 +160,8 @@ def test_stochastic_rounding_asks_for_a_seed() -> None:
     [
         (lambda: BlockInt(2), "bits=2 is not accepted"),
         (lambda: BlockInt(True), "bits=True is not accepted"),
+        (lambda: BlockInt(8.0), "bits=8.0 is not accepted"),
+        (lambda: BlockInt(8, block=64.0), "block=64.0 is not accepted"),
         (lambda: BlockInt(8, block=0), "block=0 is not accepted"),
         (lambda: BlockInt(8, block=7), "block=7 is not accepted"),
         (lambda: BlockInt(8, block=True), "block=True is not accepted"),
