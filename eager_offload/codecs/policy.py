@@ -140,17 +140,33 @@ class CodecPolicy:
         return bool(self.rules)
 
     def strictest(self, consumers: Iterable[str], meta: TensorMeta) -> Codec | None:
-        """What may round a tensor that all of ``consumers`` read; ``None``: nothing, so that it has to be exact."""
-        found = [self.rules.get(consumer) for consumer in consumers]
+        """What may round a tensor that all of ``consumers`` read; ``None``: nothing, so that it has to be exact.
+
+        It is the codec of one of their rules which each of the others allows too.
+        """
+        found = {self.rules.get(consumer) for consumer in consumers}
         allowed = [codec for codec in found if codec is not None]
-        if not allowed or len(allowed) < len(found):
+        if len(allowed) < len(found):
             return None
-        return min(allowed, key=lambda codec: codec.error_bound(meta, 1.0))
+        return next((codec for codec in allowed if all(_is_within(codec, one, meta) for one in allowed)), None)
 
     def allows(self, consumer: str, codec: Codec, meta: TensorMeta) -> bool:
         """Whether ``consumer`` may be given what ``codec`` has rounded."""
         own = self.rules.get(consumer)
-        return own is not None and codec.error_bound(meta, 1.0) <= own.error_bound(meta, 1.0)
+        return own is not None and _is_within(codec, own, meta)
+
+
+def _is_within(codec: Codec, rule: Codec, meta: TensorMeta) -> bool:
+    """Whether ``codec`` gives all that ``rule`` asks for.
+
+    The bounds alone do not say so: they are relative to the largest magnitude of a block, which has less in common with
+    its elements the more of them there are; and no bound makes up for a bias.
+    """
+    return codec == rule or (
+        codec.error_bound(meta, 1.0) <= rule.error_bound(meta, 1.0)
+        and getattr(codec, "block", 1) <= getattr(rule, "block", 1)
+        and codec.unbiased >= rule.unbiased
+    )
 
 
 def _check_consumer(consumer: object) -> None:

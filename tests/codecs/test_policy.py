@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eager_offload import CodecPolicy, ConfigError, Offload, OffloadConfig
-from eager_offload.codecs import BF16, BlockFP8, BlockInt, TensorMeta
+from eager_offload.codecs import BF16, BlockFP8, BlockInt, Codec, TensorMeta
 from eager_offload.codecs.policy import CODEC_NAMES, CONSUMERS, NORMS, codec_of, text_of
 from eager_offload.step_plan import Coded, Fate, Save, StepPlan
 
@@ -68,6 +68,28 @@ def test_the_strictest_of_several_consumers_decides() -> None:
     assert MIXED.allows("AddmmBackward0", BF16(), META)
     assert not MIXED.allows("MmBackward0", BlockInt(4), META)
     assert not MIXED.allows("SinBackward0", BF16(), META)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "both"),
+    [
+        (BlockInt(8, 32), BlockInt(8, 1024), BlockInt(8, 32)),
+        (BlockFP8(32), BlockInt(8, 64), None),
+        (BF16(), BlockFP8(32), BF16()),
+        (BlockInt(8, rounding="sr"), BlockInt(4), BlockInt(8, rounding="sr")),
+        (BlockInt(8, rounding="sr"), BlockInt(8), None),
+        (BlockInt(8, rounding="sr"), BF16(), None),
+        (BlockInt(4, rounding="sr"), BlockInt(8, rounding="sr"), BlockInt(8, rounding="sr")),
+    ],
+    ids=str,
+)
+def test_what_two_read_is_within_what_each_asks_for(one: Codec, two: Codec, both: Codec | None) -> None:
+    for first, second in ((one, two), (two, one)):
+        policy = CodecPolicy().rule("MmBackward0", first).rule("AddmmBackward0", second)
+        assert policy.strictest(["MmBackward0", "AddmmBackward0"], META) == both
+        for consumer, own, other in (("MmBackward0", first, second), ("AddmmBackward0", second, first)):
+            assert policy.allows(consumer, own, META)
+            assert policy.allows(consumer, other, META) == (other == both)
 
 
 def test_named_policies_have_no_rule_for_what_is_to_be_exact() -> None:
