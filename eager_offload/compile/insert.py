@@ -184,7 +184,7 @@ def insert_offload(graph: Graph, group: Group, text: str, region: str | None) ->
         arguments |= {"codec": group.codec.name, "coded_bytes": group.coded_bytes}
     with graph.inserting_before(base.next):
         if group.codec is not None:
-            seed = insert_seed(graph, value, text) if group.draws else None
+            seed = insert_seed(graph, value) if group.draws else None
             base = insert_pack(graph, base, group.codec, seed)
             value = base.meta["val"]
         host = graph.create_node("call_function", ops.offload, (base,), arguments, f"{group.base.name}_on_host")
@@ -207,9 +207,9 @@ def insert_reload(graph: Graph, group: Group, host: Node, text: str) -> Node:
     return insert_unpack(graph, reload, group.codec, value, in_memory=not is_whole)
 
 
-def insert_seed(graph: Graph, value: Tensor, text: str) -> Node:
+def insert_seed(graph: Graph, value: Tensor) -> Node:
     """Another seed for stochastic rounding of ``value`` at each run, at the present insertion point."""
-    seed = graph.call_function(draw_seed, (value.device,), {"config": text})
+    seed = graph.call_function(draw_seed, (value.device,))
     with fake_mode_of(value):
         seed.meta["val"] = torch.empty(1, dtype=torch.int64, device=value.device)
     return seed

@@ -32,7 +32,6 @@ from eager_offload.step_plan import Coded, StepPlan
 
 __all__ = [
     "Coding",
-    "Seeds",
     "check_codecs",
     "coding_of",
     "exact_codec",
@@ -47,8 +46,6 @@ _GATHER, _NARROW, _BITMASK = Gather(), Narrow(), BitMask()
 _WORD = 8
 #: The dtypes of what may be rounded, by name.
 _ROUNDED = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-#: 2**64 times the golden ratio: multiples of it lie far from each other.
-_GOLDEN, _MOST = 0x9E3779B97F4A7C15, (1 << 63) - 1
 
 
 class Coding(NamedTuple):
@@ -161,18 +158,6 @@ def check_codecs(plan: StepPlan, policy: CodecPolicy) -> None:
                 f"save {number} of the step plan is packed by the codec {save.coded.codec!r}, which codec=... does not "
                 "have, or has no rule for: give the codec that the plan was made with, or another plan"
             )
-
-
-class Seeds:
-    """Numbers for stochastic rounding, another one for each tensor: the user's generators stay as they are."""
-
-    def __init__(self) -> None:
-        self._next = torch.initial_seed()  # so that a program that sets its seed begins with the same ones
-
-    def draw(self) -> int:
-        """The next one."""
-        self._next += _GOLDEN
-        return self._next & _MOST
 
 
 def _exact_of(tensor: Tensor, area: Footprint, policy: CodecPolicy) -> Coding | None:

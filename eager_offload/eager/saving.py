@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import asking_node, profiled, profiler_is_on, storage_key, version_of, weak_storage
+from eager_offload.codecs.seeds import SEEDS
 from eager_offload.config import MIB, OffloadConfig
-from eager_offload.eager.coding import Coding, Seeds, coding_of, kind_of
+from eager_offload.eager.coding import Coding, coding_of, kind_of
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.exposure import Exposure
 from eager_offload.eager.followed import FollowedStorage
@@ -73,7 +74,7 @@ class SavedTensors:
         self.offloader = offloader
         self.device, self._runtime, self._accounts = offloader.device, offloader.runtime, offloader.accounts
         self._offloading = Offloading(offloader)
-        self._policy, self._seeds = config.codec_policy, Seeds()
+        self._policy = config.codec_policy
         self._rounds = self._policy.rounds  # each unpack asks
         self.plans = StepPlans(config.step_plans, self._policy, self._accounts, StepMeasures(offloader))
         budget, keep = config.device_budget, config.delay_bytes
@@ -364,9 +365,9 @@ class SavedTensors:
     def seeded(self, coding: Coding) -> Coding:
         """The same with a seed of its own, where it takes one."""
         if coding.rounds:
-            return coding._replace(seed=self._seeds.draw())
+            return coding._replace(seed=SEEDS.draw())
         other = coding.otherwise
-        return coding if other is None else coding._replace(otherwise=other._replace(seed=self._seeds.draw()))
+        return coding if other is None else coding._replace(otherwise=other._replace(seed=SEEDS.draw()))
 
     def _known(self, name: Hashable, storage: torch.UntypedStorage) -> SavedStorage | None:
         """The saved storage under ``name``, if it is of the very ``storage``: an address may have a new owner."""

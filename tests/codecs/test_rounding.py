@@ -18,6 +18,7 @@ import eager_offload as eo
 from eager_offload import CodecPolicy, Offload, OffloadStats, PrecisionError, TransferError
 from eager_offload._torch import weak_storage
 from eager_offload.codecs import BF16, BlockFP8, BlockInt, Codec, TensorMeta
+from eager_offload.codecs.seeds import SEEDS
 from eager_offload.step_plan import StepPlan
 from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.tensors import coded
@@ -129,13 +130,22 @@ def test_stochastic_rounding_draws_anew_and_its_mean_is_exact(users_backend: Bac
     assert float(off(BlockInt(8))[1].max()) > 5 * step / 2 / count**0.5, "else the test says nothing"
 
 
-def test_two_offloads_with_one_seed_draw_the_same(users_backend: Backend) -> None:
-    def draws(seed: int) -> list[Any]:
+def test_every_offload_draws_anew_and_a_program_with_one_seed_draws_the_same(
+    users_backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draws(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
-        return steps(users_backend.offload(codec="int8", step_plans=False), product, 3)
+        return [found[1] for found in steps(users_backend.offload(codec="int8", step_plans=False), product, 3)[1:]]
 
-    assert_identical(draws(1), draws(1))
-    assert not torch.equal(draws(1)[2][1], draws(2)[2][1])
+    def program(*seeds: int) -> list[Tensor]:
+        monkeypatch.setattr(SEEDS, "_drawn", {})  # as in a process of its own
+        return [found for seed in seeds for found in draws(seed)]
+
+    found = program(1, 1, 2, 1)
+    for one, two in itertools.combinations(found, 2):
+        assert not torch.equal(one, two)
+    assert_identical(found, program(1, 1, 2, 1))
+    assert_identical(found[4:6], program(2))
 
 
 def test_backward_twice_sees_the_same_numbers(backend: Backend, plans: bool) -> None:
