@@ -1,10 +1,11 @@
-"""How many bytes `codec="lossless"` leaves at home, what that costs, and how fast each codec is.
+"""How many bytes `codec="lossless"` leaves at home, what that costs, how fast codecs are and how far off gradients.
 
     python -m benchmarks.codecs
 
 Two models on the disk tier, each without packing and with it, step by step in turn: blocks of a Llama in bfloat16 whose
 norms compute in float32, and of a GPT in float32 with dropout. Gradients must be equal, bit for bit. Then each codec by
-itself on one core, in bytes of the tensor as saved, beside a copy of as many.
+itself on one core, in bytes of the tensor as saved, beside a copy of as many. Last what rounding one saved tensor does
+to one gradient, of numbers that follow from a fixed seed.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import eager_offload as eo
 from benchmarks.common import MIB, Report, Spread, console, disk, table
@@ -221,7 +224,73 @@ def measure_speeds(report: Report, options: argparse.Namespace) -> dict[str, dic
     return found
 
 
-def show(trained: dict[str, Any], speeds: dict[str, dict[str, float]]) -> None:
+# -- what rounding does to gradients ----------------------------------------------------------------------------------
+
+#: Numbers in a row; and of stochastic rounding, how often it is done.
+WIDTH, DRAWS = 512, 16
+#: What saves a tensor of the shape of ``x``, and which gradient is looked at: that of ``x`` (0) or of ``w`` (1).
+SAVES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
+    "matmul input": (lambda x, w: x @ w, 1),
+    "softmax out": (lambda x, w: x.softmax(-1), 0),
+    "GELU in": (lambda x, w: F.gelu(x), 0),
+    "LayerNorm in": (lambda x, w: F.layer_norm(x, w[0].shape, w[0]), 0),
+    "LayerNorm weight": (lambda x, w: F.layer_norm(x, w[0].shape, w[0]), 1),
+    "weight, in + 300": (lambda x, w: F.layer_norm(x + 300, w[0].shape, w[0]), 1),
+}
+
+
+@torch.no_grad()
+def there_and_back(codec: Codec, x: Tensor, seed: int) -> Tensor:
+    layout = codec.layout(TensorMeta.of(x))
+    assert layout is not None
+    packed, out = torch.empty(layout.nbytes, dtype=torch.uint8), torch.empty_like(x)
+    codec.pack(x, packed, torch.tensor([seed]))
+    codec.unpack(packed, out)
+    return out
+
+
+@torch.no_grad()
+def finer(codec: BlockInt, x: Tensor, seed: int) -> Tensor:
+    """As ``codec`` would with the finest scale, of amax / 127 or amax / 7, in place of a power of two."""
+    blocks = x.reshape(-1, codec.block)
+    step = blocks.abs().amax(1, keepdim=True) / (2 ** (codec.bits - 1) - 1)
+    noise = torch.rand(blocks.shape, generator=torch.Generator().manual_seed(seed)) if codec.unbiased else 0.5
+    return (torch.floor(blocks / step + noise) * step).view(x.shape)
+
+
+def measure_errors(rows: int) -> dict[str, dict[str, dict[str, float]]]:
+    """By codec and case the error of a gradient, and what its draws have in common, relative to the gradient."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(count, WIDTH, generator=generator).requires_grad_() for count in (rows, WIDTH))
+    given = torch.randn(rows, WIDTH, generator=generator)
+
+    def gradient(case: str, change: Callable[[Tensor], Tensor]) -> Tensor:
+        function, which = SAVES[case]
+        with saved_tensors_hooks(lambda saved: change(saved) if saved.shape == x.shape else saved, lambda kept: kept):
+            out = function(x, w)
+        return torch.autograd.grad(out, (x, w)[which], given)[0].double()
+
+    integers = [BlockInt(8, rounding="sr"), BlockInt(8), BlockInt(4, rounding="sr"), BlockInt(4)]
+    ways: dict[str, tuple[Callable[..., Tensor], Codec]] = {one.name: (there_and_back, one) for one in integers}
+    ways |= {one.name: (there_and_back, one) for one in (BlockFP8(), BF16())}
+    ways |= {f"{one.name}, finest scale": (finer, one) for one in integers}
+    found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in ways}
+    for case in SAVES:
+        exact = gradient(case, lambda saved: saved)
+        for name, (way, codec) in ways.items():
+            count = DRAWS if codec.unbiased else 1
+            off = [gradient(case, partial(way, codec, seed=seed)) - exact for seed in range(count)]
+            squares, total = sum(float(one.square().mean()) for one in off), float(sum(off).square().mean())
+            # A mean over pairs of draws: that of all draws would have the noise of each in it.
+            bias = (total - squares) / (count * (count - 1)) if codec.unbiased else squares
+            scale = float(exact.square().mean())
+            found[name][case] = {"rmse": (squares / count / scale) ** 0.5, "bias": (max(bias, 0.0) / scale) ** 0.5}
+    return found
+
+
+def show(
+    trained: dict[str, Any], speeds: dict[str, dict[str, float]], errors: dict[str, dict[str, dict[str, float]]]
+) -> None:
     shown = table("model", "bytes moved", "step", "thread", "packed")
     for name, found in trained.items():
         moved = found["bytes_out"]["lossless"] / found["bytes_out"]["identity"]
@@ -234,6 +303,10 @@ def show(trained: dict[str, Any], speeds: dict[str, dict[str, float]]) -> None:
     for name, rates in speeds.items():
         shown.add_row(name, *(f"{rates[one]:.1f}" for one in ("pack", "unpack", "copy")), f"{rates['ratio']:.3f}")
     console.print(shown)
+    shown = table("rmse/bias", *SAVES)
+    for name, found in errors.items():
+        shown.add_row(name, *(f"{one['rmse']:.3f}/{one['bias']:.3f}" for one in found.values()))
+    console.print(shown)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -242,8 +315,10 @@ def main(arguments: list[str] | None = None) -> int:
     report.environment["disk"] = disk(options.disk_path)
     trained = {name: train(report, name, options) for name in options.models}
     speeds = measure_speeds(report, options)
-    show(trained, speeds)
-    return report.finish({"trained": trained, "speeds": speeds}, {"trained": trained, "speeds": speeds})
+    errors = measure_errors(options.rows)
+    show(trained, speeds, errors)
+    found = {"trained": trained, "speeds": speeds, "errors": errors}
+    return report.finish(found, found)
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -263,7 +338,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--speed-bytes", type=positive, default=16 * MIB, help="of the tensor that codecs are timed on")
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="compiled ones too")
     parser.add_argument("--repeats", type=positive, default=21)
-    return parse(parser, arguments, layers=2, steps=3, repeats=5, compiled=False)
+    parser.add_argument("--rows", type=positive, default=1024, help="of 512 numbers, of what is rounded for a gradient")
+    return parse(parser, arguments, layers=2, steps=3, repeats=5, rows=64, compiled=False)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,10 @@ def test_codecs_are_compared_on_models_bit_by_bit_and_timed_one_by_one(tmp_path:
     assert {limit["what"]: limit["measured"] for limit in content["limits"]}["llama: gradients that differ"] == 0
     assert {"narrow", "bitmask of bool", "bf16", "int8"} <= set(speeds)
     assert all(rates["pack"] > 0 and rates["unpack"] > 0 for rates in speeds.values())
+    errors = content["summary"]["errors"]
+    assert all(found["rmse"] > 0 for codec in errors.values() for found in codec.values())
+    assert errors["int8"]["matmul input"]["bias"] == errors["int8"]["matmul input"]["rmse"]
+    assert errors["int8_sr"]["matmul input"]["bias"] < errors["int8_sr"]["matmul input"]["rmse"] / 2
 
 
 def test_hook_costs_are_kept_call_by_call_for_every_candidate(tmp_path: Path) -> None:
