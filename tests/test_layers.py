@@ -27,7 +27,7 @@ BELOW = {
     "compile": {"engine", "tiers", "runtime", "stats", "selection", "marks", "active", "step_plan", "codecs"},
     "plan": {
         *("compile", "tiers", "runtime", "stats", "schedule", "selection", "marks", "skipping", "active"),
-        *("observe", "step_plan", "offload", "simulation"),
+        *("observe", "step_plan", "offload", "simulation", "eager", "codecs", "learning"),
     },
     "simulation": {"runtime", "tiers"},
     "graphs": {"runtime", "eager", "offload", "stats", "step_plan"},
