@@ -472,7 +472,7 @@ def test_a_plan_with_checkpoints_trains_exactly_whatever_it_was_made_for(
                 assert all(map(torch.equal, found, expected))
     stats = offload.stats(synchronize=True)
     assert (stats.followed_forwards == 5, bool(stats.plan_misses)) == (how == "", how != "")
-    assert (stats.bytes_out > 0) == (how != ""), "what is followed has nothing move"
+    assert (stats.bytes_out > 0) == how.startswith("another"), "what is followed, or is small, has nothing move"
     offload.close()
 
 
