@@ -101,7 +101,7 @@ class Calls:
 
 #: What a step calls; the second half only while a trace runs.
 CALLED: list[tuple[type, str]] = [
-    *((Hooks, "_pack"), (KeptTensor, "unpack"), (SavedView, "unpack")),
+    *((Hooks, "pack"), (KeptTensor, "unpack"), (SavedView, "unpack")),
     *((TraceRecorder, "pack"), (TraceRecorder, "unpack"), (Forwards, "enter"), (Forwards, "leave")),
 ]
 
@@ -232,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
     ratio = Spread.of([one.ratio for one in pairs])
     per_save, per_report = seconds_of_counting(), seconds_of_stats(training.offload)
     calls = counted[0].calls
-    share = (per_save * calls["Hooks._pack"] + per_report) / step.median
+    share = (per_save * calls["Hooks.pack"] + per_report) / step.median
     trace_share = Spread.of([one.trace_seconds / step.median for one in counted])
     config = training.offload.config
     allowed = config.size("max_inflight_bytes") + config.size("prefetch_bytes") + config.delay_bytes
@@ -275,7 +275,7 @@ def show(summary: dict[str, Any]) -> None:
     shown.add_row("slices; KiB of the file", f"{summary['trace_slices']:,}; {summary['trace_file_bytes'] / 1024:,.0f}")
     calls = summary["calls"]
     unpacks = calls["KeptTensor.unpack"] + calls["SavedView.unpack"]
-    shown.add_row("calls of pack and of unpack in a step", f"{calls['Hooks._pack']:,}; {unpacks:,}")
+    shown.add_row("calls of pack and of unpack in a step", f"{calls['Hooks.pack']:,}; {unpacks:,}")
     per_save, per_report = (1e6 * summary[f"stats_seconds_per_{what}"] for what in ("save", "report"))
     shown.add_row("stats, us: of a save; of a report", f"{per_save:.2f}; {per_report:.0f}")
     shown.add_row("stats, part of a step", f"{summary['stats_share']:.6f}")

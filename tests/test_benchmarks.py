@@ -230,7 +230,7 @@ def test_looking_is_compared_step_by_step_and_changes_no_bit(tmp_path: Path) -> 
     assert all(one["traced"] > one["end"] > 0 < one["plain"] for one in pairs)
     assert pairs[0]["slices"] > 0 < pairs[0]["file_bytes"]
     (counted,) = content["samples"]["counted"]
-    assert counted["calls"]["Hooks._pack"] == counted["calls"]["TraceRecorder.pack"] > 0
+    assert counted["calls"]["Hooks.pack"] == counted["calls"]["TraceRecorder.pack"] > 0
     limits = {limit["what"]: limit for limit in content["limits"]}
     assert limits["different results"]["measured"] == 1
     assert 0 < limits["stats, part of a step"]["measured"] < content["summary"]["hooks_share"]["median"]

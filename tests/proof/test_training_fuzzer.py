@@ -6,6 +6,7 @@ one number, which a failure names: put it into ``FIXED`` to have it tried always
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import time
@@ -35,6 +36,8 @@ KINDS: dict[str, Callable[[int, Around, torch.device], Trace]] = {
 }
 #: Seconds of fresh runs of all kinds together, in the long suite.
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "20"))
+#: Runs, however long they take: of fewer it may be that none brings anything back.
+_LEAST = 8
 
 
 def fields_of(number: int) -> dict[str, Any]:
@@ -102,12 +105,13 @@ def check_all(
 
 
 def fresh(seconds: float) -> Iterator[int]:
-    """Numbers of runs that follow from the seed of this test run, for so many seconds."""
-    number, end = random.Random(run_seed()).randrange(1 << 40), time.monotonic() + seconds
-    print(f"runs from number {number} on")
-    while time.monotonic() < end:
+    """Numbers of runs that follow from the seed of this test run, for so many seconds, but a few at least."""
+    first, end = random.Random(run_seed()).randrange(1 << 40), time.monotonic() + seconds
+    print(f"runs from number {first} on")
+    for number in itertools.count(first):
+        if number - first >= _LEAST and time.monotonic() >= end:
+            return
         yield number
-        number += 1
 
 
 @pytest.mark.parametrize(
