@@ -22,6 +22,7 @@ from eager_offload._torch import (
     is_fake,
     node_sequence,
     storage_key,
+    weak_storage,
     without_dispatch_modes,
 )
 from eager_offload.codecs import CodecPolicy
@@ -95,8 +96,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._is_backward = False
         #: Operators that other operators are made of, and those of the recorder itself, are not counted.
         self._depth = 0
-        #: Known numbers that something unknown was written over.
-        self._stale: set[int] = set()
+        #: Known numbers that something unknown was written over; another storage may have the key of one that has died.
+        self._stale: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
         self._held: list[Tensor] = []
 
     # -- what there is before -----------------------------------------------------------------------------------------
@@ -217,7 +218,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if known and all(_may_be_known(one) and (one.numel() <= 1 or not is_random) for one in made):
             return self._computed(func, args, named)
         if func._schema.is_mutable:
-            self._stale.update(storage_key(one.untyped_storage()) for one in tensors if not is_fake(type(one)))
+            storages = (one.untyped_storage() for one in tensors if not is_fake(type(one)))
+            self._stale.update((storage_key(one), weak_storage(one)) for one in storages)
         return result
 
     def _computed(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -225,7 +227,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             return func(*args, **named)
 
     def _has_numbers(self, tensor: Tensor) -> bool:
-        return not is_fake(type(tensor)) and storage_key(tensor.untyped_storage()) not in self._stale
+        if is_fake(type(tensor)):
+            return False
+        stale = self._stale.get(storage_key(tensor.untyped_storage()))
+        return stale is None or stale() is None
 
     def _write_down(self, call: Call) -> None:
         op, module = len(self._ops), self._module()

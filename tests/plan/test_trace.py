@@ -115,6 +115,23 @@ def test_a_question_for_numbers_that_nobody_has_is_an_error_that_names_the_modul
     assert isinstance(caught.value, eo.OffloadError)
 
 
+def test_what_is_known_does_not_depend_on_what_had_its_memory_before() -> None:
+    class Overwritten(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            h = x.exp()
+            for _ in range(4):
+                unknown = mask.clone()
+                unknown &= h.sum() > 0
+                del unknown
+                if bool(mask.clone().all()):  # where the other one was
+                    h = h.relu()
+            return h.sum()
+
+    x = torch.ones(2, 4, requires_grad=True)
+    program = trace(Overwritten(), (x, torch.ones(4, dtype=torch.bool)), min_bytes=0)
+    assert [op.name for op in program.ops].count("relu") == 4
+
+
 def test_integers_and_booleans_of_the_inputs_may_steer() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
