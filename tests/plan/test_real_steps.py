@@ -60,7 +60,8 @@ def test_a_real_step_is_written_down_as_a_traced_one(made: Callable[[], tuple[nn
     traced = eo.plan(model, x, policy="max", config=CONFIG)
     real = eo.plan(model, x, policy="max", config=CONFIG, steps=2)
     assert without_modules(real) == without_modules(traced)
-    assert real.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.1), "measured times differ, and with them when copies are over"
+    # Measured times differ, and with them when copies are over.
+    assert real.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.1)
     assert real.moved_bytes > 0
     assert (traced.steps, real.steps) == (0, 2)
     assert all(seconds > 0 for seconds in real.problem.op_seconds)
