@@ -250,7 +250,8 @@ def test_an_edge_of_offload_left_out_is_reported_and_shows_if_and_only_if_it_is_
         kinds = {(nodes[before].kind, nodes[after].kind) for before, after in wrong}
         assert {("kernel", "copy out"), ("copy out", "free"), ("allocate", "copy in")} < kinds
         assert any(before == "copy in" for before, _ in kinds)  # compute waits for what comes back
-        assert len(wrong) >= 4 * len(step.plans[0].slots)
+        # Each has its copy out wait, its source, its target and compute; copies out that start together wait once.
+        assert len(wrong) >= 3 * len(step.plans[0].slots)
     offload.close()
 
 
