@@ -61,7 +61,7 @@ class CapturedStorage(SavedStorage):
     """A storage that a captured step saves, and that leaves, or stays until backward asks for it."""
 
     __slots__ = ("packed_at", "started_in", "state")
-    #: In place of what a storage of an unknown step has.
+    #: In place of what a storage of an unknown step has, which nothing of a captured one is asked for: another type.
     reload: Back | None  # type: ignore[assignment]
 
     def __init__(self, tensor: Tensor, number: int, forward: Forward) -> None:

@@ -465,16 +465,14 @@ class Run:
             storage.slot = None
             storage.stay(KeepReason.FAILED)
             return
-        if found.holds is not None and offloader.device.type == "cpu":
-            if not found.holds:
-                storage.counters.refuse(coding.codec.name)
-                storage.coding, storage.slot = None, offloader.reserve(storage.footprint.nbytes)
-                if storage.slot is None:
-                    storage.stay(KeepReason.BUDGET)
-                else:
-                    self._start_as_it_is(storage, storage.slot, computed)
-                return
-            found = found._replace(holds=None)
+        if found.is_refused:
+            storage.counters.refuse(coding.codec.name)
+            storage.coding, storage.slot = None, offloader.reserve(storage.footprint.nbytes)
+            if storage.slot is None:
+                storage.stay(KeepReason.BUDGET)
+            else:
+                self._start_as_it_is(storage, storage.slot, computed)
+            return
         transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage)
         transfer.codec, transfer.holds = coding.codec.name, found.holds
         self.record.waiting_bytes -= storage.footprint.nbytes

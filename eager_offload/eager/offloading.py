@@ -107,13 +107,11 @@ class Offloading:
         if found is None:
             self.stay(saved, KeepReason.FAILED)
             return
-        if found.holds is not None and offloader.device.type == "cpu":
-            if not found.holds:
-                offloader.accounts.counters.refuse(coding.codec.name)
-                saved.coding = slot = found = None
-                self._start_as_it_is(saved)
-                return
-            found = found._replace(holds=None)
+        if found.is_refused:
+            offloader.accounts.counters.refuse(coding.codec.name)
+            saved.coding = slot = found = None
+            self._start_as_it_is(saved)
+            return
         transfer = Transfer(slot, saved.footprint.nbytes, offloader.accounts.counters, saved.record)
         transfer.codec, transfer.holds = coding.codec.name, found.holds
         self._leave(saved, found.packed, slot, transfer, keepalive=saved.aliases[0].untyped_storage())

@@ -29,8 +29,10 @@ class Packed(NamedTuple):
     """What travels in place of a storage."""
 
     packed: Tensor
-    #: One ``bool`` on the host, once the stream has got so far: whether the codec can hold it; ``None``: any.
+    #: One ``bool`` on the host, once the stream has got so far: whether the codec can hold it; ``None``: it is known.
     holds: Tensor | None
+    #: Whether it is known that it cannot, so that the storage travels as it is.
+    is_refused: bool = False
 
 
 def packed(offloader: DeviceOffloader, saved: SavedStorage, coding: Coding) -> Packed | None:
@@ -43,7 +45,9 @@ def packed(offloader: DeviceOffloader, saved: SavedStorage, coding: Coding) -> P
             if coding.rounds and coding.codec.unbiased:
                 seed = torch.full((1,), coding.seed, dtype=torch.int64, device=offloader.device)
             holds = coding.codec.pack(saved.coded(coding, storage, saved.footprint.start), out, seed)
-            return Packed(out, None if holds is None else holds.to("cpu", non_blocking=True))
+            if holds is None or offloader.device.type != "cpu":
+                return Packed(out, None if holds is None else holds.to("cpu", non_blocking=True))
+            return Packed(out, None, is_refused=not holds)
     except (RuntimeError, MemoryError) as error:
         if not _is_full(error):
             raise

@@ -169,6 +169,7 @@ def _storage(content: Sequence[Any]) -> Storage:
     if packing is not None:
         codec, dtype, maker, *sizes = packing
         packing = Packing(str(codec), str(dtype), str(maker), *map(_whole, sizes))
+    # A type checker takes any of the numbers for any field.
     return Storage(*map(_whole, numbers))._replace(is_forced=bool(is_forced), packing=packing)  # type: ignore[arg-type]
 
 

@@ -114,10 +114,10 @@ class _Codecs(CodecPolicy):
 
     def __init__(self, made: Callable[[str], _StandIn]) -> None:
         super().__init__(lossless=False)
-        object.__setattr__(self, "_made", made)
+        object.__setattr__(self, "_made", made)  # of a frozen class, and no field that a text or a comparison has
 
     def codec(self, text: str) -> _StandIn:
-        return self._made(text)  # type: ignore[attr-defined,no-any-return]
+        return self._made(text)  # type: ignore[attr-defined,no-any-return]  # see above
 
 
 class _Stage:
