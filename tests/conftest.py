@@ -32,6 +32,7 @@ pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs
 
 import torch  # noqa: E402  # after its caches are named
 
+from eager_offload.runtime.host import host_runtime  # noqa: E402
 from tests.doubles.recorded_backend import RecordedBackend  # noqa: E402
 from tests.faults.telling import sentence  # noqa: E402
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend  # noqa: E402
@@ -61,6 +62,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     outcome = yield
     if call.when == "call":
         item.stash[_passed] = outcome.get_result().passed
+    elif call.when == "teardown" and not item.stash.get(_passed, True):
+        host_runtime().close()  # one test's failure is not that of those behind it, which count threads
 
 
 @pytest.hookimpl(tryfirst=True)

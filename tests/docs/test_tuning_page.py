@@ -34,22 +34,24 @@ def test_every_piece_of_advice_is_there_in_its_own_words() -> None:
 def test_what_the_page_shows_is_what_its_code_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to what timing decides, such as which bytes were still resident."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(advice, "RULES", [rule for rule in advice.RULES if rule not in _TIMED])
+    monkeypatch.setattr(advice, "RULES", [rule for rule in advice.RULES if inspect.unwrap(rule) not in _TIMED])
     page = (ROOT / "docs" / "tuning.md").read_text()
     names: dict[str, object] = {"__name__": "page"}
     compared = 0
-    for language, body in re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
-        if language == "python":
-            printed = io.StringIO()
-            with contextlib.redirect_stdout(printed):
-                exec(compile(body, "tuning.md", "exec"), names)
-        elif language == "text":
-            assert _lasting(printed.getvalue()) == _lasting(body)
-            compared += 1
-    assert compared == 4
-    names.clear()
-    gc.collect()  # its functions and its names refer to each other
-    host_runtime().close()  # a user's program leaves it to the threads to end when they have had nothing to do for long
+    try:
+        for language, body in re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+            if language == "python":
+                printed = io.StringIO()
+                with contextlib.redirect_stdout(printed):
+                    exec(compile(body, "tuning.md", "exec"), names)
+            elif language == "text":
+                assert _lasting(printed.getvalue()) == _lasting(body)
+                compared += 1
+        assert compared == 4
+    finally:
+        names.clear()
+        gc.collect()  # its functions and its names refer to each other
+        host_runtime().close()  # a user's program leaves it to the threads to end when they have long had nothing to do
     assert transfer_threads() == []
 
 
