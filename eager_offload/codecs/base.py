@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 __all__ = ["Codec", "PackedLayout", "Part", "TensorMeta", "compact", "flat", "parts_of"]
 
@@ -64,6 +66,17 @@ class PackedLayout(NamedTuple):
     def split(self, packed: Tensor) -> list[Tensor]:
         """The parts of the flat ``uint8`` tensor ``packed``, in order."""
         return [packed[part.start : part.start + part.nbytes] for part in self.parts]
+
+    def join(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Writes the flat ``uint8`` tensors ``parts``, in order, and zeros between them, to all of ``out``.
+
+        At once: of a write to each part torch's functionalization makes one of all of ``out``, and a compiler from that
+        a loop over all of it, with a branch for each byte.
+        """
+        ends = [part.start for part in self.parts[1:]] + [self.nbytes]
+        gaps = [end - part.start - part.nbytes for part, end in zip(self.parts, ends, strict=True)]
+        padded = [pad(part, (0, gap)) if gap else part for part, gap in zip(parts, gaps, strict=True)]
+        torch.cat(padded, out=out)
 
 
 class Codec(Protocol):

@@ -26,7 +26,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The code of a block that is not finite, and that of the scale 1.
 _NOT_FINITE, _ONE = 255, 127
 _MANTISSA = (1 << 23) - 1
-_WORD = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -120,19 +119,19 @@ class BlockInt:
             numbers = torch.round(scaled)
         else:
             below = torch.floor(scaled)
-            numbers = below + (_uniform(scaled, seed) < scaled - below)
-        scales, values = _split(self.layout(TensorMeta.of(x)), out)
-        scales.copy_(codes)
+            # 1 where the part above is the larger. Not by a comparison: Inductor writes its mask byte by byte on a CPU.
+            numbers = below + torch.ceil(scaled - below - _uniform(scaled, seed))
         numbers = numbers.view(-1)
         if self.bits == 8:
-            values.view(torch.int8).copy_(numbers)
+            values = numbers.to(torch.int8).view(torch.uint8)
         else:
             halves = (numbers + 8).to(torch.uint8).view(-1, 2)
-            values.copy_(halves[:, 0] + halves[:, 1] * 16)
+            values = halves[:, 0] + halves[:, 1] * 16
+        _layout_of(self, x).join((codes.to(torch.uint8), values), out)
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """The integers times their scales."""
-        scales, values = _split(self.layout(TensorMeta.of(out)), packed)
+        scales, values = _layout_of(self, out).split(packed)
         if self.bits == 8:
             numbers = values.view(torch.int8).to(torch.float32)
         else:
@@ -171,13 +170,12 @@ class BlockFP8:
     def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> None:
         """Rounds half to even; see the note above for what is not finite."""
         codes, scaled = _scaled(_blocks(x, self.block), _MOST_FP8, _least(x.dtype, 9))
-        scales, values = _split(self.layout(TensorMeta.of(x)), out)
-        scales.copy_(codes)
-        values.view(torch.float8_e4m3fn).copy_(scaled.view(-1))
+        values = scaled.view(-1).to(torch.float8_e4m3fn).view(torch.uint8)
+        _layout_of(self, x).join((codes.to(torch.uint8), values), out)
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """The numbers times their scales."""
-        scales, values = _split(self.layout(TensorMeta.of(out)), packed)
+        scales, values = _layout_of(self, out).split(packed)
         _restore(values.view(torch.float8_e4m3fn).to(torch.float32), scales, self.block, out)
 
     def error_bound(self, meta: TensorMeta, amax: float) -> float:
@@ -201,9 +199,10 @@ def _block_layout(meta: TensorMeta, block: int, bits: int) -> PackedLayout | Non
     return parts_of(("scales", blocks), ("values", blocks * block * bits // 8))
 
 
-def _split(layout: PackedLayout | None, packed: Tensor) -> list[Tensor]:
+def _layout_of(codec: BlockInt | BlockFP8, x: Tensor) -> PackedLayout:
+    layout = codec.layout(TensorMeta.of(x))
     assert layout is not None, "the caller has looked"
-    return layout.split(packed)
+    return layout
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
@@ -253,17 +252,18 @@ def _step(amax: float, most: tuple[int, int], least: int) -> float:
 
 def _uniform(like: Tensor, seed: Tensor) -> Tensor:
     """Numbers from 0 to 1 - 2**-24, of 24 bits each, from ``seed`` and the number of the element alone."""
-    low, high = seed.view(()) & _WORD, (seed.view(()) >> 32) & _WORD
+    low, high = seed.view(()).to(torch.int32), (seed.view(()) >> 32).to(torch.int32)
     key = _mixed(low ^ _mixed(high ^ 0x5BD1E995))
-    numbers = torch.arange(like.numel(), dtype=torch.int64, device=like.device)
-    drawn = _mixed(_mixed((numbers + key) & _WORD) ^ _mixed(key ^ 0x3C6EF372))
-    return ((drawn >> 8).to(torch.float32) * 2.0**-24).view(like.shape)
+    numbers = torch.arange(like.numel(), dtype=torch.int64, device=like.device).to(torch.int32)
+    drawn = _mixed(_mixed(numbers + key) ^ _mixed(key ^ 0x3C6EF372))
+    return ((drawn >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24).view(like.shape)
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A hash of 32 bits (Ellis, "hash-prospector"): one to one, and each bit of ``x`` changes half of them."""
-    x = x ^ (x >> 16)
-    x = (x * 0x21F0AAAD) & _WORD
-    x = x ^ (x >> 15)
-    x = (x * 0x735A2D97) & _WORD
-    return x ^ (x >> 15)
+    """A hash of 32 bits (Ellis, "hash-prospector"): one to one, and each bit of ``x`` changes half of them.
+
+    In ``int32``, whose products wrap around; of what is shifted to the right the sign's copies are taken off.
+    """
+    x = (x ^ (x >> 16 & 0xFFFF)) * 0x21F0AAAD
+    x = (x ^ (x >> 15 & 0x1FFFF)) * 0x735A2D97
+    return x ^ (x >> 15 & 0x1FFFF)
