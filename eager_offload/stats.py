@@ -60,8 +60,9 @@ class PlanOutcome:
     predicted_step_seconds: float
     """Of forward and backward."""
     peak_bytes: int | None = None
-    """The most that the device's allocator had handed out in a step that followed the plan; ``None`` where it has none
-    that remembers (a CPU), or had handed out more before."""
+    """The most that the device's allocator had handed out in a step that followed the plan; ``None`` where it had
+    handed out more before. On a CPU, after 16 such steps, the predicted peak and by how much more the process has grown
+    in some of them than predicted: too few where its C library keeps freed memory, see ``release_freed_memory``."""
     step_seconds: float | None = None
     """The median of the last steps that followed it: from where the ``with`` was entered until the last tensor was
     asked for. ``None`` on an accelerator, whose time the host does not know without waiting."""

@@ -353,6 +353,11 @@ class ComputedPlan:
         """That are in use at a save or an ask, at most; ``None`` where that is not known."""
         raise NotImplementedError
 
+    @property
+    def grown_bytes(self) -> int | None:
+        """By which ``seen_bytes`` are more than what is in use when the step begins; ``None`` where it is not known."""
+        raise NotImplementedError
+
     def is_off(self, timing: Timing) -> bool:
         """Whether a step has taken another time than is expected of it. Takes no time itself."""
         raise NotImplementedError

@@ -8,7 +8,8 @@ the device has come to them.
 
     a peak    what the device's allocator remembers, where that has grown in the step. It is the user's, who may have
               used more before, or has it start anew; where it has not grown, the most that was seen at a save or an ask
-              is compared with what the plan has expected to be seen there
+              is compared with what the plan has expected to be seen there. A CPU has none: there it is by how much
+              the resident bytes of the process were more at a save or an ask than when the step began
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Measured(NamedTuple):
 
     seen_bytes: int | None = None
     """The most that was in use at a save or an ask; ``None`` where the device does not tell."""
+    grown_bytes: int | None = None
+    """Of a process: by how much that was more than when the step began; the median of the steps."""
     timing: Timing | None = None
 
 
@@ -53,12 +56,15 @@ class _Mark(NamedTuple):
 class _Close:
     """A step that is measured closely."""
 
-    def __init__(self, moment: object) -> None:
+    def __init__(self, moment: object, began_bytes: int) -> None:
+        #: In use when it began.
+        self.began_bytes = began_bytes
         self.marks = [_Mark(-1, False, moment, 0)]
         self.waits: list[Wait] = []
         #: The forward, once it has begun.
         self.run: object = None
         self.seen_bytes: int | None = None
+        self.grown_bytes: int | None = None
 
 
 class StepMeasures:
@@ -83,7 +89,7 @@ class StepMeasures:
         self._began = self._now()
         self.drop()
         if closely and self._offloader.waits is None:
-            self._close, self.is_close = _Close(self._moment()), True
+            self._close, self.is_close = _Close(self._moment(), 0 if memory is None else memory.used), True
             self._offloader.waits = self._close.waits
 
     def drop(self) -> None:
@@ -111,8 +117,10 @@ class StepMeasures:
         if (place + 1) % every == 0 or place in (0, count - 1):
             close.marks.append(_Mark(number, is_ask, self._moment(), len(close.waits)))
         memory = self._runtime.memory(self._device)
-        if memory is not None and memory.peak is not None:  # of an allocator, and not of a process
+        if memory is not None and memory.peak is not None:
             close.seen_bytes = max(memory.used, close.seen_bytes or 0)
+        elif memory is not None:  # of a process, in which much besides is in use
+            close.grown_bytes = max(memory.used - close.began_bytes, close.grown_bytes or 0)
 
     def end(self, outcome: PlanOutcome) -> PlanOutcome:
         """Its backward has asked for all that it needs; ``outcome`` with what that says."""
@@ -143,7 +151,8 @@ class StepMeasures:
             )
             rates = self._offloader.out_rate.value, self._offloader.in_rate.value
             timing = Timing(tuple(stretches), median(waits for _, waits in alike), *rates)
-        return Measured(max(seen, default=None), timing)
+        grown = [one.grown_bytes for one in over if one.grown_bytes is not None]
+        return Measured(max(seen, default=None), int(median(grown)) if grown else None, timing)
 
     def restart(self) -> None:
         """Another plan is followed from here on."""

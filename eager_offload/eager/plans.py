@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections import deque
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -445,6 +446,8 @@ class StepPlans:
             adapting, measures = self._adapting, self.measures
             if adapting is not None and adapting.note(measures.peak, measures.take() if adapting.is_last else None):
                 counters.demote("over_budget")
+            if adapting is not None and adapting.process_peak is not None:
+                counters.plan = replace(counters.plan, peak_bytes=adapting.process_peak)
 
     def missed(self, known: KnownPlan, what: str) -> None:
         """A forward has differed from ``known`` by ``what``; when several have in a row it is forgotten."""

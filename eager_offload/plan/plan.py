@@ -199,6 +199,12 @@ class Plan(ComputedPlan):
         rehearsed. The peak may be between two of them."""
         return None if self.rehearsal is None else self.rehearsal.seen_bytes
 
+    @property
+    def grown_bytes(self) -> int | None:
+        """By which ``seen_bytes`` are more than what is in use when the step begins."""
+        others = self.problem.program.other_bytes
+        return None if self.seen_bytes is None or not others else self.seen_bytes - others[0]
+
     def is_off(self, timing: Timing) -> bool:
         return is_off(self.problem, self.moves, self.step_seconds, timing)
 

@@ -195,17 +195,44 @@ def test_a_plan_with_checkpoints_keeps_them(half: eo.Plan) -> None:
     assert adapted.plan.least_budget == plan.least_budget + (16 << 10)
 
 
-def test_on_a_cpu_no_peak_is_known_and_nothing_changes(half: eo.Plan, tmp_path: Path) -> None:
-    """The memory of a process has grown far beyond the plan's budget."""
-    model, x = wide()
-    offload = eo.Offload(plan=half, tier="disk", disk_path=tmp_path)
-    expected = gradients(model, lambda: model(x))
-    for _ in range(18):
-        assert_identical(expected, gradients(model, lambda: model(x), offload))
-    stats = offload.stats(synchronize=True)
+class Process(Remembering):
+    """A device whose memory is that of a process: it has much besides, and in a step so many ``others`` more."""
+
+    def memory(self, device: torch.device) -> DeviceMemory:
+        resident = 0 if self.observer is None else self.observer.resident_bytes
+        return DeviceMemory((1 << 40) + resident + (self.others if resident else 0))
+
+
+def test_on_a_cpu_it_is_held_to_its_budget_by_what_the_process_grows_by(half: eo.Plan) -> None:
+    others = 64 << 20
+    device = Process(half, others)
+    device.train(17)
+    stats = device.offload.stats(synchronize=True)
+    assert stats.demotions == {"over_budget": 1}
+    assert stats.plan is not None
+    assert stats.plan.predicted_peak_bytes == pytest.approx(half.least_budget + others, rel=0.02), (
+        "made anew: all moves"
+    )
+    moved = stats.bytes_out
+    device.train(14)
+    after = device.offload.stats(synchronize=True)
+    assert after.bytes_out - moved > moved * 14 // 17, "more than before"
+    assert (after.followed_forwards, after.plan_misses) == (31, {})
+    device.offload.close()
+
+
+def test_on_a_cpu_what_a_process_takes_for_itself_changes_nothing(half: eo.Plan) -> None:
+    others = 8 << 20
+    device = Process(half, others)
+    device.train(18)
+    stats = device.offload.stats(synchronize=True)
     assert (stats.followed_forwards, stats.demotions) == (18, {})
     assert stats.bytes_out > 0
-    offload.close()
+    assert stats.plan is not None
+    assert stats.plan.predicted_peak_bytes == half.peak_bytes
+    assert stats.plan.peak_bytes is not None
+    assert stats.plan.peak_bytes == pytest.approx(half.peak_bytes + others, rel=0.02)
+    device.offload.close()
 
 
 def test_threads_adapt_it_once(half: eo.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,5 +181,5 @@ def test_the_rule_of_times(half: eo.Plan) -> None:
         for _ in range(15):
             adapting.note(None)
         assert adapting.is_last
-        assert not adapting.note(None, Measured(None, timing))
+        assert not adapting.note(None, Measured(timing=timing))
         assert adapting.is_due == off
