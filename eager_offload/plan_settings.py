@@ -12,7 +12,7 @@ from eager_offload.step_plan import ComputedPlan
 __all__ = ["settings_of", "shown"]
 
 #: The fields that a plan has been made for.
-_PLANNED = ("min_bytes", "max_inflight_bytes", "prefetch_bytes", "keep_last_bytes", "skip")
+_PLANNED = ("min_bytes", "max_inflight_bytes", "prefetch_bytes", "keep_last_bytes", "skip", "codec")
 
 
 def settings_of(

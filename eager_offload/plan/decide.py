@@ -14,6 +14,8 @@ __all__ = ["Outcome", "RehearsedSolver", "outcome_of"]
 
 #: So many times a decision is made anew that does not keep to its budget in rehearsal.
 _REVISIONS = 4
+#: So many times a decision of a lower peak is looked for than the least by arithmetic has in rehearsal.
+_LOWER = 4
 #: A step of so many times another one's peak, by arithmetic, is none of a lower one in rehearsal.
 _FAR = 1.1
 
@@ -33,6 +35,10 @@ def outcome_of(problem: Problem, moves: Moves, rehearsal: Rehearsal | None) -> O
     """What comes of a decision, by its rehearsal where there is one."""
     found = problem.predict(moves) if rehearsal is None else rehearsal
     return Outcome(moves, found.step_seconds, found.peak_bytes, rehearsal)
+
+
+def _time_and_peak(outcome: Outcome) -> tuple[float, int]:
+    return outcome.step_seconds, outcome.peak_bytes
 
 
 def _peak_and_time(outcome: Outcome) -> tuple[int, float]:
@@ -55,6 +61,14 @@ class RehearsedSolver:
 
     def within(self, budget: int) -> Outcome:
         """The fastest that is known whose peak is at most ``budget``; where there is none, that of the least peak."""
+        found = self._within(budget)
+        if found is None:
+            fitting = [one for one in (self.least, *self._known.values()) if one.peak_bytes <= budget]
+            found = min(fitting, key=_time_and_peak, default=self.least)
+        return found
+
+    def _within(self, budget: int) -> Outcome | None:
+        """What comes of the solver's decision, made anew until it keeps to ``budget``."""
         aim = budget
         for _ in range(1 + _REVISIONS):
             decision = self._solver.within(aim)
@@ -62,7 +76,7 @@ class RehearsedSolver:
             if (over := found.peak_bytes - budget) <= 0:
                 return found
             aim = min(decision.prediction.peak_bytes, aim) - over
-        return self.least
+        return None
 
     def free(self) -> Outcome:
         """That which moves most of those in which compute never waits, by arithmetic."""
@@ -79,7 +93,15 @@ class RehearsedSolver:
         best = min(found, key=_peak_and_time)
         # Where the host is ahead of the device, to move may take more than it frees.
         nothing = self.problem.predict((False,) * len(self.problem.program.storages))
-        return best if nothing.peak_bytes > best.peak_bytes * _FAR else min(best, self.nothing, key=_peak_and_time)
+        if nothing.peak_bytes <= best.peak_bytes * _FAR:
+            best = min(best, self.nothing, key=_peak_and_time)
+        # A peak may be lower in rehearsal than by arithmetic.
+        for _ in range(_LOWER):
+            lower = self._within(best.peak_bytes - 1)
+            if lower is None:
+                break
+            best = lower
+        return best
 
     @property
     def nothing(self) -> Outcome:

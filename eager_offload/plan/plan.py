@@ -336,7 +336,7 @@ class Plan(ComputedPlan):
         if self.traced_least is not None:
             return self.traced_least
         least = self._solver.least
-        return Least(least.peak_bytes, least.step_seconds)
+        return min(Least(least.peak_bytes, least.step_seconds), Least(self.peak_bytes, self.step_seconds))
 
     @property
     def _whole(self) -> Problem:

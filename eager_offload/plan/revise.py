@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -52,17 +53,17 @@ class TracedSolver:
         if budget < self.least.outcome.peak_bytes:
             return self.least
         found = [self.least, self._within((), budget)]
-        aim = budget
+        aim, too_few = budget, -1
         for _ in range(_REVISIONS):
             decision, names = self._decided(aim)
-            if not names:
-                break
             found.append(self._within(names, budget))
             over = found[-1].outcome.peak_bytes - budget
             if over <= 0 or decision.prediction.peak_bytes > budget:
                 break
-            aim -= over
+            aim, too_few = aim - over, max(too_few, len(decision.again))
         best = _fastest(found, budget)
+        if too_few >= 0:
+            best = self._with_fewest(budget, too_few, best)
         # By numbers a step in which much moves may take less than in rehearsal, and so seem to be the better one.
         most = self._solver.all_again
         at_least = self._whole.compute_seconds + sum(one.seconds for one in most)
@@ -70,6 +71,22 @@ class TracedSolver:
             names = self._names(most)
             if self._is_traced(names):
                 best = _fastest([best, self._within(names, budget)], budget)
+        return best
+
+    def _with_fewest(self, budget: int, too_few: int, best: Computed) -> Computed:
+        """Looks for fewer calls to compute again than ``best`` has, where numbers said that ``too_few`` would do."""
+        counts = [len(again) for again in self._solver.agains]
+        low, high = bisect_right(counts, too_few) - 1, bisect_left(counts, len(best.names) or counts[-1])
+        for _ in range(_REVISIONS):
+            middle = (low + high) // 2
+            names = self._names(self._solver.agains[middle])
+            if middle <= low or not self._is_traced(names):
+                break
+            found = self._within(names, budget)
+            if found.outcome.peak_bytes <= budget:
+                best, high = _fastest([best, found], budget), middle
+            else:
+                low = middle
         return best
 
     @cached_property

@@ -125,10 +125,15 @@ class Solver:
         """Everything moves that may."""
         return self._all(self._none)
 
+    @cached_property
+    def agains(self) -> list[tuple[Candidate, ...]]:
+        """What may be computed again, from nothing to as much as may be."""
+        return [tuple(itertools.compress(self._calls, flags)) for flags in self._chain]
+
     @property
     def all_again(self) -> tuple[Candidate, ...]:
         """As much is computed again as may be."""
-        return tuple(itertools.compress(self._calls, self._chain[-1]))
+        return self.agains[-1]
 
     @cached_property
     def least(self) -> Decision:

@@ -238,8 +238,10 @@ def test_a_reader_that_the_plan_does_not_know_is_an_error_once_and_never_a_silen
     offload.close()
 
 
-def test_a_plan_that_packs_asks_for_its_codec() -> None:
+@pytest.mark.parametrize(("planned", "given"), [("lossless", "identity"), ("identity", "bf16")])
+def test_another_codec_than_the_plans_is_an_error(planned: str, given: str) -> None:
     model, x = blocks()
-    plan = eo.plan(model, x, device=QUICK, policy="max", config={**CONFIG, "codec": "lossless"})
-    with pytest.raises(eo.ConfigError, match=r"packed by the codec '.*', which codec=\.\.\. does not have"):
-        eo.Offload(plan=plan, codec="identity")
+    plan = eo.plan(model, x, device=QUICK, policy="max", config={**CONFIG, "codec": planned})
+    with pytest.raises(eo.ConfigError, match=f"codec='{given}' does not go with plan=..., .* for codec='{planned}'"):
+        eo.Offload(plan=plan, codec=given)
+    eo.Offload(plan=plan, codec=planned).close()

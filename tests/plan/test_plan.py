@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload.compile.cost import Call, flops_of
@@ -69,6 +69,35 @@ def test_a_budget_is_held_by_the_least_movement(everything_fits: eo.Plan) -> Non
     assert not over.fits
     assert 'policy="least", which keeps to its budget' in str(over)
     assert below.least_budget == plan.least_budget
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_every_peak_that_is_given_out_is_a_budget_that_is_met(recompute: bool) -> None:
+    """Here rehearsal finds lower peaks than arithmetic, and a step with one checkpoint takes more than it."""
+    with torch.device("meta"):
+        model = nn.Sequential(
+            *(Residual(nn.LayerNorm(1024), nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(8)),
+            nn.Linear(1024, 8),
+        )
+        x = torch.empty(4096, 1024)
+    least = eo.plan(model, x, device="h200", device_budget=1, recompute=recompute)
+    assert not least.fits
+    assert least.peak_bytes == least.least_budget
+    seconds = []
+    for budget in [one.budget for one in least.front(5)]:
+        plan = eo.plan(model, x, device="h200", device_budget=budget, recompute=recompute)
+        assert plan.fits
+        assert plan.least_budget == least.least_budget
+        seconds.append(plan.step_seconds)
+    assert seconds == sorted(seconds, reverse=True), "a larger budget makes no step longer"
+    below = eo.plan(model, x, device="h200", device_budget=least.least_budget - 1, recompute=recompute)
+    assert not below.fits
+    assert below.step_seconds == least.step_seconds
 
 
 def test_free_moves_what_the_link_hides() -> None:
