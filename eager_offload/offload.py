@@ -147,6 +147,7 @@ class Offload:
         given = plan
         if isinstance(plan, ComputedPlan):
             self._accounts.counters.plan = PlanOutcome(plan.peak_bytes, plan.step_seconds)
+            self._accounts.counters.planned = plan
             self._hooks.computed = plan
             self._hook_pair = hook_pair(text_of(self.config_text, plan))
             if not plan.step_plans:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 
@@ -26,6 +26,8 @@ __all__ = [
     "OffloadStats",
     "OnDevice",
     "PlanOutcome",
+    "Planned",
+    "Relief",
     "Waiting",
     "kept_by_graph",
 ]
@@ -74,6 +76,23 @@ class PlanOutcome:
             f"a peak of {size_text(self.predicted_peak_bytes)}{peak}; a step of {self.predicted_step_seconds:,.4g} s"
             f"{seconds}"
         )
+
+
+class Relief(NamedTuple):
+    """A larger budget, and what comes of it as a planner predicts it."""
+
+    device_budget: int
+    """Bytes."""
+    waits: float
+    """The share of the step that compute waits for transfers."""
+
+
+class Planned(Protocol):
+    """The plan that is followed."""
+
+    def relief(self) -> Relief | None:
+        """The least larger budget with which compute waits little; ``None`` where there is none. May take seconds."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -178,6 +197,8 @@ class OffloadStats:
     """Since the first ``with`` that is counted."""
     _config: ClassVar[OffloadConfig] = OffloadConfig()
     """What it ran with; no field, and not compared."""
+    _planned: ClassVar[Planned | None] = None
+    """The plan that was followed, likewise."""
     _advise: ClassVar[Callable[[OffloadStats, OffloadConfig], tuple[str, ...]]]
     """The rules of ``observe/advice.py``. ``Offload`` puts them here: nothing below imports what observes."""
     _describe: ClassVar[Callable[[OffloadStats, OffloadConfig], str]]
@@ -208,7 +229,12 @@ class OffloadStats:
 class Counters:
     """The counters behind :class:`OffloadStats`. Plain attributes; callers that write them hold the accounts' lock."""
 
-    def __init__(self, live: LiveBytes | None = None, plan: PlanOutcome | None = None) -> None:
+    def __init__(
+        self,
+        live: LiveBytes | None = None,
+        plan: PlanOutcome | None = None,
+        planned: Planned | None = None,
+    ) -> None:
         self.live = LiveBytes() if live is None else live
         self.live.poll()
         self.steps = 0
@@ -243,6 +269,7 @@ class Counters:
         self.followed_forwards = 0
         self.plan_misses: dict[str, int] = {}
         self.plan = plan
+        self.planned = planned
         self.device_budget = 0
         self.device_memory_peak = 0
         self.keep_last_bytes = 0
@@ -337,15 +364,16 @@ class Counters:
         """What is counted so far, with what the run was configured with, for the advice."""
         values = dict(vars(self))
         began = values.pop("began")
-        del values["live"], values["step_begins"]
+        del values["live"], values["step_begins"], values["planned"]
         values["compiled_graphs"] = len(values.pop("graphs"))
         values["seconds"] = 0.0 if began is None else time.perf_counter() - began
         values["kept_bytes"] = {r.value: n for r, n in self.kept_bytes.items() if n}
         for name in ("coded_bytes", "packed_bytes", "refused", "demotions", "plan_misses"):
             values[name] = dict(values[name])
         stats = OffloadStats(**values)
-        if config is not None:
-            object.__setattr__(stats, "_config", config)  # the one way to give something to a frozen dataclass
+        if config is not None:  # __setattr__: the one way to give something to a frozen dataclass
+            object.__setattr__(stats, "_config", config)
+            object.__setattr__(stats, "_planned", self.planned)
         return stats
 
 

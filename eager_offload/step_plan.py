@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine
-from eager_offload.stats import KeepReason
+from eager_offload.stats import KeepReason, Relief
 
 __all__ = ["Ask", "Coded", "ComputedPlan", "Fate", "Save", "StepPlan", "StepRecorder", "Totals"]
 
@@ -356,6 +356,10 @@ class ComputedPlan:
     @property
     def grown_bytes(self) -> int | None:
         """By which ``seen_bytes`` are more than what is in use when the step begins; ``None`` where it is not known."""
+        raise NotImplementedError
+
+    def relief(self) -> Relief | None:
+        """The least larger budget with which compute waits little; ``None`` where there is none. May take seconds."""
         raise NotImplementedError
 
     def is_off(self, timing: Timing) -> bool:

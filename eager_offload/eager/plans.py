@@ -373,6 +373,7 @@ class StepPlans:
             self._known = [new if known is old else known for known in self._known]
             self._given = new if self._given is old else self._given
             self._accounts.counters.plan = PlanOutcome(found.plan.peak_bytes, found.plan.step_seconds)
+            self._accounts.counters.planned = found.plan
             self.measures.restart()
 
     def fitting(self, tensor: Tensor, before: Turn | None) -> KnownPlan | None:

@@ -160,6 +160,12 @@ def planned_waits(stats: OffloadStats, config: OffloadConfig) -> str | None:
     if plan is None or not _stalls(stats):
         return None
     took = "" if plan.step_seconds is None else f", and {plan.step_seconds:,.4g} s were measured"
+    if stats._planned is not None and (relief := stats._planned.relief()) is not None:
+        return (
+            f"{_waited(stats).capitalize()}. The plan predicted a step of {plan.predicted_step_seconds:,.4g} s{took}: "
+            f'plan with device_budget="{size_literal(relief.device_budget)}", and it waits for about '
+            f"{_percent(relief.waits)} of it by the same prediction."
+        )
     return (
         f"{_waited(stats).capitalize()}. The plan predicted a step of {plan.predicted_step_seconds:,.4g} s{took}: plan "
         "for a larger device_budget to wait less, or with larger windows; plan.front() says what budgets buy."

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +25,15 @@ from eager_offload.plan.program import kind_of
 from eager_offload.plan.recompute import Recomputing
 from eager_offload.plan.text import Row, seconds_text, text_of
 from eager_offload.plan.timed import is_off, timed
-from eager_offload.stats import KeepReason
+from eager_offload.stats import KeepReason, Relief
 from eager_offload.step_plan import Adapted, ComputedPlan, Fate, StepPlan, Timing
 
 __all__ = ["Plan", "Point"]
 
 #: A part of a step for which another plan is worth while.
 _GAIN = 0.02
+#: A part of a step that compute may wait without being worth a word, and to how many bits a budget for that is found.
+_LITTLE, _BITS = 0.05, 6
 
 
 class Point(NamedTuple):
@@ -204,6 +207,32 @@ class Plan(ComputedPlan):
         """By which ``seen_bytes`` are more than what is in use when the step begins."""
         others = self.problem.program.other_bytes
         return None if self.seen_bytes is None or not others else self.seen_bytes - others[0]
+
+    def relief(self) -> Relief | None:
+        """The least larger budget, in round numbers, with which compute waits for less than a twentieth of the step.
+
+        ``None`` where it waits no longer than that now, where no larger budget changes that, and where modules are
+        computed again.
+        """
+        return self._relief
+
+    @cached_property
+    def _relief(self) -> Relief | None:
+        def waits(seconds: float) -> float:
+            return 1 - self.compute_seconds / max(seconds, self.compute_seconds)
+
+        @cache
+        def waits_within(budget: int) -> float:
+            return waits(solver.within(budget).step_seconds)
+
+        if self.again or not self.compute_seconds or waits(self.step_seconds) <= _LITTLE:
+            return None
+        solver = RehearsedSolver(self._whole, self.machine.launch_seconds)
+        high = solver.nothing.peak_bytes
+        unit = 1 << max(high.bit_length() - _BITS, 0)
+        budgets = range((self.peak_bytes // unit + 1) * unit, high + unit, unit)
+        place = bisect_left(budgets, True, key=lambda budget: waits_within(budget) <= _LITTLE)
+        return None if place == len(budgets) else Relief(budgets[place], waits_within(budgets[place]))
 
     def is_off(self, timing: Timing) -> bool:
         return is_off(self.problem, self.moves, self.step_seconds, timing)

@@ -12,7 +12,7 @@ import torch
 import eager_offload as eo
 from eager_offload.config import size_literal
 from eager_offload.observe.advice import RULES, Rule, advise
-from eager_offload.stats import PlanOutcome
+from eager_offload.stats import Counters, PlanOutcome, Relief
 
 MIB, GIB = 1 << 20, 1 << 30
 #: A run with nothing to be said about.
@@ -193,6 +193,23 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"plan": PLAN, **kept("small", GIB), "small_bytes_largest": MIB}, {"min_bytes": "4MiB"}, ["Nothing held"]),
     ({"plan": PLAN, "forwarded_bytes": 4 * GIB}, {}, ["4.0 GiB (50 %", "A plan for a larger device_budget leaves"]),
 ]
+
+
+def test_a_plan_is_asked_which_budget_waits_less() -> None:
+    class Planned:
+        def relief(self) -> Relief:
+            return Relief(38 * GIB, 0.042)
+
+    counters = Counters(plan=PLAN, planned=Planned())
+    stats = counters.snapshot(eo.OffloadConfig())
+    for name, value in {**FINE, "stall_seconds": 53.0}.items():
+        object.__setattr__(stats, name, value)
+    (advice,) = stats.advice
+    assert advice.startswith("Compute waited 53 % of the time. The plan predicted a step of 0.5 s: plan with ")
+    assert advice.endswith(
+        'plan with device_budget="38GiB", and it waits for about 4.2 % of it by the same prediction.'
+    )
+    assert "planned" not in stats.to_dict()
 
 
 @pytest.mark.parametrize(
