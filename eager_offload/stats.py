@@ -90,6 +90,11 @@ class Relief(NamedTuple):
 class Planned(Protocol):
     """The plan that is followed."""
 
+    @property
+    def policy(self) -> str:
+        """``"least"``, ``"free"`` or ``"max"``."""
+        ...
+
     def relief(self) -> Relief | None:
         """The least larger budget with which compute waits little; ``None`` where there is none. May take seconds."""
         ...

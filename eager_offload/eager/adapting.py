@@ -18,7 +18,7 @@ ever more rarely. Where the device tells neither peak nor time, nothing changes.
 
 On a CPU the peak is the predicted one and what the process has grown by beyond what was predicted. It says only that
 more is in use, since a C library may keep what is freed, and what a process takes for itself is no part of a plan: so
-less than 5 % of the peak and 16 MiB are no difference.
+less than 5 % of the peak and 64 MiB are no difference.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ __all__ = ["Adapting", "Request"]
 _EVERY = 16
 #: A peak that is lower than predicted by less than one part in so many changes nothing.
 _LOWER = 20
-#: Bytes that a process may take for itself in a step: of compilers, of threads, of code that is loaded.
-_OF_A_PROCESS = 16 * MIB
+#: Bytes that a process may take for itself in a step: of threads, of code that is loaded, and what lies idle in the
+#: arena that serves reloads on a CPU.
+_OF_A_PROCESS = 64 * MIB
 #: The forwards before it that are measured closely.
 _CLOSELY = 3
 

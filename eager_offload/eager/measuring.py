@@ -21,6 +21,7 @@ from statistics import median
 from typing import NamedTuple
 
 from eager_offload.engine.offloader import DeviceOffloader, Wait
+from eager_offload.runtime.base import DeviceMemory
 from eager_offload.stats import PlanOutcome
 from eager_offload.step_plan import Stretch, Timing
 
@@ -89,7 +90,7 @@ class StepMeasures:
         self._began = self._now()
         self.drop()
         if closely and self._offloader.waits is None:
-            self._close, self.is_close = _Close(self._moment(), 0 if memory is None else memory.used), True
+            self._close, self.is_close = _Close(self._moment(), self._used_besides(memory)), True
             self._offloader.waits = self._close.waits
 
     def drop(self) -> None:
@@ -120,7 +121,7 @@ class StepMeasures:
         if memory is not None and memory.peak is not None:
             close.seen_bytes = max(memory.used, close.seen_bytes or 0)
         elif memory is not None:  # of a process, in which much besides is in use
-            close.grown_bytes = max(memory.used - close.began_bytes, close.grown_bytes or 0)
+            close.grown_bytes = max(self._used_besides(memory) - close.began_bytes, close.grown_bytes or 0)
 
     def end(self, outcome: PlanOutcome) -> PlanOutcome:
         """Its backward has asked for all that it needs; ``outcome`` with what that says."""
@@ -175,6 +176,11 @@ class StepMeasures:
             waited += exposed
             found.append(Stretch(after.save, after.is_ask, max(seconds - exposed, 0.0)))
         return found, waited
+
+    def _used_besides(self, memory: DeviceMemory | None) -> int:
+        """Bytes that are in use besides what has moved to memory of the host, which on a CPU is the same."""
+        moved = sum(tier.used_bytes for tier in self._offloader.tiers if tier.name == "host")
+        return 0 if memory is None else memory.used - moved
 
     def _moment(self) -> object:
         return self._runtime.moment(self._runtime.current_stream(self._device))

@@ -195,8 +195,11 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 ]
 
 
-def test_a_plan_is_asked_which_budget_waits_less() -> None:
+@pytest.mark.parametrize(("how", "also"), [("least", ""), ("max", 'policy="least" and ')])
+def test_a_plan_is_asked_which_budget_waits_less(how: str, also: str) -> None:
     class Planned:
+        policy = how
+
         def relief(self) -> Relief:
             return Relief(38 * GIB, 0.042)
 
@@ -205,10 +208,8 @@ def test_a_plan_is_asked_which_budget_waits_less() -> None:
     for name, value in {**FINE, "stall_seconds": 53.0}.items():
         object.__setattr__(stats, name, value)
     (advice,) = stats.advice
-    assert advice.startswith("Compute waited 53 % of the time. The plan predicted a step of 0.5 s: plan with ")
-    assert advice.endswith(
-        'plan with device_budget="38GiB", and it waits for about 4.2 % of it by the same prediction.'
-    )
+    assert advice.startswith("Compute waited 53 % of the time. The plan predicted a step of 0.5 s: plan with " + also)
+    assert advice.endswith('device_budget="38GiB", and it waits for about 4.2 % of it by the same prediction.')
     assert "planned" not in stats.to_dict()
 
 

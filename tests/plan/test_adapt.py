@@ -204,7 +204,7 @@ class Process(Remembering):
 
 
 def test_on_a_cpu_it_is_held_to_its_budget_by_what_the_process_grows_by(half: eo.Plan) -> None:
-    others = 64 << 20
+    others = 256 << 20
     device = Process(half, others)
     device.train(17)
     stats = device.offload.stats(synchronize=True)
@@ -222,7 +222,7 @@ def test_on_a_cpu_it_is_held_to_its_budget_by_what_the_process_grows_by(half: eo
 
 
 def test_on_a_cpu_what_a_process_takes_for_itself_changes_nothing(half: eo.Plan) -> None:
-    others = 8 << 20
+    others = 32 << 20
     device = Process(half, others)
     device.train(18)
     stats = device.offload.stats(synchronize=True)
