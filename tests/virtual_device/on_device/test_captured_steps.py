@@ -155,12 +155,17 @@ def copies(step: CapturedStep, kind: str) -> int:
 # -- exact ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("forwards", "replays"), [(1, REPLAYS), (2, FEW)])
+@pytest.mark.parametrize(
+    ("forwards", "replays", "codec"), [(1, REPLAYS, "identity"), (2, FEW, "identity"), (1, FEW, "int8")]
+)
 def test_replays_of_a_step_that_offloads_are_eager_steps_to_the_bit(
-    virtual: VirtualDevice, forwards: int, replays: int
+    virtual: VirtualDevice, forwards: int, replays: int, codec: str
 ) -> None:
-    """Forward, backward, dropout, clipping and a fused AdamW, with new inputs and another rate each time."""
-    training, offload = Training(forwards), offloads()
+    """Forward, backward, dropout, clipping and a fused AdamW, with new inputs and another rate each time.
+
+    Whatever the codec is: a captured step moves its tensors as they are.
+    """
+    training, offload = Training(forwards), offloads(codec=codec)
     with training.capture(offload, debug=True) as step:
         state = training.state()
         eager = training.run(training, state, replays)
