@@ -350,9 +350,12 @@ _streams_lock = threading.Lock()
 
 
 def capture_stream() -> torch.Stream:
-    """The one on which captures of the selected device begin: memory that graphs share belongs to one stream."""
+    """The one on which captures of the selected device begin: memory that graphs share belongs to one stream.
+
+    No transfers run on it: torch hands streams out of a ring, and what another thread moves would be captured.
+    """
     device = torch.accelerator.current_stream().device
     with _streams_lock:
         if device not in _streams:
-            _streams[device] = torch.Stream(device=device)
+            _streams[device] = require_runtime("a capture").separate_stream(device)
         return _streams[device]

@@ -390,6 +390,14 @@ class AcceleratorRuntime(Runtime):
             return device
         return torch.device(device.type, self._api.current_device_index())
 
+    def separate_stream(self, device: torch.device) -> torch.Stream:
+        """A stream of ``device`` on which no transfers run, in a capture or outside of one."""
+        captured = self.capture_streams(device)
+        device = self._indexed(device)
+        with self._lock:
+            taken = [*self._transfer_streams[device], *captured]
+            return next(stream for _ in range(1 + len(taken)) if (stream := self._api.stream(device)) not in taken)
+
     def _create_streams(self, device: torch.device, taken: Sequence[torch.Stream] = ()) -> TransferStreams:
         # Both at once: CUDA hands streams out of a ring, so two that are taken one after the other are surely two, and
         # of two more than are taken already two are free.

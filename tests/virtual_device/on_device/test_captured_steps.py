@@ -6,6 +6,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -34,6 +35,7 @@ from eager_offload.graphs import (
     capture_step,
     make_graphed_callable,
 )
+from eager_offload.graphs import graph as of_graphs
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Direction, Event
 from eager_offload.stats import KeepReason
@@ -959,3 +961,12 @@ def test_the_code_of_the_page_runs() -> None:
         exec(code, names)
     assert names["step"].kept
     assert names["graph"].num_replays == 1
+
+
+def test_captures_begin_on_a_stream_that_no_transfers_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in its ring of streams torch is: else what another thread moves meanwhile would be captured."""
+    runtime, device = accelerator_runtime(), torch.device(NAME, 0)
+    for _ in range(64):
+        monkeypatch.setattr(of_graphs, "_streams", {})
+        taken = [*map(partial(runtime.transfer_stream, device), Direction), *runtime.capture_streams(device)]
+        assert len({*taken, of_graphs.capture_stream()}) == 5
