@@ -37,7 +37,7 @@ from eager_offload.observe.tracing import Tracing
 from eager_offload.plan_settings import settings_of, shown
 from eager_offload.runtime.base import Runtime
 from eager_offload.skipping import SkippedModules
-from eager_offload.stats import Accounts, KeepReason, OffloadStats, PlanOutcome
+from eager_offload.stats import Accounts, KeepReason, OffloadStats
 from eager_offload.step_plan import ComputedPlan, StepPlan
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.forking import can_begin_nothing
@@ -146,8 +146,7 @@ class Offload:
             raise ConfigError("plan=... does not go with step_plans=False, which follows none: leave one of them out")
         given = plan
         if isinstance(plan, ComputedPlan):
-            self._accounts.counters.plan = PlanOutcome(plan.peak_bytes, plan.step_seconds)
-            self._accounts.counters.planned = plan
+            self._accounts.counters.expect(plan)
             self._hooks.computed = plan
             self._hook_pair = hook_pair(text_of(self.config_text, plan))
             if not plan.step_plans:

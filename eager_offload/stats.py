@@ -95,6 +95,17 @@ class Planned(Protocol):
         """``"least"``, ``"free"`` or ``"max"``."""
         ...
 
+    @property
+    def peak_bytes(self) -> int:
+        """That the step takes of the device at most."""
+        ...
+
+    @property
+    def step_seconds(self) -> float:
+        """Of forward and backward."""
+        ...
+
+    @property
     def relief(self) -> Relief | None:
         """The least larger budget with which compute waits little; ``None`` where there is none. May take seconds."""
         ...
@@ -319,6 +330,10 @@ class Counters:
         self.kept_bytes[KeepReason.PARAMETER] += parameter_bytes
         self.kept_bytes[KeepReason.SMALL] += small_bytes
         self.small_bytes_largest = max(self.small_bytes_largest, largest_small)
+
+    def expect(self, planned: Planned) -> None:
+        """What forwards follow from here on is of ``planned``."""
+        self.plan, self.planned = PlanOutcome(planned.peak_bytes, planned.step_seconds), planned
 
     def follow(self) -> None:
         """A forward begins that follows a plan; what it keeps is counted later."""

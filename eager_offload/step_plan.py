@@ -358,6 +358,7 @@ class ComputedPlan:
         """By which ``seen_bytes`` are more than what is in use when the step begins; ``None`` where it is not known."""
         raise NotImplementedError
 
+    @property
     def relief(self) -> Relief | None:
         """The least larger budget with which compute waits little; ``None`` where there is none. May take seconds."""
         raise NotImplementedError

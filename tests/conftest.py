@@ -32,7 +32,7 @@ pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs
 
 import torch  # noqa: E402  # after its caches are named
 
-from eager_offload.runtime.host import host_runtime  # noqa: E402
+from eager_offload.runtime.host import host_runtime  # noqa: E402  # it imports torch
 from tests.doubles.recorded_backend import RecordedBackend  # noqa: E402
 from tests.faults.telling import sentence  # noqa: E402
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend  # noqa: E402

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["Codec", "PackedLayout", "Part", "TensorMeta", "compact", "flat", "parts_of"]
+__all__ = ["Codec", "PackedLayout", "Part", "TensorMeta", "compact", "flat", "layout_of", "parts_of"]
 
 #: Bytes; where parts begin, so that any dtype may be viewed there.
 _ALIGNMENT = 16
@@ -134,6 +134,13 @@ def flat(x: Tensor) -> Tensor:
     """The elements of ``x`` side by side, a broadcast dimension once, so that they may be viewed as other words."""
     elements = compact(x).reshape(-1).contiguous()
     return elements if elements.stride(0) == 1 else elements.as_strided((1,), (1,))  # of one, any stride is contiguous
+
+
+def layout_of(codec: Codec, x: Tensor) -> PackedLayout:
+    """That of ``x``, which ``codec`` is for."""
+    layout = codec.layout(TensorMeta.of(x))
+    assert layout is not None, "the caller has looked"
+    return layout
 
 
 def parts_of(*sizes: tuple[str, int]) -> PackedLayout:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from eager_offload.codecs.base import PackedLayout, TensorMeta, compact, flat, parts_of
+from eager_offload.codecs.base import PackedLayout, TensorMeta, compact, flat, layout_of, parts_of
 
 __all__ = ["BitMask", "Gather", "Identity", "Narrow"]
 
@@ -138,7 +138,7 @@ class BitMask(_Exact):
     def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> Tensor:
         """Holds two values, told apart by their bits; of ``bool`` those that are 0 or 1 as bytes."""
         elements = flat(x)
-        parts = _layout_of(self, x).split(out)
+        parts = layout_of(self, x).split(out)
         if x.dtype is torch.bool:
             mask = elements.view(torch.uint8)
             fits = mask.max() <= 1
@@ -162,7 +162,7 @@ class BitMask(_Exact):
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """Each bit as the value that it stands for."""
         places = compact(out)
-        parts = _layout_of(self, out).split(packed)
+        parts = layout_of(self, out).split(packed)
         mask = parts[-1].to(torch.int64)
         mask *= _REPEAT
         mask.bitwise_and_(_ONE_EACH)  # spelt out: torch.func.functionalize knows no `&=`
@@ -182,10 +182,3 @@ class BitMask(_Exact):
         words.add_(least)
         if not is_own:  # of a view with holes, functionalization loses the strides
             places.copy_(words.view(out.dtype))
-
-
-def _layout_of(codec: BitMask, x: Tensor) -> PackedLayout:
-    """That of ``x``, which ``codec`` is for."""
-    layout = codec.layout(TensorMeta.of(x))
-    assert layout is not None, "the caller has looked"
-    return layout

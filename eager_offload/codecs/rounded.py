@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eager_offload.codecs.base import PackedLayout, TensorMeta, compact, flat, parts_of
+from eager_offload.codecs.base import PackedLayout, TensorMeta, compact, flat, layout_of, parts_of
 from eager_offload.errors import ConfigError
 
 __all__ = ["BF16", "BlockFP8", "BlockInt"]
@@ -127,11 +127,11 @@ class BlockInt:
         else:
             halves = (numbers + 8).to(torch.uint8).view(-1, 2)
             values = halves[:, 0] + halves[:, 1] * 16
-        _layout_of(self, x).join((codes.to(torch.uint8), values), out)
+        layout_of(self, x).join((codes.to(torch.uint8), values), out)
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """The integers times their scales."""
-        scales, values = _layout_of(self, out).split(packed)
+        scales, values = layout_of(self, out).split(packed)
         if self.bits == 8:
             numbers = values.view(torch.int8).to(torch.float32)
         else:
@@ -171,11 +171,11 @@ class BlockFP8:
         """Rounds half to even; see the note above for what is not finite."""
         codes, scaled = _scaled(_blocks(x, self.block), _MOST_FP8, _least(x.dtype, 9))
         values = scaled.view(-1).to(torch.float8_e4m3fn).view(torch.uint8)
-        _layout_of(self, x).join((codes.to(torch.uint8), values), out)
+        layout_of(self, x).join((codes.to(torch.uint8), values), out)
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """The numbers times their scales."""
-        scales, values = _layout_of(self, out).split(packed)
+        scales, values = layout_of(self, out).split(packed)
         _restore(values.view(torch.float8_e4m3fn).to(torch.float32), scales, self.block, out)
 
     def error_bound(self, meta: TensorMeta, amax: float) -> float:
@@ -197,12 +197,6 @@ def _block_layout(meta: TensorMeta, block: int, bits: int) -> PackedLayout | Non
         return None
     blocks = -(-meta.distinct // block)
     return parts_of(("scales", blocks), ("values", blocks * block * bits // 8))
-
-
-def _layout_of(codec: BlockInt | BlockFP8, x: Tensor) -> PackedLayout:
-    layout = codec.layout(TensorMeta.of(x))
-    assert layout is not None, "the caller has looked"
-    return layout
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

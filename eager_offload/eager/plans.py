@@ -19,7 +19,7 @@ from eager_offload.errors import warn
 from eager_offload.runtime.base import Layout
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import Footprint
-from eager_offload.stats import Accounts, KeepReason, PlanOutcome
+from eager_offload.stats import Accounts, KeepReason
 from eager_offload.step_plan import ComputedPlan, Fate, Save, StepPlan, StepRecorder
 from eager_offload.tiers.base import Slot, keep_ready
 from eager_offload.tiers.finalizers import Living
@@ -372,8 +372,7 @@ class StepPlans:
             old.forget()
             self._known = [new if known is old else known for known in self._known]
             self._given = new if self._given is old else self._given
-            self._accounts.counters.plan = PlanOutcome(found.plan.peak_bytes, found.plan.step_seconds)
-            self._accounts.counters.planned = found.plan
+            self._accounts.counters.expect(found.plan)
             self.measures.restart()
 
     def fitting(self, tensor: Tensor, before: Turn | None) -> KnownPlan | None:
@@ -445,9 +444,12 @@ class StepPlans:
         if known.is_computed and not known.is_forgotten and counters.plan is not None:
             counters.plan = self.measures.end(counters.plan)
             adapting, measures = self._adapting, self.measures
-            if adapting is not None and adapting.note(measures.peak, measures.take() if adapting.is_last else None):
+            if adapting is None:
+                return
+            measured = measures.take() if adapting.is_last else None
+            if adapting.note(measures.peak, measured):
                 counters.demote("over_budget")
-            if adapting is not None and adapting.process_peak is not None:
+            if measured is not None and adapting.process_peak is not None:
                 counters.plan = replace(counters.plan, peak_bytes=adapting.process_peak)
 
     def missed(self, known: KnownPlan, what: str) -> None:

@@ -160,16 +160,17 @@ def planned_waits(stats: OffloadStats, config: OffloadConfig) -> str | None:
     if plan is None or not _stalls(stats):
         return None
     took = "" if plan.step_seconds is None else f", and {plan.step_seconds:,.4g} s were measured"
-    least = "" if stats._planned is None or stats._planned.policy == "least" else 'policy="least" and '
-    if stats._planned is not None and (relief := stats._planned.relief()) is not None:
+    said = f"{_waited(stats).capitalize()}. The plan predicted a step of {plan.predicted_step_seconds:,.4g} s{took}"
+    planned = stats._planned
+    if planned is None or (relief := planned.relief) is None:
         return (
-            f"{_waited(stats).capitalize()}. The plan predicted a step of {plan.predicted_step_seconds:,.4g} s{took}: "
-            f'plan with {least}device_budget="{size_literal(relief.device_budget)}", and it waits for about '
-            f"{_percent(relief.waits)} of it by the same prediction."
+            f"{said}: plan for a larger device_budget to wait less, or with larger windows; plan.front() says what "
+            "budgets buy."
         )
+    least = "" if planned.policy == "least" else 'policy="least" and '
     return (
-        f"{_waited(stats).capitalize()}. The plan predicted a step of {plan.predicted_step_seconds:,.4g} s{took}: plan "
-        "for a larger device_budget to wait less, or with larger windows; plan.front() says what budgets buy."
+        f'{said}: plan with {least}device_budget="{size_literal(relief.device_budget)}", and it waits for about '
+        f"{_percent(relief.waits)} of it by the same prediction."
     )
 
 

@@ -208,16 +208,14 @@ class Plan(ComputedPlan):
         others = self.problem.program.other_bytes
         return None if self.seen_bytes is None or not others else self.seen_bytes - others[0]
 
+    @cached_property
     def relief(self) -> Relief | None:
         """The least larger budget, in round numbers, with which compute waits for less than a twentieth of the step.
 
         ``None`` where it waits no longer than that now, where no larger budget changes that, and where modules are
         computed again.
         """
-        return self._relief
 
-    @cached_property
-    def _relief(self) -> Relief | None:
         def waits(seconds: float) -> float:
             return 1 - self.compute_seconds / max(seconds, self.compute_seconds)
 

@@ -395,21 +395,22 @@ class AcceleratorRuntime(Runtime):
         captured = self.capture_streams(device)
         device = self._indexed(device)
         with self._lock:
-            taken = [*self._transfer_streams[device], *captured]
-            return next(stream for _ in range(1 + len(taken)) if (stream := self._api.stream(device)) not in taken)
+            return self._free_streams(device, 1, [*self._transfer_streams[device], *captured])[0]
 
     def _create_streams(self, device: torch.device, taken: Sequence[torch.Stream] = ()) -> TransferStreams:
-        # Both at once: CUDA hands streams out of a ring, so two that are taken one after the other are surely two, and
-        # of two more than are taken already two are free.
+        return TransferStreams(*self._free_streams(device, 2, taken))
+
+    def _free_streams(self, device: torch.device, count: int, taken: Sequence[torch.Stream]) -> list[torch.Stream]:
+        # All at once: CUDA hands streams out of a ring, so those that are taken one after the other are surely several,
+        # and of so many more than are taken already so many are free.
         try:
-            free = [stream for _ in range(2 + len(taken)) if (stream := self._api.stream(device)) not in taken]
-            outward, inward = free[:2]
+            streams = [self._api.stream(device) for _ in range(count + len(taken))]
         except RuntimeError as error:
             raise OffloadError(
                 f"torch cannot create a stream on {device}, so nothing could be moved while it computes; "
                 "run without Offload there"
             ) from error
-        return TransferStreams(outward, inward)
+        return [stream for stream in streams if stream not in taken][:count]
 
     def _probes(self, device: torch.device) -> LinkProbe:
         device = self._indexed(device)

@@ -38,20 +38,18 @@ def test_what_the_page_shows_is_what_its_code_prints(tmp_path: Path, monkeypatch
     page = (ROOT / "docs" / "tuning.md").read_text()
     names: dict[str, object] = {"__name__": "page"}
     compared = 0
-    try:
-        for language, body in re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
-            if language == "python":
-                printed = io.StringIO()
-                with contextlib.redirect_stdout(printed):
-                    exec(compile(body, "tuning.md", "exec"), names)
-            elif language == "text":
-                assert _lasting(printed.getvalue()) == _lasting(body)
-                compared += 1
-        assert compared == 4
-    finally:
-        names.clear()
-        gc.collect()  # its functions and its names refer to each other
-        host_runtime().close()  # a user's program leaves it to the threads to end when they have long had nothing to do
+    for language, body in re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(body, "tuning.md", "exec"), names)
+        elif language == "text":
+            assert _lasting(printed.getvalue()) == _lasting(body)
+            compared += 1
+    assert compared == 4
+    names.clear()
+    gc.collect()  # its functions and its names refer to each other
+    host_runtime().close()  # a user's program leaves it to the threads to end when they have had nothing to do for long
     assert transfer_threads() == []
 
 

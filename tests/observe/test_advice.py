@@ -198,12 +198,11 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("how", "also"), [("least", ""), ("max", 'policy="least" and ')])
 def test_a_plan_is_asked_which_budget_waits_less(how: str, also: str) -> None:
     class Planned:
-        policy = how
+        policy, relief = how, Relief(38 * GIB, 0.042)
+        peak_bytes, step_seconds = PLAN.predicted_peak_bytes, PLAN.predicted_step_seconds
 
-        def relief(self) -> Relief:
-            return Relief(38 * GIB, 0.042)
-
-    counters = Counters(plan=PLAN, planned=Planned())
+    counters = Counters()
+    counters.expect(Planned())
     stats = counters.snapshot(eo.OffloadConfig())
     for name, value in {**FINE, "stall_seconds": 53.0}.items():
         object.__setattr__(stats, name, value)

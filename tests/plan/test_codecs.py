@@ -245,3 +245,10 @@ def test_another_codec_than_the_plans_is_an_error(planned: str, given: str) -> N
     with pytest.raises(eo.ConfigError, match=f"codec='{given}' does not go with plan=..., .* for codec='{planned}'"):
         eo.Offload(plan=plan, codec=given)
     eo.Offload(plan=plan, codec=planned).close()
+
+
+def test_a_step_plan_that_packs_asks_for_its_codec() -> None:
+    model, x = blocks()
+    plan = eo.plan(model, x, device=QUICK, policy="max", config={**CONFIG, "codec": "lossless"})
+    with pytest.raises(eo.ConfigError, match=r"packed by the codec '.*', which codec=\.\.\. does not have"):
+        eo.Offload(plan=plan.step_plans[0], codec="identity")

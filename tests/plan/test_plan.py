@@ -82,13 +82,13 @@ def test_relief_is_the_least_larger_budget_with_which_compute_waits_little() -> 
         return 1 - plan.compute_seconds / plan.step_seconds
 
     least = planned(planned(1).least_budget)
-    relief = least.relief()
+    relief = least.relief
     assert relief is not None
     assert waits(least) > 0.5
     found = planned(relief.device_budget)
     assert waits(found) == pytest.approx(relief.waits, abs=0.01)
     assert relief.waits <= 0.05 < waits(planned(relief.device_budget * 15 // 16))
-    assert found.relief() is None, "it waits little"
+    assert found.relief is None, "it waits little"
 
 
 class Residual(nn.Sequential):
