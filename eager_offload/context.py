@@ -13,6 +13,7 @@ from eager_offload.eager.captured import CapturedRun
 from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.errors import OffloadError
+from eager_offload.kernels.codecs import CODECS
 from eager_offload.stats import Accounts
 
 __all__ = ["EnteredContext"]
@@ -66,6 +67,7 @@ class EnteredContext:
             if not isinstance(thread.step, CapturedRun):  # which is no step yet, and may not ask the driver
                 offload._accounts.counters.begin()
                 offload._offloaders.release_idle()
+                CODECS.compile_due()
         active.entered(self)
         self._packed_before = thread.packed
         self._nodes_before = autograd_sequence()

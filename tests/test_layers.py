@@ -22,7 +22,7 @@ BELOW = {
     "engine": {"tiers", "runtime", "stats", "schedule", "selection"},
     "eager": {
         *("engine", "tiers", "runtime", "stats", "schedule", "selection", "learning", "marks", "active"),
-        *("step_plan", "codecs"),
+        *("step_plan", "codecs", "kernels"),
     },
     "compile": {"engine", "tiers", "runtime", "stats", "selection", "marks", "active", "step_plan", "codecs"},
     "plan": {
@@ -31,7 +31,7 @@ BELOW = {
     },
     "simulation": {"runtime", "tiers"},
     "graphs": {"runtime", "eager", "offload", "stats", "step_plan"},
-    "kernels": {"observe"},
+    "kernels": {"codecs", "observe"},
 }
 #: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
 SOLVER = {f"eager_offload.plan.{name}" for name in ("chain", "paced", "predict", "program", "recompute", "solve")}

@@ -26,6 +26,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The code of a block that is not finite, and that of the scale 1.
 _NOT_FINITE, _ONE = 255, 127
 _MANTISSA = (1 << 23) - 1
+#: As a signed word.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 @dataclass(frozen=True)
@@ -245,11 +247,15 @@ def _step(amax: float, most: tuple[int, int], least: int) -> float:
 
 
 def _uniform(like: Tensor, seed: Tensor) -> Tensor:
-    """Numbers from 0 to 1 - 2**-24, of 24 bits each, from ``seed`` and the number of the element alone."""
-    low, high = seed.view(()).to(torch.int32), (seed.view(()) >> 32).to(torch.int32)
-    key = _mixed(low ^ _mixed(high ^ 0x5BD1E995))
+    """Numbers from 0 to 1 - 2**-24, of 24 bits each, from ``seed`` and the number of the element alone.
+
+    A compiler computes a value anew wherever it is used. So little is done to the seed: a product with 2**64 divided by
+    the golden ratio (Fibonacci hashing), of which the upper half has a part in both keys.
+    """
+    key = seed.view(()) * _GOLDEN
+    key = key ^ (key >> 32)
     numbers = torch.arange(like.numel(), dtype=torch.int64, device=like.device).to(torch.int32)
-    drawn = _mixed(_mixed(numbers + key) ^ _mixed(key ^ 0x3C6EF372))
+    drawn = _mixed(_mixed(numbers + key.to(torch.int32)) ^ (key >> 32).to(torch.int32))
     return ((drawn >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24).view(like.shape)
 
 

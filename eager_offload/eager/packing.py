@@ -20,6 +20,7 @@ from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import Returned, SavedStorage, SavedView
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import State, Transfer
+from eager_offload.kernels.codecs import CODECS
 from eager_offload.runtime.base import Layout, Stream
 
 __all__ = ["Packed", "let_go", "packed", "unpacked", "unpacked_at_once"]
@@ -44,7 +45,7 @@ def packed(offloader: DeviceOffloader, saved: SavedStorage, coding: Coding) -> P
             seed = None
             if coding.rounds and coding.codec.unbiased:
                 seed = torch.full((1,), coding.seed, dtype=torch.int64, device=offloader.device)
-            holds = coding.codec.pack(saved.coded(coding, storage, saved.footprint.start), out, seed)
+            holds = CODECS.pack(coding.codec, saved.coded(coding, storage, saved.footprint.start), out, seed)
             if holds is None or offloader.device.type != "cpu":
                 return Packed(out, None if holds is None else holds.to("cpu", non_blocking=True))
             return Packed(out, None, is_refused=not holds)
@@ -75,7 +76,7 @@ def unpacked(offloader: DeviceOffloader, saved: SavedStorage, target: Tensor, st
     assert saved.coding is not None
     place = offloader.runtime.allocate(saved.layout, offloader.device, stream)
     coded = saved.coded(saved.coding, place.untyped_storage(), int(place.storage_offset()))
-    saved.coding.codec.unpack(target, coded)
+    CODECS.unpack(saved.coding.codec, target, coded)
     return place
 
 

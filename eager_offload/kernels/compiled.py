@@ -6,7 +6,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -78,8 +78,8 @@ def compiled_by_inductor(
     Raises:
         CapabilityError: nothing compiles here, or the body cannot be traced.
     """
-    # An output that is an alias is its input. What else is one tensor in this call may be two in the next: tracing and
-    # Dynamo, which go by the objects, get one for each.
+    # An output that is an alias is its input. What else is one tensor in this call may be two in the next: tracing,
+    # which goes by the objects, gets one for each.
     aliased = {given: taken for taken, given in signature.aliases}
     count = len(tensors) - len(flatten_with_names(signature.outputs)[1])
     firsts = [place for place in range(len(tensors)) if place - count not in aliased]
@@ -115,21 +115,31 @@ def compiled_by_inductor(
     )
 
     def compile_it() -> Callable[..., object]:
-        # A graph's code is its own: a body that many shapes share would come to Dynamo's limit of recompilations.
-        compiled: Any = torch.compile(graph, fullgraph=True, dynamic=False)
-
-        def launch(*given: Tensor) -> None:
-            # Dynamo would compile anew for arguments that are one object, and for a parameter.
-            compiled(*(given[place].detach() for place in firsts))
-
-        copies = [one.clone() for one in tensors]  # what compiles also runs, and ``inout`` is written
+        copies = [one.clone() for one in tensors]  # what is launched writes, also what is ``inout``
         try:
+            compiled = _by_inductor(graph, distinct)
+
+            def launch(*given: Tensor) -> None:
+                compiled(*(given[place].detach() for place in firsts))
+
             launch(*copies)
         except Exception as error:
-            raise CapabilityError(f"{name}: torch.compile has failed here ({type(error).__name__}: {error})") from error
+            raise CapabilityError(f"{name}: Inductor has failed here ({type(error).__name__}: {error})") from error
         return launch
 
     return kept(text, compile_it)
+
+
+def _by_inductor(graph: Any, given: list[Tensor]) -> Callable[..., object]:
+    """What ``graph`` does, compiled for such tensors."""
+    from eager_offload._torch import compile_fx  # with the compiler
+
+    if next(graph.children(), None) is not None:  # branches, which Inductor takes from Dynamo alone
+        compiled: Callable[..., object] = torch.compile(graph, fullgraph=True, dynamic=False)
+        return compiled
+    # Past Dynamo, whose guards ask at each launch, for 30 us, what `Signature.call` has asked, and for what the caller
+    # has set, autocast or hooks of saved tensors, compile anew.
+    return cast(Callable[..., object], compile_fx(graph, given))
 
 
 def _code(graph: Any) -> str:

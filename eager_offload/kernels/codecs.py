@@ -1,0 +1,150 @@
+"""Codecs as kernels: what eager code packs and unpacks with.
+
+[Note: codecs that are compiled]
+Operator by operator, a codec that rounds reads and writes memory ten to thirty times over. Compiled it is one pass,
+with the same bits; but a compiler takes a second for each size of a tensor. So a size is compiled once so many bytes of
+it were packed that packing them has taken about as long. That is done where the next step begins, by the thread that
+begins it: what runs for seconds must hold no lock. What has holes, sizes beyond the first ``_MOST``, and all of it
+where there is no compiler, goes on operator by operator.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eager_offload._torch import unseen
+from eager_offload.codecs import BF16, Codec, TensorMeta
+from eager_offload.errors import CapabilityError, warn
+from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
+from eager_offload.kernels.launch import LaunchSpec
+from eager_offload.kernels.signature import Signature, TensorSpec
+
+__all__ = ["CODECS", "CodecKernels", "is_compiled"]
+
+#: Bytes of one size; stochastic rounding takes a core a second or two for them.
+_WORTH = 256 << 20
+#: Sizes that are compiled in a process, and those whose bytes are counted: of sequences of any length there are many.
+_MOST, _COUNTED = 32, 1024
+#: Bytes; where tensors begin that compiled code is given.
+_ALIGNMENT = 16
+#: A kernel of torch operators alone says nothing of how it is spread.
+_SPREAD = LaunchSpec((1, 1, 1), (1, 1, 1))
+
+
+def is_compiled(codec: Codec) -> bool:
+    """Whether ``codec`` gains by it: what changes no bit and what is one operator as it is do not."""
+    return not (codec.lossless or isinstance(codec, BF16))
+
+
+class _Size(NamedTuple):
+    """Tensors of which one kernel packs any: so many elements, side by side."""
+
+    codec: Codec
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Kernels(NamedTuple):
+    pack: TorchKernel
+    unpack: TorchKernel
+
+
+class CodecKernels:
+    """Packs and unpacks for any thread, each codec as its reference does, bit for bit."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[_Size, _Kernels] = {}
+        #: Bytes that were packed operator by operator, by size; the one that came first is first.
+        self._packed: dict[_Size, int] = {}
+        self._due: deque[_Size] = deque()
+        #: Devices that nothing compiles for.
+        self._without: set[torch.device] = set()
+
+    def pack(self, codec: Codec, x: Tensor, out: Tensor, seed: Tensor | None = None) -> Tensor | None:
+        """As ``codec.pack``."""
+        if (size := _size_of(codec, x)) is None:
+            return codec.pack(x, out, seed)
+        found = self._kernels.get(size)
+        if found is None or not _is_aligned(x, out):
+            self._count(size, x.nbytes)
+            return codec.pack(x, out, seed)
+        found.pack(*((x,) if seed is None or not codec.unbiased else (x, seed)), out=out)
+        return None
+
+    def unpack(self, codec: Codec, packed: Tensor, out: Tensor) -> None:
+        """As ``codec.unpack``."""
+        size = _size_of(codec, out)
+        found = None if size is None else self._kernels.get(size)
+        if found is None or not _is_aligned(packed, out):
+            codec.unpack(packed, out)
+        else:
+            found.unpack(packed, out=out)
+
+    def compile_due(self) -> None:
+        """Compiles the sizes that have turned out to be worth it; no lock of the library is held."""
+        while self._due:
+            size = self._due.popleft()
+            if len(self._kernels) == _MOST or size.device in self._without:
+                continue
+            try:
+                with unseen():
+                    self._kernels[size] = _compiled(size)
+            except torch.OutOfMemoryError:
+                continue  # for what is compiled with
+            except CapabilityError as error:
+                self._without.add(size.device)
+                warn(f"{error}. Saved tensors are packed by torch's own operators in its place, which is slower")
+
+    def _count(self, size: _Size, nbytes: int) -> None:
+        packed = self._packed.get(size, 0)
+        if packed < _WORTH <= packed + nbytes:
+            self._due.append(size)
+        self._packed[size] = packed + nbytes
+        if len(self._packed) > _COUNTED:
+            self._packed.pop(next(iter(self._packed)), None)
+
+
+def _size_of(codec: Codec, x: Tensor) -> _Size | None:
+    """That of ``x``; ``None`` where it is not compiled."""
+    if not is_compiled(codec) or x.dim() != 1 or not x.is_contiguous():
+        return None
+    return _Size(codec, x.numel(), x.dtype, x.device)
+
+
+def _is_aligned(*tensors: Tensor) -> bool:
+    return not any(tensor.data_ptr() % _ALIGNMENT for tensor in tensors)
+
+
+def _compiled(size: _Size) -> _Kernels:
+    """Its kernels, which were launched once.
+
+    Raises:
+        CapabilityError: nothing compiles here, or the codec cannot be traced.
+    """
+    codec, numel, dtype, device = size
+    layout = codec.layout(TensorMeta((numel,), (1,), dtype))
+    assert layout is not None, "it was packed"
+    saved = TensorSpec((numel,), dtype, _ALIGNMENT)
+    packed = TensorSpec((layout.nbytes,), torch.uint8, _ALIGNMENT)
+    seeds = (TensorSpec((1,), torch.int64),) if codec.unbiased else ()
+
+    def pack(x: Tensor, *rest: Tensor) -> None:
+        *seed, out = rest
+        codec.pack(x, out, *seed)
+
+    name = f"{codec.name} of {numel:,} {str(dtype).removeprefix('torch.')}"
+    packing = Kernel(f"pack {name}", Signature((saved, *seeds), (packed,)), _SPREAD, {"torch": pack})
+    unpacking = Kernel(f"unpack {name}", Signature((packed,), (saved,)), _SPREAD, {"torch": codec.unpack})
+    kernels = _Kernels(as_torch_kernel(packing, "inductor"), as_torch_kernel(unpacking, "inductor"))
+    x = torch.zeros(numel, dtype=dtype, device=device)
+    kernels.unpack(kernels.pack(x, *(torch.zeros(1, dtype=torch.int64, device=device) for _ in seeds)), out=x)
+    return kernels
+
+
+#: Of the process, as compiled code is.
+CODECS = CodecKernels()

@@ -1,0 +1,185 @@
+"""Eager code packs sizes that come often with compiled kernels: the same bits, whatever the caller has set."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import eager_offload.context
+import eager_offload.eager.packing
+import eager_offload.kernels.codecs as module
+from eager_offload import CodecPolicy, OffloadStats
+from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Narrow, TensorMeta
+from eager_offload.codecs.seeds import SEEDS
+from eager_offload.kernels import profile
+from eager_offload.kernels.codecs import CodecKernels, is_compiled
+from tests.hazards.backends import Backend, assert_settled
+from tests.hazards.programs import Settled, assert_identical, leaf
+
+pytestmark = pytest.mark.xdist_group("kernels")
+
+ROWS, WIDTH = 32, 64
+SR, FP8 = BlockInt(8, rounding="sr"), BlockFP8()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> CodecKernels:
+    """Those of a process that has packed nothing, in which a size is worth it from its first tensor on."""
+    found = CodecKernels()
+    monkeypatch.setattr(eager_offload.context, "CODECS", found)
+    monkeypatch.setattr(eager_offload.eager.packing, "CODECS", found)
+    monkeypatch.setattr(module, "_WORTH", 1)
+    return found
+
+
+def steps(backend: Backend, codec: Codec, count: int, *, followed: bool = False) -> tuple[list[Any], OffloadStats]:
+    """The gradients of so many steps, of which all but the first round, with draws that are always the same."""
+    torch.manual_seed(0)
+    SEEDS._drawn.clear()
+    offload = backend.offload(codec=CodecPolicy().rule("MulBackward0", codec), step_plans=followed)
+    found = []
+    for _ in range(count):
+        x, weight = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
+        with Settled(offload):
+            loss = (x.sin() * weight).sum()
+        loss.backward()
+        found.append([x.grad, weight.grad])
+        del loss, x, weight
+        gc.collect()
+    stats = assert_settled(offload)
+    offload.close()
+    assert stats.coded_bytes == {codec.name: (count - 1) * ROWS * WIDTH * 4}, "else the test says nothing"
+    return found, stats
+
+
+@pytest.mark.parametrize("codec", [SR, FP8], ids=str)
+@pytest.mark.parametrize("followed", [False, True], ids=["decided", "followed"])
+def test_compiled_kernels_pack_the_same_bits(
+    users_backend: Backend, kernels: CodecKernels, codec: Codec, followed: bool, tmp_path: Any
+) -> None:
+    with pytest.MonkeyPatch.context() as none:
+        none.setattr(module, "_MOST", 0)
+        expected, before = steps(users_backend, codec, 5, followed=followed)
+    assert not kernels._kernels
+    kernels._packed.clear()
+    with profile(tmp_path / "kernels.json"):
+        found, stats = steps(users_backend, codec, 5, followed=followed)
+    assert_identical(expected, found)
+    assert (stats.bytes_out, stats.packed_bytes) == (before.bytes_out, before.packed_bytes)
+    assert [(size.codec, size.numel) for size in kernels._kernels] == [(codec, ROWS * WIDTH)]
+    launched = (tmp_path / "kernels.json").read_text()
+    # The second step packs by torch's operators, the third begins with what that was worth: tried, then three launches.
+    for verb in ("pack", "unpack"):
+        assert launched.count(f'"{verb} {codec.name} of 2,048 float32"') == 4
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.autograd.graph.save_on_cpu(),
+        lambda: FlopCounterMode(display=False),
+        lambda: torch.device("meta"),
+        lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    ],
+    ids=["autocast", "hooks", "dispatch mode", "default device", "anomalies"],
+)
+def test_what_the_caller_has_set_changes_nothing_and_compiles_nothing_anew(
+    users_backend: Backend, kernels: CodecKernels, around: Callable[[], AbstractContextManager[object]]
+) -> None:
+    expected, _ = steps(users_backend, FP8, 3)
+    compiled = dict(kernels._kernels)
+    assert len(compiled) == 1
+    x, packed = leaf(ROWS * WIDTH).detach(), torch.empty(2080, dtype=torch.uint8)
+    back = torch.empty_like(x)
+    FP8.pack(x, packed)
+    with torch._dynamo.config.patch(error_on_recompile=True), around():
+        kernels.pack(FP8, x, out := torch.zeros_like(packed, device="cpu"))
+        kernels.unpack(FP8, out, back)
+        kernels.compile_due()
+    assert torch.equal(out, packed)
+    FP8.unpack(packed, again := torch.empty_like(x))
+    assert torch.equal(back, again)
+    assert kernels._kernels == compiled
+    assert_identical(expected, steps(users_backend, FP8, 3)[0])
+
+
+def test_compiling_is_done_where_a_step_begins_whatever_modes_it_begins_in(kernels: CodecKernels) -> None:
+    x, out = leaf(ROWS * WIDTH).detach(), torch.empty(2080, dtype=torch.uint8)
+    kernels.pack(FP8, x, out)
+    assert not kernels._kernels, "a pack compiles nothing: the lock is held there"
+    with ExitStack() as modes:
+        modes.enter_context(FlopCounterMode(display=False))
+        modes.enter_context(torch.device("meta"))
+        kernels.compile_due()
+    assert len(kernels._kernels) == 1
+
+
+def test_a_size_is_worth_it_once_enough_of_it_was_packed_and_only_so_many_are(
+    kernels: CodecKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WORTH", 3 * 256)
+    monkeypatch.setattr(module, "_MOST", 1)
+    monkeypatch.setattr(module, "_COUNTED", 2)
+
+    def pack(count: int, times: int) -> None:
+        layout = FP8.layout(TensorMeta((count,), (1,), torch.float32))
+        assert layout is not None
+        for _ in range(times):
+            kernels.pack(FP8, torch.ones(count), torch.empty(layout.nbytes, dtype=torch.uint8))
+
+    pack(64, 2)
+    kernels.compile_due()
+    assert not kernels._kernels
+    pack(64, 4)
+    pack(128, 4)
+    kernels.compile_due()
+    assert [size.numel for size in kernels._kernels] == [64]
+    for count in range(192, 1024, 64):
+        pack(count, 1)
+    assert len(kernels._packed) == 2
+
+
+def test_what_gains_nothing_or_has_holes_or_another_address_is_left_to_the_codec(kernels: CodecKernels) -> None:
+    assert not any(map(is_compiled, (BF16(), BitMask(), Narrow())))
+    x, whole = torch.ones(64), torch.empty(128, dtype=torch.uint8)
+    layout = FP8.layout(TensorMeta.of(x))
+    assert layout is not None
+    out = whole[: layout.nbytes]
+    kernels.pack(FP8, x, out)
+    kernels.compile_due()
+    assert len(kernels._kernels) == 1
+    given: list[Tensor] = [torch.ones(128)[::2], torch.ones(65)[1:], torch.ones(8, 8)]
+    for other in given:
+        out.zero_()
+        kernels.pack(FP8, other, out)
+        FP8.pack(other, expected := torch.empty_like(out))
+        assert torch.equal(out, expected)
+        kernels.unpack(FP8, out, back := torch.zeros_like(other))
+        assert torch.equal(back, other)
+
+
+def test_where_nothing_compiles_one_warning_says_so_and_the_bits_are_the_same(
+    users_backend: Backend, kernels: CodecKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise OSError("no compiler")
+
+    monkeypatch.setattr("eager_offload._torch.compile_fx", fails, raising=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for codec in (FP8, SR):
+            found, _ = steps(users_backend, codec, 4)
+            assert_identical(found[1][0], found[2][0])
+    said = [str(one.message) for one in told if "no compiler" in str(one.message)]
+    assert len(said) == 1
+    assert "packed by torch's own operators in its place, which is slower" in said[0]
+    assert not kernels._kernels
