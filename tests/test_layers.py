@@ -30,7 +30,7 @@ BELOW = {
         *("observe", "step_plan", "offload", "simulation", "eager", "codecs", "learning"),
     },
     "simulation": {"runtime", "tiers"},
-    "graphs": {"runtime", "eager", "offload", "stats", "step_plan"},
+    "graphs": {"runtime", "eager", "offload", "stats", "step_plan", "codecs"},
     "kernels": {"codecs", "observe"},
 }
 #: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.

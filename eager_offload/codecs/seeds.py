@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 import torch
+from torch import Tensor
 
-__all__ = ["SEEDS"]
+__all__ = ["SEEDS", "next_seed"]
 
 #: 2**64 times the golden ratio: multiples of it lie far from each other.
 _GOLDEN, _MOST = 0x9E3779B97F4A7C15, (1 << 63) - 1
@@ -36,6 +37,11 @@ class Seeds:
             if len(self._drawn) > _KEPT:
                 del self._drawn[next(iter(self._drawn))]
         return (first + number * _GOLDEN) & _MOST
+
+
+def next_seed(seed: Tensor) -> Tensor:
+    """The next seed after ``seed``, an ``int64`` of one element, in its place: a graph that replays this draws anew."""
+    return seed.add_(_GOLDEN - (1 << 64))
 
 
 #: Of the process: every `Offload`, device and compiled graph draws from it, so that no two have the same noise.

@@ -14,6 +14,11 @@ what backward would come to before that stays. The engine knows of none of these
 streams of captures, and what they need stays with the run until compute has waited for them. Slots are parts of one
 slab that belongs to the graph. A forward that comes after another's backward uses the same ones: its copies out come
 behind compute, which has waited for each copy back.
+
+What the warm-ups have rounded is rounded: packed by kernels of the graph when its copy is due, so that the source goes
+at once and the packed bytes do when the plan saw the source go. For stochastic rounding the graph has a seed of its own
+on the device, which each pack moves on, in each replay. What changes no bit travels as it is, since a graph can look at
+no value.
 """
 
 from __future__ import annotations
@@ -26,10 +31,14 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import autograd_sequence, detached, version_of, weak_storage
+from eager_offload._torch import asking_node, autograd_sequence, detached, version_of, weak_storage
+from eager_offload.codecs.seeds import next_seed
+from eager_offload.config import OffloadConfig
+from eager_offload.eager.coding import Coding, kind_of, planned
 from eager_offload.eager.following import resident
 from eager_offload.eager.handles import KeptTensor, Returned, SavedStorage, SavedView
 from eager_offload.eager.ownership import own_until_taken
+from eager_offload.eager.packing import pack_into, unpack_into
 from eager_offload.eager.warm_ups import late_releases, mismatch, said, slots_of
 from eager_offload.engine.transfer import AWAY, LEAVING, WAITING
 from eager_offload.errors import CaptureStateError, OffloadError
@@ -51,7 +60,7 @@ class Back(NamedTuple):
 
 
 class _Leaving(NamedTuple):
-    """Bytes on their way out: compute waits for the event before the source may go."""
+    """Bytes on their way out: compute waits for the event before they may go."""
 
     source: Tensor
     event: Event
@@ -64,14 +73,16 @@ class CapturedStorage(SavedStorage):
     #: In place of what a storage of an unknown step has, which nothing of a captured one is asked for: another type.
     reload: Back | None  # type: ignore[assignment]
 
-    def __init__(self, tensor: Tensor, number: int, forward: Forward) -> None:
+    def __init__(
+        self, tensor: Tensor, number: int, forward: Forward, stream: torch.Stream, coding: Coding | None
+    ) -> None:
         storage = tensor.untyped_storage()
-        self.number, self.forward = number, forward
+        self.number, self.forward, self.stream = number, forward, stream
         self.footprint = Footprint(True, 0, storage.nbytes(), storage.nbytes(), False)
         self.alignment_offset = storage.data_ptr() % ALIGNMENT
         self.origin, self.root = weak_storage(storage), weakref.ref(root_of(tensor))
         self.aliases, self.reload, self.returned, self.given = [], None, None, ()
-        self.coding = self.packed = None
+        self.coding, self.packed = coding, None
         self.state = WAITING
         #: The thread's autograd sequence number, at the last save before the copy started and when that was, then with
         #: the version.
@@ -91,7 +102,8 @@ class CapturedRun:
 
     Args:
         slab: flat pinned memory of ``slot_bytes(plans)``, which lives as long as the graph does.
-        min_bytes: the config's, for the reasons of what stays.
+        config: that of the ``Offload``.
+        seed: ``int64``, of one element, on the device, which lives as long as the graph does; for stochastic rounding.
     """
 
     #: As a ``Run`` that does not differ from its plan, and after which none begins: this one says so by itself.
@@ -103,11 +115,13 @@ class CapturedRun:
         slab: Tensor | None,
         runtime: AcceleratorRuntime,
         device: torch.device,
-        min_bytes: int,
+        config: OffloadConfig,
+        seed: Tensor,
     ) -> None:
+        self._policy, self._seed, self._min_bytes = config.codec_policy, seed, config.size("min_bytes")
         #: Bytes as saved of what stays on the device, by why.
         self.kept: Counter[KeepReason] = Counter()
-        self._runtime, self._device, self._min_bytes, self._slab = runtime, device, min_bytes, slab
+        self._runtime, self._device, self._slab = runtime, device, slab
         self._stream = runtime.current_stream(device)
         self._out, self._in = runtime.capture_streams(device)
         self._has_left = self._has_come_back = False
@@ -128,6 +142,10 @@ class CapturedRun:
         self._forward_number += 1
         self._forward = Forward(self._forward_number, Lessons())
         self._starts = plan.starts()
+        self._codings = [
+            None if save.coded is None else planned(save.coded, save.storage_nbytes, self._policy)
+            for save in plan.saves
+        ]
         #: The saves whose sources go before each save.
         self._releases: list[list[int]] = [[] for _ in plan.saves]
         for number, save in enumerate(plan.saves):
@@ -189,6 +207,9 @@ class CapturedRun:
             self._differ(f"save {number}", f"{said(save)} on {self._stream}", f"one on {here}")
         if (reason := self._why_not(tensor)) is not None:
             self._differ(f"save {number}", f"{said(save)} of which the memory may leave", f"one that {reason}")
+        if (coding := self._codings[number]) is not None and not coding.suits(tensor):
+            own, its = (kind and (kind.dtype, kind.maker) for kind in (coding.kind, kind_of(tensor)))
+            self._differ(f"what is rounded of save {number}", f"{own}", f"{its}")
         if save.owner == number and tensor.untyped_storage().nbytes() != save.storage_nbytes:
             there = f"{tensor.untyped_storage().nbytes():,}"
             self._differ(f"the storage of save {number}", f"{save.storage_nbytes:,} bytes", f"{there} bytes")
@@ -214,10 +235,10 @@ class CapturedRun:
         if save.fate is Fate.SHARE:
             storage = self._shared(tensor, number, save)
         else:
-            storage = CapturedStorage(tensor, number, self._forward)
+            storage = CapturedStorage(tensor, number, self._forward, self._stream, self._codings[number])
             self._storages[number] = weakref.ref(storage)
         view = SavedView(storage, tensor, 0, self._forward, number, cast(Any, self))
-        if storage.state is AWAY:
+        if storage.state is AWAY or storage.packed is not None:
             view.forget_bytes()
         else:
             storage.aliases.append(view.alias)
@@ -252,17 +273,27 @@ class CapturedRun:
         number, nbytes = storage.number, storage.footprint.nbytes
         if storage.aliases[0].untyped_storage().nbytes() < nbytes:
             self._differ(f"the storage of save {number}", f"{nbytes:,} bytes when it left", "fewer: it was resized")
-        computed, source = self._runtime.record(self._stream), storage.source_bytes()
+        storage.started_in = (sequence, version_of(storage.aliases[0]))
+        source = storage.source_bytes() if storage.coding is None else self._pack(storage, storage.coding)
+        computed = self._runtime.record(self._stream)
         event = self._runtime.copy_in_capture(self._slot(number), source, self._out, [computed])
         self._leaving[number] = _Leaving(source, event)
-        storage.state, storage.started_in = LEAVING, (sequence, version_of(storage.aliases[0]))
+        storage.state = LEAVING
         self._has_left = True
+
+    def _pack(self, storage: CapturedStorage, coding: Coding) -> Tensor:
+        """What travels in place of a storage, of which the source goes."""
+        out = self._runtime.allocate(Layout(coding.nbytes), self._device, self._stream)
+        pack_into(out, storage, coding, next_seed(self._seed) if coding.draws else None)
+        storage.packed = out
+        storage.release_source()
+        return out
 
     def _slot(self, number: int) -> Tensor:
         save = self._plan.saves[number]
         start = self._slots[save.slot]
         assert self._slab is not None
-        return self._slab[start : start + save.storage_nbytes]
+        return self._slab[start : start + save.slot_nbytes]
 
     def _release_going(self) -> None:
         """Lets go of the sources whose turn it is, as far as their copies have started."""
@@ -279,7 +310,7 @@ class CapturedRun:
         source = self._leaving.pop(number)
         self._runtime.wait(self._stream, source.event)
         if (storage := self._storages[number]()) is not None:
-            storage.state = AWAY
+            storage.state, storage.packed = AWAY, None
             storage.release_source()
 
     def _release_all(self) -> None:
@@ -324,12 +355,16 @@ class CapturedRun:
         here = self._runtime.current_stream(self._device)
         if here != self._stream:
             self._differ(f"unpack {rank}", f"save {view.number} on {self._stream}", f"it on {here}")
+        if (coding := storage.coding) is not None and not self._policy.allows(
+            reader := asking_node(), coding.codec, coding.meta
+        ):
+            self._differ(f"unpack {rank}", f"save {view.number} for those that {coding.codec.name} is for", reader)
         ask = asks[rank]
         self._asked = rank + 1
         self._start_due(None)
         if (going := self._late_releases.get(rank)) in self._leaving:
             self._release(going)
-        tensor = resident(view, storage)
+        tensor = resident(view, storage, self._unpack_at_once)
         if tensor is None and storage.reload is None:
             self._bring(storage)
         for number in ask.drop:
@@ -346,8 +381,7 @@ class CapturedRun:
 
     def _bring(self, storage: CapturedStorage) -> None:
         """Starts a copy back into a new target."""
-        layout = Layout(storage.footprint.nbytes, storage.alignment_offset)
-        target = self._runtime.allocate(layout, self._device, self._stream)
+        target = self._runtime.allocate(storage.target_layout, self._device, self._stream)
         # Behind the block's last owner, and behind the copy out, which compute has waited for.
         allocated = self._runtime.record(self._stream)
         event = self._runtime.copy_in_capture(target, self._slot(storage.number), self._in, [allocated])
@@ -377,12 +411,26 @@ class CapturedRun:
         target, event = storage.reload or self._returning[storage.number]
         self._runtime.wait(self._stream, event)
         self._returning.pop(storage.number, None)
-        first_byte = int(target.storage_offset())
-        tensor = view.over(target.untyped_storage(), first_byte)
+        if storage.coding is not None:
+            target = self._unpack(storage, target)
+        first_byte, source = int(target.storage_offset()), target.untyped_storage()
+        if not keep or storage.coding is not None:
+            storage.returned = None if last else Returned(weak_storage(source), first_byte)
         if not keep:
-            storage.returned = None if last else Returned(weak_storage(target.untyped_storage()), first_byte)
             storage.reload = None
-        return tensor
+        return view.over(source, first_byte)
+
+    def _unpack(self, storage: CapturedStorage, packed: Tensor) -> Tensor:
+        """New memory with the bytes of a storage, of what it was packed to."""
+        place = self._runtime.allocate(storage.layout, self._device, self._stream)
+        unpack_into(place, storage, packed)
+        return place
+
+    def _unpack_at_once(self, view: SavedView, storage: Any) -> Tensor:
+        """``view``, of what was packed and is still there."""
+        place = self._unpack(storage, storage.packed)
+        storage.returned = Returned(weak_storage(place.untyped_storage()), int(place.storage_offset()))
+        return view.over(place.untyped_storage(), int(place.storage_offset()))
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,11 @@ class Coding(NamedTuple):
         return not self.codec.lossless
 
     @property
+    def draws(self) -> bool:
+        """Whether it rounds stochastically."""
+        return self.rounds and self.codec.unbiased
+
+    @property
     def may_round(self) -> bool:
         """Whether that is so, or may turn out to be."""
         return self.rounds or self.otherwise is not None

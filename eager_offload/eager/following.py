@@ -99,8 +99,16 @@ def _is_like(tensor: Tensor, staying: Staying) -> bool:
         return False
 
 
-def resident(view: SavedView, storage: Any) -> Tensor | None:
-    """The tensor, if its bytes are on the device: not gone yet, kept alive by another owner, or back already."""
+def _at_once(view: SavedView, storage: Any) -> Tensor:
+    return unpacked_at_once(view, storage, storage.stream)
+
+
+def resident(view: SavedView, storage: Any, unpack: Callable[[SavedView, Any], Tensor] = _at_once) -> Tensor | None:
+    """The tensor, if its bytes are on the device: not gone yet, kept alive by another owner, or back already.
+
+    Args:
+        unpack: what unpacks it, where what it was packed to is still there.
+    """
     original = None if view.original is None else view.original()
     if storage.state is not AWAY and storage.packed is None:
         return view.alias.detach() if original is None else original
@@ -118,7 +126,7 @@ def resident(view: SavedView, storage: Any) -> Tensor | None:
         target = storage.reload.target
         if target.untyped_storage().nbytes() < target.storage_offset() + target.numel():
             storage.drop_reload()  # it was handed out before, and its new owner has resized it
-    return None if storage.packed is None else unpacked_at_once(view, storage, storage.stream)
+    return None if storage.packed is None else unpack(view, storage)
 
 
 class Run:

@@ -353,10 +353,12 @@ class Hooks:
         with self._accounts.lock:
             if isinstance(handle, SavedView):
                 storage, saves = handle.storage, self._saves.get(tensor.device)
-                # What a codec may refuse is decided anew in each step: whether it fits is known once it is packed.
+                # What a codec may refuse is decided anew in each step: whether it fits is known once it is packed. In a
+                # captured step it travels as it is.
                 is_own, is_whole, coding = storage.forward is handle.forward, storage.footprint.whole, storage.coding
-                rounded = coding.coded if coding is not None and coding.rounds and self.thread.step is None else None
-                whole = storage.footprint.nbytes if is_whole and (coding is None or rounded is not None) else 0
+                rounded = coding.coded if coding is not None and coding.rounds else None
+                is_known = coding is None or rounded is not None or self.thread.step is not None
+                whole = storage.footprint.nbytes if is_whole and is_known else 0
                 owner = storage.number if is_own else -1
                 autograd_bytes = storage.record.autograd_bytes
                 recorder.take(handle.number, owner, nbytes, requires_grad, whole, autograd_bytes, rounded)

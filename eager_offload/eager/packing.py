@@ -23,7 +23,7 @@ from eager_offload.engine.transfer import State, Transfer
 from eager_offload.kernels.codecs import CODECS
 from eager_offload.runtime.base import Layout, Stream
 
-__all__ = ["Packed", "let_go", "packed", "unpacked", "unpacked_at_once"]
+__all__ = ["Packed", "let_go", "pack_into", "packed", "unpack_into", "unpacked", "unpacked_at_once"]
 
 
 class Packed(NamedTuple):
@@ -38,14 +38,12 @@ class Packed(NamedTuple):
 
 def packed(offloader: DeviceOffloader, saved: SavedStorage, coding: Coding) -> Packed | None:
     """What travels in place of a storage; ``None`` where the device has no memory for that, and it stays."""
-    layout, storage = Layout(coding.nbytes), saved.aliases[0].untyped_storage()
+    runtime, device = offloader.runtime, offloader.device
     try:
-        with offloader.runtime.enter(saved.stream):  # packing is compute, of the stream that made the tensor
-            out = offloader.runtime.allocate(layout, offloader.device, saved.stream)
-            seed = None
-            if coding.rounds and coding.codec.unbiased:
-                seed = torch.full((1,), coding.seed, dtype=torch.int64, device=offloader.device)
-            holds = CODECS.pack(coding.codec, saved.coded(coding, storage, saved.footprint.start), out, seed)
+        with runtime.enter(saved.stream):  # packing is compute, of the stream that made the tensor
+            out = runtime.allocate(Layout(coding.nbytes), device, saved.stream)
+            seed = torch.full((1,), coding.seed, dtype=torch.int64, device=device) if coding.draws else None
+            holds = pack_into(out, saved, coding, seed)
             if holds is None or offloader.device.type != "cpu":
                 return Packed(out, None if holds is None else holds.to("cpu", non_blocking=True))
             return Packed(out, None, is_refused=not holds)
@@ -73,11 +71,22 @@ def let_go(offloader: DeviceOffloader, saved: SavedStorage, transfer: Transfer, 
 
 def unpacked(offloader: DeviceOffloader, saved: SavedStorage, target: Tensor, stream: Stream) -> Tensor:
     """Memory of ``stream`` with what was packed into ``target``, as the storage had it."""
-    assert saved.coding is not None
     place = offloader.runtime.allocate(saved.layout, offloader.device, stream)
-    coded = saved.coded(saved.coding, place.untyped_storage(), int(place.storage_offset()))
-    CODECS.unpack(saved.coding.codec, target, coded)
+    unpack_into(place, saved, target)
     return place
+
+
+def pack_into(out: Tensor, saved: SavedStorage, coding: Coding, seed: Tensor | None) -> Tensor | None:
+    """Packs a storage on the current stream; returns what ``Codec.pack`` does."""
+    storage = saved.aliases[0].untyped_storage()
+    return CODECS.pack(coding.codec, saved.coded(coding, storage, saved.footprint.start), out, seed)
+
+
+def unpack_into(place: Tensor, saved: SavedStorage, packed: Tensor) -> None:
+    """Unpacks a storage on the current stream, into memory of its ``layout``."""
+    assert saved.coding is not None
+    coded = saved.coded(saved.coding, place.untyped_storage(), int(place.storage_offset()))
+    CODECS.unpack(saved.coding.codec, packed, coded)
 
 
 def unpacked_at_once(view: SavedView, saved: SavedStorage, stream: Stream) -> Tensor:

@@ -72,10 +72,10 @@ def _without_vain_copies(plan: StepPlan) -> StepPlan:
     for number, save in enumerate(plan.saves):
         if save.owner in stays:
             fate = Fate.KEEP if number in stays else save.fate
-            save = replace(save, fate=fate, reason=KeepReason.NEWEST, slot=-1, start=-1, release=-1)
+            save = replace(save, fate=fate, reason=KeepReason.NEWEST, slot=-1, start=-1, release=-1, coded=None)
         elif save.fate is Fate.OFFLOAD:
             save = replace(save, slot=len(slots))
-            slots.append(save.storage_nbytes)
+            slots.append(save.slot_nbytes)
         saves.append(save)
     end = tuple(number for number in plan.end if number not in stays)
     return StepPlan(tuple(saves), plan.asks, end, tuple(slots))

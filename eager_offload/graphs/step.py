@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import overriding_stale_streams
+from eager_offload.codecs.seeds import SEEDS
 from eager_offload.eager.captured import CapturedRun
 from eager_offload.eager.warm_ups import WarmUp, check_alike, slot_bytes
 from eager_offload.errors import CaptureInputError, CaptureStateError
@@ -291,13 +292,14 @@ def _capture(
     debug: bool,
 ) -> tuple[CapturedGraph, Mapping[KeepReason, int]]:
     guard = GraphCaptureGuard(stream, mode, pool, debug)
+    seed = torch.full((1,), SEEDS.draw(), dtype=torch.int64, device=stream.device)  # of the graph, which moves it on
     if offload is None or not offload.config.enabled:
         with guard:
             result = fn(*static.values)
         graph, kept = guard.finish(), Counter[KeepReason]()
     else:
         with guard:
-            run = CapturedRun(plans, slab, accelerator_runtime(), stream.device, offload.config.size("min_bytes"))
+            run = CapturedRun(plans, slab, accelerator_runtime(), stream.device, offload.config, seed)
             try:
                 with offload.in_step(run):
                     result = fn(*static.values)
@@ -306,4 +308,5 @@ def _capture(
                 run.close()
         graph, kept = guard.finish(), run.kept
     graph.result = result
+    graph.keep(seed)
     return graph, kept

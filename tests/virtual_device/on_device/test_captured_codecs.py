@@ -1,0 +1,197 @@
+"""Captured steps that round: what the warm-ups have rounded is packed by the graph, and drawn anew in each replay."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload import CodecPolicy, Offload
+from eager_offload.codecs import BF16, BlockFP8, BlockInt, Codec, TensorMeta
+from eager_offload.codecs.seeds import SEEDS
+from eager_offload.graphs import CapturedStep, ScheduleMismatchError, capture_step
+from eager_offload.step_plan import Fate, StepPlan
+from tests.virtual_device import NAME, VirtualDevice
+from tests.virtual_device.graphs import nodes_of, violations
+from tests.virtual_device.on_device.test_captured_steps import copies, link_bytes, offloads, same
+
+if not hasattr(torch.accelerator, "Graph"):
+    pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
+
+SIZE, FEW = 64, 12
+BYTES = SIZE * SIZE * 4
+SR = BlockInt(8, rounding="sr")
+
+
+class Products:
+    """A chain of products and activations, whose inputs are saved.
+
+    Args:
+        differs: the number of the call in which an operator reads what a rule names another for.
+    """
+
+    def __init__(self, forwards: int = 1, differs: int = 0) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._weights = [(torch.randn(SIZE, SIZE, generator=generator) / 8).to(NAME).requires_grad_() for _ in range(5)]
+        self.batches = [torch.randn(SIZE, SIZE, generator=generator).to(NAME) for _ in range(FEW)]
+        self._forwards, self._differs, self._calls = forwards, differs, 0
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        self._calls += 1
+        found: list[Tensor] = []
+        for _ in range(self._forwards):
+            h, activation = x, torch.erf if self._calls == self._differs else torch.nn.functional.gelu
+            for weight in self._weights:
+                h, activation = activation(h @ weight) + 0.0, torch.nn.functional.gelu
+                h = h + h @ weight
+            found += torch.autograd.grad(h.square().sum(), self._weights)
+        return tuple(found)
+
+    def capture(self, offload: Offload) -> CapturedStep:
+        return capture_step(self, (torch.ones(SIZE, SIZE, device=NAME),), offload=offload, debug=True)
+
+    def rounded(self, x: Tensor, plans: Sequence[StepPlan], codec: Codec) -> list[Tensor]:
+        """The step without a capture and without offload, in which the saves that ``plans`` rounds are rounded."""
+        coded = [one.owner >= 0 and plan.saves[one.owner].coded is not None for plan in plans for one in plan.saves]
+        number = itertools.count()
+
+        def pack(tensor: Tensor) -> Tensor:
+            return there_and_back(codec, tensor) if coded[next(number)] else tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found = self(x)
+        assert next(number) == len(coded)
+        return [value.cpu() for value in found]
+
+
+def there_and_back(codec: Codec, x: Tensor) -> Tensor:
+    """What ``codec`` makes of the whole of a storage."""
+    elements = x.detach().view(-1)
+    layout = codec.layout(TensorMeta.of(elements))
+    assert layout is not None
+    packed, back = torch.empty(layout.nbytes, dtype=torch.uint8, device=NAME), torch.empty_like(elements)
+    codec.pack(elements, packed)
+    codec.unpack(packed, back)
+    return back.view(x.shape)
+
+
+def later(x: Tensor) -> Tensor:
+    """What is saved after what is to leave."""
+    for _ in range(6):
+        x = x.cos()
+    return x
+
+
+def rounding(codec: Codec) -> CodecPolicy:
+    return CodecPolicy().rule("MmBackward0", codec).rule("GeluBackward0", codec)
+
+
+def coded_saves(step: CapturedStep) -> int:
+    """How many of the first plan's saves leave rounded."""
+    assert step.plan is not None
+    return sum(one.fate is Fate.OFFLOAD and one.coded is not None for one in step.plan.saves)
+
+
+@pytest.mark.parametrize("codec", [BlockInt(8), BlockFP8(), BF16()], ids=str)
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_replays_are_steps_in_which_what_the_plan_says_is_rounded(
+    virtual: VirtualDevice, codec: Codec, forwards: int
+) -> None:
+    products, offload = Products(forwards), offloads(codec=rounding(codec))
+    with products.capture(offload) as step:
+        assert not violations(nodes_of(step.graph._graph))
+        assert coded_saves(step)
+        expected = [products.rounded(x, step.plans, codec) for x in products.batches]
+        with virtual.replays(1):
+            replayed = [[value.cpu() for value in step(x)] for x in products.batches]
+        assert all(map(same, expected, replayed))
+        unrounded = [value.cpu() for value in products(products.batches[0])]
+        assert not same(unrounded, expected[0]), "else the test says nothing"
+        moved = copies(step, "copy out"), copies(step, "copy in")
+        assert moved[0] == moved[1] == sum(plan.totals.slots for plan in step.plans)
+        layout = codec.layout(TensorMeta((BYTES // 4,), (1,), torch.float32))
+        assert layout is not None
+        slots = [plan.slots[one.slot] for plan in step.plans for one in plan.saves if one.coded is not None]
+        assert set(slots) == {layout.nbytes}
+        assert link_bytes(virtual, step.launch) == moved
+    offload.close()
+
+
+def test_stochastic_rounding_draws_anew_in_each_replay_and_its_mean_is_exact(virtual: VirtualDevice) -> None:
+    """A product is affine in what it saves, so the gradient's mean is that of the exact step."""
+    count, x = 64, torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1)).to(NAME)
+    weight = torch.eye(SIZE, device=NAME).requires_grad_()
+
+    def step(x: Tensor) -> Tensor:
+        h = (x * weight.detach()[0, 0]).requires_grad_().sin() @ weight  # saves the sine, which leaves
+        return torch.autograd.grad((h + later(weight)).sum(), weight)[0]
+
+    exact = step(x).cpu().double()
+    biases = {}
+    for codec in (SR, BlockInt(8)):
+        torch.manual_seed(0)
+        SEEDS._drawn.clear()
+        offload = offloads(codec=CodecPolicy().rule("MmBackward0", codec))
+        with capture_step(step, (x,), offload=offload, debug=True) as captured:
+            assert coded_saves(captured) == 1
+            with virtual.replays(0):
+                found = [captured(x).cpu() for _ in range(count)]
+        offload.close()
+        is_anew = not any(torch.equal(one, two) for one, two in itertools.pairwise(found))
+        assert is_anew is codec.unbiased
+        biases[codec] = float((torch.stack(found).double().mean(0) - exact).abs().max())
+    # Of a column's sum, whose elements are off by at most a step each; of the mean of so many draws.
+    bound = 5 * (SR.error_bound(TensorMeta((1,), (1,), torch.float32), 1.0) / 2) * SIZE**0.5 / count**0.5
+    assert biases[SR] < bound < 3 * biases[BlockInt(8)], biases
+
+
+def test_each_edge_of_a_step_that_rounds_is_needed(virtual: VirtualDevice) -> None:
+    """Left out, the checker reports it; and what it is reported of changes numbers, in some order of the replay."""
+    products, offload = Products(), offloads(codec=rounding(BlockFP8()))
+    with products.capture(offload) as step:
+        nodes = nodes_of(step.graph._graph)
+        expected = [products.rounded(x, step.plans, BlockFP8()) for x in products.batches]
+
+        def is_exact(seed: int, without: list[tuple[int, int]]) -> bool:
+            with virtual.replays(seed, without):
+                return all(
+                    same(one, [value.cpu() for value in step(x)])
+                    for one, x in zip(expected, products.batches, strict=True)
+                )
+
+        assert is_exact(0, [])
+        edges = {edge for node in nodes for edge in node.edges if nodes[edge[0]].stream != nodes[edge[1]].stream}
+        reported = {edge for edge in edges if violations(nodes, [edge])}
+        assert len(reported) >= 3 * coded_saves(step) > 0
+        assert not any(is_exact(1, [edge]) for edge in reported)
+    offload.close()
+
+
+def test_a_reader_that_has_no_rule_is_a_difference() -> None:
+    products, offload = Products(differs=4), offloads(codec=rounding(BlockInt(8)))
+    with pytest.raises(ScheduleMismatchError, match=r"differs first at unpack .* int8 is for, .* ErfBackward0"):
+        products.capture(offload)
+    offload.close()
+
+
+@pytest.mark.parametrize("codec", ["identity", "lossless"])
+def test_what_changes_no_bit_travels_as_it_is(virtual: VirtualDevice, codec: str) -> None:
+    """A mask of ``bool`` is no save that is decided anew, as in eager steps, which would stay."""
+    weight = torch.ones(SIZE, SIZE, device=NAME).requires_grad_()
+
+    def step(x: Tensor) -> Tensor:
+        h = torch.where(x > 0, weight.sin(), weight)
+        return torch.autograd.grad((h + later(weight)).sum(), weight)[0]
+
+    offload = offloads(codec=codec)
+    x = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1)).to(NAME)
+    with capture_step(step, (x,), offload=offload, debug=True) as captured:
+        assert captured.plan is not None
+        masks = [one for one in captured.plan.saves if one.storage_nbytes == SIZE * SIZE]
+        assert [one.fate for one in masks] == [Fate.OFFLOAD]
+        assert torch.equal(captured(x).cpu(), step(x).cpu())
+        assert link_bytes(virtual, captured.launch)[0] == sum(captured.plan.slots) >= SIZE * SIZE
+    offload.close()
