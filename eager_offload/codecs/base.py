@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["Codec", "PackedLayout", "Part", "TensorMeta", "compact", "flat", "layout_of", "parts_of"]
+__all__ = [
+    "Codec",
+    "PackedLayout",
+    "Part",
+    "Scratch",
+    "ScratchCodec",
+    "TensorMeta",
+    "compact",
+    "flat",
+    "layout_of",
+    "part_of_scratch",
+    "parts_of",
+]
 
 #: Bytes; where parts begin, so that any dtype may be viewed there.
 _ALIGNMENT = 16
@@ -79,6 +91,13 @@ class PackedLayout(NamedTuple):
         torch.cat(padded, out=out)
 
 
+class Scratch(NamedTuple):
+    """What a codec computes in, beside what it is given, by name; bytes, in multiples of 16."""
+
+    pack: Mapping[str, int]
+    unpack: Mapping[str, int]
+
+
 class Codec(Protocol):
     """Packs a tensor before it travels and unpacks it when it is back, in torch arithmetic that compilers can trace.
 
@@ -120,6 +139,27 @@ class Codec(Protocol):
 
     def error_bound(self, meta: TensorMeta, amax: float) -> float:
         """How far an element may be from what was packed, where no magnitude is above ``amax``, which is finite."""
+
+
+@runtime_checkable
+class ScratchCodec(Codec, Protocol):
+    """A codec that may be given memory to compute in: fresh memory for that can take longer than the rest."""
+
+    def scratch(self, meta: TensorMeta) -> Scratch:
+        """What ``pack`` and ``unpack`` of such a tensor compute in."""
+
+    def pack(
+        self, x: Tensor, out: Tensor, seed: Tensor | None = None, scratch: Mapping[str, Tensor] | None = None
+    ) -> Tensor | None:
+        """As that of any codec; ``scratch`` is flat ``uint8``, by its names."""
+
+    def unpack(self, packed: Tensor, out: Tensor, scratch: Mapping[str, Tensor] | None = None) -> None:
+        """As that of any codec; ``scratch`` is flat ``uint8``, by its names."""
+
+
+def part_of_scratch(scratch: Mapping[str, Tensor] | None, name: str, count: int, dtype: torch.dtype) -> Tensor | None:
+    """So many elements of a part; ``None``, for ``out`` of an operator that then takes memory of its own, without."""
+    return None if scratch is None else scratch[name].view(dtype)[:count]
 
 
 def compact(x: Tensor) -> Tensor:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from eager_offload.codecs.base import PackedLayout, TensorMeta, compact, flat, layout_of, parts_of
+from eager_offload.codecs.base import (
+    PackedLayout,
+    Scratch,
+    TensorMeta,
+    compact,
+    flat,
+    layout_of,
+    part_of_scratch,
+    parts_of,
+)
 
 __all__ = ["BitMask", "Gather", "Identity", "Narrow"]
 
@@ -135,7 +145,15 @@ class BitMask(_Exact):
         least, most = torch.aminmax(words)
         return bool(((words == least) | (words == most)).all())
 
-    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> Tensor:
+    def scratch(self, meta: TensorMeta) -> Scratch:
+        """The bits as bytes, and as words; of numbers, which of them are neither value."""
+        nbytes = -(-meta.distinct // 16) * 16
+        names = ("words",) if meta.dtype is torch.bool else ("mask", "differs", "words")
+        return Scratch(dict.fromkeys(names, nbytes), {"words": nbytes})
+
+    def pack(
+        self, x: Tensor, out: Tensor, seed: Tensor | None = None, scratch: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """Holds two values, told apart by their bits; of ``bool`` those that are 0 or 1 as bytes."""
         elements = flat(x)
         parts = layout_of(self, x).split(out)
@@ -145,8 +163,9 @@ class BitMask(_Exact):
         else:
             words = elements.view(_WORDS[x.dtype])
             least, most = torch.aminmax(words)
-            is_most = words == most
-            differs = (words != least) ^ is_most
+            is_most = torch.eq(words, most, out=part_of_scratch(scratch, "mask", words.numel(), torch.bool))
+            differs = torch.ne(words, least, out=part_of_scratch(scratch, "differs", words.numel(), torch.bool))
+            differs.logical_xor_(is_most)
             fits = (least == most) | torch.logical_not(differs.view(torch.uint8).max())
             parts[0].view(words.dtype).copy_(torch.stack((least, most)))
             mask = is_most.view(torch.uint8)
@@ -154,16 +173,19 @@ class BitMask(_Exact):
             mask = torch.nn.functional.pad(mask, (0, -mask.numel() % 8))
         elif torch.compiler.is_compiling() or mask.storage_offset() % 8:  # no compiler traces the latter
             mask = mask.clone()
-        collected = mask.view(torch.int64) * _COLLECT
+        collected = torch.mul(
+            mask.view(torch.int64), _COLLECT, out=part_of_scratch(scratch, "words", mask.numel() // 8, torch.int64)
+        )
         collected >>= 56  # in place: fresh memory for each of these takes longer than they do
         parts[-1].copy_(collected)
         return fits
 
-    def unpack(self, packed: Tensor, out: Tensor) -> None:
+    def unpack(self, packed: Tensor, out: Tensor, scratch: Mapping[str, Tensor] | None = None) -> None:
         """Each bit as the value that it stands for."""
         places = compact(out)
         parts = layout_of(self, out).split(packed)
-        mask = parts[-1].to(torch.int64)
+        mask = part_of_scratch(scratch, "words", parts[-1].numel(), torch.int64)
+        mask = parts[-1].to(torch.int64) if mask is None else mask.copy_(parts[-1])
         mask *= _REPEAT
         mask.bitwise_and_(_ONE_EACH)  # spelt out: torch.func.functionalize knows no `&=`
         mask += _TO_THE_TOP

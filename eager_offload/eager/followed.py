@@ -176,6 +176,8 @@ class RunRecord(FinalizerRecord[object]):
     def on_finalized(self) -> None:
         saves = self.saves()
         self.settle(None if saves is None else saves.offloader)
+        if saves is not None:
+            saves.release_scratch()
         if self.slots and not (self.is_spoiled or self.known.is_forgotten):
             self.known.idle.append([slot for slot in self.slots if slot is not None])
 

@@ -27,6 +27,7 @@ from eager_offload.eager.coding import Coding
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import WAITING, BytesRecord, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
+from eager_offload.kernels.workspace import Workspaces
 from eager_offload.learning import Forward
 from eager_offload.runtime.base import ALIGNMENT, Layout, Stream
 from eager_offload.schedule import ResidentQueue
@@ -55,6 +56,8 @@ class Keeper(Protocol):
     """What handles need of the saved tensors that they belong to, those of one device."""
 
     offloader: DeviceOffloader
+    #: What codecs compute in.
+    scratch: Workspaces
 
     def unpack(self, view: SavedView) -> Tensor:
         """The saved tensor again, for the stream that is current now."""
@@ -67,6 +70,9 @@ class Keeper(Protocol):
 
     def on_arrival(self, saved: SavedStorage, transfer: Transfer) -> None:
         """The bytes of a storage rest in a tier, and its source is about to go."""
+
+    def release_scratch(self) -> None:
+        """Lets go of what codecs compute in, unless some graph is alive. The lock is held."""
 
 
 class Follower(Protocol):

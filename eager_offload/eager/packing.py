@@ -10,6 +10,7 @@ holds it until the device has packed it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -43,7 +44,8 @@ def packed(offloader: DeviceOffloader, saved: SavedStorage, coding: Coding) -> P
         with runtime.enter(saved.stream):  # packing is compute, of the stream that made the tensor
             out = runtime.allocate(Layout(coding.nbytes), device, saved.stream)
             seed = torch.full((1,), coding.seed, dtype=torch.int64, device=device) if coding.draws else None
-            holds = pack_into(out, saved, coding, seed)
+            scratch = saved.saves.scratch.of(coding.codec, coding.meta, saved.stream, "pack")
+            holds = pack_into(out, saved, coding, seed, scratch)
             if holds is None or offloader.device.type != "cpu":
                 return Packed(out, None if holds is None else holds.to("cpu", non_blocking=True))
             return Packed(out, None, is_refused=not holds)
@@ -71,22 +73,31 @@ def let_go(offloader: DeviceOffloader, saved: SavedStorage, transfer: Transfer, 
 
 def unpacked(offloader: DeviceOffloader, saved: SavedStorage, target: Tensor, stream: Stream) -> Tensor:
     """Memory of ``stream`` with what was packed into ``target``, as the storage had it."""
+    assert saved.coding is not None
     place = offloader.runtime.allocate(saved.layout, offloader.device, stream)
-    unpack_into(place, saved, target)
+    unpack_into(place, saved, target, saved.saves.scratch.of(saved.coding.codec, saved.coding.meta, stream, "unpack"))
     return place
 
 
-def pack_into(out: Tensor, saved: SavedStorage, coding: Coding, seed: Tensor | None) -> Tensor | None:
+def pack_into(
+    out: Tensor,
+    saved: SavedStorage,
+    coding: Coding,
+    seed: Tensor | None,
+    scratch: Mapping[str, Tensor] | None = None,
+) -> Tensor | None:
     """Packs a storage on the current stream; returns what ``Codec.pack`` does."""
     storage = saved.aliases[0].untyped_storage()
-    return CODECS.pack(coding.codec, saved.coded(coding, storage, saved.footprint.start), out, seed)
+    return CODECS.pack(coding.codec, saved.coded(coding, storage, saved.footprint.start), out, seed, scratch)
 
 
-def unpack_into(place: Tensor, saved: SavedStorage, packed: Tensor) -> None:
+def unpack_into(
+    place: Tensor, saved: SavedStorage, packed: Tensor, scratch: Mapping[str, Tensor] | None = None
+) -> None:
     """Unpacks a storage on the current stream, into memory of its ``layout``."""
     assert saved.coding is not None
     coded = saved.coded(saved.coding, place.untyped_storage(), int(place.storage_offset()))
-    CODECS.unpack(saved.coding.codec, packed, coded)
+    CODECS.unpack(saved.coding.codec, packed, coded, scratch)
 
 
 def unpacked_at_once(view: SavedView, saved: SavedStorage, stream: Stream) -> Tensor:

@@ -34,9 +34,10 @@ from eager_offload.eager.reloading import Reloading
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.errors import OffloadError, PrecisionError
+from eager_offload.kernels.workspace import Workspaces
 from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Kind, Lessons, Link
 from eager_offload.marks import Mark
-from eager_offload.runtime.base import Stream
+from eager_offload.runtime.base import Layout, Stream
 from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
 from eager_offload.selection import Footprint, footprint, root_of
 from eager_offload.stats import KeepReason
@@ -97,6 +98,9 @@ class SavedTensors:
         self._names: dict[Hashable, StorageRecord] = {}
         self._forwards: set[ForwardRecord] = set()
         self._weak = weakref.ref(self)
+        self.scratch = Workspaces(
+            lambda nbytes, stream: offloader.runtime.allocate(Layout(nbytes), offloader.device, stream)
+        )
 
     def new_queue(self) -> ResidentQueue:
         """A queue of the newest bytes, for one thread."""
@@ -544,9 +548,15 @@ class SavedTensors:
             self.offloader.release(record.reload)
         record.queue = record.leaving = record.reload = None  # a trace may hold it
 
+    def release_scratch(self) -> None:
+        """Lets go of what codecs compute in, unless some graph is alive."""
+        if not self.offloader.records:
+            self.scratch.clear()
+
     def learn(self, record: ForwardRecord) -> None:
         """A forward is over, and its graph is gone."""
         self._forwards.discard(record)
+        self.release_scratch()
         out = self.offloader.out_rate.value
         self._lessons.learn(record.notes, None if out is None else Link(out, self.offloader.in_rate.value or out))
         if record.recorder is not None:

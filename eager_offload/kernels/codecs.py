@@ -11,13 +11,15 @@ where there is no compiler, goes on operator by operator.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from eager_offload._torch import unseen
 from eager_offload.codecs import BF16, Codec, TensorMeta
+from eager_offload.codecs.base import ScratchCodec
 from eager_offload.errors import CapabilityError, warn
 from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
 from eager_offload.kernels.launch import LaunchSpec
@@ -65,8 +67,17 @@ class CodecKernels:
         #: Devices that nothing compiles for.
         self._without: set[torch.device] = set()
 
-    def pack(self, codec: Codec, x: Tensor, out: Tensor, seed: Tensor | None = None) -> Tensor | None:
-        """As ``codec.pack``."""
+    def pack(
+        self,
+        codec: Codec,
+        x: Tensor,
+        out: Tensor,
+        seed: Tensor | None = None,
+        scratch: Mapping[str, Tensor] | None = None,
+    ) -> Tensor | None:
+        """As ``codec.pack``; ``scratch``: what a ``ScratchCodec`` computes in."""
+        if scratch is not None:
+            return cast(ScratchCodec, codec).pack(x, out, seed, scratch)
         if (size := _size_of(codec, x)) is None:
             return codec.pack(x, out, seed)
         found = self._kernels.get(size)
@@ -76,8 +87,11 @@ class CodecKernels:
         found.pack(*((x,) if seed is None or not codec.unbiased else (x, seed)), out=out)
         return None
 
-    def unpack(self, codec: Codec, packed: Tensor, out: Tensor) -> None:
-        """As ``codec.unpack``."""
+    def unpack(self, codec: Codec, packed: Tensor, out: Tensor, scratch: Mapping[str, Tensor] | None = None) -> None:
+        """As ``codec.unpack``; ``scratch``: what a ``ScratchCodec`` computes in."""
+        if scratch is not None:
+            cast(ScratchCodec, codec).unpack(packed, out, scratch)
+            return
         size = _size_of(codec, out)
         found = None if size is None else self._kernels.get(size)
         if found is None or not _is_aligned(packed, out):

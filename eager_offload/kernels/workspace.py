@@ -1,0 +1,65 @@
+"""The scratch memory of codecs: one place for each stream.
+
+[Note: one workspace]
+Work of one stream runs in order, so of all packing and unpacking there one is at work at a time. What they compute in
+is a union: as large as the largest that has come so far, of memory that was touched before. For a large tensor on a CPU
+fresh memory takes as long as the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from eager_offload.codecs.base import Codec, ScratchCodec, TensorMeta
+from eager_offload.kernels.staging import Slot, StagingTree, Union
+
+__all__ = ["Workspaces"]
+
+
+class Workspaces:
+    """Scratch memory by stream; the caller has enqueued what it does there before it asks for the next.
+
+    Args:
+        allocate: new memory on a stream: flat ``uint8`` of so many bytes, at a multiple of 16.
+    """
+
+    def __init__(self, allocate: Callable[[int, Hashable], Tensor]) -> None:
+        self._allocate = allocate
+        self._buffers: dict[Hashable, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def of(self, codec: Codec, meta: TensorMeta, stream: Hashable, what: str) -> dict[str, Tensor] | None:
+        """What ``codec`` computes in to ``what``, ``"pack"`` or ``"unpack"``, such a tensor; ``None``: in nothing."""
+        tree = _tree(codec, meta)
+        if tree is None:
+            return None
+        buffer = self._buffers.get(stream)
+        if buffer is None or buffer.nbytes < tree.nbytes:
+            self._buffers.pop(stream, None)  # first: the old one's memory may be a part of the new one's
+            buffer = self._buffers[stream] = self._allocate(tree.nbytes, stream)
+        prefix = f"codec.{what}."
+        placed = tree.place(buffer)
+        return {name.removeprefix(prefix): part for name, part in placed.items() if name.startswith(prefix)}
+
+    def clear(self) -> None:
+        """Lets go of all of it."""
+        self._buffers.clear()
+
+
+@lru_cache(maxsize=256)
+def _tree(codec: Codec, meta: TensorMeta) -> StagingTree | None:
+    if not isinstance(codec, ScratchCodec):
+        return None
+    members = {
+        what: StagingTree({name: Slot((nbytes,), torch.uint8) for name, nbytes in parts.items()})
+        for what, parts in codec.scratch(meta)._asdict().items()
+    }
+    return StagingTree({"codec": Union(members)})

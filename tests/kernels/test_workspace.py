@@ -1,0 +1,100 @@
+"""What codecs compute in: one place for each stream, in which pack and unpack take turns."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Hashable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eager_offload.codecs import BF16, BitMask, TensorMeta
+from eager_offload.kernels.workspace import Workspaces
+from tests.codecs.tensors import FLOATS, same_bits, strided
+from tests.codecs.test_saved_tensors import program
+from tests.hazards.backends import Backend, assert_settled, offloader_of
+from tests.hazards.programs import Settled, assert_identical
+
+CODEC = BitMask()
+
+
+class Allocated:
+    """Hands out memory that is full of ones, and knows of what it has."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, nbytes: int, stream: Hashable) -> Tensor:
+        self.sizes.append(nbytes)
+        return torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+
+
+def meta(count: int, dtype: torch.dtype = torch.float32) -> TensorMeta:
+    return TensorMeta((count,), (1,), dtype)
+
+
+def test_pack_and_unpack_share_one_place_which_grows_to_the_largest() -> None:
+    allocated = Allocated()
+    work = Workspaces(allocated)
+    packing, unpacking = (work.of(CODEC, meta(1000), "one", what) for what in ("pack", "unpack"))
+    assert packing is not None
+    assert unpacking is not None
+    assert {name: part.nbytes for name, part in packing.items()} == {"mask": 1008, "differs": 1008, "words": 1008}
+    assert packing["mask"].data_ptr() == unpacking["words"].data_ptr()
+    assert work.nbytes == 3 * 1008
+    work.of(CODEC, meta(500, torch.bool), "one", "pack")
+    assert allocated.sizes == [3 * 1008], "what is smaller fits"
+    work.of(CODEC, meta(2000), "one", "unpack")
+    work.of(CODEC, meta(16), "another", "pack")
+    assert allocated.sizes == [3 * 1008, 3 * 2000, 3 * 16]
+    assert work.nbytes == 3 * 2016
+    assert work.of(BF16(), meta(1000), "one", "pack") is None
+    work.clear()
+    assert work.nbytes == 0
+
+
+@given(st.data())
+def test_what_lay_in_it_before_changes_no_bit(data: st.DataObject) -> None:
+    x = data.draw(strided(data.draw(st.sampled_from((*FLOATS, torch.float64, torch.bool)))))
+    if x.dtype is not torch.bool and data.draw(st.booleans()):
+        x = torch.where(x > 0, 1.5, 0.0).to(x.dtype)
+    own, layout, work = TensorMeta.of(x), CODEC.layout(TensorMeta.of(x)), Workspaces(Allocated())
+    assert layout is not None
+    packed, expected = (torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2))
+    holds = CODEC.pack(x, packed, None, work.of(CODEC, own, 0, "pack"))
+    assert bool(holds) == bool(CODEC.pack(x, expected))
+    if holds:
+        assert torch.equal(packed, expected)
+        back = torch.empty_strided(own.size, own.stride, dtype=x.dtype)
+        CODEC.unpack(packed, back, work.of(CODEC, own, 0, "unpack"))
+        assert same_bits(back, x)
+
+
+@pytest.mark.parametrize("plans", [False, True], ids=["decided", "followed"])
+def test_a_step_has_one_for_its_stream_which_goes_with_its_graph(users_backend: Backend, plans: bool) -> None:
+    offload = users_backend.offload(codec="lossless", step_plans=plans)
+    found = []
+    for _ in range(4):
+        torch.manual_seed(0)
+        found.append(program(Settled(offload)))
+        gc.collect()
+        stats = assert_settled(offload)
+        (saves,) = offload._hooks._saves.values()
+        assert saves.scratch.nbytes == 0
+    assert stats.packed_bytes["bitmask"] > 0
+    for other in found[1:]:
+        assert_identical(found[0], other)
+    x = torch.rand(64, 64, device=offloader_of(offload).device)
+    weight = torch.rand(64, 64, device=x.device).requires_grad_()
+    with Settled(offload):
+        loss = torch.where(x > 0.5, weight, weight.sin()).sin().sum()
+    assert saves.scratch.nbytes == 64 * 64, "of the mask"
+    loss.backward()
+    del loss
+    gc.collect()
+    assert_settled(offload)
+    assert saves.scratch.nbytes == 0
+    offload.close()
