@@ -1,0 +1,284 @@
+"""H54: what only looks like what its plan has at that save or unpack is decided as in a step that follows none."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eager_offload import CodecPolicy, Offload, OffloadStats
+from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
+from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
+from tests.hazards.test_following import with_a_late_share
+from tests.hazards.test_streams import Streams
+
+Around: TypeAlias = AbstractContextManager[Any]
+SIDE = 16
+
+
+class _Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: list[Tensor], read: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(*saved)
+        ctx.read = read
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        for saved in ctx.saved_tensors:
+            gradient = gradient * ctx.read(saved)
+        return gradient, None, None
+
+
+def scaling(x: Tensor, *saved: Tensor, read: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+    """``x`` again, whose gradient is multiplied by what ``read`` makes of each that it saves."""
+    result = _Scaling.apply(x, [*saved], read)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def unread(saved: Tensor) -> Tensor:
+    return torch.ones(SIDE, SIDE)
+
+
+# -- of what leaves ---------------------------------------------------------------------------------------------------
+
+
+class OfItsOwn(Tensor):
+    """What is decided by its class, which a plan does not know."""
+
+
+def noise(*size: int) -> Tensor:
+    return leaf(*size, seed=5, grad=False)
+
+
+def constant(y: Tensor) -> Tensor:
+    return noise(SIDE, SIDE)
+
+
+def small_numbers(y: Tensor) -> Tensor:
+    return noise(SIDE, SIDE).mul(40).to(torch.uint8)
+
+
+def at_an_odd_address(y: Tensor) -> Tensor:
+    values = noise(SIDE, SIDE).view(torch.uint8).flatten()
+    return torch.frombuffer(bytearray([0, *values.tolist()]), dtype=torch.float32, offset=1).view(SIDE, SIDE)
+
+
+def parts_of(saved: Tensor) -> Tensor:
+    return torch.cat(saved.unbind()) if saved.is_nested else saved
+
+
+class Case(NamedTuple):
+    name: str
+    #: How the miss is counted.
+    what: str
+    #: Makes what takes the place of what ``first`` makes, of a tensor that has been saved.
+    later: Callable[[Tensor], Tensor]
+    first: Callable[[Tensor], Tensor] = constant
+    #: Makes strided floats of either.
+    read: Callable[[Tensor], Tensor] = torch.clone
+
+
+CASES = [
+    Case("half of such a storage", "size", lambda y: noise(SIDE, SIDE)[SIDE // 2 :], read=torch.mean),
+    Case("as much of a larger storage", "size", lambda y: noise(2 * SIDE, SIDE)[SIDE:]),
+    Case("at an odd address", "layout", at_an_odd_address),
+    Case("zeros that are nowhere", "layout", lambda y: torch._efficientzerotensor(SIDE, SIDE), read=unread),
+    Case(
+        "of another class",
+        "layout",
+        lambda y: noise(SIDE, SIDE).as_subclass(OfItsOwn),
+        read=lambda saved: saved.as_subclass(Tensor),
+    ),
+    Case("a view of a weight", "layout", lambda y: nn.Parameter(noise(SIDE, SIDE)).t(), first=lambda y: y * 3),
+    Case("nested", "layout", lambda y: torch.nested.nested_tensor([*noise(SIDE, SIDE).chunk(2)]), read=parts_of),
+    Case(
+        "quantized",
+        "layout",
+        lambda y: torch.quantize_per_tensor(noise(SIDE, SIDE), 0.1, 3, torch.quint8),
+        first=small_numbers,
+        read=lambda saved: saved.dequantize().float(),
+    ),
+]
+
+
+def counted(stats: OffloadStats) -> list[object]:
+    kept = {reason: nbytes for reason, nbytes in stats.kept_bytes.items() if nbytes}
+    return [stats.saved_bytes, stats.offloaded_bytes, stats.shared_bytes, kept, stats.bytes_out, stats.bytes_in]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore:.*quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
+def test_h54_what_only_looks_like_what_leaves_is_decided_anew(case: Case, backend: Backend) -> None:
+    def step(around: Around, given: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        x = leaf(SIDE, SIDE)
+        with around:
+            y = x * 2
+            loss = scaling(y.sin(), given(y), read=case.read).exp().sum()
+        del y
+        loss.backward()
+        return [loss.detach(), x.grad]
+
+    found = []
+    for step_plans in (False, True):
+        offload = backend.offload(step_plans=step_plans)
+        for given in (case.first, case.first, case.later):
+            offload.reset_stats()
+            assert_identical(step(nullcontext(), given), step(Settled(offload), given))
+        stats = assert_settled(offload)
+        found.append(counted(stats))
+        assert stats.offloaded_bytes >= 2 * SIDE * SIDE * 4
+    assert found[1] == found[0]
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {case.what: 1})
+
+
+def test_h54_what_another_stream_computes_does_not_leave_by_the_plan() -> None:
+    """Its copies would be ordered behind what the stream of the forward has computed."""
+    with SimulatedBackend() as backend:
+        streams, offload = Streams(backend), backend.offload(step_plans=True)
+
+        def read(saved: Tensor) -> Tensor:
+            values = saved.clone()
+            streams.meet()
+            return values
+
+        def step(around: Around, *, is_aside: bool) -> list[Tensor | None]:
+            x = leaf(SIDE, SIDE)
+            with around:
+                z = y = (x * 2).sin()
+                with streams.aside() if is_aside else nullcontext():
+                    for _ in range(3):
+                        z = scaling(z, noise(SIDE, SIDE) * 2, read=read)
+                loss = z.exp().sum()
+                streams.meet()
+                del y, z
+            loss.backward()
+            return [loss.detach(), x.grad]
+
+        for is_aside in (False, False, True):
+            assert_identical(step(nullcontext(), is_aside=is_aside), step(Settled(offload), is_aside=is_aside))
+        stats = assert_settled(offload)
+        assert (stats.followed_forwards, stats.plan_misses) == (2, {"stream": 1})
+        assert_moved(stats)
+        backend.assert_nothing_is_held()
+
+
+# -- of what shares ---------------------------------------------------------------------------------------------------
+
+
+def test_h54_a_storage_whose_first_save_is_gone_is_saved_anew(backend: Backend) -> None:
+    def step(around: Around, *, is_gone: bool) -> list[Tensor | None]:
+        x = leaf(SIDE, SIDE)
+        with around:
+            y = x * 2
+            other = y.sin()
+            if is_gone:
+                other = x * 3
+            loss = (other + y.cos()).exp().sum()
+        del y, other
+        loss.backward()
+        return [loss.detach(), x.grad]
+
+    offload = backend.offload(step_plans=True)
+    for is_gone in (False, False, True):
+        assert_identical(step(nullcontext(), is_gone=is_gone), step(Settled(offload), is_gone=is_gone))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {"share": 1})
+    assert_moved(stats, 0.7)
+
+
+def test_h54_bits_of_another_type_are_not_rounded_with_what_they_share(backend: Backend) -> None:
+    def step(around: Around, *, as_bits: bool) -> list[Tensor | None]:
+        x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        with around:
+            y = x.sin()
+            other = y.detach().view(torch.int32) if as_bits else y.detach()
+            loss = (y * w + x * other).sum()
+        del y, other
+        loss.backward()
+        return [x.grad, w.grad]
+
+    offload = backend.offload(step_plans=True, codec=CodecPolicy().rule("MulBackward0", "bf16"))
+    for _ in range(4):
+        rounded = step(Settled(offload), as_bits=False)
+        gc.collect()
+    with pytest.raises(AssertionError, match="item 0 differs"):
+        assert_identical(step(nullcontext(), as_bits=False), rounded)
+    assert_identical(step(nullcontext(), as_bits=True), step(Settled(offload), as_bits=True))
+    stats = assert_settled(offload)
+    assert stats.followed_forwards > 1
+    assert stats.plan_misses == {"share": 1}
+    assert stats.packed_bytes["bf16"] > 0
+
+
+class _Alias(torch.autograd.Function):
+    """The same bytes under another version counter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def written_meanwhile(x: Tensor, arrive: Callable[[], object]) -> Tensor:
+    h = x * 2
+    y = h.sin().exp().cos()
+    arrive()
+    h.data.mul_(3)
+    return y + h.cos()
+
+
+def without_gradient(x: Tensor, arrive: Callable[[], object]) -> Tensor:
+    """The second operator may fill it yet, as ``rrelu`` does with its noise."""
+    mask = torch.full((SIDE, SIDE), 2.0)
+    return scaling(scaling(x * 2, mask), x * 3, mask)
+
+
+def of_another_version_counter(x: Tensor, arrive: Callable[[], object]) -> Tensor:
+    """``hypot_`` saves what it reads, computes, and saves what is there then, in a version of the same number."""
+    h = (x * 2).add_(1)
+    y, alias = scaling(x * 3, h, read=unread), _Alias.apply(h)
+    assert isinstance(alias, Tensor)
+    return y + alias.hypot_(noise(SIDE, SIDE))
+
+
+@pytest.mark.parametrize(
+    ("program", "number"),
+    [(written_meanwhile, 3), (without_gradient, 2), (of_another_version_counter, 2)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_whatever_its_plan_says(
+    program: Callable[[Tensor, Callable[[], object]], Tensor], number: int, backend: Backend
+) -> None:
+    """Save ``number`` of the program is of the storage that its first save has begun to copy."""
+
+    def step(offload: Offload) -> list[Tensor | None]:
+        x = leaf(SIDE, SIDE)
+        with Settled(offload):
+            loss = program(x, lambda: offload.stats(synchronize=True)).sum()
+        loss.backward()
+        return [loss.detach(), x.grad]
+
+    backend.sources_change = True
+    alone, first = (backend.offload(step_plans=plans) for plans in (False, True))
+    expected = step(alone)
+    for _ in range(2):
+        assert_identical(expected, step(first))
+    plan = first.step_plan()
+    assert plan is not None
+    offload = backend.offload(step_plans=True, plan=with_a_late_share(plan, 0, number))
+    with pytest.warns(RuntimeWarning, match="does not fit this model"):
+        assert_identical(expected, step(offload))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {"share": 1})
+    assert counted(stats) == counted(assert_settled(alone))
+    assert_moved(stats)
