@@ -43,7 +43,7 @@ def scaling(x: Tensor, *saved: Tensor, read: Callable[[Tensor], Tensor] = torch.
 
 
 def unread(saved: Tensor) -> Tensor:
-    return torch.ones(SIDE, SIDE)
+    return torch.ones(saved.size(), device=saved.device)
 
 
 # -- of what leaves ---------------------------------------------------------------------------------------------------
