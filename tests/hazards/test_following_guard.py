@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
@@ -281,4 +282,34 @@ def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_whatever_its_plan_s
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (1, {"share": 1})
     assert counted(stats) == counted(assert_settled(alone))
+    assert_moved(stats)
+
+
+# -- of what stays ----------------------------------------------------------------------------------------------------
+
+
+def test_h54_a_parameter_that_an_operator_has_changed_is_not_held_by_what_saves_it(backend: Backend) -> None:
+    """It has a node then, which owns the handle: a cycle that no collector sees, and that only backward would break."""
+
+    def step(around: Around, *, goes_backward: bool) -> list[Tensor | None]:
+        x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        frozen, other = (nn.Parameter(noise(SIDE, SIDE), requires_grad=False) for _ in range(2))
+        with around:
+            frozen.mul_(w)
+            y = (x * 2).sin() * other * other
+            loss = (y + frozen.exp_()).sum()
+        storages.append(weakref.ref(frozen.untyped_storage()))
+        del y, frozen
+        if goes_backward:
+            loss.backward()
+        return [loss.detach(), x.grad, w.grad]
+
+    offload, storages = backend.offload(step_plans=True), list[Callable[[], object]]()
+    for goes_backward in (True, True, False):
+        found = step(Settled(offload), goes_backward=goes_backward)
+        assert_identical(step(nullcontext(), goes_backward=goes_backward), found)
+    assert [storage() for storage in storages] == [None] * 6
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
+    assert stats.kept_bytes["parameter"] == 3 * 3 * SIDE * SIDE * 4
     assert_moved(stats)
