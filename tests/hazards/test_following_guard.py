@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload import CodecPolicy, Offload, OffloadStats
-from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
+from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
 from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
-from tests.hazards.test_following import with_a_late_share
+from tests.hazards.test_following import deep, with_a_late_share
 from tests.hazards.test_streams import Streams
 
 Around: TypeAlias = AbstractContextManager[Any]
@@ -313,3 +314,88 @@ def test_h54_a_parameter_that_an_operator_has_changed_is_not_held_by_what_saves_
     assert (stats.followed_forwards, stats.plan_misses) == (2, {})
     assert stats.kept_bytes["parameter"] == 3 * 3 * SIDE * SIDE * 4
     assert_moved(stats)
+
+
+# -- what ends the following ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def being_captured(offload: Offload, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if it were so: the saves inside, that is, of one forward, go into a graph."""
+    offloader = offloader_of(offload)
+    with patch.context() as inside:
+        inside.setattr(offloader, "can_capture", True)
+        inside.setattr(offloader.runtime, "is_capturing", lambda device: True)
+        yield
+
+
+@contextmanager
+def crashed(offload: Offload, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As after an interrupt in the midst of a call."""
+    offloader_of(offload).crash()
+    yield
+
+
+@pytest.mark.parametrize(
+    ("what", "begin", "kept"),
+    [
+        ("capture", being_captured, {"region": 3}),
+        ("interrupt", crashed, {"failed": 6}),
+        ("trace", lambda offload, patch: offload.trace(os.devnull), {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_h54_what_begins_in_the_middle_of_a_forward_ends_the_following(
+    what: str,
+    begin: Callable[[Offload, pytest.MonkeyPatch], Around],
+    kept: dict[str, int],
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def step(around: Around, middle: Around) -> list[Tensor | None]:
+        x, y, z = (leaf(SIDE, SIDE, seed=seed) for seed in range(3))
+        with around:
+            first = deep(x, nullcontext(), 3)
+            with middle:
+                second = deep(y, nullcontext(), 3)
+            third = deep(z, nullcontext(), 3)
+        for loss in (first, second, third):
+            loss.backward()
+        return [x.grad, y.grad, z.grad]
+
+    offload, expected = backend.offload(step_plans=True), step(nullcontext(), nullcontext())
+    for _ in range(2):
+        assert_identical(expected, step(Settled(offload), nullcontext()))
+    assert_moved(offload.stats(synchronize=True))
+    assert_identical(expected, step(Settled(offload), begin(offload, monkeypatch)))
+    stats = offload.stats(synchronize=True)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {what: 1})
+    assert {reason: stats.kept_bytes.get(reason) for reason in kept} == {
+        reason: tensors * SIDE * SIDE * 4 for reason, tensors in kept.items()
+    }
+    assert_identical(expected, step(Settled(offload), nullcontext()))
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_h54_what_is_saved_after_a_backward_in_another_order_is_no_second_miss(is_last: bool, backend: Backend) -> None:
+    """In the same forward, of which the plan knows more saves, or none."""
+
+    def step(around: Around, *, goes_back: bool) -> list[Tensor | None]:
+        x, y, z = (leaf(SIDE, SIDE, seed=seed) for seed in range(3))
+        with around:
+            first, second = deep(x, nullcontext(), 3), deep(y, nullcontext(), 3)
+            if goes_back:
+                first.backward()
+            losses = [deep(z, nullcontext(), 3)] if goes_back or not is_last else []
+        losses += [second] if goes_back else [second, first]
+        for loss in losses:
+            loss.backward()
+        return [x.grad, y.grad, z.grad]
+
+    offload = backend.offload(step_plans=True)
+    for goes_back in (False, False, True):
+        expected = step(nullcontext(), goes_back=goes_back)
+        assert_identical(expected, step(Settled(offload), goes_back=goes_back))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {"order": 1})
+    assert_moved(stats, 0.7)
