@@ -399,3 +399,35 @@ def test_h54_what_is_saved_after_a_backward_in_another_order_is_no_second_miss(i
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (2, {"order": 1})
     assert_moved(stats, 0.7)
+
+
+@pytest.mark.parametrize("what", ["memory", "order"])
+def test_h54_a_device_without_room_for_a_reload_is_a_miss_where_there_was_none(
+    what: str, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(around: Around, *, in_order: bool = True, refused: Callable[[], object] = lambda: None) -> object:
+        x, y = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        with around:
+            losses = [deep(x, nullcontext(), 3), deep(y, nullcontext(), 3)]
+        refused()
+        for loss in losses if in_order else losses[::-1]:
+            loss.backward()
+        return [x.grad, y.grad]
+
+    def refuse_once() -> None:
+        allocate = backend.runtime.allocate
+
+        def full(*_: object) -> Tensor:
+            monkeypatch.setattr(backend.runtime, "allocate", allocate)
+            raise torch.OutOfMemoryError("no room for a reload, on purpose")
+
+        monkeypatch.setattr(backend.runtime, "allocate", full)
+
+    offload, expected = backend.offload(step_plans=True), step(nullcontext())
+    for _ in range(2):
+        assert_identical(expected, step(Settled(offload)))
+    assert_identical(expected, step(Settled(offload), in_order=what != "order", refused=refuse_once))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {what: 1})
+    assert_moved(stats)
+    assert stats.bytes_in > 0
