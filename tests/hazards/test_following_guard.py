@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import eager_offload as eo
 from eager_offload import CodecPolicy, Offload, OffloadStats
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
 from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
@@ -431,3 +432,101 @@ def test_h54_a_device_without_room_for_a_reload_is_a_miss_where_there_was_none(
     assert (stats.followed_forwards, stats.plan_misses) == (2, {what: 1})
     assert_moved(stats)
     assert stats.bytes_in > 0
+
+
+# -- what is asked when a copy is to start ----------------------------------------------------------------------------
+
+
+def nothing(h: Tensor) -> None:
+    pass
+
+
+def given_up(h: Tensor) -> None:
+    h.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize(("change", "reason"), [(eo.keep, "marked"), (given_up, "layout")], ids=["a mark", "no memory"])
+def test_h54_what_comes_between_a_save_and_its_copy_is_seen(
+    change: Callable[[Tensor], object], reason: str, backend: Backend
+) -> None:
+    def step(around: Around, change: Callable[[Tensor], object] = nothing) -> object:
+        x = leaf(SIDE, SIDE)
+        with around:
+            h = x * 2
+            y, values = h.sin(), h.detach().clone()
+            change(h)
+            loss = y.exp().cos().sum()
+        if h.untyped_storage().nbytes() < values.nbytes:
+            h.untyped_storage().resize_(values.nbytes)
+            h.data.copy_(values)
+        del h, y
+        loss.backward()
+        return x.grad
+
+    offload, expected = backend.offload(step_plans=True), step(nullcontext())
+    for _ in range(2):
+        assert_identical(expected, step(Settled(offload)))
+    assert_identical(expected, step(Settled(offload), change))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
+    assert stats.kept_bytes[reason] == SIDE * SIDE * 4
+    assert_moved(stats, 0.8)
+
+
+def test_h54_what_is_gone_before_its_copy_is_to_start_does_not_leave(backend: Backend) -> None:
+    def step(around: Around, *, is_dropped: bool) -> object:
+        x = leaf(SIDE, SIDE)
+        with around:
+            y = (x * 2).sin()
+            if is_dropped:
+                del y
+            z = (x * 3).cos().exp()
+            loss = z.sum() if is_dropped else (y + z).sum()
+        del z
+        loss.backward()
+        return x.grad
+
+    offload = backend.offload(step_plans=True)
+    for is_dropped in (False, False, True):
+        offload.reset_stats()
+        assert_identical(step(nullcontext(), is_dropped=is_dropped), step(Settled(offload), is_dropped=is_dropped))
+    stats = assert_settled(offload)
+    assert stats.followed_forwards == 1
+    assert stats.bytes_out == 2 * SIDE * SIDE * 4
+
+
+def test_h54_what_backward_has_come_to_before_its_copy_is_to_start_stays(backend: Backend) -> None:
+    """The last save leaves with the context at the earliest."""
+
+    def step(around: Around, *, goes_back: bool) -> object:
+        x = leaf(SIDE, SIDE)
+        with around:
+            loss = deep(x, nullcontext(), 3)
+            if goes_back:
+                loss.backward(retain_graph=True)
+        if not goes_back:
+            loss.backward()
+        return x.grad
+
+    offload = backend.offload(step_plans=True)
+    for goes_back in (False, False, True):
+        offload.reset_stats()
+        assert_identical(step(nullcontext(), goes_back=goes_back), step(Settled(offload), goes_back=goes_back))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+    assert stats.kept_bytes["newest"] >= SIDE * SIDE * 4
+    assert stats.bytes_out == stats.saved_bytes - stats.kept_bytes["newest"] > 0
+
+
+def test_h54_the_window_holds_for_what_leaves_by_a_plan(backend: Backend) -> None:
+    window = 2 * SIDE * SIDE * 4
+    offload = backend.offload(step_plans=True, max_inflight_bytes=window)
+    for seed in range(3):
+        x, plain = leaf(SIDE, SIDE, seed=seed), leaf(SIDE, SIDE, seed=seed)
+        deep(plain, nullcontext()).backward()
+        deep(x, offload).backward()
+        assert_identical(plain.grad, x.grad)
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
+    assert 0 < stats.inflight_bytes_peak <= window
+    assert stats.bytes_out > 0
