@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,6 +49,17 @@ def scaling(x: Tensor, *saved: Tensor, read: Callable[[Tensor], Tensor] = torch.
 
 def unread(saved: Tensor) -> Tensor:
     return torch.ones(saved.size(), device=saved.device)
+
+
+def two(around: Around, *, in_order: bool = True, before: Callable[[], object] = lambda: None) -> list[Tensor | None]:
+    """Two branches, each of which goes backward by itself."""
+    x, y = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+    with around:
+        losses = [deep(x, nullcontext(), 3), deep(y, nullcontext(), 3)]
+    before()
+    for loss in losses if in_order else losses[::-1]:
+        loss.backward()
+    return [x.grad, y.grad]
 
 
 # -- of what leaves ---------------------------------------------------------------------------------------------------
@@ -406,15 +419,6 @@ def test_h54_what_is_saved_after_a_backward_in_another_order_is_no_second_miss(i
 def test_h54_a_device_without_room_for_a_reload_is_a_miss_where_there_was_none(
     what: str, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step(around: Around, *, in_order: bool = True, refused: Callable[[], object] = lambda: None) -> object:
-        x, y = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
-        with around:
-            losses = [deep(x, nullcontext(), 3), deep(y, nullcontext(), 3)]
-        refused()
-        for loss in losses if in_order else losses[::-1]:
-            loss.backward()
-        return [x.grad, y.grad]
-
     def refuse_once() -> None:
         allocate = backend.runtime.allocate
 
@@ -424,10 +428,10 @@ def test_h54_a_device_without_room_for_a_reload_is_a_miss_where_there_was_none(
 
         monkeypatch.setattr(backend.runtime, "allocate", full)
 
-    offload, expected = backend.offload(step_plans=True), step(nullcontext())
+    offload, expected = backend.offload(step_plans=True), two(nullcontext())
     for _ in range(2):
-        assert_identical(expected, step(Settled(offload)))
-    assert_identical(expected, step(Settled(offload), in_order=what != "order", refused=refuse_once))
+        assert_identical(expected, two(Settled(offload)))
+    assert_identical(expected, two(Settled(offload), in_order=what != "order", before=refuse_once))
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (2, {what: 1})
     assert_moved(stats)
@@ -530,3 +534,40 @@ def test_h54_the_window_holds_for_what_leaves_by_a_plan(backend: Backend) -> Non
     assert (stats.followed_forwards, stats.plan_misses) == (2, {})
     assert 0 < stats.inflight_bytes_peak <= window
     assert stats.bytes_out > 0
+
+
+# -- backward ---------------------------------------------------------------------------------------------------------
+
+
+def test_h54_a_backward_after_an_interrupt_follows_no_plan(backend: Backend) -> None:
+    offload, expected = backend.offload(step_plans=True), two(nullcontext())
+    for _ in range(2):
+        assert_identical(expected, two(Settled(offload)))
+    assert_moved(offload.stats(synchronize=True))
+    assert_identical(expected, two(Settled(offload), before=lambda: offloader_of(offload).crash()))
+    assert offload.stats().plan_misses == {"interrupt": 1}
+    assert_identical(expected, two(Settled(offload)))
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_h54_a_plan_that_was_given_is_told_of_until_a_step_has_followed_it_whole(
+    is_whole: bool, backend: Backend
+) -> None:
+    """The first step that differs from it does so only at the fourth unpack."""
+    recorded, expected = backend.offload(step_plans=True), two(nullcontext())
+    for _ in range(2):
+        two(Settled(recorded))
+    plan = recorded.step_plan()
+    assert plan is not None
+    asks = list(plan.asks)
+    asks[3:5] = asks[4:2:-1]
+    offload = backend.offload(plan=plan if is_whole else dataclasses.replace(plan, asks=tuple(asks)), step_plans=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert_identical(expected, two(Settled(offload)))
+        assert_identical(expected, two(Settled(offload), in_order=not is_whole))
+        assert_identical(expected, two(Settled(offload)))
+    assert ["does not fit this model" in str(one.message) for one in told] == ([] if is_whole else [True])
+    stats = assert_settled(offload)
+    assert stats.plan_misses == {"order": 1}
+    assert_moved(stats)
