@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload import CodecPolicy, Offload, OffloadStats
+from eager_offload.eager.handles import SavedView
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
 from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
 from tests.hazards.test_following import deep, with_a_late_share
@@ -570,4 +571,77 @@ def test_h54_a_plan_that_was_given_is_told_of_until_a_step_has_followed_it_whole
     assert ["does not fit this model" in str(one.message) for one in told] == ([] if is_whole else [True])
     stats = assert_settled(offload)
     assert stats.plan_misses == {"order": 1}
+    assert_moved(stats)
+
+
+def test_h54_what_the_plan_expects_next_comes_back_early_and_once(backend: Backend) -> None:
+    size, offload = SIDE * SIDE * 4, backend.offload(step_plans=True)
+    for _ in range(3):
+        offload.reset_stats()
+        x, y = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        with Settled(offload):
+            first, second = deep(x, nullcontext(), 3), deep(y, nullcontext(), 3)
+        second.backward()
+        early = offload.stats(synchronize=True).bytes_in
+        first.backward()
+        assert_identical(two(nullcontext()), [x.grad, y.grad])
+        del first, second
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+    assert (stats.bytes_out, early, stats.bytes_in) == (6 * size, 6 * size, 6 * size)
+
+
+def test_h54_what_arrives_when_it_is_expected_stays_until_it_is_asked_for_the_last_time(backend: Backend) -> None:
+    kept: list[Tensor] = []
+    before: list[int] = []
+
+    def step(around: Around, arrive: Callable[[], object] = lambda: None) -> list[Tensor | None]:
+        x, y = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        with around:
+            h = x * 2
+            loss, other = (h.sin() + h.cos()).sum(), deep(y, nullcontext(), 3)
+        del h
+        other.backward()
+        arrive()
+        loss.backward(retain_graph=True)
+        kept[:] = [loss]
+        return [x.grad, y.grad]
+
+    offload, expected = backend.offload(step_plans=True), step(nullcontext())
+    for _ in range(2):
+        assert_identical(expected, step(Settled(offload)))
+        kept.clear()
+    offload.reset_stats()
+    with backend.gate() as gate:
+
+        def arrive() -> None:
+            gate.open()
+            before.append(offload.stats(synchronize=True).bytes_in)
+
+        assert_identical(expected, step(offload, arrive))
+    stats = offload.stats(synchronize=True)
+    assert (stats.followed_forwards, stats.plan_misses, stats.bytes_in) == (1, {}, *before)
+    assert stats.bytes_out > 0
+    assert offloader_of(offload).census().resident_bytes == 0, "the graph is kept, and asks for nothing soon"
+    kept.clear()
+
+
+def test_h54_an_unpack_that_comes_when_another_thread_has_ended_the_following_is_no_second_miss(
+    backend: Backend,
+) -> None:
+    offload = backend.offload(step_plans=True)
+    for order in ((0, 1, 2), (0, 1, 2), (1, 0, 2)):
+        with Settled(offload):
+            tensors = [leaf(SIDE, SIDE, seed=seed, grad=False) * 1 for seed in range(3)]
+            handles = [offload._hooks.pack(tensor) for tensor in tensors]
+            del tensors
+        views = [handle for handle in handles if isinstance(handle, SavedView)]
+        run = views[0].run
+        for number in order:
+            if number == 0 and run is not None and order[0] != 0:
+                assert run.unpack(views[0]) is None
+            assert torch.equal(views[number].unpack(), leaf(SIDE, SIDE, seed=number, grad=False) * 1)
+        del handles, views, run
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {"order": 1})
     assert_moved(stats)
