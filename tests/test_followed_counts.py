@@ -203,10 +203,11 @@ def test_steps_in_one_context_are_counted() -> None:
         (lambda w: w[:1, :4].detach().clone().requires_grad_() * 1, lambda w: w[:1, :4].detach().clone()),
         (lambda w: w[:1, :4].detach().clone(), lambda w: w[:1, :4].detach().clone().as_subclass(OfItsOwn)),
         (frozen, lambda w: frozen(w[:32])),
+        (lambda w: w[:1, :4].detach().clone(), lambda w: torch.nn.Parameter(w.detach()[:1, :4], requires_grad=False)),
     ],
     ids=[
         *("a smaller part", "a constant", "a copy", "a part of what is larger", "of a constant", "of another class"),
-        "a smaller weight",
+        *("a smaller weight", "a weight that is a part of what is larger"),
     ],
 )
 def test_what_only_looks_like_what_has_stayed_is_counted_as_what_it_is(

@@ -136,3 +136,20 @@ def test_h51_a_compiled_graph_leaves_them_too() -> None:
     assert stats.kept_bytes["device"] > 0
     assert stats.bytes_out > 0
     offload.close()
+
+
+def test_h54_one_that_takes_the_place_of_what_a_plan_has_on_the_device_stays() -> None:
+    def scaled(around: AbstractContextManager[object], device: str) -> list[Tensor]:
+        x = torch.arange(256.0).div(100).to("virtual").requires_grad_()
+        with around:
+            loss = ((x * 2).tanh() * torch.tensor(3.0, device=device)).exp().sum()  # of a scalar no device is asked
+        return [loss.detach(), *torch.autograd.grad(loss, x)]
+
+    offload = Offload(**EVERYTHING, step_plans=True)
+    for device in ("virtual", "virtual", "cpu"):
+        assert_identical(scaled(nullcontext(), device), scaled(offload, device))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {"size": 1})
+    assert stats.kept_bytes["device"] == 4, "the scalar"
+    assert stats.bytes_out > 0
+    offload.close()

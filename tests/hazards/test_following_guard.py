@@ -1,0 +1,647 @@
+"""H54: what only looks like what its plan has at that save or unpack is decided as in a step that follows none."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eager_offload as eo
+from eager_offload import CodecPolicy, Offload, OffloadStats
+from eager_offload.eager.handles import SavedView
+from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
+from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
+from tests.hazards.test_following import deep, with_a_late_share
+from tests.hazards.test_streams import Streams
+
+Around: TypeAlias = AbstractContextManager[Any]
+SIDE = 16
+
+
+class _Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: list[Tensor], read: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(*saved)
+        ctx.read = read
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        for saved in ctx.saved_tensors:
+            gradient = gradient * ctx.read(saved)
+        return gradient, None, None
+
+
+def scaling(x: Tensor, *saved: Tensor, read: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+    """``x`` again, whose gradient is multiplied by what ``read`` makes of each that it saves."""
+    result = _Scaling.apply(x, [*saved], read)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def unread(saved: Tensor) -> Tensor:
+    return torch.ones(saved.size(), device=saved.device)
+
+
+def two(around: Around, *, in_order: bool = True, before: Callable[[], object] = lambda: None) -> list[Tensor | None]:
+    """Two branches, each of which goes backward by itself."""
+    x, y = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+    with around:
+        losses = [deep(x, nullcontext(), 3), deep(y, nullcontext(), 3)]
+    before()
+    for loss in losses if in_order else losses[::-1]:
+        loss.backward()
+    return [x.grad, y.grad]
+
+
+# -- of what leaves ---------------------------------------------------------------------------------------------------
+
+
+class OfItsOwn(Tensor):
+    """What is decided by its class, which a plan does not know."""
+
+
+def noise(*size: int) -> Tensor:
+    return leaf(*size, seed=5, grad=False)
+
+
+def constant(y: Tensor) -> Tensor:
+    return noise(SIDE, SIDE)
+
+
+def small_numbers(y: Tensor) -> Tensor:
+    return noise(SIDE, SIDE).mul(40).to(torch.uint8)
+
+
+def at_an_odd_address(y: Tensor) -> Tensor:
+    values = noise(SIDE, SIDE).view(torch.uint8).flatten()
+    return torch.frombuffer(bytearray([0, *values.tolist()]), dtype=torch.float32, offset=1).view(SIDE, SIDE)
+
+
+def parts_of(saved: Tensor) -> Tensor:
+    return torch.cat(saved.unbind()) if saved.is_nested else saved
+
+
+class Case(NamedTuple):
+    name: str
+    #: How the miss is counted.
+    what: str
+    #: Makes what takes the place of what ``first`` makes, of a tensor that has been saved.
+    later: Callable[[Tensor], Tensor]
+    first: Callable[[Tensor], Tensor] = constant
+    #: Makes strided floats of either.
+    read: Callable[[Tensor], Tensor] = torch.clone
+
+
+CASES = [
+    Case("half of such a storage", "size", lambda y: noise(SIDE, SIDE)[SIDE // 2 :], read=torch.mean),
+    Case("as much of a larger storage", "size", lambda y: noise(2 * SIDE, SIDE)[SIDE:]),
+    Case("at an odd address", "layout", at_an_odd_address),
+    Case("zeros that are nowhere", "layout", lambda y: torch._efficientzerotensor(SIDE, SIDE), read=unread),
+    Case(
+        "of another class",
+        "layout",
+        lambda y: noise(SIDE, SIDE).as_subclass(OfItsOwn),
+        read=lambda saved: saved.as_subclass(Tensor),
+    ),
+    Case("a view of a weight", "layout", lambda y: nn.Parameter(noise(SIDE, SIDE)).t(), first=lambda y: y * 3),
+    Case("nested", "layout", lambda y: torch.nested.nested_tensor([*noise(SIDE, SIDE).chunk(2)]), read=parts_of),
+    Case(
+        "quantized",
+        "layout",
+        lambda y: torch.quantize_per_tensor(noise(SIDE, SIDE), 0.1, 3, torch.quint8),
+        first=small_numbers,
+        read=lambda saved: saved.dequantize().float(),
+    ),
+]
+
+
+def counted(stats: OffloadStats) -> list[object]:
+    kept = {reason: nbytes for reason, nbytes in stats.kept_bytes.items() if nbytes}
+    return [stats.saved_bytes, stats.offloaded_bytes, stats.shared_bytes, kept, stats.bytes_out, stats.bytes_in]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore:.*quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
+def test_h54_what_only_looks_like_what_leaves_is_decided_anew(case: Case, backend: Backend) -> None:
+    def step(around: Around, given: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        x = leaf(SIDE, SIDE)
+        with around:
+            y = x * 2
+            loss = scaling(y.sin(), given(y), read=case.read).exp().sum()
+        del y
+        loss.backward()
+        return [loss.detach(), x.grad]
+
+    found = []
+    for step_plans in (False, True):
+        offload = backend.offload(step_plans=step_plans)
+        for given in (case.first, case.first, case.later):
+            offload.reset_stats()
+            assert_identical(step(nullcontext(), given), step(Settled(offload), given))
+        stats = assert_settled(offload)
+        found.append(counted(stats))
+        assert stats.offloaded_bytes >= 2 * SIDE * SIDE * 4
+    assert found[1] == found[0]
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {case.what: 1})
+
+
+def test_h54_what_another_stream_computes_does_not_leave_by_the_plan() -> None:
+    """Its copies would be ordered behind what the stream of the forward has computed."""
+    with SimulatedBackend() as backend:
+        streams, offload = Streams(backend), backend.offload(step_plans=True)
+
+        def read(saved: Tensor) -> Tensor:
+            values = saved.clone()
+            streams.meet()
+            return values
+
+        def step(around: Around, *, is_aside: bool) -> list[Tensor | None]:
+            x = leaf(SIDE, SIDE)
+            with around:
+                z = y = (x * 2).sin()
+                with streams.aside() if is_aside else nullcontext():
+                    for _ in range(3):
+                        z = scaling(z, noise(SIDE, SIDE) * 2, read=read)
+                loss = z.exp().sum()
+                streams.meet()
+                del y, z
+            loss.backward()
+            return [loss.detach(), x.grad]
+
+        for is_aside in (False, False, True):
+            assert_identical(step(nullcontext(), is_aside=is_aside), step(Settled(offload), is_aside=is_aside))
+        stats = assert_settled(offload)
+        assert (stats.followed_forwards, stats.plan_misses) == (2, {"stream": 1})
+        assert_moved(stats)
+        backend.assert_nothing_is_held()
+
+
+# -- of what shares ---------------------------------------------------------------------------------------------------
+
+
+def test_h54_a_storage_whose_first_save_is_gone_is_saved_anew(backend: Backend) -> None:
+    def step(around: Around, *, is_gone: bool) -> list[Tensor | None]:
+        x = leaf(SIDE, SIDE)
+        with around:
+            y = x * 2
+            other = y.sin()
+            if is_gone:
+                other = x * 3
+            loss = (other + y.cos()).exp().sum()
+        del y, other
+        loss.backward()
+        return [loss.detach(), x.grad]
+
+    offload = backend.offload(step_plans=True)
+    for is_gone in (False, False, True):
+        assert_identical(step(nullcontext(), is_gone=is_gone), step(Settled(offload), is_gone=is_gone))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {"share": 1})
+    assert_moved(stats, 0.7)
+
+
+def test_h54_bits_of_another_type_are_not_rounded_with_what_they_share(backend: Backend) -> None:
+    def step(around: Around, *, as_bits: bool) -> list[Tensor | None]:
+        x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        with around:
+            y = x.sin()
+            other = y.detach().view(torch.int32) if as_bits else y.detach()
+            loss = (y * w + x * other).sum()
+        del y, other
+        loss.backward()
+        return [x.grad, w.grad]
+
+    offload = backend.offload(step_plans=True, codec=CodecPolicy().rule("MulBackward0", "bf16"))
+    for _ in range(4):
+        rounded = step(Settled(offload), as_bits=False)
+        gc.collect()
+    with pytest.raises(AssertionError, match="item 0 differs"):
+        assert_identical(step(nullcontext(), as_bits=False), rounded)
+    assert_identical(step(nullcontext(), as_bits=True), step(Settled(offload), as_bits=True))
+    stats = assert_settled(offload)
+    assert stats.followed_forwards > 1
+    assert stats.plan_misses == {"share": 1}
+    assert stats.packed_bytes["bf16"] > 0
+
+
+class _Alias(torch.autograd.Function):
+    """The same bytes under another version counter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def written_meanwhile(x: Tensor, arrive: Callable[[], object]) -> Tensor:
+    h = x * 2
+    y = h.sin().exp().cos()
+    arrive()
+    h.data.mul_(3)
+    return y + h.cos()
+
+
+def without_gradient(x: Tensor, arrive: Callable[[], object]) -> Tensor:
+    """The second operator may fill it yet, as ``rrelu`` does with its noise."""
+    mask = torch.full((SIDE, SIDE), 2.0)
+    return scaling(scaling(x * 2, mask), x * 3, mask)
+
+
+def of_another_version_counter(x: Tensor, arrive: Callable[[], object]) -> Tensor:
+    """``hypot_`` saves what it reads, computes, and saves what is there then, in a version of the same number."""
+    h = (x * 2).add_(1)
+    y, alias = scaling(x * 3, h, read=unread), _Alias.apply(h)
+    assert isinstance(alias, Tensor)
+    return y + alias.hypot_(noise(SIDE, SIDE))
+
+
+@pytest.mark.parametrize(
+    ("program", "number"),
+    [(written_meanwhile, 3), (without_gradient, 2), (of_another_version_counter, 2)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_whatever_its_plan_says(
+    program: Callable[[Tensor, Callable[[], object]], Tensor], number: int, backend: Backend
+) -> None:
+    """Save ``number`` of the program is of the storage that its first save has begun to copy."""
+
+    def step(offload: Offload) -> list[Tensor | None]:
+        x = leaf(SIDE, SIDE)
+        with Settled(offload):
+            loss = program(x, lambda: offload.stats(synchronize=True)).sum()
+        loss.backward()
+        return [loss.detach(), x.grad]
+
+    backend.sources_change = True
+    alone, first = (backend.offload(step_plans=plans) for plans in (False, True))
+    expected = step(alone)
+    for _ in range(2):
+        assert_identical(expected, step(first))
+    plan = first.step_plan()
+    assert plan is not None
+    offload = backend.offload(step_plans=True, plan=with_a_late_share(plan, 0, number))
+    with pytest.warns(RuntimeWarning, match="does not fit this model"):
+        assert_identical(expected, step(offload))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {"share": 1})
+    assert counted(stats) == counted(assert_settled(alone))
+    assert_moved(stats)
+
+
+# -- of what stays ----------------------------------------------------------------------------------------------------
+
+
+def test_h54_a_parameter_that_an_operator_has_changed_is_not_held_by_what_saves_it(backend: Backend) -> None:
+    """It has a node then, which owns the handle: a cycle that no collector sees, and that only backward would break."""
+
+    def step(around: Around, *, goes_backward: bool) -> list[Tensor | None]:
+        x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        frozen, other = (nn.Parameter(noise(SIDE, SIDE), requires_grad=False) for _ in range(2))
+        with around:
+            frozen.mul_(w)
+            y = (x * 2).sin() * other * other
+            loss = (y + frozen.exp_()).sum()
+        storages.append(weakref.ref(frozen.untyped_storage()))
+        del y, frozen
+        if goes_backward:
+            loss.backward()
+        return [loss.detach(), x.grad, w.grad]
+
+    offload, storages = backend.offload(step_plans=True), list[Callable[[], object]]()
+    for goes_backward in (True, True, False):
+        found = step(Settled(offload), goes_backward=goes_backward)
+        assert_identical(step(nullcontext(), goes_backward=goes_backward), found)
+    assert [storage() for storage in storages] == [None] * 6
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
+    assert stats.kept_bytes["parameter"] == 3 * 3 * SIDE * SIDE * 4
+    assert_moved(stats)
+
+
+# -- what ends the following ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def being_captured(offload: Offload, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if it were so: the saves inside, that is, of one forward, go into a graph."""
+    offloader = offloader_of(offload)
+    with patch.context() as inside:
+        inside.setattr(offloader, "can_capture", True)
+        inside.setattr(offloader.runtime, "is_capturing", lambda device: True)
+        yield
+
+
+@contextmanager
+def crashed(offload: Offload, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As after an interrupt in the midst of a call."""
+    offloader_of(offload).crash()
+    yield
+
+
+@pytest.mark.parametrize(
+    ("what", "begin", "kept"),
+    [
+        ("capture", being_captured, {"region": 3}),
+        ("interrupt", crashed, {"failed": 6}),
+        ("trace", lambda offload, patch: offload.trace(os.devnull), {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_h54_what_begins_in_the_middle_of_a_forward_ends_the_following(
+    what: str,
+    begin: Callable[[Offload, pytest.MonkeyPatch], Around],
+    kept: dict[str, int],
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def step(around: Around, middle: Around) -> list[Tensor | None]:
+        x, y, z = (leaf(SIDE, SIDE, seed=seed) for seed in range(3))
+        with around:
+            first = deep(x, nullcontext(), 3)
+            with middle:
+                second = deep(y, nullcontext(), 3)
+            third = deep(z, nullcontext(), 3)
+        for loss in (first, second, third):
+            loss.backward()
+        return [x.grad, y.grad, z.grad]
+
+    offload, expected = backend.offload(step_plans=True), step(nullcontext(), nullcontext())
+    for _ in range(2):
+        assert_identical(expected, step(Settled(offload), nullcontext()))
+    assert_moved(offload.stats(synchronize=True))
+    assert_identical(expected, step(Settled(offload), begin(offload, monkeypatch)))
+    stats = offload.stats(synchronize=True)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {what: 1})
+    assert {reason: stats.kept_bytes.get(reason) for reason in kept} == {
+        reason: tensors * SIDE * SIDE * 4 for reason, tensors in kept.items()
+    }
+    assert_identical(expected, step(Settled(offload), nullcontext()))
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_h54_what_is_saved_after_a_backward_in_another_order_is_no_second_miss(is_last: bool, backend: Backend) -> None:
+    """In the same forward, of which the plan knows more saves, or none."""
+
+    def step(around: Around, *, goes_back: bool) -> list[Tensor | None]:
+        x, y, z = (leaf(SIDE, SIDE, seed=seed) for seed in range(3))
+        with around:
+            first, second = deep(x, nullcontext(), 3), deep(y, nullcontext(), 3)
+            if goes_back:
+                first.backward()
+            losses = [deep(z, nullcontext(), 3)] if goes_back or not is_last else []
+        losses += [second] if goes_back else [second, first]
+        for loss in losses:
+            loss.backward()
+        return [x.grad, y.grad, z.grad]
+
+    offload = backend.offload(step_plans=True)
+    for goes_back in (False, False, True):
+        expected = step(nullcontext(), goes_back=goes_back)
+        assert_identical(expected, step(Settled(offload), goes_back=goes_back))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {"order": 1})
+    assert_moved(stats, 0.7)
+
+
+@pytest.mark.parametrize("what", ["memory", "order"])
+def test_h54_a_device_without_room_for_a_reload_is_a_miss_where_there_was_none(
+    what: str, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_once() -> None:
+        allocate = backend.runtime.allocate
+
+        def full(*_: object) -> Tensor:
+            monkeypatch.setattr(backend.runtime, "allocate", allocate)
+            raise torch.OutOfMemoryError("no room for a reload, on purpose")
+
+        monkeypatch.setattr(backend.runtime, "allocate", full)
+
+    offload, expected = backend.offload(step_plans=True), two(nullcontext())
+    for _ in range(2):
+        assert_identical(expected, two(Settled(offload)))
+    assert_identical(expected, two(Settled(offload), in_order=what != "order", before=refuse_once))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {what: 1})
+    assert_moved(stats)
+    assert stats.bytes_in > 0
+
+
+# -- what is asked when a copy is to start ----------------------------------------------------------------------------
+
+
+def nothing(h: Tensor) -> None:
+    pass
+
+
+def given_up(h: Tensor) -> None:
+    h.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize(("change", "reason"), [(eo.keep, "marked"), (given_up, "layout")], ids=["a mark", "no memory"])
+def test_h54_what_comes_between_a_save_and_its_copy_is_seen(
+    change: Callable[[Tensor], object], reason: str, backend: Backend
+) -> None:
+    def step(around: Around, change: Callable[[Tensor], object] = nothing) -> object:
+        x = leaf(SIDE, SIDE)
+        with around:
+            h = x * 2
+            y, values = h.sin(), h.detach().clone()
+            change(h)
+            loss = y.exp().cos().sum()
+        if h.untyped_storage().nbytes() < values.nbytes:
+            h.untyped_storage().resize_(values.nbytes)
+            h.data.copy_(values)
+        del h, y
+        loss.backward()
+        return x.grad
+
+    offload, expected = backend.offload(step_plans=True), step(nullcontext())
+    for _ in range(2):
+        assert_identical(expected, step(Settled(offload)))
+    assert_identical(expected, step(Settled(offload), change))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
+    assert stats.kept_bytes[reason] == SIDE * SIDE * 4
+    assert_moved(stats, 0.8)
+
+
+def test_h54_what_is_gone_before_its_copy_is_to_start_does_not_leave(backend: Backend) -> None:
+    def step(around: Around, *, is_dropped: bool) -> object:
+        x = leaf(SIDE, SIDE)
+        with around:
+            y = (x * 2).sin()
+            if is_dropped:
+                del y
+            z = (x * 3).cos().exp()
+            loss = z.sum() if is_dropped else (y + z).sum()
+        del z
+        loss.backward()
+        return x.grad
+
+    offload = backend.offload(step_plans=True)
+    for is_dropped in (False, False, True):
+        offload.reset_stats()
+        assert_identical(step(nullcontext(), is_dropped=is_dropped), step(Settled(offload), is_dropped=is_dropped))
+    stats = assert_settled(offload)
+    assert stats.followed_forwards == 1
+    assert stats.bytes_out == 2 * SIDE * SIDE * 4
+
+
+def test_h54_what_backward_has_come_to_before_its_copy_is_to_start_stays(backend: Backend) -> None:
+    """The last save leaves with the context at the earliest."""
+
+    def step(around: Around, *, goes_back: bool) -> object:
+        x = leaf(SIDE, SIDE)
+        with around:
+            loss = deep(x, nullcontext(), 3)
+            if goes_back:
+                loss.backward(retain_graph=True)
+        if not goes_back:
+            loss.backward()
+        return x.grad
+
+    offload = backend.offload(step_plans=True)
+    for goes_back in (False, False, True):
+        offload.reset_stats()
+        assert_identical(step(nullcontext(), goes_back=goes_back), step(Settled(offload), goes_back=goes_back))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+    assert stats.kept_bytes["newest"] >= SIDE * SIDE * 4
+    assert stats.bytes_out == stats.saved_bytes - stats.kept_bytes["newest"] > 0
+
+
+def test_h54_the_window_holds_for_what_leaves_by_a_plan(backend: Backend) -> None:
+    window = 2 * SIDE * SIDE * 4
+    offload = backend.offload(step_plans=True, max_inflight_bytes=window)
+    for seed in range(3):
+        x, plain = leaf(SIDE, SIDE, seed=seed), leaf(SIDE, SIDE, seed=seed)
+        deep(plain, nullcontext()).backward()
+        deep(x, offload).backward()
+        assert_identical(plain.grad, x.grad)
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
+    assert 0 < stats.inflight_bytes_peak <= window
+    assert stats.bytes_out > 0
+
+
+# -- backward ---------------------------------------------------------------------------------------------------------
+
+
+def test_h54_a_backward_after_an_interrupt_follows_no_plan(backend: Backend) -> None:
+    offload, expected = backend.offload(step_plans=True), two(nullcontext())
+    for _ in range(2):
+        assert_identical(expected, two(Settled(offload)))
+    assert_moved(offload.stats(synchronize=True))
+    assert_identical(expected, two(Settled(offload), before=lambda: offloader_of(offload).crash()))
+    assert offload.stats().plan_misses == {"interrupt": 1}
+    assert_identical(expected, two(Settled(offload)))
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_h54_a_plan_that_was_given_is_told_of_until_a_step_has_followed_it_whole(
+    is_whole: bool, backend: Backend
+) -> None:
+    """The first step that differs from it does so only at the fourth unpack."""
+    recorded, expected = backend.offload(step_plans=True), two(nullcontext())
+    for _ in range(2):
+        two(Settled(recorded))
+    plan = recorded.step_plan()
+    assert plan is not None
+    asks = list(plan.asks)
+    asks[3:5] = asks[4:2:-1]
+    offload = backend.offload(plan=plan if is_whole else dataclasses.replace(plan, asks=tuple(asks)), step_plans=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert_identical(expected, two(Settled(offload)))
+        assert_identical(expected, two(Settled(offload), in_order=not is_whole))
+        assert_identical(expected, two(Settled(offload)))
+    assert ["does not fit this model" in str(one.message) for one in told] == ([] if is_whole else [True])
+    stats = assert_settled(offload)
+    assert stats.plan_misses == {"order": 1}
+    assert_moved(stats)
+
+
+def test_h54_what_the_plan_expects_next_comes_back_early_and_once(backend: Backend) -> None:
+    size, offload = SIDE * SIDE * 4, backend.offload(step_plans=True)
+    for _ in range(3):
+        offload.reset_stats()
+        x, y = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        with Settled(offload):
+            first, second = deep(x, nullcontext(), 3), deep(y, nullcontext(), 3)
+        second.backward()
+        early = offload.stats(synchronize=True).bytes_in
+        first.backward()
+        assert_identical(two(nullcontext()), [x.grad, y.grad])
+        del first, second
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+    assert (stats.bytes_out, early, stats.bytes_in) == (6 * size, 6 * size, 6 * size)
+
+
+def test_h54_what_arrives_when_it_is_expected_stays_until_it_is_asked_for_the_last_time(backend: Backend) -> None:
+    kept: list[Tensor] = []
+    before: list[int] = []
+
+    def step(around: Around, arrive: Callable[[], object] = lambda: None) -> list[Tensor | None]:
+        x, y = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        with around:
+            h = x * 2
+            loss, other = (h.sin() + h.cos()).sum(), deep(y, nullcontext(), 3)
+        del h
+        other.backward()
+        arrive()
+        loss.backward(retain_graph=True)
+        kept[:] = [loss]
+        return [x.grad, y.grad]
+
+    offload, expected = backend.offload(step_plans=True), step(nullcontext())
+    for _ in range(2):
+        assert_identical(expected, step(Settled(offload)))
+        kept.clear()
+    offload.reset_stats()
+    with backend.gate() as gate:
+
+        def arrive() -> None:
+            gate.open()
+            before.append(offload.stats(synchronize=True).bytes_in)
+
+        assert_identical(expected, step(offload, arrive))
+    stats = offload.stats(synchronize=True)
+    assert (stats.followed_forwards, stats.plan_misses, stats.bytes_in) == (1, {}, *before)
+    assert stats.bytes_out > 0
+    assert offloader_of(offload).census().resident_bytes == 0, "the graph is kept, and asks for nothing soon"
+    kept.clear()
+
+
+def test_h54_an_unpack_that_comes_when_another_thread_has_ended_the_following_is_no_second_miss(
+    backend: Backend,
+) -> None:
+    offload = backend.offload(step_plans=True)
+    for order in ((0, 1, 2), (0, 1, 2), (1, 0, 2)):
+        with Settled(offload):
+            tensors = [leaf(SIDE, SIDE, seed=seed, grad=False) * 1 for seed in range(3)]
+            handles = [offload._hooks.pack(tensor) for tensor in tensors]
+            del tensors
+        views = [handle for handle in handles if isinstance(handle, SavedView)]
+        run = views[0].run
+        for number in order:
+            if number == 0 and run is not None and order[0] != 0:
+                assert run.unpack(views[0]) is None
+            assert torch.equal(views[number].unpack(), leaf(SIDE, SIDE, seed=number, grad=False) * 1)
+        del handles, views, run
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {"order": 1})
+    assert_moved(stats)
