@@ -238,7 +238,7 @@ class Lessons:
         alike = [old for old in self._lessons if old.sizes == notes.sizes and old.owners == notes.owners]
         others = [old for old in self._lessons if old not in alike]
         times = 1 + sum(old.times for old in alike)
-        for old in alike:  # whoever has asked once may ask again
+        for old in alike:  # an operator that has asked once may ask again
             for number, names in old.notes.readers.items():
                 notes.readers.setdefault(number, set()).update(names)
         lesson = Lesson(notes, link, self.room, times)

@@ -11,7 +11,7 @@ from eager_offload.errors import ConfigError
 
 __all__ = ["LAUNCH_SECONDS", "MACHINES", "Machine"]
 
-#: Bytes a second of a link that nobody has measured: a slow one, so that what comes over it is asked for early.
+#: Bytes a second of a link that was not measured: a slow one, so that what comes over it is asked for early.
 _UNKNOWN_BANDWIDTH = 1e9
 
 

@@ -47,7 +47,7 @@ if (typeof module !== "undefined") {
 
 /* ---- the page ---- */
 
-/* Bytes a second. What nobody here has measured says so. */
+/* Bytes a second. What was not measured here says so. */
 const LINKS = {
   "PCIe 5 x16, pinned memory": [52, 52],
   "PCIe 4 x16 (half of PCIe 5, not measured)": [26, 26],

@@ -14,7 +14,7 @@ means true, and comes back as 1.
 Compilers choose kernels, and with them the order of a summation, by what they find around it. So behind the operators
 that unpack stands ``spread``, which no compiler melts together with what reads its result: that is given memory with
 the strides and the address that it had, as without a codec. What was rounded has other bits anyway: there the last
-operator that unpacks is as good as memory, and a compiler may melt it together with whoever reads.
+operator that unpacks is as good as memory, and a compiler may melt it together with what reads.
 """
 
 from __future__ import annotations

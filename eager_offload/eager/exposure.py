@@ -4,7 +4,7 @@
 A transfer is exposed for as long as compute waits for it. Each wait is timed on the stream that computes, by a moment
 before and one after it: on an accelerator by events of that stream, so that the host's clock, which runs ahead, has no
 part in it; on a CPU by the host's, where compute is the host. Waits of the host for room in the in-flight window are
-timed in the same way: what lies between the moments is the time in which the stream had nothing to do.
+timed in the same way: what lies between the timestamps is the time in which the stream had nothing to do.
 
     a step            from where a thread begins a forward to where it begins the next one
     without offload   what of that was not exposed: an estimate. What the calls of the library take, and what transfers
@@ -240,8 +240,8 @@ class Exposure:
             self._tells_time = runtime.tells_time(device)
         if not self._tells_time:
             raise ConfigError(
-                f"{self._setting} is not accepted for {device}, whose events do not tell the time, so that nobody "
-                "knows how long it waits for transfers: leave it out, and say with keep_last_bytes or device_budget "
+                f"{self._setting} is not accepted for {device}, whose events do not tell the time, so that how "
+                "long it waits for transfers is not known: leave it out, and say with keep_last_bytes or device_budget "
                 "what stays"
             )
         step, now = self._step, runtime.moment(runtime.current_stream(device))

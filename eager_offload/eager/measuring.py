@@ -3,7 +3,7 @@
 [Note: a step that is looked at closely]
 A few of the forwards between two looks at a plan are measured closely: at some of their saves and asks the moment of
 the stream that computes is noted, and at all of them how much memory is in use. What compute has waited for between two
-moments is taken off, so that the rest is what its operators took. Nothing waits for that: moments are asked about when
+timestamps is taken off, so that the rest is what its operators took. Nothing waits for that: timestamps are read when
 the device has come to them.
 
     a peak    what the device's allocator remembers, where that has grown in the step. It is the user's, who may have
@@ -162,7 +162,7 @@ class StepMeasures:
         self.drop()
 
     def _stretches(self, close: _Close) -> tuple[Sequence[Stretch], float] | None:
-        """What compute took until each moment, and what it has waited in all; ``None`` where nobody knows."""
+        """What compute took until each moment, and what it has waited in all; ``None`` where that is not known."""
         if not self._runtime.is_past(close.marks[-1].moment):
             return None
         between = self._runtime.seconds_between

@@ -119,7 +119,7 @@ class DeviceOffloader:
         #: Bytes on the device that the library holds: newest, on their way out, brought back and not asked for yet.
         self.resident_bytes = 0
         self.out_rate, self.in_rate = Rate(), Rate()
-        #: What compute has waited for since the caller put a list here; ``None`` where nobody wants to know.
+        #: What compute has waited for since the caller put a list here; ``None`` where the caller has put none.
         self.waits: list[Wait] | None = None
         #: What is known of everything that has a living owner, and of what has died since the last poll.
         self.records: set[Any] = set()

@@ -38,8 +38,8 @@ __all__ = [
 class CapturedGraph:
     """What a capture has ended in; ``GraphCaptureGuard`` and ``make_graphed_callable`` make it.
 
-    A replay reads and writes the very addresses that the capture did: whoever wants to give it other inputs copies them
-    there (``StaticInputs``, ``DeviceScalar``), and who launches it sees to it that the tensors live.
+    A replay reads and writes the very addresses that the capture did: the caller copies other inputs there
+    (``StaticInputs``, ``DeviceScalar``), and keeps the tensors alive.
     ``make_graphed_callable`` and ``CapturePool.record_buffer`` do so. Its memory goes when it goes, and what it uses
     stays until its last replay is over.
     """

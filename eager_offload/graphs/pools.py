@@ -69,7 +69,7 @@ class ReplayOrder:
 
 
 class CapturePool:
-    """Keeps what graphs that are captured with it use, for as long as one of them lives, or somebody holds the pool.
+    """Keeps what graphs that are captured with it use, for as long as one of them lives, or the caller holds the pool.
 
     A capture that ends with a graph seals it: nothing is added, and no other capture begins, before ``unseal``. Graphs
     with one pool share memory of the device as well; their replays come one after another, on whichever streams.
@@ -251,7 +251,7 @@ _numbers = itertools.count(1)
 
 
 def graph_pool_handle() -> GraphPoolHandle:
-    """A new handle, of a new pool, which lives until the handle is released and nobody else holds it."""
+    """A new handle, of a new pool, which lives until the handle is released and nothing else holds it."""
     handle = GraphPoolHandle(next(_numbers))
     _pools[handle.id] = CapturePool()
     return handle
@@ -263,5 +263,5 @@ def capture_pool_for_handle(handle: GraphPoolHandle) -> CapturePool | None:
 
 
 def release_graph_pool_handle(handle: GraphPoolHandle) -> None:
-    """``handle`` names nothing any more; its pool lives on while a graph or somebody else holds it."""
+    """``handle`` names nothing any more; its pool lives on while a graph or the caller holds it."""
     _pools.pop(handle.id, None)

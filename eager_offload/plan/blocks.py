@@ -53,7 +53,7 @@ class Block:
         self.dropped: int | None = None
         #: Whether only a kernel knows how many bytes it has.
         self.is_guess = False
-        #: Whether it is a mask that dropout has drawn, and nobody has written to since.
+        #: Whether it is a mask that dropout has drawn, and no operator has written to since.
         self.is_drawn = False
         #: What a user has said of it.
         self.mark: Mark | None = None
@@ -63,7 +63,7 @@ class Block:
 
     @property
     def moves(self) -> bool:
-        """Whether it may: backward asks for it, and by then nobody else holds it."""
+        """Whether it may: backward asks for it, and by then only autograd holds it."""
         if self.mark is Mark.KEEP or self.asked is None or self.freed is None:
             return False
         return self.freed <= self.asked

@@ -57,7 +57,7 @@ class Calls:
         #: Those that have returned in a call that none is around.
         self._returned: list[_Open] = []
         self._times: Counter[int] = Counter()
-        #: What was written to, and by which operator; saves of which somebody has said whether they are to move.
+        #: What was written to, and by which operator; saves of which the user has said whether they are to move.
         self._writes: list[tuple[int, Block]] = []
         self._decided: list[int] = []
 
@@ -126,7 +126,7 @@ class Calls:
     def _may_run_again(self, call: _Open) -> bool:
         """Whether it would do the same once more, and what it saves is the planner's to decide about.
 
-        What it was given has to be there as it was, so nobody may write to that, before backward at least.
+        What it was given has to be there as it was, so no operator may write to that, before backward at least.
         """
         if call.module == 0 or call.end < 0 or self._times[call.module] > 1 or call.first_save == call.last_save:
             return False

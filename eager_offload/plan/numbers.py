@@ -1,4 +1,4 @@
-"""Random numbers while a step is planned: nobody else's are drawn, and none that others draw are drawn again.
+"""Random numbers while a step is planned: planning draws none of other threads, which draw none of theirs again.
 
 [Note: random numbers]
 torch has one default generator for all threads of a process. To put its state back after a trace would have another

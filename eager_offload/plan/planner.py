@@ -82,7 +82,7 @@ def plan(
     Raises:
         ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` that matches no module,
             ``keep_last_bytes`` beside it, or ``steps`` that cannot be timed.
-        PlanError: what the model does depends on numbers that nobody has before it runs; the text names the module. An
+        PlanError: what the model does depends on numbers that no trace has; the text names the module. An
             error of the model's own comes as it is, with a note that names the module.
     """
 

@@ -49,7 +49,7 @@ class Save(NamedTuple):
     node: int = 0
     """The number of the autograd node that saves it: what one operator saves has one."""
     is_alive: bool = False
-    """Whether somebody holds its storage, whole, when backward asks for it, so that to move it frees nothing."""
+    """Whether the program holds its storage, whole, when backward asks for it, so that to move it frees nothing."""
 
 
 class Ask(NamedTuple):
@@ -79,7 +79,7 @@ class Packing(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """A storage that may move: backward asks for it, and nobody but autograd holds it by then."""
+    """A storage that may move: backward asks for it, and only autograd holds it by then."""
 
     nbytes: int
     """That autograd holds."""
@@ -110,7 +110,7 @@ class Storage(NamedTuple):
 
 class ModuleCall(NamedTuple):
     """A call of a module in forward that may be computed again in backward: it is the only call of that module, writes
-    to nothing that was there before, and nobody has said of what it saves whether that is to move."""
+    to nothing that was there before, and the user has not said of what it saves whether that is to move."""
 
     module: int
     """The number of the module."""

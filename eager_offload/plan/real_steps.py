@@ -7,7 +7,7 @@ it had left; so a step takes the memory of a step, the largest saved storage onc
 twice, which are copied to be put back. Operators are timed where they run, without what the recorder does. Gradients,
 parameters, buffers and random numbers are afterwards what they were; what a model counts in attributes of its own, and
 hooks of the user's, such as an optimizer that steps in backward, go on. A few operators fill what they have saved only
-afterwards: its copy has other numbers then, and so have gradients, which nobody looks at.
+afterwards: its copy has other numbers then, and so have gradients, which planning does not read.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         return ("backward of " if self._is_backward else "") + (f"module {name!r}" if name else "the model itself")
 
     def error(self, what: str) -> PlanError:
-        """What is raised where tracing meets a number that nobody has."""
+        """What is raised where tracing meets a number that it does not have."""
         return PlanError(
             f"{self.where} {what}. A plan is made without computing anything: what a step does may depend on shapes, "
             "and on integers and booleans among the inputs, but on no other numbers. Where the model trains on a CPU, "

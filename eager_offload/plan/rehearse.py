@@ -263,7 +263,7 @@ class _Stage:
 
     def _ask(self, at: int) -> None:
         save = self._program.saves[self._program.asks[at].save]
-        if save.node != self._node:  # what the node before was given went with it, unless somebody else has it
+        if save.node != self._node:  # what the node before was given went with it, unless something else holds it
             self._node = save.node
             for storage in [one for one in self._returned if self._last_ask[one] >= at]:
                 del self._returned[storage]

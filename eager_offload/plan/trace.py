@@ -60,7 +60,7 @@ def trace(
 
     Raises:
         ConfigError: a pattern matches no module.
-        PlanError: what the model does depends on numbers that nobody has.
+        PlanError: what the model does depends on numbers that no trace has.
     """
     with (
         by_itself(),

@@ -183,7 +183,7 @@ class Runtime(abc.ABC):
         return True
 
     def seconds_between(self, before: object, after: object) -> float | None:
-        """Between two moments of one device, both past; ``None`` where it does not tell."""
+        """Between two timestamps of one device, both past; ``None`` where it does not tell."""
         assert isinstance(before, float)
         assert isinstance(after, float)
         return after - before
