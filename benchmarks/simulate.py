@@ -241,14 +241,14 @@ def show(found: dict[str, list[Step]], summary: dict[str, dict[str, object]]) ->
     )
     for name, steps in found.items():
         learnt = steps[1:] or steps
-        told = summary[name]
-        over_floor, over_best = told["step over floor"], told["step over best"]
+        figures = summary[name]
+        over_floor, over_best = figures["step over floor"], figures["step over best"]
         assert isinstance(over_floor, Spread)
         assert isinstance(over_best, Spread)
         shown.add_row(
             name,
-            f"{told['saved_bytes'] / GIB:,.1f}",  # type: ignore[operator]
-            f"{told['window_bytes'] / GIB:,.2f}",  # type: ignore[operator]
+            f"{figures['saved_bytes'] / GIB:,.1f}",  # type: ignore[operator]
+            f"{figures['window_bytes'] / GIB:,.2f}",  # type: ignore[operator]
             f"{median(s.forward_seconds + s.backward_seconds for s in learnt):,.3f}",
             f"{median(s.floor_seconds for s in learnt):,.3f}",
             f"{median(s.step_seconds for s in learnt):,.3f}",

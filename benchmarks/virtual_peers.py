@@ -212,7 +212,7 @@ def summarize(report: Report, runs: list[Run]) -> dict[str, Any]:
             same = all(run.same_bits for run in own)
             last = own[-1]
             moved = [f"{nbytes / MIB:,.0f}" for nbytes in (last.bytes_out, last.bytes_in, last.held_bytes)]
-            told = "equal" if same else "[bold red]DIFFER"
+            verdict = "equal" if same else "[bold red]DIFFER"
             shown.add_row(
                 way,
                 step.show(),
@@ -221,7 +221,7 @@ def summarize(report: Report, runs: list[Run]) -> dict[str, Any]:
                 f"{of_none.median:.2f}",
                 *moved,
                 f"{last.host_waits:,.0f}",
-                told,
+                verdict,
             )
             summary[f"{way}, {link}"] = {"step": step, "ratio": ratio, "peak_mib": peak, "peak_ratio": of_none}
             if way.startswith("ours"):
@@ -250,8 +250,8 @@ def main(arguments: list[str] | None = None) -> int:
         run = measure(way, link, number, loop, base, virtual, options)
         accelerator_runtime().poll()  # or what ours still holds would be in the next one's peak
         runs.append(run)
-        told = run.failure or f"{_median(run):.3f} s  {run.peak_bytes / MIB:,.0f} MiB"
-        console.print(f"{shown}  {way + ', ' + link:<32} {told}", markup=False)
+        result = run.failure or f"{_median(run):.3f} s  {run.peak_bytes / MIB:,.0f} MiB"
+        console.print(f"{shown}  {way + ', ' + link:<32} {result}", markup=False)
     return report.finish([asdict(run) for run in runs], summarize(report, runs))
 
 

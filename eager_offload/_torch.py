@@ -144,10 +144,10 @@ __all__ = [
     "tree_iter",
     "tree_map",
     "unflatten",
-    "unseen",
     "version_of",
     "weak_storage",
     "with_other_owners",
+    "without_caller_modes",
     "without_dispatch_modes",
     "without_torch_function",
 ]
@@ -339,7 +339,7 @@ def allowing_changes() -> Any | None:
     return None
 
 
-def unseen() -> AbstractContextManager[object]:
+def without_caller_modes() -> AbstractContextManager[object]:
     """Runs operators out of sight of the modes that the caller has active: a count of operations, a tracer, a default
     device. Those with a true attribute ``sees_offloading`` stay.
     """
@@ -722,10 +722,10 @@ def allow_hooks_again() -> None:
         _hooks._saved_tensors_hooks_enable()
 
 
-def hint(number: int | torch.SymInt, unseen: int = 8192) -> int:
+def hint(number: int | torch.SymInt, default: int = 8192) -> int:
     """A number, or the one that was seen when the graph was traced. Asking a symbol itself would make it a constant.
 
-    Of a size that only data tell (``nonzero``, ``mark_unbacked``) none was seen; ``unseen`` stands for it, which is
+    Of a size that only data tell (``nonzero``, ``mark_unbacked``) none was seen; ``default`` stands for it, which is
     large, as Inductor has it.
     """
     if isinstance(number, int):
@@ -733,7 +733,7 @@ def hint(number: int | torch.SymInt, unseen: int = 8192) -> int:
     if number.node.has_hint():
         return int(number.node.hint)
     expression = getattr(number.node, "expr", None)  # the length of ragged rows is no expression
-    return unseen if expression is None else int(expression.xreplace(dict.fromkeys(expression.free_symbols, unseen)))
+    return default if expression is None else int(expression.xreplace(dict.fromkeys(expression.free_symbols, default)))
 
 
 def library(namespace: str, kind: str = "DEF") -> Any:

@@ -23,7 +23,7 @@ from eager_offload._torch import (
     function_modes,
     replace_hooks,
     top_pack_hook,
-    unseen,
+    without_caller_modes,
 )
 from eager_offload.config import OffloadConfig
 from eager_offload.tiers.forking import ForkSafeLock
@@ -173,7 +173,7 @@ class Handle(Protocol):
 def unpack(handle: Handle) -> Tensor:
     """Gives a saved tensor back; called by autograd when backward needs it, each time that it does."""
     if dispatch_modes() or function_modes():
-        with unseen():
+        with without_caller_modes():
             return handle.unpack()
     return handle.unpack()
 

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from eager_offload import active
-from eager_offload._torch import allow_hooks_again, autograd_sequence, has_compiled, unseen
+from eager_offload._torch import allow_hooks_again, autograd_sequence, has_compiled, without_caller_modes
 from eager_offload.eager import foreign
 from eager_offload.eager.captured import CapturedRun
 from eager_offload.eager.hooks import Hooks
@@ -91,10 +91,10 @@ class EnteredContext:
         allow_hooks_again()  # no caller has forbidden them: ours could not have been put on
         self._hooks.take_off([context.pack_hook for context in (*earlier, *later)])
         self._is_on = False
-        with unseen():
+        with without_caller_modes():
             # With an exception it does not wait: an interrupt would wait for room in a full window.
             offload._hooks.leave(waits=kind is None, is_outermost=offload._innermost() is None)
-        with unseen(), offload._accounts.lock:
+        with without_caller_modes(), offload._accounts.lock:
             seen = self.hears_of_saves or True in [context.packed() for context in (self, *later)]
             if seen:
                 for context in earlier:

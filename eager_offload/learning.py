@@ -374,10 +374,10 @@ class Forward:
             return Advice.UNKNOWN
         lesson = self._lessons[0]
         if lesson.advice[number] is Advice.ALIVE:
-            unseen = lesson.alive[number] + 1
-            if unseen == _LOOK_AGAIN or (self.recorder is not None and self.recorder.looks_again):
+            skipped = lesson.alive[number] + 1
+            if skipped == _LOOK_AGAIN or (self.recorder is not None and self.recorder.looks_again):
                 return Advice.UNKNOWN
-            notes.alive[number] = unseen
+            notes.alive[number] = skipped
         return lesson.advice[number]
 
     @property

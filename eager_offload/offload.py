@@ -16,7 +16,7 @@ from torch import Tensor
 from eager_offload import active
 from eager_offload._torch import (
     compiler_is_loaded,
-    unseen,
+    without_caller_modes,
 )
 from eager_offload.compile.aim import text_of
 from eager_offload.compile.hooks import hook_pair
@@ -105,7 +105,7 @@ class Offload:
         if plan is not None:
             self._take(plan)
         if self.config.enabled:
-            with unseen():
+            with without_caller_modes():
                 self._offloaders.open_what_is_named()
 
     def _begin(
@@ -389,7 +389,7 @@ class Offload:
         """
         if self._is_reentered() or self._offloaders.is_capturing():
             return self._accounts.counters.snapshot(self.config)
-        with unseen():
+        with without_caller_modes():
             if synchronize:
                 for offloader in self._offloaders.all():
                     offloader.synchronize()
@@ -416,7 +416,7 @@ class Offload:
             OffloadError: a signal handler, or the like, calls it in the midst of a call of the library.
         """
         self.refuse_reentry()
-        with unseen(), self._accounts.lock:
+        with without_caller_modes(), self._accounts.lock:
             self._offloaders.poll()
             self._hooks.count_kept()
             self._offloaders.restart_counters()

@@ -111,9 +111,9 @@ def logical_bytes(tensor: Tensor) -> int:
     if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
         return sum(map(logical_bytes, plain_tensors(tensor)))  # its own number may be that of all processes together
     try:
-        return hint(tensor.nbytes, unseen=1)
+        return hint(tensor.nbytes, default=1)
     except (NotImplementedError, RuntimeError):  # some layouts have no such number
-        return hint(tensor.numel(), unseen=1) * tensor.element_size()
+        return hint(tensor.numel(), default=1) * tensor.element_size()
 
 
 def root_of(tensor: Tensor) -> Tensor:

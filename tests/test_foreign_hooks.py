@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import eager_offload as eo
 from eager_offload.eager import foreign
 
-TOLD = "other saved-tensor hooks were entered inside this context"
+WARNING = "other saved-tensor hooks were entered inside this context"
 ORIGINAL = saved_tensors_hooks.__enter__
 
 
@@ -68,15 +68,15 @@ def test_h24_hooks_inside_ours_are_counted_and_told_once(
     hooks: Callable[[], AbstractContextManager[Any]], make: Callable[..., eo.Offload]
 ) -> None:
     offload, expected = make(), gradient(nullcontext())
-    with pytest.warns(RuntimeWarning, match=TOLD) as told:
+    with pytest.warns(RuntimeWarning, match=WARNING) as warned:
         actual = [gradient(offload, hooks()) for _ in range(3)]
     assert all(torch.equal(one, expected) for one in actual)
-    assert len(told) == 1
-    assert "Enter this context inside theirs" in str(told[0].message)
+    assert len(warned) == 1
+    assert "Enter this context inside theirs" in str(warned[0].message)
     stats = offload.stats(synchronize=True)
     assert stats.foreign_hooks == 3
     assert stats.bytes_out > 0, "what is saved outside theirs still moves"
-    with pytest.warns(RuntimeWarning, match=TOLD):
+    with pytest.warns(RuntimeWarning, match=WARNING):
         gradient(make(), hooks())  # another object tells its own user
 
 
@@ -96,12 +96,12 @@ def test_h24_hooks_that_hide_everything_are_told_of_at_the_exit(make: Callable[.
         with offload:
             forward(x, theirs())
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         step()
         step()
-    assert ["hide from it" in str(w.message) for w in told].count(True) == 1
-    assert ["no saved tensor could be seen" in str(w.message) for w in told].count(True) == 1
+    assert ["hide from it" in str(w.message) for w in warned].count(True) == 1
+    assert ["no saved tensor could be seen" in str(w.message) for w in warned].count(True) == 1
     assert offload.stats().empty_forwards == 2
     assert offload.stats().foreign_hooks == 2
 
@@ -236,7 +236,7 @@ def test_what_others_have_put_into_torchs_class_is_called_and_put_back(
         ORIGINAL(hooks)
 
     monkeypatch.setattr(saved_tensors_hooks, "__enter__", patched)
-    with pytest.warns(RuntimeWarning, match=TOLD):
+    with pytest.warns(RuntimeWarning, match=WARNING):
         gradient(offload, theirs())
     assert saved_tensors_hooks.__enter__ is patched
     assert len(calls) == 2, "theirs, and ours"
@@ -254,7 +254,7 @@ def test_what_others_have_put_around_ours_stays_and_works(make: Callable[..., eo
     # Undone by hand: what stood there at this moment is ours.
     saved_tensors_hooks.__enter__ = around  # type: ignore[method-assign]
     try:
-        with pytest.warns(RuntimeWarning, match=TOLD):
+        with pytest.warns(RuntimeWarning, match=WARNING):
             forward(leaf(), theirs())
         forward(leaf())
         offload.__exit__(None, None, None)

@@ -101,8 +101,8 @@ def test_without_a_model_it_is_no_silent_one(fields: dict[str, Any]) -> None:
     with pytest.raises(eo.ConfigError, match=r"call offload\.skip_in\(model\)"), eo.Offload(skip="lm_head"):
         pass
     compiled = torch.compile(Model(), backend="eager_offload", options={"skip": "lm_head"})
-    told = r'backend="eager_offload", which sees graphs and no names: .*take offload\.compile\(model\)'
-    with pytest.raises(Exception, match=f"skip is not accepted by {told}"):
+    reason = r'backend="eager_offload", which sees graphs and no names: .*take offload\.compile\(model\)'
+    with pytest.raises(Exception, match=f"skip is not accepted by {reason}"):
         compiled(torch.ones(256, 64))
     torch.compiler.reset()
 

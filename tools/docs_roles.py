@@ -38,9 +38,9 @@ def _link(role: re.Match[str], obj: griffe.Object) -> str:
 def _without_joint_items(text: str) -> str:
     """What says one thing of several arguments stands as a paragraph before ``Args:``; griffe would drop it."""
     for item in _JOINT_ITEM.findall(text):
-        names, _, told = " ".join(item.split()).partition(": ")
+        names, _, meaning = " ".join(item.split()).partition(": ")
         code = ", ".join(f"`{name}`" for name in names.split(", "))
-        text = text.replace(item, "").replace("Args:\n", f"{code}: {told}\n\nArgs:\n", 1)
+        text = text.replace(item, "").replace("Args:\n", f"{code}: {meaning}\n\nArgs:\n", 1)
     return text
 
 

@@ -42,7 +42,7 @@ function roofline({ forward, backward, savedBytes, out, back, window, newest }) 
 }
 
 if (typeof module !== "undefined") {
-  module.exports = { transformer, flopPerByte, hiddenFromWidth, roofline, told };
+  module.exports = { transformer, flopPerByte, hiddenFromWidth, roofline, report };
 }
 
 /* ---- the page ---- */
@@ -81,7 +81,7 @@ function seconds(value) {
 
 /* Text for the verdict and rows for the table; `given` are the fields' numbers, `shaped` tells whether work and bytes
    follow from the shape. Backward takes twice as long as forward, and once more where it recomputes. */
-function told(given, shaped, checkpointed) {
+function report(given, shaped, checkpointed) {
   const shape = shaped ? transformer(given, checkpointed) : null;
   const forward = shaped ? shape.flop / (given.flops * 1e12) : given.forward;
   const savedBytes = shaped ? shape.savedBytes : given.saved * GIB;
@@ -168,7 +168,7 @@ function calculator(place) {
       return;
     }
     const given = Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, Number(input.value)]));
-    const { verdict: text, rows } = told(given, sources[source] === shape, ways[way]);
+    const { verdict: text, rows } = report(given, sources[source] === shape, ways[way]);
     answer.textContent = text;
     body.replaceChildren(...rows.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell)))));
   }

@@ -203,15 +203,15 @@ def machine_of(device: torch.device) -> Machine:
     return Machine(str(device), flops=1e14, single_flops=2e13, memory=1e12)
 
 
-def _from_properties(told: Any) -> Machine:
+def _from_properties(properties: Any) -> Machine:
     """Rates of a CUDA device by its properties; those that this torch does not tell are taken as usual ones."""
-    generation = max((one for one in _FLOPS_PER_CLOCK if one <= told.major), default=min(_FLOPS_PER_CLOCK))
-    clocks = told.multi_processor_count * getattr(told, "clock_rate", 1_700_000) * 1e3
-    bus = getattr(told, "memory_bus_width", 5120) / 8
-    memory = 2 * bus * getattr(told, "memory_clock_rate", 1_600_000) * 1e3
+    generation = max((one for one in _FLOPS_PER_CLOCK if one <= properties.major), default=min(_FLOPS_PER_CLOCK))
+    clocks = properties.multi_processor_count * getattr(properties, "clock_rate", 1_700_000) * 1e3
+    bus = getattr(properties, "memory_bus_width", 5120) / 8
+    memory = 2 * bus * getattr(properties, "memory_clock_rate", 1_600_000) * 1e3
     flops = clocks * _FLOPS_PER_CLOCK[generation]
     single = flops / 2 if torch.backends.cuda.matmul.allow_tf32 else clocks * _SINGLE_FLOPS_PER_CLOCK
-    name = str(getattr(told, "name", "a CUDA device"))
+    name = str(getattr(properties, "name", "a CUDA device"))
     return Machine(name, _REACHED_FLOPS * flops, _REACHED_FLOPS * single, _REACHED_MEMORY * memory)
 
 

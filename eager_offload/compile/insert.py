@@ -218,7 +218,7 @@ def insert_seed(graph: Graph, value: Tensor) -> Node:
 def geometry_of(graph: Graph, node: Node | None, value: Tensor) -> Geometry:
     """Sizes and strides of ``value``, read off ``node`` at the present insertion point where they are no numbers."""
 
-    def told(number: int | SymInt, operator: object, dim: int) -> int | Node:
+    def as_argument(number: int | SymInt, operator: object, dim: int) -> int | Node:
         if isinstance(number, int):
             return number
         assert node is not None
@@ -227,8 +227,8 @@ def geometry_of(graph: Graph, node: Node | None, value: Tensor) -> Geometry:
         return read
 
     return Geometry(
-        [told(size, _aten.sym_size.int, dim) for dim, size in enumerate(value.size())],
-        [told(stride, _aten.sym_stride.int, dim) for dim, stride in enumerate(value.stride())],
+        [as_argument(size, _aten.sym_size.int, dim) for dim, size in enumerate(value.size())],
+        [as_argument(stride, _aten.sym_stride.int, dim) for dim, stride in enumerate(value.stride())],
     )
 
 
@@ -273,8 +273,8 @@ def insert_report(graph: Graph, choice: Choice, config: OffloadConfig) -> None:
         empty = torch.empty(0)
     with graph.inserting_before(graph.output_node()):
         source = graph.call_function(_aten.empty.memory_format, ([0],), {"device": empty.device})
-        told: dict[str, Argument] = {"config": config.to_text(), "region": region_of(choice)}
-        host = graph.call_function(ops.offload, (source,), told)
+        settings: dict[str, Argument] = {"config": config.to_text(), "region": region_of(choice)}
+        host = graph.call_function(ops.offload, (source,), settings)
     source.meta["val"] = host.meta["val"] = empty
 
 

@@ -98,7 +98,7 @@ class Choice:
         for node, reason in self.kept.items():
             value = tensor_of(node)
             if value is not None:
-                total[reason] = total.get(reason, 0) + hint(value.numel(), unseen=1) * value.itemsize
+                total[reason] = total.get(reason, 0) + hint(value.numel(), default=1) * value.itemsize
         return total
 
     def moved_bytes(self) -> int:

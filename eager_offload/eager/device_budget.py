@@ -162,8 +162,8 @@ class DeviceBudget:
         """What the user is to be told, once; empty where there is nothing."""
         if not self._unkept:
             return ""
-        told, self._unkept = self._unkept, None
-        return told
+        warning, self._unkept = self._unkept, None
+        return warning
 
     @property
     def _departed(self) -> int:

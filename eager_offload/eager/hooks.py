@@ -20,8 +20,8 @@ from eager_offload._torch import (
     is_tracing,
     profiled,
     profiler_is_on,
-    unseen,
     version_of,
+    without_caller_modes,
     without_torch_function,
 )
 from eager_offload.config import OffloadConfig
@@ -257,7 +257,7 @@ class Hooks:
         changes = allowing_changes()
         if changes is not None:
             self._leave_plans()
-        with unseen():
+        with without_caller_modes():
             packed = self.pack(tensor, is_unseen=True)
             assert not isinstance(packed, ChangeableTensor), "that is what is made here alone"
             return packed if changes is None else ChangeableTensor(tensor, packed, changes)

@@ -114,7 +114,7 @@ class OffloadPlugin:
                 "another module in its place. Call that first, then plugin.prepare(accelerator, model) on what it "
                 "returned"
             )
-        self._be_the_one(innermost := _innermost(model))
+        self._require_no_other_plugin(innermost := _innermost(model))
         if accelerator.is_local_main_process:
             warn_of_what_hides(
                 model,
@@ -132,7 +132,7 @@ class OffloadPlugin:
         self._forwards += 1
         self._trace.begin(self._forwards)
 
-    def _be_the_one(self, innermost: nn.Module) -> None:
+    def _require_no_other_plugin(self, innermost: nn.Module) -> None:
         """Two around one model would nest, and only the inner one would offload."""
         holder, calls = _prepared.get(innermost, (lambda: None, None))
         other = holder()

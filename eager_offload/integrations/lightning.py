@@ -24,7 +24,7 @@ from eager_offload.config import OffloadFields
 from eager_offload.integrations.calls import warn_of_what_hides
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.integrations.settings import Given, missing, offload_from
-from eager_offload.tiers.ranks import tell_local_ranks
+from eager_offload.tiers.ranks import set_local_ranks
 
 __all__ = ["OffloadCallback"]
 
@@ -104,7 +104,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         if stage != "fit" or not self.offload.config.enabled or not self._is_the_one(trainer):
             return
         # Lightning's own launchers leave no word of how many there are on a node, and budgets are shared among them.
-        tell_local_ranks(trainer.num_devices)
+        set_local_ranks(trainer.num_devices)
         self.offload.skip_in(pl_module)
         self._put_back = _offload_steps(trainer.strategy, self.offload)
         self._metrics = (
@@ -145,7 +145,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         if put_back is not None:
             put_back()
             self._trace.end()
-            tell_local_ranks(1)
+            set_local_ranks(1)
             if self._closes:
                 self.offload.close()
 

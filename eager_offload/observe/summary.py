@@ -31,9 +31,9 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
         )
     learns = not stats.compiled_regions or stats.keep_last_bytes  # compiled code does not
     if (setting := config.slowdown) is not None and learns:
-        told = f"max_slowdown of {_share(setting)}" if setting else "free"
+        limit = f"max_slowdown of {_share(setting)}" if setting else "free"
         lines.append(
-            f"policy     {told}: compute waits {_share(stats.slowdown)} of a step, and "
+            f"policy     {limit}: compute waits {_share(stats.slowdown)} of a step, and "
             f"{size_text(stats.keep_last_bytes)} may stay"
         )
     if stats.compiled_regions:

@@ -61,7 +61,7 @@ def agreed(ask: Callable[[], _A], make: Callable[[_A], _P]) -> _P:
         return make(ask())
     asked, own = _tried(ask)
     answers: list[tuple[Limits | None, OffloadError | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(answers, (None if asked is None else asked.limits, _told(own)))
+    dist.all_gather_object(answers, (None if asked is None else asked.limits, _reported(own)))
     _raise_any(own, [error for _, error in answers])
     assert asked is not None
     _compare([limits.model for limits, _ in answers if limits is not None])
@@ -69,7 +69,7 @@ def agreed(ask: Callable[[], _A], make: Callable[[_A], _P]) -> _P:
     if dist.get_rank() == 0:
         limits = Limits.of_all([one for one, _ in answers if one is not None])
         made, own = _tried(lambda: make(asked.within(limits)))
-    answer = [(made, _told(own))]
+    answer = [(made, _reported(own))]
     dist.broadcast_object_list(answer, src=0)
     found, error = answer[0]
     _raise_any(own, [error])
@@ -112,7 +112,7 @@ def _tried(work: Callable[[], _R]) -> tuple[_R | None, Exception | None]:
         return None, error
 
 
-def _told(error: Exception | None) -> OffloadError | None:
+def _reported(error: Exception | None) -> OffloadError | None:
     """What the other ranks raise."""
     if error is None:
         return None

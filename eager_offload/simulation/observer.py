@@ -61,7 +61,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         """
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
         #: For the runtime: the same log, but whatever died is written first.
-        self.log: Log = _Sweeping(log, self)
+        self.log: Log = _SweptLog(log, self)
         #: Bytes in storages that were allocated under observation and live, and the most there ever were.
         self.resident_bytes = 0
         self.peak_resident_bytes = 0
@@ -72,7 +72,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         self._work = work
         self._lock = threading.RLock()
         self._blocks: dict[int, _Block] = {}
-        self._died: deque[_Death] = deque()
+        self._died: deque[_StorageRef] = deque()
         self._pools: dict[Stream, _Pool] = {}
         self._inputs = 0
 
@@ -84,10 +84,10 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         """Writes what has died since the last time."""
         with self._lock:
             while self._died:
-                death = self._died.popleft()
+                ref = self._died.popleft()
                 # A block that got another range since is followed by another reference.
-                if (block := self._blocks.get(death.key)) is not None and block.death is death:
-                    self._release(self._blocks.pop(death.key))
+                if (block := self._blocks.get(ref.key)) is not None and block.ref is ref:
+                    self._release(self._blocks.pop(ref.key))
 
     # -- naming, for the runtime ------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     def _find(self, storage: torch.UntypedStorage) -> _Block | None:
         block = self._blocks.get(id(storage))
-        if block is not None and block.death() is not storage:
+        if block is not None and block.ref() is not storage:
             # Another storage was here, and it died in the midst of an operator.
             self.sweep()
             block = None
@@ -186,7 +186,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         if block is None:
             block = self._adopt(storage)
         elif block.nbytes != storage.nbytes():
-            self._release(self._blocks.pop(block.death.key))
+            self._release(self._blocks.pop(block.ref.key))
             block = self._place(storage, block.stream if stream is None else stream, "resize")
         span = _span(tensor)
         start = block.region.start + span.start
@@ -213,15 +213,15 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return block
 
     def _follow(self, storage: torch.UntypedStorage, stream: Stream, region: Region, *, observed: bool) -> _Block:
-        death = _Death(storage, self._noticed)
-        death.key = id(storage)
-        block = self._blocks[death.key] = _Block(death, stream, region, observed)
+        ref = _StorageRef(storage, self._noticed)
+        ref.key = id(storage)
+        block = self._blocks[ref.key] = _Block(ref, stream, region, observed)
         return block
 
-    def _noticed(self, death: weakref.ref[torch.UntypedStorage]) -> None:
+    def _noticed(self, ref: weakref.ref[torch.UntypedStorage]) -> None:
         # No lock: the garbage collector may come here from anywhere.
-        assert isinstance(death, _Death)
-        self._died.append(death)
+        assert isinstance(ref, _StorageRef)
+        self._died.append(ref)
 
     def _release(self, block: _Block) -> None:
         if block.nbytes:
@@ -231,7 +231,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             self.resident_bytes -= block.nbytes
 
 
-class _Death(weakref.ref[torch.UntypedStorage]):
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
     """Names a storage without keeping its bytes, and still knows who it was when it is gone.
 
     A storage has one Python object for as long as it lives; see ``weak_storage`` in ``_torch.py``.
@@ -246,7 +246,7 @@ class _Death(weakref.ref[torch.UntypedStorage]):
 class _Block:
     """A storage that lives, as far as the observer has seen."""
 
-    death: _Death
+    ref: _StorageRef
     #: Whose allocator it came from.
     stream: Stream
     region: Region
@@ -315,7 +315,7 @@ def _span(tensor: Tensor) -> _Span:
 # -- who else writes --------------------------------------------------------------------------------------------------
 
 
-class _Sweeping(Log):
+class _SweptLog(Log):
     """A log in which whatever died comes before the next entry, and so before what that entry orders."""
 
     def __init__(self, log: Log, observer: OperatorObserver) -> None:

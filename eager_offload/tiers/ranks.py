@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-__all__ = ["local_ranks", "rank", "tell_local_ranks"]
+__all__ = ["local_ranks", "rank", "set_local_ranks"]
 
 #: What launchers call the number of processes that they started on this node: torchrun (and what starts processes as it
 #: does), Open MPI, MVAPICH2 and 3, Hydra (MPICH, Intel MPI), Cray's PALS, IBM's JSM, Horovod, and those that call it as
@@ -34,7 +34,7 @@ _SLURM_STEP_NUMBERS = ("SLURM_STEP_ID", "SLURM_STEPID")
 #: Where all ranks meet, if they are all on this node.
 _HERE = ("localhost", "127.0.0.1", "::1")
 #: What a framework has said that starts processes by itself.
-_told = 1
+_reported = 1
 #: ``4(x2)``: two nodes in a row with four each.
 _RUN = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 
@@ -59,8 +59,8 @@ def local_ranks(environ: Mapping[str, str] | None = None) -> int:
             return ranks
     if environ.get("MASTER_ADDR", "").strip().lower() in _HERE:
         # Started by hand, as by torch.multiprocessing.spawn, or by a framework.
-        return _positive(environ.get("WORLD_SIZE", "")) or max(_group_size(), _told)
-    return _told
+        return _positive(environ.get("WORLD_SIZE", "")) or max(_group_size(), _reported)
+    return _reported
 
 
 def rank() -> int:
@@ -68,13 +68,13 @@ def rank() -> int:
     return _positive(os.environ.get("RANK", ""))
 
 
-def tell_local_ranks(ranks: int) -> None:
+def set_local_ranks(ranks: int) -> None:
     """Says how many processes share this node, for frameworks that start them without a launcher's variables.
 
     A launcher's word comes before it.
     """
-    global _told
-    _told = max(ranks, 1)
+    global _reported
+    _reported = max(ranks, 1)
 
 
 def _group_size() -> int:

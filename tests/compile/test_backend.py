@@ -349,11 +349,11 @@ def test_ours_around_ours_are_there_once() -> None:
     not hasattr(custom_graph_pass, "CustomInferenceAwareGraphPass"), reason="this torch tells passes nothing"
 )
 def test_a_pass_of_the_user_that_asks_for_inference_is_told(plain: list[Tensor], offload: eo.Offload) -> None:
-    told = list[bool]()
+    reported = list[bool]()
 
     class Aware(_torch.CustomInferenceAwareGraphPass):
         def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
-            told.append(is_inference)
+            reported.append(is_inference)
 
         def uuid(self) -> object:
             return None
@@ -363,5 +363,5 @@ def test_a_pass_of_the_user_that_asks_for_inference_is_told(plain: list[Tensor],
     assert_equal(step(offload.compile(one, options=passes), list(one.parameters())), plain)
     with torch.no_grad():
         offload.compile(one, options=passes)(torch.randn(4, 16))
-    assert told == [False, False, True]
+    assert reported == [False, False, True]
     assert theirs.calls == 3

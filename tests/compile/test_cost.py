@@ -96,7 +96,7 @@ def test_what_a_cpu_does_is_tried_out_once() -> None:
 
 
 def test_what_a_gpu_does_follows_from_its_properties() -> None:
-    told = SimpleNamespace(
+    properties = SimpleNamespace(
         major=9,
         minor=0,
         multi_processor_count=132,
@@ -104,11 +104,11 @@ def test_what_a_gpu_does_follows_from_its_properties() -> None:
         memory_clock_rate=3_201_000,
         memory_bus_width=6144,
     )
-    rates = cost._from_properties(told)
+    rates = cost._from_properties(properties)
     assert 4e14 < rates.flops < 1e15
     assert rates.single_flops < rates.flops
     assert 3.5e12 < rates.memory < 4.9e12
-    newer = cost._from_properties(SimpleNamespace(**{**vars(told), "major": 13}))
+    newer = cost._from_properties(SimpleNamespace(**{**vars(properties), "major": 13}))
     assert newer.flops > 0
 
 

@@ -45,21 +45,21 @@ class Compiled:
 
 def compiled_step(monkeypatch: pytest.MonkeyPatch, *, pinned: bool, prefetch_bytes: int) -> Compiled:
     """A compiled step of a small network on a link so slow that reloads start as early as the cap allows."""
-    told = Compiled()
+    record = Compiled()
 
     def pin(graph: Graph) -> None:
         kinds = [_KINDS.get(node.target, "product" if counts_flops(node) else "") for node in graph.nodes]
-        told.decided.append([kind for kind in kinds if kind])
+        record.decided.append([kind for kind in kinds if kind])
         if pinned:
             pin_in_place(graph)
-        told.graphs.append(copied(graph)[0])
-        told.peaks.append([])
+        record.graphs.append(copied(graph)[0])
+        record.peaks.append([])
 
     estimate = memory.estimate_peak_memory
 
     def estimate_peak_memory(*given: Any) -> Any:
         found = estimate(*given)
-        told.peaks[-1].append(found[0])
+        record.peaks[-1].append(found[0])
         return found
 
     monkeypatch.setattr(memory, "estimate_peak_memory", estimate_peak_memory)
@@ -82,11 +82,11 @@ def compiled_step(monkeypatch: pytest.MonkeyPatch, *, pinned: bool, prefetch_byt
         _, codes = run_and_get_code(step)
     for code in codes:
         lines = [line for line in code[code.index("def call(") :].splitlines() if not line.lstrip().startswith("#")]
-        told.found.append([match[1] or "product" for line in lines if (match := _CALL.search(line))])
-    told.gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    told.stats = offload.stats(synchronize=True)
+        record.found.append([match[1] or "product" for line in lines if (match := _CALL.search(line))])
+    record.gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    record.stats = offload.stats(synchronize=True)
     offload.close()
-    return told
+    return record
 
 
 def inputs_like(graph: Graph) -> list[Tensor]:
@@ -97,16 +97,16 @@ def inputs_like(graph: Graph) -> list[Tensor]:
 
 @pytest.mark.long
 def test_pins_hold_transfers_where_they_were_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = compiled_step(monkeypatch, pinned=True, prefetch_bytes=3 * NBYTES)
-    forward, backward = told.found
-    assert told.found == told.decided
+    record = compiled_step(monkeypatch, pinned=True, prefetch_bytes=3 * NBYTES)
+    forward, backward = record.found
+    assert record.found == record.decided
     assert "".join(one[0] for one in forward).count("wo") == LAYERS - 3, "waits are where the window gets full"
     assert backward[:3] == ["reload"] * 3, "and reloads start when the cap allows it"
-    assert len(told.gradients) == 2 * LAYERS
-    assert told.stats is not None
-    assert told.stats.inflight_bytes_peak <= 2 * NBYTES
-    assert told.stats.bytes_in == (LAYERS - 1) * NBYTES
-    for graph in told.graphs:
+    assert len(record.gradients) == 2 * LAYERS
+    assert record.stats is not None
+    assert record.stats.inflight_bytes_peak <= 2 * NBYTES
+    assert record.stats.bytes_in == (LAYERS - 1) * NBYTES
+    for graph in record.graphs:
         ran = run(graph, *inputs_like(graph))
         assert ran.violations == []
         assert ran.stats.bytes_out == (LAYERS - 1) * NBYTES
@@ -116,23 +116,23 @@ def test_pins_hold_transfers_where_they_were_put(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.long
 def test_without_pins_a_compiler_moves_them_and_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = compiled_step(monkeypatch, pinned=True, prefetch_bytes=100 * NBYTES)
-    told = compiled_step(monkeypatch, pinned=False, prefetch_bytes=100 * NBYTES)
+    record = compiled_step(monkeypatch, pinned=False, prefetch_bytes=100 * NBYTES)
     assert pinned.found == pinned.decided
-    for found, decided in zip(told.found, told.decided, strict=True):
+    for found, decided in zip(record.found, record.decided, strict=True):
         assert sorted(found) == sorted(decided)
         assert found != decided
-    assert all(torch.equal(one, other) for one, other in zip(told.gradients, pinned.gradients, strict=True))
-    assert told.stats is not None
-    assert told.stats.bytes_in == (LAYERS - 1) * NBYTES
+    assert all(torch.equal(one, other) for one, other in zip(record.gradients, pinned.gradients, strict=True))
+    assert record.stats is not None
+    assert record.stats.bytes_in == (LAYERS - 1) * NBYTES
 
 
 def test_host_tensors_do_not_count_in_the_peak_up_to_which_a_compiler_keeps_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All of them at once would be the peak of both graphs, whatever is reused for whichever layer."""
-    told = compiled_step(monkeypatch, pinned=True, prefetch_bytes=NBYTES)
-    forward, backward = map(min, told.peaks)
+    record = compiled_step(monkeypatch, pinned=True, prefetch_bytes=NBYTES)
+    forward, backward = map(min, record.peaks)
     assert forward <= (2 + 2) * NBYTES, "the window, and what a layer is given and makes"
     assert backward < (1 + 4) * NBYTES, "what comes back ahead, and two gradients beside what they are made of"
-    assert told.stats is not None
-    assert told.stats.bytes_in == (LAYERS - 1) * NBYTES
+    assert record.stats is not None
+    assert record.stats.bytes_in == (LAYERS - 1) * NBYTES

@@ -86,11 +86,11 @@ def test_h35_what_a_region_hands_back_is_named_by_what_it_is(
     results = run(graph, x, w)
     assert all(map(torch.equal, results, expected))
     assert all(one.stride() == other.stride() for one, other in zip(results, expected, strict=True))
-    for one, told in zip(results, outputs_of(graph), strict=True):
+    for one, output in zip(results, outputs_of(graph), strict=True):
         # What shares memory when the graph runs shares it in the graph.
         for other, said in zip(results, outputs_of(graph), strict=True):
             shares = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-            assert shares == (storage_of(told) == storage_of(said))
+            assert shares == (storage_of(output) == storage_of(said))
     inputs = [storage_of(node) for node in graph.find_nodes(op="placeholder")]
     assert (storage_of(outputs_of(graph)[1]) in inputs) == (function is not earlier_result and calls == 1) or calls == 2
 

@@ -53,9 +53,9 @@ for directory, blocks in json.load(open(sys.argv[1])):
 else:
     sys.exit()
 os.chdir(directory)
-told = os.open("../output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-os.dup2(told, 1)
-os.dup2(told, 2)
+output = os.open("../output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+os.dup2(output, 1)
+os.dup2(output, 2)
 page = sys.modules["__main__"] = types.ModuleType("__main__")
 for file, line, code in blocks:
     exec(compile("\\n" * (line - 1) + code, file, "exec"), page.__dict__)
@@ -153,8 +153,8 @@ def assert_scripts(words: list[str], written: set[str]) -> None:
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES])
 def test_other_blocks_are_what_they_say(page: Path) -> None:
-    told = re.sub(r"^```bash.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    written = set(re.findall(r"(?<![\w/])[\w.-]+\.(?:py|yaml|yml)\b", told))
+    prose = re.sub(r"^```bash.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    written = set(re.findall(r"(?<![\w/])[\w.-]+\.(?:py|yaml|yml)\b", prose))
     for block in blocks(page):
         assert block.language in _LANGUAGES, f"{block}: ```{block.language} is none of {sorted(_LANGUAGES)}"
         try:

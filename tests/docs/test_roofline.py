@@ -122,7 +122,7 @@ def test_what_it_tells_in_words(javascript: Any) -> None:
     given = {"forward": 2, "saved": 10, "window": 256, "newest": 0}
     links = [{"out": 100, "back": 100}, {"out": 4, "back": 100}, {"out": 4, "back": 1}]
     hidden, limited, hopeless = javascript.value(
-        f"{json.dumps([given | link for link in links])}.map(one => r.told(one, false, false))"
+        f"{json.dumps([given | link for link in links])}.map(one => r.report(one, false, false))"
     )
     share = 10 * GIB / 100e9 / 2
     assert hidden["verdict"] == f"Hidden: the link needs {share:.0%} of the time that there is.".replace("%", " %")
@@ -135,5 +135,5 @@ def test_what_it_tells_in_words(javascript: Any) -> None:
     assert rows["Saved on the device without offload"] == "10.0 GiB"
     assert rows["Saved on the device with it, at most about"] == "256 MiB"
     assert rows["A step with it, at best"] == "6.00 s"
-    nothing = javascript.value(f"r.told({json.dumps(given | links[0] | {'newest': 20000})}, false, false)")
+    nothing = javascript.value(f"r.report({json.dumps(given | links[0] | {'newest': 20000})}, false, false)")
     assert nothing["verdict"].startswith("Nothing leaves")

@@ -22,11 +22,11 @@ _TIMED = {advice.slow_link, advice.full_window, advice.late_reloads, advice.wind
 
 def test_every_piece_of_advice_is_there_in_its_own_words() -> None:
     page = (ROOT / "docs" / "tuning.md").read_text()
-    told = re.findall(r'^\| "([^"]+)"', page, re.MULTILINE)
-    assert len(told) == len(advice.RULES)
+    documented = re.findall(r'^\| "([^"]+)"', page, re.MULTILINE)
+    assert len(documented) == len(advice.RULES)
     otherwise = re.findall(r'"([^"]+)"', page.partition("If nothing of this holds")[2])
     assert len(otherwise) == 2
-    for words, rule in zip(told + otherwise, [*advice.RULES, *[advice._is_fine] * 2], strict=True):
+    for words, rule in zip(documented + otherwise, [*advice.RULES, *[advice._is_fine] * 2], strict=True):
         source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", inspect.getsource(rule))
         assert words in source, (words, rule.__name__)
 

@@ -49,9 +49,9 @@ def test_h24_hooks_that_hide_ours_are_counted_and_told_of_once(
         return results
 
     expected, offload = program(nullcontext()), backend.offload()
-    with pytest.warns(RuntimeWarning, match="other saved-tensor hooks") as told:
+    with pytest.warns(RuntimeWarning, match="other saved-tensor hooks") as warned:
         assert_identical(expected, program(Settled(offload)))
-    assert len(told) == 1
+    assert len(warned) == 1
     stats = assert_settled(offload)
     assert stats.foreign_hooks == 3
     assert_moved(stats)
@@ -77,9 +77,9 @@ def test_h24_a_forward_in_which_nothing_could_be_seen_is_counted_and_told_of_onc
                 pop()
         loss.backward()
 
-    with pytest.warns(RuntimeWarning, match="no saved tensor could be seen") as told:
+    with pytest.warns(RuntimeWarning, match="no saved tensor could be seen") as warned:
         train(3)
-    assert len(told) == 1
+    assert len(warned) == 1
     assert offload.stats().empty_forwards == 3
     with offload:
         loss = (x * 2).tanh().exp().sum()

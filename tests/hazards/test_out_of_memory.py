@@ -163,11 +163,11 @@ def test_h10_what_finds_no_room_to_be_gathered_stays(
     gathered = offload.stats()
     offload.reset_stats()
     full = NoRoomToGather(refuse, monkeypatch)
-    with pytest.warns(RuntimeWarning, match="no memory left to gather") as told:
+    with pytest.warns(RuntimeWarning, match="no memory left to gather") as warned:
         actual = gathered_program(Settled(offload))
     assert_identical(expected, actual)
     assert full.refused > 0
-    assert len(told) == 1
+    assert len(warned) == 1
     stats = assert_settled(offload)
     assert stats.demotions == {"device_full": full.refused}
     assert stats.kept_bytes["failed"] == 32 * 8 * 4 * full.refused

@@ -30,7 +30,7 @@ from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.disk import DiskSlot
 
 transfer_threads._STOP_SECONDS = 0.1  # the end of a process waits for so long for a transfer that never ends
-directory, backend, told = sys.argv[1:]
+directory, backend, reports = sys.argv[1:]
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 
@@ -108,7 +108,7 @@ gc.collect()
 gc.freeze()  # or each fork would copy what its collector looks through
 for name, program, kill in PROGRAMS:
     sys.stderr.flush()
-    with open(f"{told}/stderr", "w+") as complaints:
+    with open(f"{reports}/stderr", "w+") as complaints:
         os.dup2(complaints.fileno(), 2)
         error = None
         try:
@@ -145,9 +145,9 @@ def ends(backend: str) -> dict[str, Ended]:
         if backend != "simulated" or name not in FOR_THE_DISK
     ]
     root = Path(__file__).parents[2]
-    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as told:
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as reports:
         process = subprocess.run(
-            [sys.executable, "-c", PRELUDE + f"PROGRAMS = {programs!r}\n" + NURSERY, directory, backend, told],
+            [sys.executable, "-c", PRELUDE + f"PROGRAMS = {programs!r}\n" + NURSERY, directory, backend, reports],
             capture_output=True,
             text=True,
             cwd=root,

@@ -240,7 +240,7 @@ class Trained(NamedTuple):
     moved: int
     demoted: int
     held: int
-    told: str
+    reported: str
 
 
 def train(group: RealGroup | None = None, ranks: int = 1) -> list[Trained]:
@@ -269,7 +269,7 @@ def train(group: RealGroup | None = None, ranks: int = 1) -> list[Trained]:
             _, complaints = process.communicate("end\n", timeout=60)
             assert process.returncode != -signal.SIGKILL, "the kernel killed it"
             assert process.returncode == 0, complaints[-2000:]
-    return [Trained(*(int(number) for number in numbers.split()), told) for numbers, told in said]
+    return [Trained(*(int(number) for number in numbers.split()), reported) for numbers, reported in said]
 
 
 def assert_some_moved(trained: Trained) -> None:
@@ -282,8 +282,8 @@ def test_h26_a_limit_on_addresses_below_what_offloading_wants_ends_exact_and_say
     pytest.importorskip("resource")
     (trained,) = train()
     assert_some_moved(trained)
-    assert "RLIMIT_AS" in trained.told
-    assert "ulimit -v" in trained.told
+    assert "RLIMIT_AS" in trained.reported
+    assert "ulimit -v" in trained.reported
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -293,9 +293,9 @@ def test_h26_a_control_group_below_what_offloading_wants_does_not_kill_the_run(r
         assert group.kills == 0
         for one in trained:
             assert_some_moved(one)
-            assert "the control group" in one.told
-            assert str(group.directory) in one.told
-            assert ("shared by 2 processes" in one.told) == (ranks == 2)
+            assert "the control group" in one.reported
+            assert str(group.directory) in one.reported
+            assert ("shared by 2 processes" in one.reported) == (ranks == 2)
 
 
 #: Training that holds more than the group may: without offload it is killed, with the disk tier it ends.

@@ -79,7 +79,7 @@ def test_it_asks_for_nothing_but_itself_and_no_script_fails(look: Look, page: Pa
 
 def test_nothing_is_wider_than_the_window(look: Look) -> None:
     assert look.browser.run("[innerWidth, document.documentElement.scrollWidth]") == [look.width, look.width]
-    beyond = """[...document.querySelectorAll("body *:not(.unseen)")].filter(one => {
+    beyond = """[...document.querySelectorAll("body *:not(.visually-hidden)")].filter(one => {
         const box = one.getBoundingClientRect();
         return box.width && (box.right > innerWidth + 0.5 || box.left < -0.5);
     }).map(one => one.outerHTML.slice(0, 80))"""

@@ -42,12 +42,12 @@ def test_a_model_of_8b_on_meta_is_planned_in_a_fresh_process(tmp_path: Path) -> 
     device = ("--device", "h200", "--budget", "32GiB")
     done = run(f"{MODELS}:eight_billion", *device, "--json", "--save", str(saved))
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     parameters = 2 * 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
-    assert told["fits"] is True
-    assert 2 * parameters < told["peak_bytes"] <= 32 * GIB, "with gradients"
-    assert told["moved_bytes"] > 0
-    assert eo.Plan.load(saved).to_dict() == told
+    assert report["fits"] is True
+    assert 2 * parameters < report["peak_bytes"] <= 32 * GIB, "with gradients"
+    assert report["moved_bytes"] > 0
+    assert eo.Plan.load(saved).to_dict() == report
 
 
 @pytest.mark.long
@@ -55,29 +55,29 @@ def test_a_llama_of_70b_on_meta_is_planned_in_a_fresh_process() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     done = run(f"{MODELS}:seventy_billion", "--device", "h200", "--budget", "400GiB", "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     parameters = 2 * 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672)
-    assert 2 * parameters < told["least_budget"] < told["peak_bytes"] <= 400 * GIB, "with gradients"
-    assert 100 * GIB < told["moved_bytes"] < 400 * GIB
-    assert told["compute_seconds"] < told["floor_seconds"] <= told["step_seconds"]
+    assert 2 * parameters < report["least_budget"] < report["peak_bytes"] <= 400 * GIB, "with gradients"
+    assert 100 * GIB < report["moved_bytes"] < 400 * GIB
+    assert report["compute_seconds"] < report["floor_seconds"] <= report["step_seconds"]
 
 
 def test_the_front_is_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"{MODELS}:two_blocks", "--device", "a100", "--front", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert len(told["front"]) == 8
-    assert told["front"][0]["budget"] == told["least_budget"]
-    assert told["front"][-1]["step_seconds"] == told["step_seconds"]
-    assert told["step_seconds"] == pytest.approx(told["compute_seconds"], rel=1e-3), "and the host's first call"
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["front"]) == 8
+    assert report["front"][0]["budget"] == report["least_budget"]
+    assert report["front"][-1]["step_seconds"] == report["step_seconds"]
+    assert report["step_seconds"] == pytest.approx(report["compute_seconds"], rel=1e-3), "and the host's first call"
 
 
 def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"{MODELS}:two_blocks", "--device", "rtx4090", "--budget", "1GiB", "--front"]) == 1
-    told = capsys.readouterr().out
-    assert "Stack on rtx4090" in told
-    assert "does not fit: a peak of" in told
-    assert "less is taken with recompute=True (--recompute), a smaller batch" in told
-    assert len(told.rpartition("     budget")[2].splitlines()) == 9
+    output = capsys.readouterr().out
+    assert "Stack on rtx4090" in output
+    assert "does not fit: a peak of" in output
+    assert "less is taken with recompute=True (--recompute), a smaller batch" in output
+    assert len(output.rpartition("     budget")[2].splitlines()) == 9
     for function, said in (
         (f"{MODELS}:questions", "module '0' asks for the value of a tensor"),
         (f"{MODELS}:nothing", "returns no (model, inputs)"),
@@ -88,9 +88,9 @@ def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(caps
         (MODELS, "name a function as module:function"),
     ):
         assert main([function, "--device", "h200"]) == 2
-        told = capsys.readouterr().err
-        assert said in told
-        assert told.count("\n") == 1
+        output = capsys.readouterr().err
+        assert said in output
+        assert output.count("\n") == 1
     assert main([f"{MODELS}:questions", "--device", "h300"]) == 2
     assert main(["os:path"]) == 2
     assert main(["..x:f"]) == 2

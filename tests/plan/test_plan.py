@@ -297,9 +297,9 @@ def test_a_variable_that_a_plan_was_not_made_for_is_an_error(
     monkeypatch.setenv(f"EAGER_OFFLOAD_{name}", text)
     with pytest.raises(
         eo.ConfigError, match=f"EAGER_OFFLOAD_{name}=.* in the environment does not go with plan="
-    ) as told:
+    ) as raised:
         eo.Offload(plan=everything_fits)
-    assert "unset the variable, or plan anew" in str(told.value)
+    assert "unset the variable, or plan anew" in str(raised.value)
     eo.Offload(everything_fits.config, plan=everything_fits).close()  # beside which no variable is asked
 
 

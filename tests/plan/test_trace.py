@@ -190,12 +190,12 @@ def test_an_error_of_the_models_own_is_no_error_of_the_plan(
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Routed(question))), torch.ones(2, 4)
     with pytest.raises(kind):
         model(x)
-    logger, told = logging.getLogger("torch._subclasses.fake_tensor"), logging.handlers.BufferingHandler(99)
-    logger.addHandler(told)
+    logger, logged = logging.getLogger("torch._subclasses.fake_tensor"), logging.handlers.BufferingHandler(99)
+    logger.addHandler(logged)
     with pytest.raises(kind) as caught:
         eo.plan(model, x, device="h200")
-    logger.removeHandler(told)
-    assert not told.buffer, "the error says it all"
+    logger.removeHandler(logged)
+    assert not logged.buffer, "the error says it all"
     assert not logger.filters
     assert not isinstance(caught.value, eo.OffloadError)
     assert "in module '1.0', while it traced" in "".join(caught.value.__notes__)

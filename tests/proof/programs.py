@@ -198,7 +198,7 @@ class Machine:
         try:
             step()
         except Exception as error:
-            message = self._told(error)
+            message = self._described(error)
             self.trace.append(message)
             self.listing.append(f"    {text}  # {message}")
 
@@ -213,7 +213,7 @@ class Machine:
         """All that gradients are taken for."""
         return [t for t in (*self.leaves, *self._weights.values()) if t.requires_grad]
 
-    def _told(self, error: Exception) -> str:
+    def _described(self, error: Exception) -> str:
         if "modified by an inplace operation" in str(error):
             assert isinstance(error, eo.SavedTensorModifiedError) or self._autograd_may_raise, repr(error)
             return MODIFIED
@@ -263,15 +263,15 @@ class Change(Instruction):
     name: str
     of: int = 0
     other: int = 1
-    unseen: bool = False
+    without_grad: bool = False
     """Whether under ``no_grad``; autograd follows the version all the same."""
 
     def run(self, machine: Machine) -> None:
         one, two = machine.get(self.of), machine.get(self.other)
-        text = f"{self.name}({one.name}, {two.name})" + (" under no_grad" if self.unseen else "")
+        text = f"{self.name}({one.name}, {two.name})" + (" under no_grad" if self.without_grad else "")
 
         def change() -> None:
-            with torch.no_grad() if self.unseen else nullcontext():
+            with torch.no_grad() if self.without_grad else nullcontext():
                 CHANGES[self.name](one.tensor, two.tensor)
             machine.listing.append(f"    {text}")
 

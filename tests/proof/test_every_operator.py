@@ -188,7 +188,7 @@ def run(
         again = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
         return Run(done.outputs, [*first, *(gradients_of(again, done.leaves) if again else ())])
     except Exception as error:
-        return Run(error=told(error, under_offload=offload is not None))
+        return Run(error=described(error, under_offload=offload is not None))
 
 
 def forward(
@@ -227,7 +227,7 @@ def gradients_of(
     return torch.autograd.grad(results, leaves, weights, allow_unused=True, create_graph=create_graph)
 
 
-def told(error: Exception, *, under_offload: bool) -> str:
+def described(error: Exception, *, under_offload: bool) -> str:
     """What has to be the same about an error with and without offload."""
     if "modified by an inplace operation" in str(error):
         assert isinstance(error, eo.SavedTensorModifiedError) is under_offload, repr(error)

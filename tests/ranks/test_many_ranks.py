@@ -72,8 +72,8 @@ FOUR = (
 
 def assert_passed(directory: Path, scenario: str, number: int) -> None:
     found = [directory / f"{scenario}.{rank}" for rank in range(number)]
-    told = [f"rank {rank}:\n{one.read_text()}" for rank, one in enumerate(found) if one.exists() and one.read_text()]
-    assert not told, "\n".join(told)
+    errors = [f"rank {rank}:\n{one.read_text()}" for rank, one in enumerate(found) if one.exists() and one.read_text()]
+    assert not errors, "\n".join(errors)
     assert all(one.exists() for one in found), f"the ranks ended before:\n{(directory / 'output').read_text()[-4000:]}"
 
 

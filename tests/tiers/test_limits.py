@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from eager_offload.tiers import limits
 from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom, local_ranks
-from eager_offload.tiers.ranks import tell_local_ranks
+from eager_offload.tiers.ranks import set_local_ranks
 from tests.tiers.machines import GIB, MIB, FakeMachine, real_group
 
 ROOT = Path(__file__).parents[2]
@@ -61,12 +61,12 @@ def test_h26_the_launcher_says_how_many_processes_share_the_node(environ: dict[s
 
 
 def test_h26_a_framework_may_say_it_where_no_launcher_does() -> None:
-    tell_local_ranks(3)
+    set_local_ranks(3)
     try:
         assert local_ranks({}) == local_ranks({"MASTER_ADDR": "node7"}) == local_ranks({"MASTER_ADDR": "::1"}) == 3
         assert local_ranks({"LOCAL_WORLD_SIZE": "8"}) == 8
     finally:
-        tell_local_ranks(0)
+        set_local_ranks(0)
     assert local_ranks({}) == 1
 
 

@@ -83,13 +83,13 @@ def test_h49_striped_over_two_disks_and_checked(tmp_path: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("told", [0, -1], ids=["swapped out, or of a file", "the system does not tell"])
+@pytest.mark.parametrize("answer", [0, -1], ids=["swapped out, or of a file", "the system does not tell"])
 @pytest.mark.parametrize("parts", [TOUCHED["two parts"], [(0, 24)]], ids=["in part", "whole"])
 def test_h49_what_is_not_there_and_not_zero_travels(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, told: int, parts: list[tuple[float, float]]
+    directory: Path, monkeypatch: pytest.MonkeyPatch, answer: int, parts: list[tuple[float, float]]
 ) -> None:
     (tier, file), source = open_tier(directory), partly_touched(parts)
-    system = SimpleNamespace(mincore=lambda *arguments: told, memcmp=memory._system_calls().memcmp)
+    system = SimpleNamespace(mincore=lambda *arguments: answer, memcmp=memory._system_calls().memcmp)
     with monkeypatch.context() as patch:
         patch.setattr(memory, "_system_calls", lambda: system)  # which says of no page that it is there
         assert touched_spans(source.data_ptr(), SIZE) == [Span(0, SIZE)]

@@ -231,7 +231,7 @@ def features() -> list[Feature]:
     modes = _HUGE_PAGES.read_text() if _HUGE_PAGES.exists() else ""
     backend = importlib.metadata.entry_points(group="torch_dynamo_backends", name="eager_offload")
     around = "a disk is reached through pinned memory, as it is with this too: nothing uses it yet"
-    # torch has the names where it cannot do it, and without the driver the copies go through host memory unseen.
+    # torch has the names where it cannot do it, and without the driver the copies go through host memory unnoticed.
     storage = _resolves("torch.cuda.gds.GdsFile") and torch.cuda.is_available() and _STORAGE_DRIVER.exists()
     return [
         Feature("os.pwritev", hasattr(os, "pwritev"), "there is no disk tier"),

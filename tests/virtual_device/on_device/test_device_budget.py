@@ -132,10 +132,10 @@ def test_h55_a_budget_that_cannot_be_kept_is_told_once_and_nothing_stays(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         actual = training.steps(12, offload)
-    told = [str(one.message) for one in caught if "device_budget" in str(one.message)]
-    assert len(told) == 1
-    assert "device_budget=2MiB is not kept: the peak on " in told[0]
-    assert "raise device_budget" in told[0]
+    warned = [str(one.message) for one in caught if "device_budget" in str(one.message)]
+    assert len(warned) == 1
+    assert "device_budget=2MiB is not kept: the peak on " in warned[0]
+    assert "raise device_budget" in warned[0]
     stats = offload.stats(synchronize=True)
     assert stats.keep_last_bytes == 0
     assert stats.demotions["over_budget"] > 1
