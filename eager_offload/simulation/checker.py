@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from eager_offload.runtime.base import Event, Stream
-from eager_offload.simulation.log import Log
+from eager_offload.simulation.log import Allocated, Entry, Freed, Log, Operation, Recorded, Synchronized, Waited
 from eager_offload.tiers.base import Region
 
 __all__ = ["Access", "AccessKind", "Checker", "OrderingError", "Violation"]
@@ -129,51 +129,33 @@ class Checker(Log):
 
     # -- the log --------------------------------------------------------------------------------------------------
 
-    def access(self, stream: Stream, reads: Sequence[Region], writes: Sequence[Region], what: str) -> None:
+    def write(self, entry: Entry) -> None:
         with self._lock:
-            number = self._enqueue(stream)
-            touched = [Access(stream, AccessKind.READ, what, region, number) for region in reads]
-            touched += [Access(stream, AccessKind.WRITE, what, region, number) for region in writes]
-            self._check(touched)
-
-    def allocate(self, stream: Stream, region: Region, what: str) -> None:
-        with self._lock:
-            self._check([Access(stream, AccessKind.ALLOCATE, what, region, self._enqueue(stream))])
-
-    def free(self, stream: Stream, region: Region, what: str) -> None:
-        with self._lock:
-            self._check([Access(stream, AccessKind.FREE, what, region, self._enqueue(stream))])
-
-    def record(self, stream: Stream, event: Event) -> None:
-        with self._lock:
-            self._enqueue(stream)
-            self._events.put(event, dict(self._streams[stream]))
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        with self._lock:
-            number = self._enqueue(stream)
-            known = self._recorded(event, Access(stream, AccessKind.WAIT, "wait", None, number))
-            _join(self._streams[stream], known)
-
-    def synchronize(self, event: Event) -> None:
-        with self._lock:
-            number = self._next()
-            known = self._recorded(event, Access(None, AccessKind.SYNCHRONIZE, "synchronize", None, number))
-            _join(self._host, known)
+            number = self._number
+            self._number += 1
+            if isinstance(entry, Synchronized):
+                waiter = Access(None, AccessKind.SYNCHRONIZE, "synchronize", None, number)
+                _join(self._host, self._recorded(entry.event, waiter))
+                return
+            stream = entry.stream
+            clock = self._streams.setdefault(stream, {})
+            _join(clock, self._host)  # what the host enqueues comes after all that it knows
+            clock[stream] = number
+            match entry:
+                case Operation(_, reads, writes, what):
+                    touched = [Access(stream, AccessKind.READ, what, region, number) for region in reads]
+                    touched += [Access(stream, AccessKind.WRITE, what, region, number) for region in writes]
+                    self._check(touched)
+                case Allocated(_, region, what):
+                    self._check([Access(stream, AccessKind.ALLOCATE, what, region, number)])
+                case Freed(_, region, what):
+                    self._check([Access(stream, AccessKind.FREE, what, region, number)])
+                case Recorded(_, event):
+                    self._events.put(event, dict(clock))
+                case Waited(_, event):
+                    _join(clock, self._recorded(event, Access(stream, AccessKind.WAIT, "wait", None, number)))
 
     # -- clocks ---------------------------------------------------------------------------------------------------
-
-    def _next(self) -> int:
-        self._number += 1
-        return self._number - 1
-
-    def _enqueue(self, stream: Stream) -> int:
-        """Puts the next entry on ``stream``, after all that the host knows."""
-        number = self._next()
-        clock = self._streams.setdefault(stream, {})
-        _join(clock, self._host)
-        clock[stream] = number
-        return number
 
     def _recorded(self, event: Event, waiter: Access) -> _Clock:
         known = self._events.get(event)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import OpOverload, TorchDispatchMode, is_fake
-from eager_offload.runtime.base import Event, Runtime, Stream
-from eager_offload.simulation.log import Log
+from eager_offload.runtime.base import Runtime, Stream
+from eager_offload.simulation.log import Allocated, Entry, Freed, Log, Operation
 from eager_offload.simulation.signatures import Operand, signature_of, tensors_in
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.extents import Extents
@@ -54,14 +54,12 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     ) -> None:
         """
         Args:
-            log: where the operators go. What the runtime itself does goes into ``observer.log``.
+            log: where the operators go. The observer is a log as well, for what the runtime itself does.
             device: whose tensors are watched; the index does not matter.
             home: the stream that owns what was allocated before; the current one unless given.
             work: called for every operator that touches bytes.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
-        #: For the runtime: the same log, but whatever died is written first.
-        self.log: Log = _SweptLog(log, self)
         #: Bytes in storages that were allocated under observation and live, and the most there ever were.
         self.resident_bytes = 0
         self.peak_resident_bytes = 0
@@ -88,6 +86,11 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
                 # A block that got another range since is followed by another reference.
                 if (block := self._blocks.get(ref.key)) is not None and block.ref is ref:
                     self._release(self._blocks.pop(ref.key))
+
+    def write(self, entry: Entry) -> None:
+        """An entry of the runtime's. What died comes before it, and so before what that entry orders."""
+        self.sweep()
+        self._log.write(entry)
 
     # -- naming, for the runtime ------------------------------------------------------------------------------------
 
@@ -151,7 +154,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         reads = [region for region in reads if region.stop > region.start]
         writes = [region for region in writes if region.stop > region.start]
         if reads or writes:
-            self._log.access(stream, reads, writes, what)
+            self._log.write(Operation(stream, tuple(reads), tuple(writes), what))
             if self._work is not None:
                 self._work(stream, what, sum(region.stop - region.start for region in (*reads, *writes)))
 
@@ -209,7 +212,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         self.resident_bytes += nbytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
         if nbytes:
-            self._log.allocate(stream, region, what)
+            self._log.write(Allocated(stream, region, what))
         return block
 
     def _follow(self, storage: torch.UntypedStorage, stream: Stream, region: Region, *, observed: bool) -> _Block:
@@ -225,7 +228,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     def _release(self, block: _Block) -> None:
         if block.nbytes:
-            self._log.free(block.stream, block.region, "the last reference went")
+            self._log.write(Freed(block.stream, block.region, "the last reference went"))
         if block.observed:
             self._pools[block.stream].give(block.region.start, block.nbytes)
             self.resident_bytes -= block.nbytes
@@ -313,38 +316,6 @@ def _span(tensor: Tensor) -> _Span:
 
 
 # -- who else writes --------------------------------------------------------------------------------------------------
-
-
-class _SweptLog(Log):
-    """A log in which whatever died comes before the next entry, and so before what that entry orders."""
-
-    def __init__(self, log: Log, observer: OperatorObserver) -> None:
-        self._log = log
-        self._observer = observer
-
-    def access(self, stream: Stream, reads: Sequence[Region], writes: Sequence[Region], what: str) -> None:
-        self._observer.sweep()
-        self._log.access(stream, reads, writes, what)
-
-    def allocate(self, stream: Stream, region: Region, what: str) -> None:
-        self._observer.sweep()
-        self._log.allocate(stream, region, what)
-
-    def free(self, stream: Stream, region: Region, what: str) -> None:
-        self._observer.sweep()
-        self._log.free(stream, region, what)
-
-    def record(self, stream: Stream, event: Event) -> None:
-        self._observer.sweep()
-        self._log.record(stream, event)
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        self._observer.sweep()
-        self._log.wait(stream, event)
-
-    def synchronize(self, event: Event) -> None:
-        self._observer.sweep()
-        self._log.synchronize(event)
 
 
 class _Elsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it

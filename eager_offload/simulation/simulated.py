@@ -14,9 +14,8 @@ from eager_offload.runtime.base import Direction
 from eager_offload.simulation.checker import Access, Checker, Violation
 from eager_offload.simulation.deferred import Move
 from eager_offload.simulation.device import SimulatedDevice, SimulatedEvent, SimulatedStream
-from eager_offload.simulation.log import Log, LoggedRuntime
+from eager_offload.simulation.log import Log, LoggedRuntime, Recording
 from eager_offload.simulation.observer import OperatorObserver
-from eager_offload.simulation.recording import Recording
 
 __all__ = ["SimulatedEvent", "SimulatedRuntime", "SimulatedStream"]
 
@@ -44,7 +43,7 @@ class SimulatedRuntime(LoggedRuntime, SimulatedDevice):
             log = recording
         observer = OperatorObserver(self, log, torch.device("cpu"), home=self._default, work=self._compute)
         self._checker, self._observer = checker, observer
-        self.attach(observer.log, observer)
+        self.attach(observer, observer)
         try:
             with observer:
                 yield checker

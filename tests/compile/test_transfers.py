@@ -13,7 +13,7 @@ from torch import Tensor
 import eager_offload as eo
 from eager_offload.compile import ops
 from eager_offload.runtime.base import Direction, Layout, Stream
-from eager_offload.simulation.recording import Recorded, Recording, Waited
+from eager_offload.simulation.log import Recorded, Recording, Waited
 from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, CheckedBackend, SimulatedBackend, offloader_of

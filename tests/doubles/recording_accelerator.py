@@ -30,7 +30,7 @@ from torch import Tensor
 
 from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.base import Stream
-from eager_offload.simulation.log import Log
+from eager_offload.simulation.log import Allocated, Freed, Log, Operation
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.memory import PAGE
 from tests.doubles.recording_captures import DriverCaptures, RecordingGraph
@@ -260,15 +260,15 @@ class RecordingAccelerator(AcceleratorApi):
         block = self._block_of(tensor) or _nowhere()
         block.announced = True
         if self.log is not None:
-            self.log.allocate(stream, self.region(tensor), what)
+            self.log.write(Allocated(stream, self.region(tensor), what))
 
     # -- what a test does with it -----------------------------------------------------------------------------------
 
     def launch(self, stream: torch.Stream, kernel: Callable[..., object], *args: Tensor, what: str) -> None:
         """Enqueues a kernel of the user's, which writes its first argument and reads the others."""
         if self.log is not None:
-            regions = [self.region(tensor) for tensor in args]
-            self.log.access(stream, regions[1:], regions[:1], what)
+            regions = tuple(self.region(tensor) for tensor in args)
+            self.log.write(Operation(stream, regions[1:], regions[:1], what))
         memory = [self._memory(tensor) for tensor in args]
         self.enqueue(Key(stream.device.index, stream.stream_id), Step(run=lambda: kernel(*memory)))
 
@@ -376,7 +376,7 @@ class RecordingAccelerator(AcceleratorApi):
         if block.announced and self.log is not None:
             stream = RecordingStream(self, block.key)
             whole = Region(block.name, 0, block.memory.numel())
-            self.log.free(stream, whole, "given back")
+            self.log.write(Freed(stream, whole, "given back"))
         block.announced = False
         self._idle[block.key].append(block)
 

@@ -24,9 +24,8 @@ from eager_offload._torch import TorchDispatchMode, weak_storage, without_dispat
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.simulation.checker import Checker
 from eager_offload.simulation.deferred import POISON
-from eager_offload.simulation.log import Log
+from eager_offload.simulation.log import Log, Operation, Recorded, Recording, Synchronized, Waited
 from eager_offload.simulation.observer import OperatorObserver
-from eager_offload.simulation.recording import Recording
 from eager_offload.tiers.base import Region
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.doubles.recording_streams import Key, Mark, RecordingEvent, RecordingStream, Step
@@ -77,7 +76,7 @@ class TrainingAccelerator(RecordingAccelerator):
             log = recording
         home = RecordingStream(self, Key(0, 0))
         self._observer = observer = OperatorObserver(self.runtime, log, _CPU, home=home)
-        self.log = observer.log
+        self.log = observer
         try:
             with observer:
                 yield checker
@@ -129,8 +128,8 @@ class TrainingAccelerator(RecordingAccelerator):
         self.during_copy()
         if self._observer is not None:
             what = "offload" if weak_storage(dst.untyped_storage()) in self._pinned else "reload"
-            reads, writes = [self._observer.region(src)], [self._observer.region(dst)]
-            self._observer.log.access(self._stream(key), reads, writes, what)
+            reads, writes = (self._observer.region(src),), (self._observer.region(dst),)
+            self._observer.write(Operation(self._stream(key), reads, writes, what))
         nbytes = dst.numel()
         with without_dispatch_modes():
             target, source = _End(self, dst), _End(self, src)
@@ -155,11 +154,11 @@ class TrainingAccelerator(RecordingAccelerator):
 
     def on_record(self, key: Key, mark: Mark) -> None:
         if self.log is not None:
-            self.log.record(self._stream(key), mark)
+            self.log.write(Recorded(self._stream(key), mark))
 
     def on_wait(self, key: Key, event: Mark | RecordingEvent) -> None:
         if self.log is not None:
-            self.log.wait(self._stream(key), event)
+            self.log.write(Waited(self._stream(key), event))
 
     def admits(self, mark: Mark) -> bool:
         return mark in self._known or (mark.passed and self._random.random() < self.haste)
@@ -168,7 +167,7 @@ class TrainingAccelerator(RecordingAccelerator):
         if isinstance(event, Mark):
             self._known.add(event)
         if self.log is not None:
-            self.log.synchronize(event)
+            self.log.write(Synchronized(event))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from eager_offload import Offload
 from eager_offload.engine.transfer import State
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import HostEvent
-from eager_offload.simulation.recording import Recorded, Recording, Waited
+from eager_offload.simulation.log import Recorded, Recording, Waited
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.disk import DiskSlot

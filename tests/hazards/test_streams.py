@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.runtime.base import Direction
-from eager_offload.simulation.recording import Operation, Recorded, Recording, Waited
+from eager_offload.simulation.log import Operation, Recorded, Recording, Waited
 from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.blocks import Step

@@ -19,7 +19,7 @@ from eager_offload import Offload
 from eager_offload.runtime.accelerator import AcceleratorEvent
 from eager_offload.runtime.base import Direction
 from eager_offload.simulation.checker import Checker
-from eager_offload.simulation.recording import Allocated, Freed, Operation, Recorded, Recording, Synchronized, Waited
+from eager_offload.simulation.log import Allocated, Freed, Operation, Recorded, Recording, Synchronized, Waited
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled
 from tests.hazards.blocks import ROWS, WIDTH, blocks
@@ -305,7 +305,7 @@ def violations(recording: Recording, without: set[int]) -> int:
     checker = Checker()
     for index, entry in enumerate(recording.entries):
         if index not in without:
-            entry.feed(checker)
+            checker.write(entry)
     return len(checker.violations)
 
 

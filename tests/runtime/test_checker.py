@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eager_offload.simulation import checker as checker_module
 from eager_offload.simulation.checker import Checker, OrderingError
-from eager_offload.simulation.recording import (
+from eager_offload.simulation.log import (
     Allocated,
     Entry,
     Freed,
@@ -134,7 +134,7 @@ def test_the_verdict_equals_that_of_reachability(compact_at: int, log: list[Entr
         patch.setattr(checker_module, "_COMPACT_AT", compact_at)
         checker = Checker()
         for entry in log:
-            entry.feed(checker)
+            checker.write(entry)
     graph = Graph(log)
     races = graph.races()
     found = {Pair(v.earlier.number, v.later.number) for v in checker.violations if v.earlier is not None}
@@ -149,47 +149,47 @@ def test_the_verdict_equals_that_of_reachability(compact_at: int, log: list[Entr
 
 def test_a_wait_for_an_earlier_event_takes_nothing_back() -> None:
     checker = Checker()
-    checker.record(OUT, 1)
-    checker.access(OUT, [], [BLOCK], "write")
-    checker.record(OUT, 2)
-    checker.wait(IN, 2)
-    checker.wait(IN, 1)
-    checker.access(IN, [BLOCK], [], "read")
+    checker.write(Recorded(OUT, 1))
+    checker.write(Operation(OUT, (), (BLOCK,), "write"))
+    checker.write(Recorded(OUT, 2))
+    checker.write(Waited(IN, 2))
+    checker.write(Waited(IN, 1))
+    checker.write(Operation(IN, (BLOCK,), (), "read"))
     checker.assert_clean()
 
 
 def test_an_empty_range_conflicts_with_nothing() -> None:
     checker = Checker()
-    checker.access(OUT, [], [Region("slab", 0, 100)], "first")
-    checker.access(IN, [], [Region("slab", 50, 50)], "empty")
+    checker.write(Operation(OUT, (), (Region("slab", 0, 100),), "first"))
+    checker.write(Operation(IN, (), (Region("slab", 50, 50),), "empty"))
     checker.assert_clean()
     assert checker.cells == 1
 
 
 def test_one_pair_is_reported_once_however_often_it_was_cut() -> None:
     checker = Checker()
-    checker.access(OUT, [], [Region("slab", 0, 100)], "write")
+    checker.write(Operation(OUT, (), (Region("slab", 0, 100),), "write"))
     for start in range(0, 100, 10):
-        checker.access(OUT, [Region("slab", start, start + 5)], [], "read")
-    checker.access(IN, [], [Region("slab", 0, 100)], "late")
+        checker.write(Operation(OUT, (Region("slab", start, start + 5),), (), "read"))
+    checker.write(Operation(IN, (), (Region("slab", 0, 100),), "late"))
     assert sum(race.earlier is not None and race.earlier.what == "write" for race in checker.violations) == 1
 
 
 def test_what_came_before_an_ordered_write_is_not_reported_beside_it() -> None:
     checker = Checker()
-    checker.access("a", [], [BLOCK], "write")
-    checker.access("a", [BLOCK], [], "read")
-    checker.record("a", 1)
-    checker.wait("b", 1)
-    checker.access("b", [], [BLOCK], "ordered write")
-    checker.access("c", [], [BLOCK], "late write")
+    checker.write(Operation("a", (), (BLOCK,), "write"))
+    checker.write(Operation("a", (BLOCK,), (), "read"))
+    checker.write(Recorded("a", 1))
+    checker.write(Waited("b", 1))
+    checker.write(Operation("b", (), (BLOCK,), "ordered write"))
+    checker.write(Operation("c", (), (BLOCK,), "late write"))
     assert [race.earlier.what for race in checker.violations if race.earlier is not None] == ["ordered write"]
 
 
 def test_the_report_says_who_where_and_what_to_do() -> None:
     checker = Checker()
-    checker.access(OUT, [BLOCK], [SLOT], "offload")
-    checker.free(MAIN, BLOCK, "source")
+    checker.write(Operation(OUT, (BLOCK,), (SLOT,), "offload"))
+    checker.write(Freed(MAIN, BLOCK, "source"))
     with pytest.raises(OrderingError) as raised:
         checker.assert_clean()
     text = str(raised.value)
@@ -203,9 +203,9 @@ def test_the_report_says_who_where_and_what_to_do() -> None:
 
 def test_the_report_of_many_is_short() -> None:
     checker = Checker()
-    checker.access(OUT, [], [BLOCK], "offload")
+    checker.write(Operation(OUT, (), (BLOCK,), "offload"))
     for index in range(50):
-        checker.access(f"stream {index}", [BLOCK], [], "read")
+        checker.write(Operation(f"stream {index}", (BLOCK,), (), "read"))
     with pytest.raises(OrderingError, match="50 accesses are out of order") as raised:
         checker.assert_clean()
     assert len(str(raised.value).splitlines()) < 60
@@ -217,9 +217,9 @@ def test_h25_memory_stays_bounded_over_many_steps() -> None:
     for step in range(20_000):
         event = Event()
         region = Region("device", 64 * (step % 97), 64 * (step % 97) + 64 + step % 13)
-        checker.access(MAIN, [], [region], "produce")
-        checker.record(MAIN, event)
-        checker.synchronize(event)
+        checker.write(Operation(MAIN, (), (region,), "produce"))
+        checker.write(Recorded(MAIN, event))
+        checker.write(Synchronized(event))
         if step % 1000 == 999:
             sizes.add(checker.cells)
     checker.assert_clean()
@@ -229,7 +229,7 @@ def test_h25_memory_stays_bounded_over_many_steps() -> None:
 def test_h25_an_event_that_nobody_holds_is_forgotten() -> None:
     checker = Checker()
     event = Event()
-    checker.record(MAIN, event)
+    checker.write(Recorded(MAIN, event))
     gone = weakref.ref(event)
     del event
     assert gone() is None
@@ -239,15 +239,16 @@ def test_h25_spaces_that_went_are_forgotten() -> None:
     checker = Checker()
     for _ in range(10_000):
         event = Event()
-        checker.access(MAIN, [], [Region(event, 0, 64)], "produce")
-        checker.record(MAIN, event)
-        checker.synchronize(event)
+        checker.write(Operation(MAIN, (), (Region(event, 0, 64),), "produce"))
+        checker.write(Recorded(MAIN, event))
+        checker.write(Synchronized(event))
     assert checker.cells < 6_000
 
 
 @pytest.mark.parametrize("entry", [Waited(OUT, "nothing"), Synchronized("nothing")])
 def test_waiting_for_an_event_that_was_never_recorded_is_reported(entry: Entry) -> None:
-    entry.feed(checker := Checker())
+    checker = Checker()
+    checker.write(entry)
     with pytest.raises(OrderingError, match="never recorded"):
         checker.assert_clean()
 
@@ -266,11 +267,11 @@ ENTRIES: list[Entry] = [
 ]
 
 
-def test_a_recording_replays_what_it_was_told_and_passes_it_on() -> None:
+def test_a_recording_replays_what_was_written_and_passes_it_on() -> None:
     checker = Checker()
     recording = Recording(checker)
     for entry in ENTRIES:
-        entry.feed(recording)
+        recording.write(entry)
     recording.replay(again := Recording())
     assert recording.entries == again.entries == ENTRIES
     assert checker.entries == len(ENTRIES)
@@ -280,7 +281,7 @@ def test_a_recording_replays_what_it_was_told_and_passes_it_on() -> None:
 def test_a_recording_leaves_out_one_entry_and_numbers_are_its_indices() -> None:
     recording = Recording()
     for entry in ENTRIES:
-        entry.feed(recording)
+        recording.write(entry)
     recording.replay(checker := Checker(), without=6)
     (race,) = checker.violations
     assert race.earlier is not None

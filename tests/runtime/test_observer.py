@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from eager_offload.runtime.base import Layout
+from eager_offload.simulation.log import Allocated, Entry, Freed, Operation, Recording
 from eager_offload.simulation.observer import OperatorObserver
-from eager_offload.simulation.recording import Allocated, Entry, Freed, Operation, Recording
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import Region
 
@@ -253,7 +253,7 @@ def test_a_resized_storage_gets_another_range(watch: Watch) -> None:
 
 
 def test_targets_that_the_runtime_allocates_are_named_once(watch: Watch) -> None:
-    watch.runtime.attach(watch.observer.log, watch.observer)
+    watch.runtime.attach(watch.observer, watch.observer)
     begin = len(watch.log.entries)
     target = watch.runtime.allocate(Layout(100, alignment_offset=4), CPU, watch.runtime.default_stream)
     assert target.data_ptr() % 64 == 4

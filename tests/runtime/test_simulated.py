@@ -12,7 +12,7 @@ from torch import Tensor
 from eager_offload.errors import TransferError
 from eager_offload.runtime.base import Direction, Event, Layout
 from eager_offload.simulation.checker import Checker, OrderingError
-from eager_offload.simulation.recording import Recording
+from eager_offload.simulation.log import Recording
 from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.runtime.simulated_rig import CPU, DistantSlot, Rig, flat
 

@@ -20,6 +20,7 @@ from eager_offload.runtime.accelerator import AcceleratorEvent
 from eager_offload.runtime.base import Direction, Layout
 from eager_offload.runtime.staging import StagedEvent, Staging
 from eager_offload.simulation.checker import Checker
+from eager_offload.simulation.log import Operation, Recorded, Synchronized
 from eager_offload.tiers.base import Region, Slot
 from eager_offload.tiers.disk import DiskSlot
 from tests.doubles.training_accelerator import TrainingAccelerator
@@ -55,19 +56,19 @@ def disk_in_the_log(double: TrainingAccelerator, monkeypatch: pytest.MonkeyPatch
     """What the threads read and write is in the log too, as what the host does: at once, and over when it returns."""
     write, read = DiskSlot.write, DiskSlot.read
 
-    def note(reads: list[Any], writes: list[Any], what: str) -> None:
+    def note(read: Region, written: Region, what: str) -> None:
         if double.log is not None:
             over = object()
-            double.log.access("disk", reads, writes, what)
-            double.log.record("disk", over)
-            double.log.synchronize(over)
+            double.log.write(Operation("disk", (read,), (written,), what))
+            double.log.write(Recorded("disk", over))
+            double.log.write(Synchronized(over))
 
     def logged_write(slot: DiskSlot, source: Tensor) -> None:
-        note([double.name(source)], [slot.region], "write to disk")
+        note(double.name(source), slot.region, "write to disk")
         write(slot, source)
 
     def logged_read(slot: DiskSlot, target: Tensor) -> None:
-        note([slot.region], [double.name(target)], "read from disk")
+        note(slot.region, double.name(target), "read from disk")
         read(slot, target)
 
     with monkeypatch.context() as patch, double.checked() as checker:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from eager_offload.simulation.checker import Checker, Violation
+from eager_offload.simulation.log import Allocated, Freed, Operation, Recorded, Waited
 from eager_offload.tiers.base import Region
 from tests.virtual_device import NAME
 
@@ -84,12 +85,12 @@ def violations(nodes: Sequence[Node], without: Collection[Edge] = ()) -> list[Vi
     for node in nodes:
         for before in node.after:
             if (before, node.number) not in without:
-                checker.wait(node, events[before])
+                checker.write(Waited(node, events[before]))
         if node.kind == "allocate":
-            checker.allocate(node, node.writes[0], node.what)
+            checker.write(Allocated(node, node.writes[0], node.what))
         elif node.kind == "free":
-            checker.free(node, node.writes[0], node.what)
+            checker.write(Freed(node, node.writes[0], node.what))
         else:
-            checker.access(node, node.reads, node.writes, node.what)
-        checker.record(node, events[node.number])
+            checker.write(Operation(node, node.reads, node.writes, node.what))
+        checker.write(Recorded(node, events[node.number]))
     return checker.violations

@@ -110,7 +110,6 @@ _FIRST: dict[str, list[str]] = {
     "simulation/device": _SIMULATED,
     "simulation/log": ["tests/runtime/test_accelerator.py", *_SIMULATED],
     "simulation/observer": _SIMULATED,
-    "simulation/recording": ["tests/runtime/test_simulated_order.py", *_SIMULATED],
     "runtime/link_probe": [
         "tests/runtime/test_interrupted_probe.py",
         "tests/runtime/test_accelerator_memory.py",
@@ -174,7 +173,6 @@ _ALONE = (
     "runtime/device_clock",
     "runtime/link_probe",
     "runtime/pinned",
-    "simulation/recording",
     "runtime/staging",
     "tiers/cgroups",
     "tiers/limits",
