@@ -48,111 +48,6 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._ordered_set import OrderedSet
 
-__all__ = [
-    "OF_CUDA",
-    "OTHER_VERSIONS",
-    "PRIVATE_NAMES",
-    "CustomGraphPass",
-    "CustomInferenceAwareGraphPass",
-    "CustomPartitionerFn",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "HookFunctions",
-    "HostRegistration",
-    "OpOverload",
-    "OptimizedModule",
-    "OrderedSet",
-    "TorchDispatchMode",
-    "V",
-    "accelerator_in_use",
-    "address_and_version",
-    "after_backward",
-    "allow_hooks_again",
-    "allowing_changes",
-    "asker_may_return_it",
-    "asking_node",
-    "autograd_sequence",
-    "base_of",
-    "begin_graph",
-    "below_autograd",
-    "cast_from",
-    "channels_last_strides",
-    "checkpoint_hooks",
-    "checkpoint_is_traced",
-    "checkpoint_modes",
-    "checkpoint_store_key",
-    "compile_fx",
-    "compiler_inlines_hooks",
-    "compiler_is_loaded",
-    "configure_inductor",
-    "current_autograd_node",
-    "current_backward",
-    "detached",
-    "dispatch_modes",
-    "fake_mode_of",
-    "finish_collective",
-    "flatten_with_names",
-    "forget_workspaces",
-    "function_modes",
-    "generators",
-    "get_decompositions",
-    "graph_kind",
-    "graph_memory_pool",
-    "has_compiled",
-    "hide_from_compilers",
-    "hint",
-    "host_registration",
-    "inductor_config",
-    "inductor_ir",
-    "inductor_options",
-    "is_capturing",
-    "is_fake",
-    "is_plain_fake",
-    "is_tracing",
-    "is_view",
-    "is_wrapper",
-    "keep_side_effects",
-    "leave_out_of_peak",
-    "library",
-    "make_fallback",
-    "min_cut_rematerialization_partition",
-    "module_call",
-    "neg_view",
-    "new_graph",
-    "node_sequence",
-    "offloaded_modules",
-    "order_recomputed_kernels",
-    "overriding_stale_streams",
-    "own_call",
-    "preserve_node_ordering",
-    "profiled",
-    "profiler_is_on",
-    "release_failed_graph",
-    "rename_node",
-    "replace_checkpoint_modes",
-    "replace_hook_inlining",
-    "replace_hooks",
-    "require_torch",
-    "set_module_call",
-    "share_calling_convention",
-    "sharing_versions",
-    "storage_key",
-    "stream_is_capturing",
-    "streams_are_values",
-    "top_pack_hook",
-    "trace_bans_on_hooks",
-    "tree_iter",
-    "tree_map",
-    "unflatten",
-    "version_of",
-    "weak_storage",
-    "with_other_owners",
-    "without_caller_modes",
-    "without_dispatch_modes",
-    "without_torch_function",
-]
-
-
 #: By what happens where they are not there. torch 2.11 to 2.15 have them, but for those of ``OTHER_VERSIONS``.
 PRIVATE_NAMES = {
     "the import fails: when a copy may start cannot be told": ("torch.autograd._get_sequence_nr",),
@@ -276,11 +171,14 @@ _profiler: Any = torch.autograd.profiler
 
 def require_torch(version: str = torch.__version__) -> None:
     """Raises ``ImportError`` where torch is older than the library can work with."""
-    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if release < _OLDEST:
+    if _release(version) < _OLDEST:
         raise ImportError(
             f"eager_offload needs torch {_OLDEST[0]}.{_OLDEST[1]} or newer, but {version} is installed: upgrade torch"
         )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 require_torch()
@@ -587,7 +485,7 @@ def release_failed_graph(graph: Any, index: int, memory: tuple[int, int] | None,
     to draw in eager code. Builds for ROCm have been put right without another version.
     """
     graph.reset()
-    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    release = _release(torch.__version__)
     if memory is None or torch.version.hip is not None or release > (2, 13):
         return
     with suppress(RuntimeError):
@@ -741,10 +639,14 @@ def library(namespace: str, kind: str = "DEF") -> Any:
     return torch.library.Library(namespace, kind)  # type: ignore[no-untyped-call]  # torch declares no types for it
 
 
+def _if_imported(module: str, name: str) -> Any:
+    """A name of a module; ``None`` where nothing has imported it, so that there is nothing of the kind."""
+    return getattr(sys.modules.get(module), name, None)
+
+
 def is_fake(kind: type) -> bool:
     """Whether tensors of this type have no bytes, though their device looks real."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # never imported: there are none
-    fake = getattr(module, "FakeTensor", None)
+    fake = _if_imported("torch._subclasses.fake_tensor", "FakeTensor")
     return fake is not None and issubclass(kind, fake)
 
 
@@ -774,8 +676,7 @@ def finish_collective(tensor: Tensor) -> None:
 
     Every reader of such a tensor does the same first; it may be done any number of times.
     """
-    module = sys.modules.get("torch.distributed._functional_collectives")  # never imported: it has made no tensor
-    kind = getattr(module, "AsyncCollectiveTensor", None)
+    kind = _if_imported("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
     if kind is not None and isinstance(tensor, kind):
         tensor.trigger_wait()
 
@@ -932,8 +833,7 @@ class _HookInlining:
         self, fw_module: GraphModule, bw_module: GraphModule, num_inner_fwd_outputs: int, *rest: Any, **named: Any
     ) -> None:
         meta = rest[0] if rest else named.get("inner_meta")
-        backward_is_compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-        if getattr(backward_is_compiled, "in_compiled_autograd_region", False) or not self.ours(
+        if _if_imported("torch._dynamo.compiled_autograd", "in_compiled_autograd_region") or not self.ours(
             fw_module, bw_module, num_inner_fwd_outputs, getattr(meta, "static_input_indices", None) or ()
         ):
             self.theirs(fw_module, bw_module, num_inner_fwd_outputs, *rest, **named)
@@ -988,8 +888,8 @@ def trace_bans_on_hooks(ours: Callable[[], bool]) -> None:
 
 def has_compiled() -> bool:
     """Whether anything in this process has been compiled: autograd then has nodes of which no saved tensor is seen."""
-    module = sys.modules.get("torch._dynamo.utils")
-    return module is not None and module.counters["stats"]["unique_graphs"] > 0
+    counters = _if_imported("torch._dynamo.utils", "counters")
+    return counters is not None and counters["stats"]["unique_graphs"] > 0
 
 
 def compiler_is_loaded() -> bool:
@@ -1012,9 +912,8 @@ def hide_from_compilers(function: Callable[..., Any]) -> None:
 def offloaded_modules(model: nn.Module) -> list[str]:
     """The names of the modules in ``model`` that torch's ``offload_wrapper`` stands around: all that is saved inside of
     them goes to host memory."""
-    wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")  # never imported: none
-    wrapper = getattr(wrappers, "OffloadWrapper", ())
-    return [name for name, module in model.named_modules() if isinstance(module, wrapper)]
+    wrapper = _if_imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper")
+    return [name for name, module in model.named_modules() if wrapper is not None and isinstance(module, wrapper)]
 
 
 #: Whether a profiler of torch's runs. Each pack and unpack asks, so it is no function in Python.
