@@ -99,7 +99,7 @@ def most_pins(graph: Graph) -> int:
             ends[node.args[0] if node.target is ops.wait_tensor else node] = node
             pins[node] += "after" in node.kwargs
         elif getattr(node.target, "__name__", "") == "control_deps":
-            pins.update(ends[one] for one in node.args[0])
+            pins.update(ends[one] for one in node.args[0] if one in ends)  # the others are what it is made from
     return max(pins.values(), default=0)
 
 

@@ -26,7 +26,13 @@ from eager_offload.compile.aot_hooks import offload_between
 from eager_offload.compile.cost import bandwidth_of, machine_of, roofline
 from eager_offload.compile.graphs import has_sparse_values
 from eager_offload.compile.insert import insert_asynchronous_in_place
-from eager_offload.compile.order import pin_in_place, prefetch_in_place, reload_late_in_place, sink_waits_in_place
+from eager_offload.compile.order import (
+    between_kernels_in_place,
+    pin_in_place,
+    prefetch_in_place,
+    reload_late_in_place,
+    sink_waits_in_place,
+)
 from eager_offload.compile.regions import keep_operands, name_results
 from eager_offload.compile.revision import revision
 from eager_offload.config import OffloadConfig
@@ -125,6 +131,7 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
             bandwidth = bandwidth_of(device, Direction.IN, text)
             prefetch_in_place(graph, config.size("prefetch_bytes"), bandwidth, roofline(machine_of(device)))
         sink_waits_in_place(graph, config.size("max_inflight_bytes"))
+        between_kernels_in_place(graph)
 
     def _inner_passes(self) -> list[Any]:
         if self.inner is None:

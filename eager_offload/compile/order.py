@@ -3,6 +3,7 @@
 insert_asynchronous   offload, wait           wait, use       where transfers may stand at the earliest, or the latest
 prefetch                             reload, ..., wait, use     reloads as early as hides them
 sink_waits          offload, ..., wait                          waits as late as the window allows
+between_kernels              ..., offload, ..., wait            offloads where a kernel ends anyway
 pin                                                             all of that, whatever a compiler reorders
 """
 
@@ -25,6 +26,8 @@ from eager_offload.compile.cost import Estimate, counts_flops
 from eager_offload.compile.graphs import first_use, nbytes_of, on_a_copy, positions, storage_of, tensor_of, written_by
 
 __all__ = [
+    "between_kernels",
+    "between_kernels_in_place",
     "pin",
     "pin_in_place",
     "prefetch",
@@ -34,6 +37,8 @@ __all__ = [
     "sink_waits_in_place",
 ]
 
+#: How many operators a kernel is taken to consist of at most.
+_MELTED_AT_MOST = 64
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
@@ -96,6 +101,65 @@ def sink_waits_in_place(graph: Graph, window_bytes: int) -> None:
 
 
 sink_waits = on_a_copy(sink_waits_in_place)
+
+
+def between_kernels_in_place(graph: Graph) -> None:
+    """Starts offloads where a compiler's kernel ends anyway, and not in the midst of what it would melt into one.
+
+    y = mm(x, w)                              y = mm(x, w)
+    z = add(x, y)                             z = add(x, y)
+    host = offload(z, wait=False)             s = rsqrt(mean(mul(z, z)))
+    s = rsqrt(mean(mul(z, z)))                n = mul(z, s)
+    other = offload(s, wait=False)            host = offload(z, wait=False)
+    n = mul(z, s)                             other = offload(s, wait=False)
+    v = mm(n, u)                              v = mm(n, u)
+    ...                                       ...
+    wait_tensor(host, z)                      wait_tensor(host, z)
+
+    A compiler calls transfers between kernels, so one in the midst of ``add`` to ``mul`` makes two kernels of what
+    would be one, and two others in a layer where other values leave; each of them is generated and compiled. What such
+    operators take is little beside a product, and a copy waits for a few of them at most.
+
+    Waits stay where they are, and with them how long each source lives, and what the window holds. So an offload stays
+    as well, where its wait comes before the kernel ends.
+    """
+    waits = _waits(graph, ops.offload)
+    end = graph.output_node()
+    while end.prev.target in ops.OPERATIONS:
+        end = end.prev
+    held: list[Node] = []
+    melted = 0  # operators since a kernel ended
+    for node in list(graph.nodes):
+        if node is end or melted == _MELTED_AT_MOST or not (node.target in ops.OPERATIONS or _melts(node)):
+            for one in held:
+                node.prepend(one)
+            held, melted = [], 0
+        if node is end:
+            break
+        if node in waits:
+            held += [node] if melted else []
+        elif node.target is ops.wait_tensor:
+            held = [one for one in held if one is not node.args[0]]
+        else:
+            melted += _melts(node) and _computes(node)
+
+
+between_kernels = on_a_copy(between_kernels_in_place)
+
+
+def _melts(node: Node) -> bool:
+    """Whether a compiler may melt ``node`` with what is around it, or has nothing to run for it."""
+    if node.op != "call_function":
+        return node.op != "output"
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem or tensor_of(node) is None  # or it calculates with sizes
+    schema = node.target._schema
+    return schema.name.startswith(("aten::", "prims::")) and not schema.is_mutable and not counts_flops(node)
+
+
+def _computes(node: Node) -> bool:
+    """Whether ``node`` runs anything: no view does."""
+    return isinstance(node.target, OpOverload) and not any(one.alias_info for one in node.target._schema.returns)
 
 
 def _waits(graph: Graph, operation: OpOverload) -> dict[Node, Node]:
@@ -301,11 +365,16 @@ def pin_in_place(graph: Graph) -> None:
     whatever happens. Anything else it melts together with its neighbours, and a pin would force it apart: slower, and
     with other roundings. In between transfers are free; nothing that takes long is there. A convolution is never made
     to wait: Inductor lays out a graph by the convolutions that it sees, and would not see it any more.
+
+    [Note: what a product is made from does not wait]
+    Whatever Inductor has to compute for what a product is given, it has wait with it, unless it was to be in memory
+    before. So a product that waits is said to wait for what it is given first. Otherwise what makes that would come
+    behind the transfers, and not in the kernel that it would have been a part of.
     """
     nodes = list(graph.nodes)
     dependencies: dict[Node, OrderedSet[Node]] = {}
     product: Node | None = None  # the last one
-    later: set[Node] = set()  # what comes after it because data flows
+    later: set[Node] = set()  # what comes after it because data flows; all, as long as there is none
     pending: list[Node] = []  # what the next product has to come after
     previous: Node | None = None  # the transfer directly before
     for position, node in enumerate(nodes):
@@ -321,12 +390,12 @@ def pin_in_place(graph: Graph) -> None:
             if counts_flops(node):
                 if node.target not in _CONVOLUTIONS:
                     if beyond := [one for one in pending if one not in node.all_input_nodes]:
-                        dependencies[node] = OrderedSet(beyond)
+                        dependencies[node] = OrderedSet((*_made_before(node), *beyond))
                     pending = []
                 product, later = None, {node}
             if product is None and _is_result(node):
                 product = node
-            if not later.isdisjoint(node.all_input_nodes):
+            if product is None or not later.isdisjoint(node.all_input_nodes):
                 later.add(node)
             previous = None
     preserve_node_ordering(graph, dependencies)
@@ -338,16 +407,27 @@ pin = on_a_copy(pin_in_place)
 def _lower_bound(nodes: Sequence[Node], position: int, product: Node | None, later: set[Node]) -> Node | None:
     """What the transfer at ``position`` is made to come after; ``None`` if it does already.
 
-    Whatever that is has to stay in memory until then. So where an offload comes next, it is what that takes.
+    Whatever that is has to stay in memory until then. So where offloads come next, it is what the last of them takes,
+    and before the end of the graph it may be what that returns.
     """
-    if product is None or not later.isdisjoint(nodes[position].all_input_nodes):
-        return None
+    given = nodes[position].all_input_nodes
+    found = None if product is None or not later.isdisjoint(given) else product
     for node in islice(nodes, position, None):
+        if node.op == "output":
+            returned = later.intersection(node.all_input_nodes)
+            made = (one for one in reversed(nodes[:position]) if one in returned and tensor_of(one) is not None)
+            found = next(made, found)
         if node.target not in ops.OPERATIONS:
-            return product
+            return found
         if node.target is ops.offload and node.args[0] in later:
-            return cast(Node, node.args[0])
-    return product
+            found = cast(Node, node.args[0])
+    return found
+
+
+def _made_before(product: Node) -> list[Node]:
+    """What ``product`` is given that kernels make. See [Note: what a product is made from does not wait]."""
+    given = (one for one in product.all_input_nodes if one.op == "call_function" and one.target not in ops.OPERATIONS)
+    return [one for one in given if tensor_of(one) is not None]
 
 
 def _end(transfer: Node) -> Node:
