@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import unseen
+from eager_offload._torch import without_caller_modes
 from eager_offload.codecs import BF16, Codec, TensorMeta
 from eager_offload.codecs.base import ScratchCodec
 from eager_offload.errors import CapabilityError, warn
@@ -106,7 +106,7 @@ class CodecKernels:
             if len(self._kernels) == _MOST or size.device in self._without:
                 continue
             try:
-                with unseen():
+                with without_caller_modes():
                     self._kernels[size] = _compiled(size)
             except torch.OutOfMemoryError:
                 continue  # for what is compiled with
