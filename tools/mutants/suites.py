@@ -68,7 +68,11 @@ _FIRST: dict[str, list[str]] = {
         "tests/hazards/test_streams.py",
         "tests/hazards/test_out_of_memory.py",
     ],
-    "eager/follow": ["tests/hazards/test_following.py", "tests/hazards/test_out_of_memory.py"],
+    "eager/follow": [
+        "tests/hazards/test_following.py",
+        "tests/hazards/test_following_guard.py",
+        "tests/hazards/test_out_of_memory.py",
+    ],
     "eager/handles": ["tests/hazards/test_versions.py", "tests/hazards/test_lifetime.py"],
     "eager/saving": [
         "tests/hazards/test_versions.py",
