@@ -320,13 +320,13 @@ class Run:
             return "stream"
         if marks.in_force() and self._contradicts(storage, save):
             return "marks"
-        if not address or address % tensor.itemsize or tensor.layout is not torch.strided:
+        if not address or address % tensor.itemsize or tensor.layout is not torch.strided or tensor.is_nested:
             return "layout"
         if fate is _SHARE:
             return self._share(tensor, storage, number, save)
         if storage.nbytes() != save.storage_nbytes or tensor.device != offloader.device:
             return "size"
-        if tensor.is_quantized or tensor.is_nested or is_parameter(tensor):
+        if tensor.is_quantized or is_parameter(tensor):
             return "layout"
         offloader.poll()
         coding = self.known.codings[number]

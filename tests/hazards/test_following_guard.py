@@ -645,3 +645,25 @@ def test_h54_an_unpack_that_comes_when_another_thread_has_ended_the_following_is
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (2, {"order": 1})
     assert_moved(stats)
+
+
+def test_h54_a_nested_tensor_in_the_place_of_one_that_shares_is_decided_anew(backend: Backend) -> None:
+    """It has no sizes to make a view of."""
+
+    def step(around: Around, *, is_nested: bool) -> list[Tensor | None]:
+        x = leaf(2, SIDE, SIDE)
+        with around:
+            y = x * 2
+            first = y.sin()
+            second = (torch.nested.as_nested_tensor(y) if is_nested else y).cos()
+            loss = first.sum() + sum(part.sum() for part in second.unbind())
+        del y, first, second
+        loss.backward()
+        return [x.grad]
+
+    offload = backend.offload(step_plans=True)
+    for is_nested in (False, False, True, False):
+        assert_identical(step(nullcontext(), is_nested=is_nested), step(offload, is_nested=is_nested))
+    stats = assert_settled(offload)
+    assert stats.plan_misses == {"layout": 1}
+    assert_moved(stats)
