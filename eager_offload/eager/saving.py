@@ -38,6 +38,7 @@ from eager_offload.kernels.workspace import Workspaces
 from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Kind, Lessons, Link
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Layout, Stream
+from eager_offload.runtime.host import HostRuntime
 from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
 from eager_offload.selection import Footprint, footprint, root_of
 from eager_offload.stats import KeepReason
@@ -99,7 +100,8 @@ class SavedTensors:
         self._forwards: set[ForwardRecord] = set()
         self._weak = weakref.ref(self)
         self.scratch = Workspaces(
-            lambda nbytes, stream: offloader.runtime.allocate(Layout(nbytes), offloader.device, stream)
+            lambda nbytes, stream: offloader.runtime.allocate(Layout(nbytes), offloader.device, stream),
+            holds=isinstance(offloader.runtime, HostRuntime),
         )
 
     def new_queue(self) -> ResidentQueue:

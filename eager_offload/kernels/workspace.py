@@ -3,7 +3,8 @@
 [Note: one workspace]
 Work of one stream runs in order, so of all packing and unpacking there one is at work at a time. What they compute in
 is a union: as large as the largest that has come so far, of memory that was touched before. For a large tensor on a CPU
-fresh memory takes as long as the rest.
+fresh memory takes as long as the rest. An accelerator's allocator gives a stream the block that it has just given back,
+so there nothing is held in between, which would be a part of the device's peak.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ class Workspaces:
 
     Args:
         allocate: new memory on a stream: flat ``uint8`` of so many bytes, at a multiple of 16.
+        holds: whether it is held for the next one.
     """
 
-    def __init__(self, allocate: Callable[[int, Hashable], Tensor]) -> None:
-        self._allocate = allocate
+    def __init__(self, allocate: Callable[[int, Hashable], Tensor], *, holds: bool = True) -> None:
+        self._allocate, self._holds = allocate, holds
         self._buffers: dict[Hashable, Tensor] = {}
 
     @property
@@ -44,7 +46,9 @@ class Workspaces:
         buffer = self._buffers.get(stream)
         if buffer is None or buffer.nbytes < tree.nbytes:
             self._buffers.pop(stream, None)  # first: the old one's memory may be a part of the new one's
-            buffer = self._buffers[stream] = self._allocate(tree.nbytes, stream)
+            buffer = self._allocate(tree.nbytes, stream)
+            if self._holds:
+                self._buffers[stream] = buffer
         prefix = f"codec.{what}."
         placed = tree.place(buffer)
         return {name.removeprefix(prefix): part for name, part in placed.items() if name.startswith(prefix)}

@@ -54,6 +54,9 @@ def test_pack_and_unpack_share_one_place_which_grows_to_the_largest() -> None:
     assert work.of(BF16(), meta(1000), "one", "pack") is None
     work.clear()
     assert work.nbytes == 0
+    lent = Workspaces(allocated, holds=False)
+    assert lent.of(CODEC, meta(1000), "one", "pack") is not None
+    assert lent.nbytes == 0
 
 
 @given(st.data())
@@ -91,7 +94,8 @@ def test_a_step_has_one_for_its_stream_which_goes_with_its_graph(users_backend: 
     weight = torch.rand(64, 64, device=x.device).requires_grad_()
     with Settled(offload):
         loss = torch.where(x > 0.5, weight, weight.sin()).sin().sum()
-    assert saves.scratch.nbytes == 64 * 64, "of the mask"
+    is_held = offloader_of(offload).device.type == "cpu"  # of the mask
+    assert saves.scratch.nbytes == (64 * 64 if is_held else 0)
     loss.backward()
     del loss
     gc.collect()
