@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.codecs.base import PackedLayout, TensorMeta, compact, flat, layout_of, parts_of
+from eager_offload.codecs.seeds import SIGNED_GOLDEN
 from eager_offload.errors import ConfigError
 
 __all__ = ["BF16", "BlockFP8", "BlockInt"]
@@ -26,8 +27,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The code of a block that is not finite, and that of the scale 1.
 _NOT_FINITE, _ONE = 255, 127
 _MANTISSA = (1 << 23) - 1
-#: As a signed word.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,7 @@ def _uniform(like: Tensor, seed: Tensor) -> Tensor:
     A compiler computes a value anew wherever it is used. So little is done to the seed: a product with 2**64 divided by
     the golden ratio (Fibonacci hashing), of which the upper half has a part in both keys.
     """
-    key = seed.view(()) * _GOLDEN
+    key = seed.view(()) * SIGNED_GOLDEN
     key = key ^ (key >> 32)
     numbers = torch.arange(like.numel(), dtype=torch.int64, device=like.device).to(torch.int32)
     drawn = _mixed(_mixed(numbers + key.to(torch.int32)) ^ (key >> 32).to(torch.int32))

@@ -7,10 +7,12 @@ import threading
 import torch
 from torch import Tensor
 
-__all__ = ["SEEDS", "next_seed"]
+__all__ = ["SEEDS", "SIGNED_GOLDEN", "next_seed"]
 
 #: 2**64 times the golden ratio: multiples of it lie far from each other.
 _GOLDEN, _MOST = 0x9E3779B97F4A7C15, (1 << 63) - 1
+#: The same in an ``int64``.
+SIGNED_GOLDEN = _GOLDEN - (1 << 64)
 #: Seeds of the user's that are remembered: a program that sets another one in each step has many.
 _KEPT = 1024
 
@@ -41,7 +43,7 @@ class Seeds:
 
 def next_seed(seed: Tensor) -> Tensor:
     """The next seed after ``seed``, an ``int64`` of one element, in its place: a graph that replays this draws anew."""
-    return seed.add_(_GOLDEN - (1 << 64))
+    return seed.add_(SIGNED_GOLDEN)
 
 
 #: Of the process: every `Offload`, device and compiled graph draws from it, so that no two have the same noise.

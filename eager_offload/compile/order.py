@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 #: How many operators a kernel is taken to consist of at most.
-_MELTED_AT_MOST = 64
+_FUSED_AT_MOST = 64
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
@@ -104,7 +104,7 @@ sink_waits = on_a_copy(sink_waits_in_place)
 
 
 def between_kernels_in_place(graph: Graph) -> None:
-    """Starts offloads where a compiler's kernel ends anyway, and not in the midst of what it would melt into one.
+    """Starts offloads where a compiler's kernel ends anyway, and not in the midst of what it would fuse into one.
 
     y = mm(x, w)                              y = mm(x, w)
     z = add(x, y)                             z = add(x, y)
@@ -128,27 +128,27 @@ def between_kernels_in_place(graph: Graph) -> None:
     while end.prev.target in ops.OPERATIONS:
         end = end.prev
     held: list[Node] = []
-    melted = 0  # operators since a kernel ended
+    fused = 0  # operators since a kernel ended
     for node in list(graph.nodes):
-        if node is end or melted == _MELTED_AT_MOST or not (node.target in ops.OPERATIONS or _melts(node)):
+        if node is end or fused == _FUSED_AT_MOST or not (node.target in ops.OPERATIONS or _fuses(node)):
             for one in held:
                 node.prepend(one)
-            held, melted = [], 0
+            held, fused = [], 0
         if node is end:
             break
         if node in waits:
-            held += [node] if melted else []
+            held += [node] if fused else []
         elif node.target is ops.wait_tensor:
             held = [one for one in held if one is not node.args[0]]
         else:
-            melted += _melts(node) and _computes(node)
+            fused += _fuses(node) and _computes(node)
 
 
 between_kernels = on_a_copy(between_kernels_in_place)
 
 
-def _melts(node: Node) -> bool:
-    """Whether a compiler may melt ``node`` with what is around it, or has nothing to run for it."""
+def _fuses(node: Node) -> bool:
+    """Whether a compiler may fuse ``node`` with what is around it, or has nothing to run for it."""
     if node.op != "call_function":
         return node.op != "output"
     if not isinstance(node.target, OpOverload):
