@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 import torch
 from torch.fx import Graph, Node
 
-from eager_offload._torch import OpOverload, OrderedSet, preserve_node_ordering
+from eager_offload._torch import HigherOrderOperator, OpOverload, OrderedSet, preserve_node_ordering
 from eager_offload.compile import ops
 from eager_offload.compile.cost import Estimate, counts_flops
 from eager_offload.compile.graphs import first_use, nbytes_of, on_a_copy, positions, storage_of, tensor_of, written_by
@@ -152,7 +152,9 @@ def _fuses(node: Node) -> bool:
     if node.op != "call_function":
         return node.op != "output"
     if not isinstance(node.target, OpOverload):
-        return node.target is operator.getitem or tensor_of(node) is None  # or it calculates with sizes
+        # What is called whole, as a region is, has kernels of its own; the rest calculates with sizes, or takes one of
+        # several results.
+        return not isinstance(node.target, HigherOrderOperator)
     schema = node.target._schema
     return schema.name.startswith(("aten::", "prims::")) and not schema.is_mutable and not counts_flops(node)
 

@@ -140,6 +140,15 @@ def test_an_offload_waits_for_a_few_operators_and_not_for_all_of_a_graph_without
     assert between == "c" * 64 + "o" * 64 + "c" * 36 + "o" * 36 + "w" * 100
 
 
+def test_an_offload_starts_before_a_region_that_is_called_whole() -> None:
+    graph = asynchronous(lambda x: [ops.offload(x.sin(), config=CONFIG), x.cos()], X)
+    (cos,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
+    cos.target = torch.ops.higher_order.invoke_subgraph
+    cos.meta["val"] = (cos.meta["val"],)  # a region returns several
+    (host,) = of_kind(between_kernels(sink_waits(graph, 1 << 20)), ops.offload)
+    assert host.next.target is torch.ops.higher_order.invoke_subgraph
+
+
 def backward(a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
     """All reloads at the top; ``b`` is used after five operators, ``a``, by a view, after seven."""
     x, y = ops.reload(a, CPU, config=CONFIG), ops.reload(b, CPU, config=CONFIG)

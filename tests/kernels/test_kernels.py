@@ -21,6 +21,7 @@ from eager_offload.kernels import (
     Signature,
     TensorSpec,
     as_torch_kernel,
+    compiled,
     profile,
 )
 from eager_offload.kernels.compiled import kept, kept_count
@@ -36,7 +37,9 @@ BLOCKS = torch.cat(
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_kept() -> Any:
+def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a test compiles goes with it; the process keeps those of its codecs."""
+    monkeypatch.setattr(compiled, "_kept", {})
     yield
     gc.collect()
     assert kept_count() == 0

@@ -7,7 +7,16 @@ import gc
 import pytest
 import torch
 
-from eager_offload.kernels import CapabilityError, Kernel, LaunchSpec, Scalar, Signature, TensorSpec, as_torch_kernel
+from eager_offload.kernels import (
+    CapabilityError,
+    Kernel,
+    LaunchSpec,
+    Scalar,
+    Signature,
+    TensorSpec,
+    as_torch_kernel,
+    compiled,
+)
 from eager_offload.kernels.compiled import kept_count
 from tests.kernels.int8 import int8_blocks
 from tests.kernels.test_kernels import BLOCKS
@@ -17,7 +26,8 @@ jax = pytest.importorskip("jax", reason="the pallas extra is not installed: make
 SPEC = LaunchSpec((1, 1, 1), (32, 1, 1))
 
 
-def test_all_implementations_agree_bit_for_bit() -> None:
+def test_all_implementations_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_kept", {})
     normal = BLOCKS[BLOCKS.abs().amax(1) > 1e-30]  # XLA takes denormals for zeros on a CPU
     kernel = int8_blocks(len(normal))
     expected = as_torch_kernel(kernel, "torch")(normal)
