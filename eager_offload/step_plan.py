@@ -407,7 +407,14 @@ class _Recorded:
     #: See ``Save``. Of a first save: 0 where its storage is decided anew each time.
     storage_nbytes: int = 0
     autograd_bytes: int = 0
-    coded: Coded | None = None
+
+
+class _Started(NamedTuple):
+    """The copy of a storage has started."""
+
+    saves: int
+    """How many there were by then."""
+    coded: Coded | None
 
 
 class _Unpacked(NamedTuple):
@@ -444,9 +451,9 @@ class StepRecorder:
         self.looks_again = looks_again
         self._saves: list[_Recorded] = []
         self._asked: dict[int, _Unpacked] = {}
-        # By the name of a storage: how many saves there were when its copy started and when its source had gone, and
-        # why it stayed.
-        self._started: dict[int, int] = {}
+        # By the name of a storage: how its copy started, how many saves there were when its source had gone, and why
+        # it stayed.
+        self._started: dict[int, _Started] = {}
         self._released: dict[int, int] = {}
         self._kept: dict[int, KeepReason] = {}
         # Storages whose original was alive when they were asked for, and those of which a part has left by itself.
@@ -476,15 +483,14 @@ class StepRecorder:
         requires_grad: bool,
         storage_nbytes: int,
         autograd_bytes: int,
-        coded: Coded | None = None,
     ) -> None:
         """A save of a storage that is to leave.
 
         Args:
             owner: the name of the storage, -1 for one of another forward.
-            storage_nbytes, autograd_bytes, coded: of the storage, where this is its first save.
+            storage_nbytes, autograd_bytes: of the storage, where this is its first save.
         """
-        self._saves.append(_Recorded(nbytes, requires_grad, None, name, owner, storage_nbytes, autograd_bytes, coded))
+        self._saves.append(_Recorded(nbytes, requires_grad, None, name, owner, storage_nbytes, autograd_bytes))
 
     def left_in_parts(self, owner: int) -> None:
         """A part of a storage is to leave by itself: it is decided anew each time, and so is the storage."""
@@ -494,9 +500,9 @@ class StepRecorder:
         """The original of a storage was alive when it was asked for: to move it frees nothing."""
         self._alive.add(owner)
 
-    def started(self, owner: int) -> None:
-        """The copy of a storage has started."""
-        self._started[owner] = len(self._saves)
+    def started(self, owner: int, coded: Coded | None = None) -> None:
+        """The copy of a storage has started, packed as ``coded`` says."""
+        self._started[owner] = _Started(len(self._saves), coded)
 
     def released(self, owner: int) -> None:
         """The source of a storage has gone."""
@@ -542,7 +548,7 @@ class StepRecorder:
         asks = self._asks(saves, numbers)
         if self.is_void:
             return None
-        end = [numbers[name] for name, start in self._started.items() if start == len(saves) and name in numbers]
+        end = [numbers[name] for name, start in self._started.items() if start[0] == len(saves) and name in numbers]
         return StepPlan(tuple(saves), tuple(asks), tuple(end), tuple(slots))
 
     def _save(self, number: int, one: _Recorded, saves: Sequence[Save], numbers: Mapping[int, int], slots: int) -> Save:
@@ -563,7 +569,7 @@ class StepRecorder:
             # Where it is kept, backward has come to it before its stream had: it may be otherwise next time.
             release = self._released.get(one.name, -1)
             return Save(
-                _OFFLOAD, None, nbytes, whole, one.autograd_bytes, grad, number, slots, start, release, one.coded
+                _OFFLOAD, None, nbytes, whole, one.autograd_bytes, grad, number, slots, start[0], release, start[1]
             )
         elif kept is _NEWEST:
             return Save(_KEEP, kept, nbytes, whole, one.autograd_bytes, grad, number)

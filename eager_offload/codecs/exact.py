@@ -116,7 +116,7 @@ class Narrow(_Exact):
         halves = flat(x).view(torch.int16).view(-1, 2)
         out.view(torch.int16).copy_(halves[:, _UPPER])
         least, most = torch.aminmax(halves[:, 1 - _UPPER])
-        return (least == 0) & (most == 0)
+        return (least | most) == 0
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """A ``bfloat16`` is the upper half of the ``float32`` of that value."""

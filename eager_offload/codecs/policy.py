@@ -195,6 +195,11 @@ def text_of(codec: Codec) -> str:
     return codec.name if block == _BLOCK else f"{codec.name}:{block}"
 
 
+def is_lossless(text: str) -> bool:
+    """Whether ``text`` stands for a codec that changes no bit."""
+    return text in _EXACT
+
+
 def codec_of(text: str) -> Codec:
     """The codec that rounds which ``text`` stands for.
 

@@ -89,9 +89,9 @@ class Coding(NamedTuple):
 
     @property
     def coded(self) -> Coded:
-        """What a step plan says of it, where it rounds."""
-        assert self.kind is not None
-        return Coded(text_of(self.codec), self.kind.dtype, self.kind.maker, self.nbytes)
+        """What a step plan says of it."""
+        maker = "" if self.kind is None else self.kind.maker
+        return Coded(text_of(self.codec), str(self.meta.dtype), maker, self.nbytes)
 
     def suits(self, tensor: Tensor) -> bool:
         """Whether the storage of ``tensor``, which leaves whole, may travel so as a step plan says."""

@@ -353,15 +353,10 @@ class Hooks:
         with self._accounts.lock:
             if isinstance(handle, SavedView):
                 storage, saves = handle.storage, self._saves.get(tensor.device)
-                # What a codec may refuse is decided anew in each step: whether it fits is known once it is packed. In a
-                # captured step it travels as it is.
-                is_own, is_whole, coding = storage.forward is handle.forward, storage.footprint.whole, storage.coding
-                rounded = coding.coded if coding is not None and coding.rounds else None
-                is_known = coding is None or rounded is not None or self.thread.step is not None
-                whole = storage.footprint.nbytes if is_whole and is_known else 0
+                is_own, is_whole = storage.forward is handle.forward, storage.footprint.whole
+                whole = storage.footprint.nbytes if is_whole else 0
                 owner = storage.number if is_own else -1
-                autograd_bytes = storage.record.autograd_bytes
-                recorder.take(handle.number, owner, nbytes, requires_grad, whole, autograd_bytes, rounded)
+                recorder.take(handle.number, owner, nbytes, requires_grad, whole, storage.record.autograd_bytes)
                 if not is_whole and saves is not None and (around := saves.whole_of(tensor)) is not None:
                     recorder.left_in_parts(around.number)
             else:

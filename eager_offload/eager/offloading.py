@@ -126,4 +126,4 @@ class Offloading:
         saved.slot = slot  # before: once the copy is over, the bytes are nowhere else
         self.offloader.offload(source, slot, saved.stream, transfer, keepalive=keepalive, key=record.key)
         if (recorder := saved.forward.recorder) is not None:
-            recorder.started(saved.number)
+            recorder.started(saved.number, None if saved.coding is None else saved.coding.coded)

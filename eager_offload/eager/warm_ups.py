@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from eager_offload.codecs.policy import is_lossless
 from eager_offload.eager.plans import Recording
 from eager_offload.errors import CaptureStateError, ScheduleMismatchError
 from eager_offload.runtime.base import ALIGNMENT
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import Fate, Save, StepPlan
+from eager_offload.step_plan import Coded, Fate, Save, StepPlan
 
 __all__ = ["WarmUp", "check_alike", "late_releases", "mismatch", "said", "slot_bytes", "slots_of"]
 
@@ -74,11 +75,16 @@ def _without_vain_copies(plan: StepPlan) -> StepPlan:
             fate = Fate.KEEP if number in stays else save.fate
             save = replace(save, fate=fate, reason=KeepReason.NEWEST, slot=-1, start=-1, release=-1, coded=None)
         elif save.fate is Fate.OFFLOAD:
-            save = replace(save, slot=len(slots))
+            save = replace(save, slot=len(slots), coded=_unless_refused(save.coded))
             slots.append(save.slot_nbytes)
         saves.append(save)
     end = tuple(number for number in plan.end if number not in stays)
     return StepPlan(tuple(saves), plan.asks, end, tuple(slots))
+
+
+def _unless_refused(coded: Coded | None) -> Coded | None:
+    """How a storage travels in a capture: as it is, where values are looked at, which a graph cannot go by."""
+    return None if coded is None or is_lossless(coded.codec) else coded
 
 
 def slot_bytes(plans: Sequence[StepPlan]) -> int:

@@ -32,6 +32,8 @@ class Workspaces:
     def __init__(self, allocate: Callable[[int, Hashable], Tensor], *, holds: bool = True) -> None:
         self._allocate, self._holds = allocate, holds
         self._buffers: dict[Hashable, Tensor] = {}
+        #: Where parts lie in what is held: to make so many views takes longer than to pack a small mask.
+        self._placed: dict[tuple[Hashable, Codec, TensorMeta, str], dict[str, Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -40,22 +42,30 @@ class Workspaces:
 
     def of(self, codec: Codec, meta: TensorMeta, stream: Hashable, what: str) -> dict[str, Tensor] | None:
         """What ``codec`` computes in to ``what``, ``"pack"`` or ``"unpack"``, such a tensor; ``None``: in nothing."""
+        place = (stream, codec, meta, what)
+        if (known := self._placed.get(place)) is not None:
+            return known
         tree = _tree(codec, meta)
         if tree is None:
             return None
         buffer = self._buffers.get(stream)
         if buffer is None or buffer.nbytes < tree.nbytes:
             self._buffers.pop(stream, None)  # first: the old one's memory may be a part of the new one's
+            self._placed.clear()
             buffer = self._allocate(tree.nbytes, stream)
             if self._holds:
                 self._buffers[stream] = buffer
         prefix = f"codec.{what}."
         placed = tree.place(buffer)
-        return {name.removeprefix(prefix): part for name, part in placed.items() if name.startswith(prefix)}
+        parts = {name.removeprefix(prefix): part for name, part in placed.items() if name.startswith(prefix)}
+        if self._holds:
+            self._placed[place] = parts
+        return parts
 
     def clear(self) -> None:
         """Lets go of all of it."""
         self._buffers.clear()
+        self._placed.clear()
 
 
 @lru_cache(maxsize=256)
