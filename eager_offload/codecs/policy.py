@@ -18,7 +18,17 @@ from eager_offload.codecs.exact import BitMask, Narrow
 from eager_offload.codecs.rounded import BF16, BlockFP8, BlockInt
 from eager_offload.errors import ConfigError
 
-__all__ = ["CODEC_NAMES", "CONSUMERS", "NORMS", "CodecPolicy", "codec_of", "named_if_any", "text_of"]
+__all__ = [
+    "CODEC_NAMES",
+    "CONSUMERS",
+    "NORMS",
+    "CodecPolicy",
+    "codec_of",
+    "is_compiled",
+    "is_lossless",
+    "named_if_any",
+    "text_of",
+]
 
 #: What a policy may be named.
 CODEC_NAMES = ("identity", "lossless", "bf16", "int8", "fp8")
@@ -193,6 +203,11 @@ def text_of(codec: Codec) -> str:
     """A codec as a text, of one that rounds as ``codec_of`` reads it: such as ``"int8_sr"`` or ``"fp8:32"``."""
     block = getattr(codec, "block", _BLOCK)
     return codec.name if block == _BLOCK else f"{codec.name}:{block}"
+
+
+def is_compiled(codec: Codec) -> bool:
+    """Whether eager code compiles ``codec``: what changes no bit and what is one operator as it is gain nothing."""
+    return not (codec.lossless or isinstance(codec, BF16))
 
 
 def is_lossless(text: str) -> bool:

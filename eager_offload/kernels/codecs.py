@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import without_caller_modes
-from eager_offload.codecs import BF16, Codec, TensorMeta
+from eager_offload.codecs import Codec, TensorMeta
 from eager_offload.codecs.base import ScratchCodec
+from eager_offload.codecs.policy import is_compiled
 from eager_offload.errors import CapabilityError, warn
 from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature, TensorSpec
 
-__all__ = ["CODECS", "CodecKernels", "is_compiled"]
+__all__ = ["CODECS", "CodecKernels"]
 
 #: Bytes of one size; stochastic rounding takes a core a second or two for them.
 _WORTH = 256 << 20
@@ -35,11 +36,6 @@ _MOST, _COUNTED = 32, 1024
 _ALIGNMENT = 16
 #: A kernel of torch operators alone says nothing of how it is spread.
 _SPREAD = LaunchSpec((1, 1, 1), (1, 1, 1))
-
-
-def is_compiled(codec: Codec) -> bool:
-    """Whether ``codec`` gains by it: what changes no bit and what is one operator as it is do not."""
-    return not (codec.lossless or isinstance(codec, BF16))
 
 
 class _Size(NamedTuple):

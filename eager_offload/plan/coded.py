@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eager_offload._torch import FakeTensorMode, OpOverload, TorchDispatchMode, storage_key
 from eager_offload.codecs import Codec, CodecPolicy, TensorMeta
-from eager_offload.codecs.policy import text_of
+from eager_offload.codecs.policy import is_compiled, text_of
 from eager_offload.compile.cost import Call, traffic_of
 from eager_offload.eager.coding import exact_codec, is_all_of, kind_of, rounding_codec
 from eager_offload.learning import Kind
@@ -83,8 +83,10 @@ class Coder:
         maker = first.kind.maker if first.kind is not None and not codec.lossless else ""
         out, back = _costs(codec, first.dtype)
         elements = meta.distinct / _SAMPLE
-        costs = (round(elements * one) for one in (out.traffic, back.traffic, out.most, back.most))
-        return Packing(text_of(codec), str(first.dtype), maker, packed, *costs)
+        # What compiled kernels compute in is no memory, but each is compiled only once that has been in use.
+        moved = [nbytes + packed] * 2 if is_compiled(codec) else [round(elements * one.traffic) for one in (out, back)]
+        scratch = [round(elements * one.most) for one in (out, back)]
+        return Packing(text_of(codec), str(first.dtype), maker, packed, *moved, *scratch)
 
     def _codecs(self, first: Known, meta: TensorMeta, saves: Sequence[int]) -> Iterable[Codec]:
         """What may pack it; of two as small, the first."""

@@ -18,9 +18,10 @@ import eager_offload.eager.packing
 import eager_offload.kernels.codecs as module
 from eager_offload import CodecPolicy, OffloadStats
 from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Narrow, TensorMeta
+from eager_offload.codecs.policy import is_compiled
 from eager_offload.codecs.seeds import SEEDS
 from eager_offload.kernels import profile
-from eager_offload.kernels.codecs import CodecKernels, is_compiled
+from eager_offload.kernels.codecs import CodecKernels
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.programs import Settled, assert_identical, leaf
 

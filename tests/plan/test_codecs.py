@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload.codecs import BF16, BlockInt
+from eager_offload.plan.coded import Coder
 from tests.hazards.programs import assert_identical
 from tests.plan.on_stage import Stage, gradients
 from tests.plan.programs import slow
@@ -252,3 +253,16 @@ def test_a_step_plan_that_packs_asks_for_its_codec() -> None:
     plan = eo.plan(model, x, device=QUICK, policy="max", config={**CONFIG, "codec": "lossless"})
     with pytest.raises(eo.ConfigError, match=r"packed by the codec '.*', which codec=\.\.\. does not have"):
         eo.Offload(plan=plan.step_plans[0], codec="identity")
+
+
+def test_what_eager_code_compiles_is_priced_as_one_kernel() -> None:
+    """Of ``BF16`` packing is one operator, which is what a compiler would make of it."""
+    for codec in (BF16(), BlockInt(8)):
+        coder = Coder(eo.CodecPolicy(rules={"MmBackward0": codec}))
+        x = torch.randn(64, 64, requires_grad=True)
+        coder.save(0, x, is_drawn=False)
+        coder.ask(0, "MmBackward0")
+        packing = coder.packing([0], x.nbytes)
+        assert packing is not None
+        assert packing.nbytes < x.nbytes
+        assert packing.pack_bytes == packing.unpack_bytes == x.nbytes + packing.nbytes
