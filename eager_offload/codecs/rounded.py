@@ -5,6 +5,12 @@ As in the MX formats, a block of elements shares a scale that is a power of two,
 (E8M0). So the products with it are exact, and no division, contraction of operations or backend can change a bit. The
 price is a step of up to twice amax / 127. A block with an element that is not finite comes back as NaN, all of it: code
 255. Scales stay so large that what comes back is a number of the tensor's own dtype, and none below its normal ones.
+
+[Note: whole blocks]
+The scale of an element is found by its number divided by the block's size. Inductor splits a loop over such a quotient
+on a CPU without asking whether the size divides the length of the loop, and what is left over is never written
+(``try_loop_split`` in ``torch/_inductor/codegen/cpp.py``, up to torch 2.13 at least). So what is compiled for a CPU
+unpacks whole blocks, and all of them: its readers, which may be slices, are given memory.
 """
 
 from __future__ import annotations
@@ -17,11 +23,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eager_offload.codecs.base import PackedLayout, TensorMeta, compact, flat, layout_of, parts_of
+from eager_offload.codecs.base import Codec, PackedLayout, TensorMeta, compact, flat, layout_of, parts_of
 from eager_offload.codecs.seeds import SIGNED_GOLDEN
 from eager_offload.errors import ConfigError
 
-__all__ = ["BF16", "BlockFP8", "BlockInt"]
+__all__ = ["BF16", "BlockFP8", "BlockInt", "compiled_multiple"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The code of a block that is not finite, and that of the scale 1.
@@ -182,6 +188,11 @@ class BlockFP8:
     def error_bound(self, meta: TensorMeta, amax: float) -> float:
         """1/16 of the magnitude, or half the smallest step of a block with ``amax`` in it."""
         return max(amax * 2.0**-4, _step(amax, _MOST_FP8, _least(meta.dtype, 9)) * 2.0**-10)
+
+
+def compiled_multiple(codec: Codec, device: torch.device) -> int:
+    """Of how many elements a tensor must be a multiple for ``codec`` to be compiled: see [Note: whole blocks]."""
+    return codec.block if isinstance(codec, BlockInt | BlockFP8) and device.type == "cpu" else 1
 
 
 #: Of the largest ``float8_e4m3fn``, 448: see ``BlockInt._most``.

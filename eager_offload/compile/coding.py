@@ -32,6 +32,7 @@ from torch.fx.node import map_arg
 
 from eager_offload._torch import fake_mode_of, without_dispatch_modes
 from eager_offload.codecs import BitMask, Codec, CodecPolicy, Gather, TensorMeta
+from eager_offload.codecs.rounded import compiled_multiple
 from eager_offload.compile.geometry import spread
 from eager_offload.compile.graphs import is_static
 
@@ -63,6 +64,8 @@ def codec_for(value: Tensor, policy: CodecPolicy, readers: Collection[str] = ())
     meta = _in_order(TensorMeta.of(value))
     with without_dispatch_modes():  # codecs compute their bounds with tensors
         codec = policy.strictest(readers, meta)
+    if codec is not None and value.numel() % compiled_multiple(codec, value.device):
+        codec = None
     if codec is None and policy.lossless and value.dtype is torch.bool and _is_dense(value):
         codec = _BITMASK
     layout = None if codec is None else codec.layout(meta)
@@ -105,7 +108,7 @@ def insert_unpack(graph: Graph, packed: Node, codec: Codec, value: Tensor, *, in
         compact = _called(graph, _aten.view.default, compact, [value.size(dim) for dim in places])
         if order is not None:
             compact = _called(graph, _aten.permute.default, compact, [order.index(dim) for dim in range(value.dim())])
-    if not in_memory and order is not None and not codec.lossless:
+    if not in_memory and order is not None and not codec.lossless and compiled_multiple(codec, value.device) == 1:
         return compact
     spaced = graph.call_function(spread, (compact, list(value.stride()), int(value.storage_offset())))
     spaced.meta = {"val": value}

@@ -21,6 +21,7 @@ from eager_offload._torch import without_caller_modes
 from eager_offload.codecs import Codec, TensorMeta
 from eager_offload.codecs.base import ScratchCodec
 from eager_offload.codecs.policy import is_compiled
+from eager_offload.codecs.rounded import compiled_multiple
 from eager_offload.errors import CapabilityError, warn
 from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
 from eager_offload.kernels.launch import LaunchSpec
@@ -123,6 +124,8 @@ def _size_of(codec: Codec, x: Tensor) -> _Size | None:
     """That of ``x``; ``None`` where it is not compiled."""
     if not is_compiled(codec) or x.dim() != 1 or not x.is_contiguous():
         return None
+    if x.numel() % compiled_multiple(codec, x.device):
+        return None
     return _Size(codec, x.numel(), x.dtype, x.device)
 
 
@@ -131,10 +134,10 @@ def _is_aligned(*tensors: Tensor) -> bool:
 
 
 def _compiled(size: _Size) -> _Kernels:
-    """Its kernels, which were launched once.
+    """Its kernels, which have packed and unpacked some numbers as the codec does.
 
     Raises:
-        CapabilityError: nothing compiles here, or the codec cannot be traced.
+        CapabilityError: nothing compiles here, the codec cannot be traced, or what is compiled has other bits.
     """
     codec, numel, dtype, device = size
     layout = codec.layout(TensorMeta((numel,), (1,), dtype))
@@ -151,8 +154,15 @@ def _compiled(size: _Size) -> _Kernels:
     packing = Kernel(f"pack {name}", Signature((saved, *seeds), (packed,)), _SPREAD, {"torch": pack})
     unpacking = Kernel(f"unpack {name}", Signature((packed,), (saved,)), _SPREAD, {"torch": codec.unpack})
     kernels = _Kernels(as_torch_kernel(packing, "inductor"), as_torch_kernel(unpacking, "inductor"))
-    x = torch.zeros(numel, dtype=dtype, device=device)
-    kernels.unpack(kernels.pack(x, *(torch.zeros(1, dtype=torch.int64, device=device) for _ in seeds)), out=x)
+    x = torch.linspace(-3, 5, numel, dtype=torch.float32, device=device).to(dtype)
+    seed = [torch.ones(1, dtype=torch.int64, device=device) for _ in seeds]
+    found, expected = kernels.pack(x, *seed), torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+    pack(x, *seed, expected)
+    back, again = torch.full_like(x, 7), torch.empty_like(x)
+    kernels.unpack(found, out=back)
+    codec.unpack(expected, again)
+    if not (torch.equal(found, expected) and torch.equal(back, again)):
+        raise CapabilityError(f"{name}: what Inductor has compiled computes other numbers than torch's own operators")
     return kernels
 
 

@@ -20,7 +20,7 @@ from eager_offload import CodecPolicy, OffloadStats
 from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Narrow, TensorMeta
 from eager_offload.codecs.policy import is_compiled
 from eager_offload.codecs.seeds import SEEDS
-from eager_offload.kernels import profile
+from eager_offload.kernels import as_torch_kernel, profile
 from eager_offload.kernels.codecs import CodecKernels
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.programs import Settled, assert_identical, leaf
@@ -166,6 +166,48 @@ def test_what_gains_nothing_or_has_holes_or_another_address_is_left_to_the_codec
         assert torch.equal(out, expected)
         kernels.unpack(FP8, out, back := torch.zeros_like(other))
         assert torch.equal(back, other)
+
+
+def test_a_part_of_a_block_is_not_compiled_on_a_cpu(kernels: CodecKernels) -> None:
+    """Inductor would leave the end of what is unpacked as it was: see [Note: whole blocks] in ``codecs/rounded.py``."""
+    for count in (100, 2080):
+        x = leaf(count).detach()
+        layout = FP8.layout(TensorMeta.of(x))
+        assert layout is not None
+        for _ in range(2):
+            kernels.pack(FP8, x, out := torch.zeros(layout.nbytes, dtype=torch.uint8))
+            kernels.unpack(FP8, out, back := torch.full_like(x, 77))
+            FP8.unpack(out, again := torch.empty_like(x))
+            assert torch.equal(back, again)
+            kernels.compile_due()
+    assert not kernels._kernels
+
+
+def test_a_kernel_with_other_bits_than_the_codec_is_not_used(
+    kernels: CodecKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(kernel: Any, impl: str) -> Any:
+        """Leaves the last element of what it unpacks as it was."""
+        real = as_torch_kernel(kernel, "torch")
+
+        def launch(*given: Tensor, out: Tensor | None = None) -> Tensor:
+            last = None if out is None else out[-1].clone()
+            found = real(*given) if out is None else real(*given, out=out)
+            if out is not None:
+                out[-1] = last
+            return found
+
+        return launch
+
+    monkeypatch.setattr(module, "as_torch_kernel", forgetful)
+    x = leaf(ROWS * WIDTH).detach()
+    kernels.pack(FP8, x, out := torch.empty(2080, dtype=torch.uint8))
+    with pytest.warns(RuntimeWarning, match=r"computes other numbers .* packed by torch's own operators"):
+        kernels.compile_due()
+    assert not kernels._kernels
+    kernels.unpack(FP8, out, back := torch.empty_like(x))
+    FP8.unpack(out, again := torch.empty_like(x))
+    assert torch.equal(back, again)
 
 
 def test_where_nothing_compiles_one_warning_says_so_and_the_bits_are_the_same(

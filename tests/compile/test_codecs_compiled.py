@@ -280,6 +280,19 @@ def test_backward_is_given_what_the_codec_makes_of_it(
     assert stats.bytes_out == stats.packed_bytes[codec.name]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("size", [(1025,), (1, 1025), (1024,)], ids=str)
+def test_inductor_writes_the_end_of_what_is_unpacked(size: tuple[int, ...]) -> None:
+    """It leaves a part of a block out on a CPU, so what has one travels as it is: see the note in rounded.py."""
+    codec, inputs = BlockInt(8), (numbers(*size), numbers(*size, seed=2))
+    ((_, exact),), _ = compiled_gradients(times, *inputs, codec="identity", backend="inductor")
+    rules = rounding(codec, "MulBackward0")
+    ((_, gradient),), stats = compiled_gradients(times, *inputs, codec=rules, backend="inductor")
+    whole = exact.numel() % codec.block == 0
+    assert stats.coded_bytes == ({codec.name: exact.nbytes} if whole else {})
+    assert torch.equal(gradient, coded(codec, exact).back if whole else exact)
+
+
 #: By the name of the one that reads: what to compile, of the first input's sums and of other inputs.
 READ: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "MmBackward0": (torch.mm, (numbers(ROWS, WIDTH), numbers(WIDTH, 8))),
