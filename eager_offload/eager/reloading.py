@@ -127,12 +127,17 @@ class Reloading:
         if record.leaving is not None and self._offloader.cancel(record.leaving):
             self._offloading.stay_after_all(saved)
         if record.state is WAITING:  # backward has come to it, so that to move it now would be in vain
-            self._offloading.stay(saved, KeepReason.NEWEST)
-            if record.queue is not None:
-                record.queue.discard(record.key)
-                record.queue = None
+            self.stay(saved)
         elif record.state is not KEPT:
             record.ask(resident=resident)
+
+    def stay(self, saved: SavedStorage) -> None:
+        """A storage whose copy has not started stays where it is. The lock is held."""
+        self._offloading.stay(saved, KeepReason.NEWEST)
+        record = saved.record
+        if record.queue is not None:
+            record.queue.discard(record.key)
+            record.queue = None
 
     def _expect(self, view: SavedView, stream: Stream) -> None:
         """Has what is expected next be what was asked for next the last time."""

@@ -34,6 +34,7 @@ from eager_offload.eager.reloading import Reloading
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.errors import OffloadError, PrecisionError
+from eager_offload.kernels.codecs import CODECS
 from eager_offload.kernels.workspace import Workspaces
 from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Kind, Lessons, Link
 from eager_offload.marks import Mark
@@ -157,6 +158,8 @@ class SavedTensors:
 
     def begin_step(self, queue: ResidentQueue) -> None:
         """What is saved next is another step's, in the same context; ``queue`` is the calling thread's."""
+        if not self.offloader.is_capturing():
+            CODECS.compile_due()
         with self.offloader.lock:
             self._accounts.counters.begin()
         self.begin_forward(queue)
@@ -508,9 +511,16 @@ class SavedTensors:
             return
         assert coding.kind is not None, "it rounds"
         with self.offloader.lock:
-            counted = saved.record if view.run is None else cast(FollowedStorage, saved)
-            if counted.state is WAITING or (counted.state is KEPT and saved.packed is None):
-                return  # nothing has rounded it, and from here on it stays
+            if isinstance(saved, FollowedStorage) and saved.adopted is not None:
+                saved = saved.adopted  # its run has ended meanwhile
+            counted = saved if isinstance(saved, FollowedStorage) else saved.record
+            if counted.state is WAITING:  # nothing has rounded it, and before it is handed out its copy might start
+                if isinstance(saved, FollowedStorage):
+                    saved.stay(KeepReason.NEWEST)
+                else:
+                    self._reloading.stay(saved)
+            if counted.state is KEPT and saved.packed is None:
+                return
             self._exact_kinds.add(coding.kind)
             self.plans.forget_all()
         raise PrecisionError(

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import eager_offload.context
 import eager_offload.eager.packing
+import eager_offload.eager.saving
 import eager_offload.kernels.codecs as module
 from eager_offload import CodecPolicy, OffloadStats
 from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Narrow, TensorMeta
@@ -37,6 +38,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> CodecKernels:
     found = CodecKernels()
     monkeypatch.setattr(eager_offload.context, "CODECS", found)
     monkeypatch.setattr(eager_offload.eager.packing, "CODECS", found)
+    monkeypatch.setattr(eager_offload.eager.saving, "CODECS", found)
     monkeypatch.setattr(module, "_WORTH", 1)
     return found
 
@@ -122,6 +124,27 @@ def test_compiling_is_done_where_a_step_begins_whatever_modes_it_begins_in(kerne
         modes.enter_context(torch.device("meta"))
         kernels.compile_due()
     assert len(kernels._kernels) == 1
+
+
+def test_one_context_around_all_steps_compiles_as_well(users_backend: Backend, kernels: CodecKernels) -> None:
+    x, weights = leaf(ROWS, WIDTH), [leaf(ROWS, WIDTH, seed=seed) for seed in range(2, 6)]
+    offload = users_backend.offload(codec=CodecPolicy(rules={"MulBackward0": FP8}), step_plans=False)
+    gradients = []
+    with offload:
+        for _ in range(4):
+            y = x
+            for weight in weights:
+                y = y.sin() * weight
+            loss = y.sum()
+            del y
+            offload.stats(synchronize=True)
+            gradients.append(torch.autograd.grad(loss, weights))
+            del loss
+            gc.collect()
+    assert offload.stats(synchronize=True).packed_bytes
+    assert len(kernels._kernels) == 1
+    assert_identical(gradients[1], gradients[-1])
+    assert_settled(offload)
 
 
 def test_a_size_is_worth_it_once_enough_of_it_was_packed_and_only_so_many_are(

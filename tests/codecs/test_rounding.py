@@ -19,6 +19,8 @@ from eager_offload import CodecPolicy, Offload, OffloadStats, PrecisionError, Tr
 from eager_offload._torch import weak_storage
 from eager_offload.codecs import BF16, BlockFP8, BlockInt, Codec, TensorMeta
 from eager_offload.codecs.seeds import SEEDS
+from eager_offload.eager.handles import SavedView
+from eager_offload.eager.saving import SavedTensors
 from eager_offload.step_plan import StepPlan
 from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.tensors import coded
@@ -304,6 +306,38 @@ def test_code_in_python_is_no_consumer(users_backend: Backend) -> None:
     with pytest.raises(PrecisionError, match="code in Python asks for"):
         _ = y.grad_fn._saved_self
     del y
+
+
+def test_what_is_asked_for_by_another_reader_stays_before_its_copy_may_start(
+    users_backend: Backend, plans: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is saved, in another thread say, between the look at who asks and the unpack."""
+    (expected,) = product(nullcontext(), torch.div)[1:]
+    offload = users_backend.offload(codec="int8", step_plans=plans)
+    steps(offload, product, 3)
+    before = offload.stats(synchronize=True).bytes_out
+    real, kept = SavedTensors._check_reader, []
+
+    def then_saves_on(self: SavedTensors, view: SavedView) -> None:
+        real(self, view)
+        if view.storage.rounds and not kept:
+            with torch.enable_grad():
+                kept.append((leaf(ROWS, WIDTH, seed=5).exp() * 2).exp())
+            offload.stats(synchronize=True)
+
+    x, weight = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
+    with offload:
+        h = x.sin()
+        loss = torch.div(h, weight).sum()
+        del h
+        monkeypatch.setattr(SavedTensors, "_check_reader", then_saves_on)
+        (found,) = torch.autograd.grad(loss, weight)
+    assert kept, "else the test says nothing"
+    assert offload.stats(synchronize=True).bytes_out > before
+    assert torch.equal(found, expected)
+    kept.clear()
+    del loss
+    assert_settled(offload)
 
 
 def test_a_storage_that_others_read_too_is_exact(backend: Backend) -> None:
