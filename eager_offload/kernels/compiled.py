@@ -107,6 +107,7 @@ def compiled_by_inductor(
             torch.__version__,
             str(device),
             _capability(device),
+            str(torch.get_default_dtype()),  # of tensors that a graph makes without saying
             repr(spec),
             shapes,
             repr(places),

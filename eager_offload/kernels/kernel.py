@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,7 @@ class TorchKernel:
         self.kernel = kernel
         #: What computes it, as it was asked for.
         self.impl = impl
-        self._compiled: dict[torch.device, Compiled] = {}
+        self._compiled: dict[tuple[torch.device, torch.dtype], Compiled] = {}
         self._failed: set[torch.device] = set()
         self._lock = threading.Lock()
 
@@ -93,7 +94,7 @@ class TorchKernel:
         kernel = self.kernel
         call = kernel.signature.call(kernel.name, arguments, out)
         kernel.spec.check_device(call.device)
-        with torch.no_grad(), timed(kernel.name, call.device):
+        with torch.no_grad(), _without_autocast(call.device), timed(kernel.name, call.device):
             self._launch(call.device, [*call.inputs, *call.inout, *call.outputs])
         return kernel.signature.result(call, arguments)
 
@@ -104,7 +105,7 @@ class TorchKernel:
         if self.impl == "torch" or device in self._failed:
             self.kernel.impls["torch"](*tensors)
         else:
-            found = self._compiled.get(device)
+            found = self._compiled.get((device, torch.get_default_dtype()))
             if found is None:
                 found = self._compile(device, tensors)
             if found is None:
@@ -114,10 +115,10 @@ class TorchKernel:
 
     def _compile(self, device: torch.device, tensors: list[Tensor]) -> Compiled | None:
         """What launches on ``device``; ``None`` where nothing compiles and the reference does as well."""
-        kernel = self.kernel
+        kernel, place = self.kernel, (device, torch.get_default_dtype())  # which a body may make tensors of
         with self._lock:
-            if device in self._compiled:
-                return self._compiled[device]
+            if place in self._compiled:
+                return self._compiled[place]
             try:
                 make, body = (pallas.compiled, "pallas") if self.impl == "pallas" else (compiled_by_inductor, "torch")
                 found = make(kernel.name, kernel.impls[body], kernel.signature, kernel.spec, tensors)
@@ -127,8 +128,14 @@ class TorchKernel:
                 self._failed.add(device)
                 warn(f"{error}. It is computed by torch's own operators in its place, which is slower")
                 return None
-            self._compiled[device] = found
+            self._compiled[place] = found
             return found
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A kernel computes in the dtypes of its signature, and what was compiled in no other state than what is called."""
+    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def as_torch_kernel(kernel: Kernel, impl: str = "auto") -> TorchKernel:

@@ -154,6 +154,33 @@ def test_equal_digests_of_other_texts_are_noticed(monkeypatch: pytest.MonkeyPatc
     del one, other
 
 
+@pytest.mark.parametrize("impl", ["torch", "inductor"])
+def test_what_the_caller_has_set_changes_no_bit(impl: str) -> None:
+    """Autocast and the default dtype, in the first call or in a later one."""
+    spec = TensorSpec((16, 16), torch.float32)
+
+    def body(a: Tensor, b: Tensor, y: Tensor) -> None:
+        y.copy_(a @ b + (torch.full((16, 16), 1 + 2.0**-40) - 1) * 2.0**40)  # 1 in float64, 0 in float32
+
+    a, b = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0))
+    kernel = Kernel("product", Signature((spec, spec), (spec,)), SPEC, {"torch": body})
+    expected = as_torch_kernel(kernel, "torch")(a, b)
+    for outside_first in (True, False):
+        product = as_torch_kernel(kernel, impl)
+        if outside_first:
+            assert torch.equal(product(a, b), expected)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(product(a, b), expected)
+        assert torch.equal(product(a, b), expected)
+    torch.set_default_dtype(torch.float64)
+    try:
+        exact = as_torch_kernel(kernel, "torch")(a, b)
+        assert torch.equal(product(a, b), exact)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(product(a, b), expected)
+
+
 def test_threads_that_call_a_new_kernel_at_once_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     real = kept
