@@ -452,6 +452,12 @@ class StepPlans:
             if measured is not None and adapting.process_peak is not None:
                 counters.plan = replace(counters.plan, peak_bytes=adapting.process_peak)
 
+    def refused(self, known: KnownPlan) -> None:
+        """A codec cannot hold what it held when ``known`` was recorded: the next forward is decided anew, at a look."""
+        if known in self._known and not known.is_computed:
+            self._known.remove(known)
+            known.forget()
+
     def missed(self, known: KnownPlan, what: str) -> None:
         """A forward has differed from ``known`` by ``what``; when several have in a row it is forgotten."""
         misses = self._accounts.counters.plan_misses

@@ -21,6 +21,10 @@ from eager_offload.kernels.staging import Slot, StagingTree, Union
 __all__ = ["Workspaces"]
 
 
+#: Sizes of which it is remembered where parts lie, until the workspace goes.
+_MOST_PLACED = 256
+
+
 class Workspaces:
     """Scratch memory by stream; the caller has enqueued what it does there before it asks for the next.
 
@@ -58,7 +62,7 @@ class Workspaces:
         prefix = f"codec.{what}."
         placed = tree.place(buffer)
         parts = {name.removeprefix(prefix): part for name, part in placed.items() if name.startswith(prefix)}
-        if self._holds:
+        if self._holds and len(self._placed) < _MOST_PLACED:
             self._placed[place] = parts
         return parts
 

@@ -100,23 +100,25 @@ def cast_and_noise(around: Any, *, third: float = 0.0) -> list[Tensor | None]:
 
 
 def test_a_plan_says_what_is_packed(backend: Backend) -> None:
-    """And a step in which it does not fit any more is followed all the same."""
+    """A step in which it does not fit any more is followed all the same; those after it are decided anew."""
     is_cpu = not torch.accelerator.is_available()
-    offload = backend.offload(codec="lossless", step_plans=True)
-    for third in (0.0, 0.0, 0.0, 0.25):
+    offload, first = backend.offload(codec="lossless", step_plans=True), None
+    for third in (0.0, 0.0, 0.0, 0.25, 0.25, 0.25):
         expected = cast_and_noise(nullcontext(), third=third)
         assert_identical(expected, cast_and_noise(Settled(offload), third=third))
         gc.collect()
+        first = first or offload.step_plan()
     plan, stats = offload.step_plan(), assert_settled(offload)
-    assert plan is not None
-    assert stats.followed_forwards == 3
+    assert stats.followed_forwards == (4 if is_cpu else 5)
     assert not stats.plan_misses
-    assert Fate.DECIDE not in [save.fate for save in plan.saves]
-    packed = {save.coded.codec: save.coded.nbytes for save in plan.saves if save.coded is not None}
-    assert packed == {"narrow": 2 * ROWS * WIDTH} | ({"bitmask": 128 * WIDTH // 8 + 16} if is_cpu else {})
-    assert stats.coded_bytes["narrow"] == 4 * ROWS * WIDTH * 4
+    for one, mask in ((first, is_cpu), (plan, False)):
+        assert one is not None
+        assert Fate.DECIDE not in [save.fate for save in one.saves]
+        packed = {save.coded.codec: save.coded.nbytes for save in one.saves if save.coded is not None}
+        assert packed == {"narrow": 2 * ROWS * WIDTH} | ({"bitmask": 128 * WIDTH // 8 + 16} if mask else {})
+    assert stats.coded_bytes["narrow"] == 6 * ROWS * WIDTH * 4
     assert stats.coded_bytes.get("bitmask", 0) == (3 * 128 * WIDTH * 4 if is_cpu else 0)
-    assert stats.refused == ({"bitmask": 1} if is_cpu else {})
+    assert stats.refused == ({"bitmask": 2} if is_cpu else {}), "once more by the step that is decided anew"
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
