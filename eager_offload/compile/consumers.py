@@ -82,6 +82,8 @@ _COPIES = frozenset(
         "prims::convert_element_type",
     )
 )
+#: They put zeros beside them, as compilers do for products.
+_PADS = frozenset(("aten::constant_pad_nd",))
 
 
 class Consumers:
@@ -146,10 +148,23 @@ class Consumers:
 def may_be_rounded(maker: Node, readers: frozenset[str]) -> bool:
     """Whether what ``maker`` has made may be, as far as it itself goes.
 
-    What a norm has made for its own backward may be its statistics. So may what a partitioner has forward compute of
-    the backward, since it is smaller than what it is computed from.
+    What a graph is given may be a parameter, so a cast of it is exact too: autocast makes those of weights there. What
+    a norm has made for its own backward may be its statistics. So may what a partitioner has forward compute of the
+    backward, since it is smaller than what it is computed from.
     """
-    return _is_forward(maker) and not (readers & NORMS and _traced_for(maker) in _NORMS)
+    if not _is_forward(maker) or _is_given(maker):
+        return False
+    return not (readers & NORMS and _traced_for(maker) in _NORMS)
+
+
+def _is_given(node: Node) -> bool:
+    """Whether ``node`` is an input of the graph, a view of one, or a copy, maybe in another dtype."""
+    while _hands_on(node) or _name_of(node.target) in _PADS:
+        source = node.args[0]
+        if not isinstance(source, Node):
+            return False
+        node = source
+    return node.op in ("placeholder", "get_attr")
 
 
 def _is_forward(node: Node) -> bool:

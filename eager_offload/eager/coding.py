@@ -128,9 +128,12 @@ def coding_of(
 
 
 def kind_of(tensor: Tensor) -> Kind | None:
-    """What a save of ``tensor`` is known by; ``None`` for one that nothing may round."""
+    """What a save of ``tensor`` is known by; ``None`` for one that nothing may round.
+
+    What does not require grad has no maker, and may be the cast of a parameter that is not trained, or a statistic.
+    """
     dtype = str(tensor.dtype)
-    if dtype not in _ROUNDED:
+    if dtype not in _ROUNDED or not tensor.requires_grad:
         return None
     maker = tensor.grad_fn
     return Kind(tensor.nbytes, dtype, "" if maker is None else maker.name())
@@ -205,17 +208,15 @@ def _rounding_of(
         if not is_all_of(meta, area.nbytes):
             return None  # what else is there, and was not saved, would have a part in the scales
         meta = TensorMeta((area.nbytes // meta.dtype.itemsize,), (1,), meta.dtype)
-    codec = rounding_codec(meta, policy, readers, kind, requires_grad=tensor.requires_grad)
+    codec = rounding_codec(meta, policy, readers, kind)
     coding = None if codec is None else _coding(codec, meta)
     return coding._replace(kind=kind) if coding is not None and coding.nbytes < area.moved else None
 
 
-def rounding_codec(
-    meta: TensorMeta, policy: CodecPolicy, readers: Collection[str], kind: Kind, *, requires_grad: bool
-) -> Codec | None:
+def rounding_codec(meta: TensorMeta, policy: CodecPolicy, readers: Collection[str], kind: Kind) -> Codec | None:
     """What may round a tensor that all of ``readers`` ask for."""
-    if NORMS.intersection(readers) and not (requires_grad and kind.maker not in readers):
-        return None  # the statistics of a norm have no maker, or the norm itself
+    if NORMS.intersection(readers) and kind.maker in readers:
+        return None  # it may be the statistics of a norm, which that has made
     return policy.strictest(readers, meta)
 
 

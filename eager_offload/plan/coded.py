@@ -36,7 +36,6 @@ class Known(NamedTuple):
     """What is known of a save when it is saved."""
 
     dtype: torch.dtype
-    requires_grad: bool
     exact: Codec | None
     """What holds every bit of it."""
     kind: Kind | None
@@ -60,10 +59,10 @@ class Coder:
     def save(self, number: int, tensor: Tensor, *, is_drawn: bool) -> None:
         """Save ``number`` is ``tensor``; ``is_drawn``: dropout has written it."""
         exact, looks = exact_codec(tensor) if self._policy.lossless else (None, False)
-        kind = None if looks or tensor.is_neg() else kind_of(tensor)
+        kind = None if tensor.is_neg() else kind_of(tensor)
         if kind is not None and not is_all_of(TensorMeta.of(tensor), tensor.untyped_storage().nbytes()):
             kind = None
-        self._known[number] = Known(tensor.dtype, tensor.requires_grad, exact if is_drawn or not looks else None, kind)
+        self._known[number] = Known(tensor.dtype, exact if is_drawn or not looks else None, kind)
 
     def ask(self, number: int, reader: str) -> None:
         """``reader`` asks for what that save was."""
@@ -95,9 +94,7 @@ class Coder:
         if first.kind is None or any(self._known[number].kind is None for number in saves):
             return
         readers = [self._readers.get(number, {""}) for number in saves]
-        codec = rounding_codec(
-            meta, self._policy, frozenset().union(*readers), first.kind, requires_grad=first.requires_grad
-        )
+        codec = rounding_codec(meta, self._policy, frozenset().union(*readers), first.kind)
         if codec is not None:
             yield codec
 

@@ -420,6 +420,58 @@ def test_what_is_rounded_follows_from_all_that_read_it(case: str) -> None:
     assert all(map(same_bits, found, exact)) == (not expected)
 
 
+def under_autocast(x: Tensor, batch: Tensor, *weights: Tensor) -> Tensor:
+    """Products of ``bfloat16``, whose factors are casts of inputs and one that is none."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.linear(F.linear(x.cumsum(-1), weights[0]), weights[1]) + F.linear(batch, weights[2])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("train", [True, False])
+def test_casts_of_weights_and_batches_are_exact(backend: str, train: bool) -> None:
+    """The first product's input is rounded, which the gradient of its weight alone is computed of."""
+    inputs = [numbers(ROWS, WIDTH), numbers(ROWS, WIDTH, seed=2)]
+    weights = [numbers(WIDTH, WIDTH, seed=seed) for seed in (3, 4, 5)]
+    held = [weight.detach() for weight in weights[1:]]
+
+    def program(*given: Tensor) -> Tensor:
+        return under_autocast(*given) if train else under_autocast(*given, *held)
+
+    given = [*inputs, *(weights if train else weights[:1])]
+    policy = rounding(BlockInt(8), "MmBackward0", "AddmmBackward0")
+    ((exact,), plain), ((found,), stats) = (
+        compiled_gradients(program, *given, codec=codec, backend=backend) for codec in ("identity", policy)
+    )
+    rounded = [not same_bits(*pair) for pair in zip(found, exact, strict=True)]
+    assert rounded == [False, False, True, *[True, False][: 2 * train]]
+    assert stats.coded_bytes == {"int8": (1 + train) * ROWS * WIDTH * 2}
+    assert 0 < stats.packed_bytes["int8"] < stats.bytes_out < plain.bytes_out
+    assert stats.offloaded_bytes == plain.offloaded_bytes
+
+
+#: What a product saves of a weight.
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a cast": lambda w: w.bfloat16(),
+    "a cast and back": lambda w: w.bfloat16().float(),
+    "a cast of a view": lambda w: w.t()[:, 8:].bfloat16(),
+    "a part of a cast": lambda w: w.bfloat16().chunk(2, 1)[1].contiguous(),
+    "a copy": lambda w: w.t().clone(memory_format=torch.contiguous_format),
+    "padded": lambda w: F.pad(w, (0, 4)),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_what_is_a_copy_of_an_input_is_exact(case: str) -> None:
+    def program(x: Tensor, weight: Tensor) -> Tensor:
+        factor = COPIES[case](weight)
+        return x.cumsum(-1).to(factor.dtype) @ factor
+
+    inputs = numbers(ROWS, WIDTH), numbers(WIDTH, WIDTH, seed=2).detach()
+    config = config_of(codec=rounding(BlockInt(8), "MmBackward0"))
+    _, choice = assert_moves_exactly(program, *inputs, config=config)
+    assert not any(group.codec for group in choice.groups)
+
+
 def test_statistics_are_exact_where_a_partitioner_has_forward_divide_them() -> None:
     """It saves what backward alone needs of them, if that is as small."""
 

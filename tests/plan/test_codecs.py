@@ -255,6 +255,18 @@ def test_a_step_plan_that_packs_asks_for_its_codec() -> None:
         eo.Offload(plan=plan.step_plans[0], codec="identity")
 
 
+def test_what_does_not_require_grad_is_planned_as_exact() -> None:
+    """Such as the casts of weights that are not trained."""
+    coder = Coder(eo.CodecPolicy(lossless=False, rules={"MmBackward0": BlockInt(8)}))
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    for number, trained in enumerate((True, False)):
+        coder.save(number, x.detach().requires_grad_(trained), is_drawn=False)
+        coder.ask(number, "MmBackward0")
+    assert coder.packing([0], x.nbytes) is not None
+    assert coder.packing([1], x.nbytes) is None
+    assert coder.packing([0, 1], x.nbytes) is None
+
+
 def test_what_eager_code_compiles_is_priced_as_one_kernel() -> None:
     coder = Coder(eo.CodecPolicy(rules={"MmBackward0": BlockInt(8)}))
     x = torch.randn(64, 64, requires_grad=True)
