@@ -51,10 +51,10 @@ class Union:
     """Members of which one is in use at a time: all begin at one address, and the largest says how much room they take.
 
     Args:
-        members: slots, trees and unions, at least one; a mapping gives them names.
+        members: slots, trees and unions, at least one; a mapping gives them names, which have no dot.
 
     Raises:
-        KernelError: there is none, or one is something else.
+        KernelError: there is none, one is something else, or a name has a dot.
     """
 
     members: Mapping[str, Any] | Sequence[Any]
@@ -79,10 +79,11 @@ class StagingTree:
     where its ``align`` does not permit is an error, which says how far it is off.
 
     Args:
-        members: slots, unions and trees, at least one; a mapping gives them names, a sequence numbers.
+        members: slots, unions and trees, at least one; a mapping gives them names, which have no dot, and a sequence
+            numbers.
 
     Raises:
-        KernelError: there is none, one is something else, or one would be misaligned.
+        KernelError: there is none, one is something else or would be misaligned, or a name has a dot.
     """
 
     members: Mapping[str, Any] | Sequence[Any]
@@ -138,11 +139,14 @@ def _named(members: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def _check_members(node: Union | StagingTree) -> None:
-    members = node.members
+    members: object = node.members
     name = type(node).__name__
-    if isinstance(members, str) or not members:
+    if isinstance(members, str) or not isinstance(members, Mapping | Sequence) or not members:
         raise KernelError(f"{name}({members!r}) is not accepted: it has members, in a sequence or by their names")
-    for path, member in _named(members):
+    named: list[tuple[Any, Any]] = _named(members)
+    for path, member in named:
+        if not isinstance(path, str) or not path or "." in path:  # so that a path is that of one slot
+            raise KernelError(f"{name} has a member {path!r}: names are texts, not empty, with no dot in them")
         if not isinstance(member, Slot | Union | StagingTree):
             raise KernelError(f"{name} has {member!r} as its member {path!r}: members are Slot, Union and StagingTree")
 

@@ -24,6 +24,7 @@ from eager_offload.kernels import (
 )
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
+BYTES = Slot((16,), torch.uint8)
 slots = st.builds(Slot, st.lists(st.integers(1, 5), max_size=3).map(tuple), st.sampled_from(DTYPES), st.just(8))
 
 
@@ -105,6 +106,12 @@ def test_a_slot_that_would_be_misaligned_is_told_with_how_far() -> None:
         (lambda: StagingTree({}), "it has members"),
         (lambda: StagingTree("ab"), "it has members"),
         (lambda: StagingTree([3]), "has 3 as its member '0'"),
+        (lambda: StagingTree({"a.b": BYTES, "a": StagingTree({"b": BYTES})}), "a member 'a.b': .* no dot"),
+        (lambda: Union({"": BYTES}), "a member '': .* not empty"),
+        (lambda: StagingTree({1: BYTES, "1": BYTES}), "a member 1: names are texts"),
+        (lambda: Union(slot for slot in (BYTES,)), "it has members, in a sequence or by their names"),  # type: ignore[arg-type]
+        (lambda: StagingTree({BYTES}), "it has members, in a sequence or by their names"),  # type: ignore[arg-type]
+        (lambda: StagingTree(3), "it has members, in a sequence or by their names"),  # type: ignore[arg-type]
         (lambda: LaunchSpec((1, 1), (1, 1, 1)), "three whole numbers"),  # type: ignore[arg-type]
         (lambda: LaunchSpec((True, 1, 1), (1, 1, 1)), "from 1 on"),
         (lambda: LaunchSpec((1, 1, 1), (1.0, 1, 1)), r"block=\(1\.0, 1, 1\)"),  # type: ignore[arg-type]
