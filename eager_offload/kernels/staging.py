@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import KernelError
-from eager_offload.kernels.sizes import checked_sizes, is_whole
+from eager_offload.kernels.sizes import check_dtype, checked_sizes, is_whole
 
 __all__ = ["Slot", "StagingTree", "Union"]
 
@@ -26,7 +26,7 @@ class Slot:
         align: what its address is a multiple of, in bytes: a power of two, at least the size of an element.
 
     Raises:
-        KernelError: a size is no whole number from 0 on, or ``align`` is none of these.
+        KernelError: a size is no whole number from 0 on, or ``dtype`` or ``align`` is none of these.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +35,7 @@ class Slot:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", checked_sizes("Slot", "shape", self.shape, 0))
+        check_dtype("Slot", self.dtype)
         least = self.dtype.itemsize
         if not is_whole(self.align) or self.align < least or self.align & (self.align - 1):
             raise KernelError(
@@ -115,6 +116,9 @@ class StagingTree:
         Raises:
             KernelError: the buffer is something else.
         """
+        given: object = buffer
+        if not isinstance(given, Tensor) or buffer.layout is not torch.strided or buffer.is_nested:
+            raise KernelError(f"the scratch buffer is {buffer!r}: what is accepted is a tensor of contiguous bytes")
         if buffer.dtype is not torch.uint8 or not buffer.is_contiguous() or buffer.numel() < self.nbytes:
             raise KernelError(
                 f"the scratch buffer has {tuple(buffer.shape)}, {buffer.dtype}, strides {buffer.stride()}; what is "

@@ -99,6 +99,7 @@ def test_a_slot_that_would_be_misaligned_is_told_with_how_far() -> None:
     [
         (lambda: Slot((-1,), torch.int8), "from 0 on"),
         (lambda: Slot((2.5,), torch.float32), r"shape=\(2\.5,\)"),  # type: ignore[arg-type]
+        (lambda: Slot((1,), None), "dtype=None.* it is a torch.dtype"),  # type: ignore[arg-type]
         (lambda: Slot((1,), torch.float32, 4.0), "at least 4"),  # type: ignore[arg-type]
         (lambda: Slot((1,), torch.float32, 2), "at least 4"),
         (lambda: Slot((1,), torch.float32, 24), "a power of two"),
@@ -136,10 +137,12 @@ def test_a_buffer_that_does_not_do_is_an_error() -> None:
         (buffer[start : start + 15], "16 contiguous elements"),
         (buffer.view(torch.int8), "torch.int8"),
         (buffer[::2], "strides"),
+        (3, "the scratch buffer is 3"),
+        (buffer.to_sparse(), "a tensor of contiguous bytes"),
         (buffer[start + 1 :], "1 bytes behind a multiple of 16"),
     ):
         with pytest.raises(KernelError, match=says):
-            tree.place(bad)
+            tree.place(bad)  # type: ignore[arg-type]
     assert set(tree.place(buffer[start:])) == {"0"}
 
 
