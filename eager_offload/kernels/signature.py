@@ -158,7 +158,7 @@ class Signature:
             KernelError: they are not what the signature says; the text has what was expected and what was given.
         """
         names, leaves, specs = self._matched(kernel, "arguments", (*self.inputs, *self.inout), arguments)
-        device = _one_device(kernel, names, leaves)
+        device = _one_device(kernel, names, leaves, out)
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             _check(f"{kernel}: the argument {name}", spec, leaf, device)
         tensors = [
@@ -224,12 +224,15 @@ def _checked_pairs(given: Any) -> tuple[tuple[int, int], ...]:
     return tuple((int(taken), int(written)) for taken, written in given)
 
 
-def _one_device(kernel: str, names: list[str], leaves: list[Any]) -> torch.device:
+def _one_device(kernel: str, names: list[str], leaves: list[Any], out: Any) -> torch.device:
+    """That of the arguments; where none of them is a tensor, that of the caller's outputs, and a CPU without them."""
     found = {leaf.device: name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
     if len(found) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in found.items())
         raise KernelError(f"{kernel}: expected all tensors on one device, and got {where}")
-    return next(iter(found), torch.device("cpu"))
+    if found:
+        return next(iter(found))
+    return next((leaf.device for leaf in flatten_with_names(out)[1] if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
 def _check_apart(kernel: str, names: list[str], tensors: list[Tensor], written: set[int]) -> None:

@@ -139,6 +139,15 @@ def test_all_tensors_are_on_one_device() -> None:
         kernel(torch.ones(4, 3), torch.ones(4, 3), out=torch.ones(4, 3, device="meta"))
 
 
+def test_numbers_alone_go_where_the_outputs_of_the_caller_are() -> None:
+    fills = of(Signature((Scalar(torch.float32),), (FLOATS, FLOATS)), lambda x, y, z: (y.fill_(x), z.copy_(x + y)))
+    out = torch.empty(4, 3, device="meta"), torch.empty(4, 3, device="meta")
+    assert fills(1.0, out=out)[0] is out[0]
+    assert fills(1.0)[1].tolist() == [[2.0] * 3] * 4
+    with pytest.raises(KernelError, match=r"the output \[1\]: expected .* on meta, and got .* on cpu"):
+        fills(1.0, out=(out[0], torch.empty(4, 3)))
+
+
 def test_an_output_has_memory_of_its_own(scale: Any) -> None:
     memory = torch.ones(8, 3)
     for out in (memory[:4], memory[2:6]):
