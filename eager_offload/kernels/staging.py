@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,8 +48,35 @@ class Slot:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Union:
+class _Members:
+    """What trees and unions have in common: members that do not change, whose order counts."""
+
+    members: Mapping[str, Any] | Sequence[Any]
+
+    def __post_init__(self) -> None:
+        _check_members(self)
+        is_named = isinstance(self.members, Mapping)
+        object.__setattr__(self, "members", MappingProxyType(dict(self.members)) if is_named else tuple(self.members))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Members) or type(other) is not type(self):
+            return NotImplemented
+        return _named(self.members) == _named(other.members)
+
+    def __hash__(self) -> int:
+        return hash(tuple(_named(self.members)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A view of a dict is neither copied nor pickled.
+        return type(self), (dict(self.members) if isinstance(self.members, Mapping) else self.members,)
+
+    @property
+    def align(self) -> int:
+        return max(int(member.align) for _, member in _named(self.members))
+
+
+@dataclass(frozen=True, eq=False)
+class Union(_Members):
     """Members of which one is in use at a time: all begin at one address, and the largest says how much room they take.
 
     Args:
@@ -60,20 +88,13 @@ class Union:
 
     members: Mapping[str, Any] | Sequence[Any]
 
-    def __post_init__(self) -> None:
-        _check_members(self)
-
     @property
     def nbytes(self) -> int:
         return max(int(member.nbytes) for _, member in _named(self.members))
 
-    @property
-    def align(self) -> int:
-        return max(int(member.align) for _, member in _named(self.members))
 
-
-@dataclass(frozen=True)
-class StagingTree:
+@dataclass(frozen=True, eq=False)
+class StagingTree(_Members):
     """Members that lie one behind the other, in their order and with no gap between them.
 
     No padding is put in, since where members lie is a matter of speed in shared memory: a member that would begin
@@ -90,17 +111,13 @@ class StagingTree:
     members: Mapping[str, Any] | Sequence[Any]
 
     def __post_init__(self) -> None:
-        _check_members(self)
+        super().__post_init__()
         for _ in _slots(self, "", 0):
             pass
 
     @property
     def nbytes(self) -> int:
         return sum(int(member.nbytes) for _, member in _named(self.members))
-
-    @property
-    def align(self) -> int:
-        return max(int(member.align) for _, member in _named(self.members))
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -142,7 +159,7 @@ def _named(members: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, Any]]:
     return [(str(number), member) for number, member in enumerate(members)]
 
 
-def _check_members(node: Union | StagingTree) -> None:
+def _check_members(node: _Members) -> None:
     members: object = node.members
     name = type(node).__name__
     if isinstance(members, str) or not isinstance(members, Mapping | Sequence) or not members:

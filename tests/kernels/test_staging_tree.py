@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -32,7 +35,7 @@ def padded(member: Any) -> Any:
     """The same with every size a multiple of 8, so that nothing is misaligned."""
     if isinstance(member, Slot):
         return Slot((math.prod(member.shape) * 8,), member.dtype, 8)
-    items = member.members.items() if isinstance(member.members, dict) else enumerate(member.members)
+    items = member.members.items() if isinstance(member.members, Mapping) else enumerate(member.members)
     return type(member)({str(name): padded(inner) for name, inner in items})
 
 
@@ -82,6 +85,28 @@ def test_a_workspace_that_two_kernels_share_is_as_large_as_the_larger_one() -> N
     assert views["shared.unpack.values"].view(torch.uint8).view(-1)[: 64 * 64].eq(1).all()
 
 
+def test_equal_layouts_are_one_key_and_what_they_were_made_of_may_change() -> None:
+    def launch(members: Any) -> LaunchSpec:
+        return LaunchSpec((1, 1, 1), (1, 1, 1), shared=StagingTree(members))
+
+    codes, scales = Slot((16,), torch.int8), Slot((32,), torch.int8)
+    for members in ({"codes": codes, "both": Union([codes, scales])}, [codes, StagingTree({"scales": scales})]):
+        one = launch(members)
+        for other in (launch(copy.copy(members)), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+            assert {one: "known"}[other] == "known"
+        members.clear()  # type: ignore[attr-defined]
+        assert one.shared_bytes == 48
+    assert launch({"a": codes, "b": scales}) != launch({"b": scales, "a": codes}), "they lie in another order"
+    assert StagingTree([codes]) != Union([codes])
+    with pytest.raises(TypeError):
+        StagingTree({"a": codes}).members["b"] = scales  # type: ignore[index]
+
+
+def test_the_largest_launch_is_accepted() -> None:
+    LaunchSpec(((1 << 31) - 1, 65535, 65535), (4, 4, 64))
+    LaunchSpec((16, 1, 1), (1024, 1, 1), (16, 1, 1))
+
+
 def test_a_slot_that_would_be_misaligned_is_told_with_how_far() -> None:
     with pytest.raises(
         KernelError, match=r"'b' would begin at byte 100, 4 behind a multiple of its alignment 16"
@@ -118,6 +143,11 @@ def test_a_slot_that_would_be_misaligned_is_told_with_how_far() -> None:
         (lambda: LaunchSpec((1, 1, 1), (1.0, 1, 1)), r"block=\(1\.0, 1, 1\)"),  # type: ignore[arg-type]
         (lambda: LaunchSpec((0, 1, 1), (1, 1, 1)), "from 1 on"),
         (lambda: LaunchSpec((1, 1, 1), (32, 32, 2)), "2,048 threads"),
+        (lambda: LaunchSpec((1, 1, 1), (1, 1, 65)), "64 threads in its third dimension"),
+        (lambda: LaunchSpec((1 << 31, 1, 1), (1, 1, 1)), "2,147,483,647, 65,535 and 65,535 blocks"),
+        (lambda: LaunchSpec((1, 1 << 16, 1), (1, 1, 1)), r"grid=\(1, 65536, 1\)"),
+        (lambda: LaunchSpec((1, 1, 1 << 16), (1, 1, 1)), r"grid=\(1, 1, 65536\)"),
+        (lambda: LaunchSpec((32, 1, 1), (1, 1, 1), (32, 1, 1)), "32 blocks, and a cluster has 16"),
         (lambda: LaunchSpec((6, 1, 1), (1, 1, 1), (4, 1, 1)), "multiple of the cluster's"),
         (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=-1), "not below 0"),
         (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=True), "StagingTree, bytes or None"),
