@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from eager_offload.codecs.base import Codec, TensorMeta
@@ -60,7 +61,7 @@ class CodecPolicy:
     Args:
         lossless: whether what fits into fewer bytes, bit for bit, is packed.
         rules: by the name of a consumer, what may round what it alone reads: ``BF16``, ``BlockInt`` or ``BlockFP8``, or
-            a text such as ``"int8_sr"``.
+            a text such as ``"int8_sr"``. They do not change: ``rule`` makes another policy.
 
     Raises:
         ConfigError: for another consumer or codec, or one that is too coarse for its consumer.
@@ -80,10 +81,14 @@ class CodecPolicy:
         for consumer, _ in given:
             _check_consumer(consumer)
         rules = {consumer: _checked(consumer, codec) for consumer, codec in sorted(given)}
-        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "rules", MappingProxyType(rules))
 
     def __hash__(self) -> int:
         return hash((self.lossless, tuple(self.rules.items())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A view of a dict is neither copied nor pickled.
+        return type(self), (self.lossless, dict(self.rules))
 
     def rule(self, consumer: str, codec: Codec | str | None) -> CodecPolicy:
         """The same policy with a rule for ``consumer``; ``None``: without one.
@@ -190,7 +195,8 @@ def _check_consumer(consumer: object) -> None:
 
 def _checked(consumer: str, given: object) -> Codec:
     codec = codec_of(given) if isinstance(given, str) else given
-    if not isinstance(codec, BF16 | BlockInt | BlockFP8):
+    # Nor one derived of them: it is written by the name of a codec that is another, or none.
+    if not isinstance(codec, BF16 | BlockInt | BlockFP8) or type(codec) not in (BF16, BlockInt, BlockFP8):
         raise ConfigError(
             f"{given!r} for {consumer} is not accepted: a rule takes BF16, BlockInt or BlockFP8; what has none is exact"
         )

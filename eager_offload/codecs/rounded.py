@@ -250,7 +250,12 @@ def _restore(numbers: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
 
 
 def _step(amax: float, most: tuple[int, int], least: int) -> float:
-    """The scale of a block with ``amax`` in it: as ``_codes``, without a tensor, since each unpack asks."""
+    """The scale of a block with ``amax`` in it: as ``_codes``, without a tensor, since each unpack asks.
+
+    Infinite beyond the largest ``float32``, which no element of such a block is.
+    """
+    if amax > torch.finfo(torch.float32).max:
+        return math.inf
     word: int = struct.unpack("=i", struct.pack("=f", amax))[0]
     exponent = word >> 23 & 255
     return float(2.0 ** (max(exponent - most[0] + ((word & _MANTISSA) > most[1]), least) - _ONE))

@@ -14,7 +14,7 @@ __all__ = ["revision"]
 #: Beside the modules of this package: what decides which bytes move, and what the operations in a graph mean.
 _OTHERS = (
     *("_torch.py", "config.py", "machine.py", "marks.py"),
-    *(f"codecs/{name}.py" for name in ("base", "exact", "policy", "rounded")),
+    *(f"codecs/{name}.py" for name in ("base", "exact", "policy", "rounded", "seeds")),
     *(f"plan/{name}.py" for name in ("chain", "paced", "predict", "program", "recompute", "solve")),
 )
 

@@ -42,7 +42,8 @@ class Kernel:
             - ``"pallas"``: a body of a JAX Pallas kernel, on references.
 
     Raises:
-        KernelError: there is no ``"torch"``, a name is another one, or what stands there cannot be called.
+        KernelError: there is no ``"torch"``, a name is another one, what stands there cannot be called, or one of the
+            others is something else.
     """
 
     name: str
@@ -51,6 +52,10 @@ class Kernel:
     impls: Mapping[str, Callable[..., object]]
 
     def __post_init__(self) -> None:
+        for part, kind in (("signature", Signature), ("spec", LaunchSpec), ("impls", Mapping)):
+            given = getattr(self, part)
+            if not isinstance(given, kind):
+                raise KernelError(f"{self.name}: {part}={given!r} is not accepted: it is a {kind.__name__}")
         object.__setattr__(self, "impls", dict(self.impls))
         if "torch" not in self.impls or not set(self.impls) <= set(_BODIES):
             raise KernelError(

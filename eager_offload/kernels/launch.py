@@ -16,8 +16,12 @@ __all__ = ["LaunchSpec"]
 #: Bytes of shared memory that a block may have where there is no device to ask: of compute capability 9.0, in the table
 #: of technical specifications of the CUDA C++ programming guide.
 _SHARED_BYTES = 227 << 10
-#: Threads of a block, in the same table, for each compute capability.
-_THREADS = 1024
+#: Threads of a block, and those in its third dimension, in the same table, for each compute capability.
+_THREADS, _THREADS_Z = 1024, 64
+#: Blocks in each dimension of a grid, in the same table.
+_BLOCKS = ((1 << 31) - 1, 65535, 65535)
+#: Blocks of a cluster, of compute capability 9.0; other devices may have 8 at most.
+_CLUSTER = 16
 
 _Three = tuple[int, int, int]
 
@@ -35,8 +39,9 @@ class LaunchSpec:
         shared: scratch memory of a block: its layout, bytes, or ``None`` for none.
 
     Raises:
-        KernelError: not three whole numbers from 1 on, more than 1,024 threads, a grid that the cluster does not
-            divide, or bytes below 0.
+        KernelError: not three whole numbers from 1 on, more threads or blocks than CUDA has (1,024 threads in a block
+            and 64 in its third dimension, 65,535 blocks in the second and third of a grid, 16 in a cluster), a grid
+            that the cluster does not divide, or bytes below 0.
     """
 
     grid: _Three
@@ -54,6 +59,21 @@ class LaunchSpec:
             raise KernelError(
                 f"LaunchSpec(block={self.block}) is not accepted: it has {math.prod(self.block):,} threads, and a "
                 f"block has {_THREADS:,} at most"
+            )
+        if self.block[2] > _THREADS_Z:
+            raise KernelError(
+                f"LaunchSpec(block={self.block}) is not accepted: a block has {_THREADS_Z} threads in its third "
+                "dimension at most"
+            )
+        if any(blocks > most for blocks, most in zip(self.grid, _BLOCKS, strict=True)):
+            raise KernelError(
+                f"LaunchSpec(grid={self.grid}) is not accepted: a grid has "
+                f"{', '.join(f'{most:,}' for most in _BLOCKS[:2])} and {_BLOCKS[2]:,} blocks in its dimensions at most"
+            )
+        if math.prod(self.cluster) > _CLUSTER:
+            raise KernelError(
+                f"LaunchSpec(cluster={self.cluster}) is not accepted: it has {math.prod(self.cluster):,} blocks, and a "
+                f"cluster has {_CLUSTER} at most"
             )
         if any(blocks % together for blocks, together in zip(self.grid, self.cluster, strict=True)):
             raise KernelError(

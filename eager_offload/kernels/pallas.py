@@ -7,7 +7,7 @@ contiguous ones. It is not taken here: tensors of a device are an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -41,54 +41,58 @@ def compiled(
     """What runs a Pallas body on such tensors.
 
     Raises:
-        CapabilityError: they are not on a CPU, or JAX has no such numbers.
+        CapabilityError: they are not on a CPU, or JAX has no such tensors.
     """
     if tensors[0].device.type != "cpu":
         raise CapabilityError(
             f"{name}: impl='pallas' is run by an interpreter, on CPU tensors, and these are on {tensors[0].device}: "
             "take impl='inductor'"
         )
+    read = len(flatten_with_names(signature.inputs)[1])
+    if not any(tensor.numel() for tensor in tensors[read:]):
+        return Compiled(f"{name} writes no element", lambda *_: None)
+    if not all(tensor.numel() for tensor in tensors):
+        raise CapabilityError(
+            f"{name}: impl='pallas' takes no empty tensor beside others that are written: take impl='inductor'"
+        )
     jax: Any = import_module("jax")  # not by its name: type checkers need not find what is optional
     pallas: Any = import_module("jax.experimental.pallas")
+    for dtype in {tensor.dtype for tensor in tensors}:
+        _check_dtype(name, jax, dtype)
 
-    read = len(flatten_with_names(signature.inputs)[1])
-    changed = len(flatten_with_names(signature.inout)[1])
-    taken, given = tensors[: read + changed], tensors[read + changed :]
-    written = [*given, *tensors[read : read + changed]]  # in the order in which they are copied back
-    for tensor in tensors:
-        held = jax.dlpack.from_dlpack(torch.empty(1, dtype=tensor.dtype))
-        if from_dlpack(held).dtype is not tensor.dtype:
-            raise CapabilityError(
-                f"{name}: JAX makes {held.dtype} of {tensor.dtype}, silently: set jax_enable_x64, or take "
-                "impl='inductor'"
-            )
+    def to_jax(given: Sequence[Tensor]) -> list[Any]:
+        return [jax.dlpack.from_dlpack(one.detach()) for one in given]  # which takes nothing that requires grad
 
     def on_references(*references: Any) -> None:
-        # An interpreter has no memory that is read and written: what is so comes twice, and its second is a copy of it.
-        inputs, results = references[:read], references[read + changed :]
-        body(*inputs, *results[len(given) :], *results[: len(given)])
+        # An interpreter has no memory that is read and written: what is written comes twice, and its second is a copy
+        # of it, so that what the body does not write stays as it is.
+        inputs, results = list(references[:read]), references[len(tensors) :]
+        for taken, given in signature.aliases:
+            inputs[taken] = results[given]
+        body(*inputs, *results)
 
     def run(*arrays: Any) -> Any:
-        shapes = tuple(jax.ShapeDtypeStruct(tuple(one.shape), _dtype(jax, one)) for one in written)
-        aliases = {read + number: len(given) + number for number in range(changed)}
-        aliases |= dict(signature.aliases)
-        grid = spec.grid if math.prod(spec.grid) > 1 else ()
         call = pallas.pallas_call(
-            on_references, out_shape=shapes, grid=grid, interpret=True, input_output_aliases=aliases, name=name
+            on_references,
+            out_shape=tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in arrays[read:]),
+            grid=spec.grid if math.prod(spec.grid) > 1 else (),
+            interpret=True,
+            input_output_aliases={place: place - read for place in range(read, len(tensors))},
+            name=name,
         )
         return call(*arrays)
 
-    arrays = [jax.dlpack.from_dlpack(one) for one in taken]
-    text = "\n".join(("pallas", jax.__version__, torch.__version__, repr(spec), str(jax.make_jaxpr(run)(*arrays))))
+    text = "\n".join(
+        ("pallas", jax.__version__, torch.__version__, repr(spec), str(jax.make_jaxpr(run)(*to_jax(tensors))))
+    )
 
     def compile_it() -> Callable[..., object]:
         jitted = jax.jit(run)
 
-        def launch(*given_tensors: Tensor) -> None:
-            results = jitted(*(jax.dlpack.from_dlpack(one) for one in given_tensors[: read + changed]))
+        def launch(*given: Tensor) -> None:
+            results = jitted(*to_jax(given))
             jax.block_until_ready(results)  # what it reads may be changed from here on
-            targets = (*given_tensors[read + changed :], *given_tensors[read : read + changed])
-            for target, result in zip(targets, results, strict=True):
+            for target, result in zip(given[read:], results, strict=True):
                 target.copy_(from_dlpack(result))
 
         return launch
@@ -96,5 +100,17 @@ def compiled(
     return kept(text, compile_it)
 
 
-def _dtype(jax: Any, tensor: Tensor) -> Any:
-    return jax.dlpack.from_dlpack(torch.empty(1, dtype=tensor.dtype)).dtype
+def _check_dtype(name: str, jax: Any, dtype: torch.dtype) -> None:
+    """Raises ``CapabilityError`` where JAX has no such numbers, or makes others of them."""
+    try:
+        made = from_dlpack(jax.dlpack.from_dlpack(torch.empty(1, dtype=dtype))).dtype
+    except Exception as error:  # of the exchange, which torch and JAX each have their own for
+        raise CapabilityError(
+            f"{name}: JAX takes no {dtype}: what is accepted are torch.bool, whole numbers of 8 bits and more, "
+            "floating ones, and torch.complex64. Take impl='inductor'"
+        ) from error
+    if made is not dtype:
+        raise CapabilityError(
+            f"{name}: JAX makes {str(made).removeprefix('torch.')} of {dtype}, silently: set jax_enable_x64, or take "
+            "impl='inductor'"
+        )

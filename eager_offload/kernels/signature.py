@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eager_offload._torch import flatten_with_names, unflatten
 from eager_offload.errors import KernelError
-from eager_offload.kernels.sizes import checked_sizes, is_whole
+from eager_offload.kernels.sizes import check_dtype, checked_sizes, is_whole
 
 __all__ = ["Call", "Scalar", "Signature", "TensorSpec"]
 
@@ -27,7 +27,7 @@ class TensorSpec:
         align: what its address is a multiple of, in bytes, a power of two; by default, the size of an element.
 
     Raises:
-        KernelError: a size is no whole number from 0 on, or ``align`` is no power of two.
+        KernelError: a size is no whole number from 0 on, ``dtype`` none of torch's, or ``align`` no power of two.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +36,7 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", checked_sizes("TensorSpec", "shape", self.shape, 0))
+        check_dtype("TensorSpec", self.dtype)
         align = self.align or self.dtype.itemsize
         object.__setattr__(self, "align", align)
         if not is_whole(align) or align & (align - 1):
@@ -45,6 +46,13 @@ class TensorSpec:
         return f"a contiguous tensor of {self.shape}, {self.dtype}, at a multiple of {self.align} bytes"
 
 
+#: Whole numbers that torch can make a tensor of.
+_WHOLE = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
+
+
 @dataclass(frozen=True)
 class Scalar:
     """A Python number that a kernel takes, as a tensor of no dimensions on the device of the others.
@@ -52,9 +60,21 @@ class Scalar:
     Args:
         dtype: what the number becomes. It has to hold it: 300 is no ``int8``, 0.5 no ``int64``, 1e300 no ``float32``,
             and ``True`` a ``bool`` only. A floating dtype rounds it.
+
+    Raises:
+        KernelError: ``dtype`` is not ``bool``, whole numbers of 8 bits and more, or floating ones.
     """
 
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        check_dtype("Scalar", self.dtype)
+        one_number = self.dtype.is_floating_point and self.dtype is not torch.float4_e2m1fn_x2
+        if not one_number and self.dtype is not torch.bool and self.dtype not in _WHOLE:
+            raise KernelError(
+                f"Scalar(dtype={self.dtype}) is not accepted: it is torch.bool, whole numbers of 8 bits and more, or "
+                "floating ones"
+            )
 
     def __str__(self) -> str:
         return f"a number that {self.dtype} holds"
@@ -83,8 +103,9 @@ class Signature:
             output is written where the input is.
 
     Raises:
-        KernelError: it has no outputs and nothing ``inout``; both ``aliases`` and ``inout``, which say the same in two
-            ways; an alias of what does not exist, is taken already or has another shape or dtype.
+        KernelError: a part of it is something else; it has no outputs and nothing ``inout``; both ``aliases`` and
+            ``inout``, which say the same in two ways; an alias of what does not exist, is taken already or has another
+            shape or dtype.
     """
 
     inputs: Sequence[Any]
@@ -102,7 +123,7 @@ class Signature:
                 if not isinstance(spec, accepted):
                     kinds = "TensorSpec or Scalar" if name == "inputs" else "TensorSpec"
                     raise KernelError(f"Signature has {spec!r} at {name}{path}: it is {kinds}")
-        object.__setattr__(self, "aliases", tuple((one, other) for one, other in self.aliases))
+        object.__setattr__(self, "aliases", _checked_pairs(self.aliases))
         if not self.outputs and not self.inout:
             raise KernelError("Signature(outputs=(), inout=()) is not accepted: a kernel writes something")
         if self.aliases and self.inout:
@@ -137,7 +158,7 @@ class Signature:
             KernelError: they are not what the signature says; the text has what was expected and what was given.
         """
         names, leaves, specs = self._matched(kernel, "arguments", (*self.inputs, *self.inout), arguments)
-        device = _one_device(kernel, names, leaves)
+        device = _one_device(kernel, names, leaves, out)
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             _check(f"{kernel}: the argument {name}", spec, leaf, device)
         tensors = [
@@ -185,7 +206,7 @@ class Signature:
             ], []
         if aliased:
             raise KernelError(f"{kernel}: out= is given, and the aliases of the signature say where the outputs are")
-        if len(self.outputs) == 1 and not isinstance(out, tuple | list):
+        if not isinstance(out, tuple | list):
             out = (out,)
         names, leaves, specs = self._matched(kernel, "outputs", tuple(self.outputs), tuple(out))
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
@@ -193,12 +214,25 @@ class Signature:
         return leaves, names
 
 
-def _one_device(kernel: str, names: list[str], leaves: list[Any]) -> torch.device:
+def _checked_pairs(given: Any) -> tuple[tuple[int, int], ...]:
+    """``aliases`` of a signature; raises ``KernelError`` for what is no pairs of whole numbers."""
+    rows = isinstance(given, tuple | list) and all(isinstance(pair, tuple | list) for pair in given)
+    if not rows or not all(len(pair) == 2 and all(map(is_whole, pair)) for pair in given):
+        raise KernelError(
+            f"Signature(aliases={given!r}) is not accepted: it is pairs of whole numbers, such as ((0, 0),)"
+        )
+    return tuple((int(taken), int(written)) for taken, written in given)
+
+
+def _one_device(kernel: str, names: list[str], leaves: list[Any], out: Any) -> torch.device:
+    """That of the arguments; where none of them is a tensor, that of the caller's outputs, and a CPU without them."""
     found = {leaf.device: name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
     if len(found) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in found.items())
         raise KernelError(f"{kernel}: expected all tensors on one device, and got {where}")
-    return next(iter(found), torch.device("cpu"))
+    if found:
+        return next(iter(found))
+    return next((leaf.device for leaf in flatten_with_names(out)[1] if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
 def _check_apart(kernel: str, names: list[str], tensors: list[Tensor], written: set[int]) -> None:
@@ -221,6 +255,8 @@ def _check(what: str, spec: TensorSpec | Scalar, value: Any, device: torch.devic
         return
     if not isinstance(value, Tensor):
         raise KernelError(f"{what}: expected {spec}, and got {type(value).__name__} {value!r}")
+    if value.is_nested:
+        raise KernelError(f"{what}: expected {spec}, and got a nested one")
     if value.layout is not torch.strided:
         raise KernelError(f"{what}: expected {spec}, and got one of layout {value.layout}")
     fits = tuple(value.shape) == spec.shape and value.dtype is spec.dtype and value.is_contiguous()
@@ -245,7 +281,7 @@ def _holds(dtype: torch.dtype, value: Any) -> bool:
     if isinstance(value, bool) or dtype is torch.bool:
         return isinstance(value, bool) and dtype is torch.bool
     if dtype.is_floating_point and isinstance(value, int | float):
-        if math.isfinite(value):
+        if isinstance(value, int) or math.isfinite(value):
             return abs(value) <= torch.finfo(dtype).max
         # Some dtypes of eight bits have no infinity.
         return repr(torch.tensor(value, dtype=dtype).item()) == repr(float(value))
@@ -253,7 +289,8 @@ def _holds(dtype: torch.dtype, value: Any) -> bool:
 
 
 def _filled(value: float, spec: Scalar, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=spec.dtype, device=device)
+    # Torch takes no whole number of more than 64 bits.
+    return torch.full((), float(value) if spec.dtype.is_floating_point else value, dtype=spec.dtype, device=device)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

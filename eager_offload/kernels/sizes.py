@@ -1,4 +1,4 @@
-"""Sizes, as a declaration has them."""
+"""Sizes and dtypes, as a declaration has them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
+import torch
+
 from eager_offload.errors import KernelError
 
-__all__ = ["checked_sizes", "is_whole"]
+__all__ = ["check_dtype", "checked_sizes", "is_whole"]
 
 
 def checked_sizes(of: str, name: str, given: Any, least: int) -> tuple[int, ...]:
@@ -23,6 +25,16 @@ def checked_sizes(of: str, name: str, given: Any, least: int) -> tuple[int, ...]
             f"{of}({name}={given!r}) is not accepted: these are whole numbers from {least} on, in a tuple"
         )
     return tuple(map(int, sizes))
+
+
+def check_dtype(of: str, given: object) -> None:
+    """Asks for a dtype of torch, which its name is not.
+
+    Raises:
+        KernelError: it is something else.
+    """
+    if not isinstance(given, torch.dtype):
+        raise KernelError(f"{of}(dtype={given!r}) is not accepted: it is a torch.dtype, such as torch.float32")
 
 
 def is_whole(number: object) -> bool:

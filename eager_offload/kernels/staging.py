@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from eager_offload.errors import KernelError
-from eager_offload.kernels.sizes import checked_sizes, is_whole
+from eager_offload.kernels.sizes import check_dtype, checked_sizes, is_whole
 
 __all__ = ["Slot", "StagingTree", "Union"]
 
@@ -26,7 +27,7 @@ class Slot:
         align: what its address is a multiple of, in bytes: a power of two, at least the size of an element.
 
     Raises:
-        KernelError: a size is no whole number from 0 on, or ``align`` is none of these.
+        KernelError: a size is no whole number from 0 on, or ``dtype`` or ``align`` is none of these.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class Slot:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", checked_sizes("Slot", "shape", self.shape, 0))
+        check_dtype("Slot", self.dtype)
         least = self.dtype.itemsize
         if not is_whole(self.align) or self.align < least or self.align & (self.align - 1):
             raise KernelError(
@@ -46,59 +48,76 @@ class Slot:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Union:
-    """Members of which one is in use at a time: all begin at one address, and the largest says how much room they take.
-
-    Args:
-        members: slots, trees and unions, at least one; a mapping gives them names.
-
-    Raises:
-        KernelError: there is none, or one is something else.
-    """
+class _Members:
+    """What trees and unions have in common: members that do not change, whose order counts."""
 
     members: Mapping[str, Any] | Sequence[Any]
 
     def __post_init__(self) -> None:
         _check_members(self)
+        is_named = isinstance(self.members, Mapping)
+        object.__setattr__(self, "members", MappingProxyType(dict(self.members)) if is_named else tuple(self.members))
 
-    @property
-    def nbytes(self) -> int:
-        return max(int(member.nbytes) for _, member in _named(self.members))
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Members) or type(other) is not type(self):
+            return NotImplemented
+        return _named(self.members) == _named(other.members)
+
+    def __hash__(self) -> int:
+        return hash(tuple(_named(self.members)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A view of a dict is neither copied nor pickled.
+        return type(self), (dict(self.members) if isinstance(self.members, Mapping) else self.members,)
 
     @property
     def align(self) -> int:
         return max(int(member.align) for _, member in _named(self.members))
 
 
-@dataclass(frozen=True)
-class StagingTree:
+@dataclass(frozen=True, eq=False)
+class Union(_Members):
+    """Members of which one is in use at a time: all begin at one address, and the largest says how much room they take.
+
+    Args:
+        members: slots, trees and unions, at least one; a mapping gives them names, which have no dot.
+
+    Raises:
+        KernelError: there is none, one is something else, or a name has a dot.
+    """
+
+    members: Mapping[str, Any] | Sequence[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return max(int(member.nbytes) for _, member in _named(self.members))
+
+
+@dataclass(frozen=True, eq=False)
+class StagingTree(_Members):
     """Members that lie one behind the other, in their order and with no gap between them.
 
     No padding is put in, since where members lie is a matter of speed in shared memory: a member that would begin
     where its ``align`` does not permit is an error, which says how far it is off.
 
     Args:
-        members: slots, unions and trees, at least one; a mapping gives them names, a sequence numbers.
+        members: slots, unions and trees, at least one; a mapping gives them names, which have no dot, and a sequence
+            numbers.
 
     Raises:
-        KernelError: there is none, one is something else, or one would be misaligned.
+        KernelError: there is none, one is something else or would be misaligned, or a name has a dot.
     """
 
     members: Mapping[str, Any] | Sequence[Any]
 
     def __post_init__(self) -> None:
-        _check_members(self)
+        super().__post_init__()
         for _ in _slots(self, "", 0):
             pass
 
     @property
     def nbytes(self) -> int:
         return sum(int(member.nbytes) for _, member in _named(self.members))
-
-    @property
-    def align(self) -> int:
-        return max(int(member.align) for _, member in _named(self.members))
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -114,6 +133,9 @@ class StagingTree:
         Raises:
             KernelError: the buffer is something else.
         """
+        given: object = buffer
+        if not isinstance(given, Tensor) or buffer.layout is not torch.strided or buffer.is_nested:
+            raise KernelError(f"the scratch buffer is {buffer!r}: what is accepted is a tensor of contiguous bytes")
         if buffer.dtype is not torch.uint8 or not buffer.is_contiguous() or buffer.numel() < self.nbytes:
             raise KernelError(
                 f"the scratch buffer has {tuple(buffer.shape)}, {buffer.dtype}, strides {buffer.stride()}; what is "
@@ -137,12 +159,15 @@ def _named(members: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, Any]]:
     return [(str(number), member) for number, member in enumerate(members)]
 
 
-def _check_members(node: Union | StagingTree) -> None:
-    members = node.members
+def _check_members(node: _Members) -> None:
+    members: object = node.members
     name = type(node).__name__
-    if isinstance(members, str) or not members:
+    if isinstance(members, str) or not isinstance(members, Mapping | Sequence) or not members:
         raise KernelError(f"{name}({members!r}) is not accepted: it has members, in a sequence or by their names")
-    for path, member in _named(members):
+    named: list[tuple[Any, Any]] = _named(members)
+    for path, member in named:
+        if not isinstance(path, str) or not path or "." in path:  # so that a path is that of one slot
+            raise KernelError(f"{name} has a member {path!r}: names are texts, not empty, with no dot in them")
         if not isinstance(member, Slot | Union | StagingTree):
             raise KernelError(f"{name} has {member!r} as its member {path!r}: members are Slot, Union and StagingTree")
 

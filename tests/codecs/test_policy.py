@@ -41,7 +41,7 @@ def test_a_policy_goes_through_every_form_that_a_configuration_has(policy: Codec
     text = json.dumps(policy.to_dict())
     assert OffloadConfig.from_env({"EAGER_OFFLOAD_CODEC": text}) == config
     assert OffloadConfig.from_env({"EAGER_OFFLOAD_CODEC": "fp8"}).codec == "fp8"
-    for other in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
+    for other in (copy.copy(policy), copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
         assert (other, hash(other)) == (policy, hash(policy))
     assert Offload(codec=policy).config.codec_policy == policy
 
@@ -57,6 +57,12 @@ def test_rules_are_added_and_taken_away() -> None:
     assert policy.rule("MulBackward0", BF16()).rules["MulBackward0"] == BF16()
     assert policy.rule("MulBackward0", None).rules == {"MmBackward0": BlockInt(4)}
     assert CodecPolicy().rules == {}, "a policy does not change"
+    with pytest.raises(TypeError):
+        policy.rules["LogSoftmaxBackward0"] = BF16()  # type: ignore[index]
+    given = {"MmBackward0": BF16()}
+    kept = CodecPolicy(rules=given)
+    given["LogSoftmaxBackward0"] = BF16()
+    assert kept == CodecPolicy(rules={"MmBackward0": BF16()})
 
 
 def test_the_strictest_of_several_consumers_decides() -> None:
@@ -101,6 +107,10 @@ def test_named_policies_have_no_rule_for_what_is_to_be_exact() -> None:
     assert CodecPolicy.named("int8").rules["MmBackward0"].unbiased
 
 
+class Derived(BF16):
+    name = "derived"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -121,6 +131,7 @@ def test_named_policies_have_no_rule_for_what_is_to_be_exact() -> None:
         (lambda: CodecPolicy().rule("MmBackward0", "bf16:32"), "the codec 'bf16:32' is not accepted"),
         (lambda: CodecPolicy().rule("MmBackward0", "int8:7"), "block=7 is not accepted"),
         (lambda: CodecPolicy().rule("MmBackward0", torch.int8), "torch.int8 for MmBackward0 is not accepted"),
+        (lambda: CodecPolicy().rule("MmBackward0", Derived()), r"Derived\(\) for MmBackward0 is not accepted"),
         (lambda: CodecPolicy().rule("GeluBackward0", "int4_sr"), "4 bits do for products and norms alone"),
         (lambda: OffloadConfig(codec={"lossy": True}), "'lossy'.* of a codec policy is not accepted"),
         (lambda: OffloadConfig.from_env({"EAGER_OFFLOAD_CODEC": "{int8"}), "codec='{int8' is not accepted"),

@@ -64,6 +64,15 @@ def test_the_bound_holds_for_numbers_that_are_hard_to_round(codec: Codec, dtype:
         assert bound <= amax or amax < (1e-4 if dtype is torch.float16 else 1e-30), "a bound that says something"
 
 
+@pytest.mark.parametrize("codec", ALL, ids=name_of)
+def test_beyond_the_largest_number_there_is_no_bound(codec: Codec) -> None:
+    meta = TensorMeta.of(torch.empty(64))
+    for amax in (1e39, 10.0**300, float("inf")):
+        assert codec.error_bound(meta, amax) == float("inf")
+    largest = torch.finfo(torch.bfloat16 if isinstance(codec, BF16) else torch.float32).max
+    assert codec.error_bound(meta, largest) < largest
+
+
 @pytest.mark.parametrize("codec", BLOCKS, ids=name_of)
 @pytest.mark.parametrize("what", [float("nan"), float("inf"), float("-inf")])
 def test_a_block_with_what_is_not_finite_comes_back_as_nan_and_no_other(codec: Codec, what: float) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pkgutil
+
 import pytest
 import torch
 from torch import Tensor
 
+from eager_offload import codecs
 from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Gather, Identity, Narrow, TensorMeta
+from eager_offload.compile.revision import _sources
 
 NUMBERS = torch.randn(24, 100, generator=torch.Generator().manual_seed(0))
 MASK = NUMBERS > 0.3
@@ -62,3 +66,9 @@ def test_traced_codecs_have_the_bits_of_eager_ones(backend: str) -> None:
     for (codec, x), one, two in zip(CASES, unpack_all(packed), compiled_unpack(packed), strict=True):
         assert torch.equal(one, two), (codec, x.dtype)
         assert one.stride() == two.stride() == x.stride(), codec
+
+
+def test_every_source_of_codecs_is_part_of_what_compilers_key_on() -> None:
+    names = {f"codecs/{one.name}.py" for one in pkgutil.iter_modules(codecs.__path__)}
+    assert "codecs/seeds.py" in names
+    assert names <= set(_sources())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -89,3 +90,66 @@ def test_numbers_that_jax_would_change_in_silence_are_an_error() -> None:
     kernel = Kernel("k", Signature((spec,), (spec,)), SPEC, {"torch": print, "pallas": print})
     with pytest.raises(CapabilityError, match=r"JAX makes int32 of torch\.int64, silently: set jax_enable_x64"):
         as_torch_kernel(kernel, "pallas")(torch.arange(4))
+
+
+def test_numbers_that_jax_does_not_have_are_an_error_and_complex_ones_are_computed() -> None:
+    def copy(x, y):  # type: ignore[no-untyped-def]
+        y[...] = x[...]
+
+    def copying(dtype: torch.dtype) -> Any:
+        spec = TensorSpec((4,), dtype)
+        return as_torch_kernel(
+            Kernel("k", Signature((spec,), (spec,)), SPEC, {"torch": copy, "pallas": copy}), "pallas"
+        )
+
+    for dtype in (torch.complex32, torch.bits8):
+        with pytest.raises(CapabilityError, match=rf"takes no {dtype}: what is accepted are torch\.bool, whole"):
+            copying(dtype)(torch.empty(4, dtype=dtype))
+    x = torch.tensor([1, 1j, -2, 0])
+    assert torch.equal(copying(torch.complex64)(x), x)
+
+
+def test_a_parameter_is_taken_under_no_grad() -> None:
+    def add(x, y):  # type: ignore[no-untyped-def]
+        y[...] = y[...] + x[...]
+
+    spec = TensorSpec((8,), torch.float32)
+    adds = as_torch_kernel(Kernel("k", Signature((spec,), (), (spec,)), SPEC, {"torch": add, "pallas": add}), "pallas")
+    x, y = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
+    with torch.no_grad():
+        assert adds(x, y) is y
+    assert y.tolist() == [2.0] * 8
+
+
+def test_nothing_is_launched_where_no_element_is_written() -> None:
+    def copy(x, y):  # type: ignore[no-untyped-def]
+        y[...] = x[...]
+
+    def copying(given: int, written: int) -> Any:
+        specs = [TensorSpec((count,), torch.float32) for count in (given, written)]
+        bodies = {"torch": copy, "pallas": copy}
+        return as_torch_kernel(Kernel("k", Signature(specs[:1], specs[1:]), SPEC, bodies), "pallas")
+
+    assert copying(0, 0)(torch.empty(0)).shape == (0,)
+    assert copying(2, 0)(torch.empty(2)).shape == (0,)
+    with pytest.raises(CapabilityError, match="takes no empty tensor"):
+        copying(0, 2)(torch.empty(0))
+
+
+def test_what_a_body_does_not_write_stays_and_an_alias_is_read_as_it_was_written() -> None:
+    def first(x, y):  # type: ignore[no-untyped-def]
+        y[0] = x[0]
+
+    def twice(x, y):  # type: ignore[no-untyped-def]
+        y[0] = x[1]
+        y[1] = x[0]
+
+    spec = TensorSpec((3,), torch.float32)
+    bodies = [{"torch": body, "pallas": body} for body in (first, twice)]
+    part = Kernel("part", Signature((spec,), (spec,)), SPEC, bodies[0])
+    alias = Kernel("alias", Signature((spec,), (spec,), aliases=((0, 0),)), SPEC, bodies[1])
+    for impl in ("torch", "pallas"):
+        out = torch.full((3,), 7.0)
+        for number in (1.0, 2.0):
+            assert as_torch_kernel(part, impl)(torch.full((3,), number), out=out).tolist() == [number, 7, 7], impl
+        assert as_torch_kernel(alias, impl)(torch.tensor([1.0, 2, 3])).tolist() == [2, 2, 3], impl

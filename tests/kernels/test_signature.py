@@ -52,6 +52,8 @@ def test_what_fits_is_computed(scale: Any) -> None:
         (({"x": 1.0}, 1.0), "got float 1.0"),
         (({"x": torch.ones(4, 3)}, torch.ones(())), "a number that torch.float32 holds, and got tensor"),
         (({"x": torch.ones(4, 3)}, "1"), "a number that torch.float32 holds, and got '1'"),
+        (({"x": torch.nested.nested_tensor([torch.ones(3)] * 4)}, 1.0), "tensor of .* and got a nested one"),
+        (({"x": torch.nested.nested_tensor([torch.ones(3)] * 4, layout=torch.jagged)}, 1.0), "and got a nested one"),
         (({"x": torch._neg_view(torch.ones(4, 3))}, 1.0), r"negated .* pass its resolve_neg\(\)"),
         (({"x": torch.ones(4, 3, requires_grad=True)}, 1.0), "requires grad, and a kernel has no backward"),
         (({"x": torch.ones(4, 3, device="meta")}, 1.0, torch.empty(4, 3)), "and got 3"),
@@ -82,6 +84,7 @@ def test_under_no_grad_what_requires_grad_is_taken(scale: Any) -> None:
         (torch.float32, True),
         (torch.float32, 1e300),
         (torch.float16, -65505),
+        pytest.param(torch.float64, 10**400, id="10**400"),
         (torch.float8_e4m3fn, math.inf),
     ],
 )
@@ -96,6 +99,8 @@ def test_a_number_that_its_dtype_does_not_hold_is_an_error(dtype: torch.dtype, v
         (torch.float32, 16777217, 16777216.0),  # the nearest that there is
         (torch.float32, math.inf, math.inf),
         (torch.float16, -65504, -65504.0),
+        (torch.float32, -(10**30), -1e30),
+        (torch.uint16, 65535, 65535.0),
         (torch.float8_e5m2, -math.inf, -math.inf),
         (torch.bool, True, 1.0),
     ],
@@ -134,6 +139,15 @@ def test_all_tensors_are_on_one_device() -> None:
         kernel(torch.ones(4, 3), torch.ones(4, 3), out=torch.ones(4, 3, device="meta"))
 
 
+def test_numbers_alone_go_where_the_outputs_of_the_caller_are() -> None:
+    fills = of(Signature((Scalar(torch.float32),), (FLOATS, FLOATS)), lambda x, y, z: (y.fill_(x), z.copy_(x + y)))
+    out = torch.empty(4, 3, device="meta"), torch.empty(4, 3, device="meta")
+    assert fills(1.0, out=out)[0] is out[0]
+    assert fills(1.0)[1].tolist() == [[2.0] * 3] * 4
+    with pytest.raises(KernelError, match=r"the output \[1\]: expected .* on meta, and got .* on cpu"):
+        fills(1.0, out=(out[0], torch.empty(4, 3)))
+
+
 def test_an_output_has_memory_of_its_own(scale: Any) -> None:
     memory = torch.ones(8, 3)
     for out in (memory[:4], memory[2:6]):
@@ -152,6 +166,9 @@ def test_an_output_of_the_caller_is_checked_as_an_argument_is(scale: Any) -> Non
         with pytest.raises(KernelError, match=says):
             scale({"x": torch.ones(4, 3)}, 1, out=out)
     two = of(Signature((FLOATS,), (FLOATS, FLOATS)), lambda x, one, other: (one.copy_(x), other.copy_(-x)))
+    for one in (3, torch.empty(2, 4, 3)):
+        with pytest.raises(KernelError, match=r"expected 2 outputs at \[0\], \[1\], and got 1"):
+            two(torch.ones(4, 3), out=one)
     same = torch.empty(4, 3)
     with pytest.raises(KernelError, match=r"the output \[\d\] is written, and shares memory with the output"):
         two(torch.ones(4, 3), out=(same, same))
@@ -216,10 +233,20 @@ def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signat
         (lambda: Signature((FLOATS, FLOATS), (FLOATS,), aliases=((0, 0), (1, 0))), "names an output twice"),
         (lambda: Signature((FLOATS,), (FLOATS, FLOATS), aliases=((0, 0), (0, 1))), "names an input twice"),
         (lambda: Signature((FLOATS,), (TensorSpec((4, 3), torch.int8),), aliases=((0, 0),)), "torch.int8"),
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((0,),)), "pairs of whole numbers"),  # type: ignore[arg-type]
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=3), "pairs of whole numbers"),  # type: ignore[arg-type]
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=(0, 0)), "pairs of whole numbers"),  # type: ignore[arg-type]
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((0.0, 0),)), "pairs of whole numbers"),  # type: ignore[arg-type]
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((False, False),)), "pairs of whole numbers"),
         (lambda: Signature((Scalar(torch.float32),), (FLOATS,), aliases=((0, 0),)), "a number that"),
         (lambda: Signature((FLOATS,), (Scalar(torch.int8),)), r"at outputs\[0\]: it is TensorSpec"),
         (lambda: Signature((3,), (FLOATS,)), r"has 3 at inputs\[0\]"),
         (lambda: Signature({"x": FLOATS}, (FLOATS,)), "a tuple or a list"),
+        (lambda: TensorSpec((1,), "float32"), "dtype='float32'.* it is a torch.dtype"),  # type: ignore[arg-type]
+        (lambda: Scalar("float32"), "dtype='float32'.* it is a torch.dtype"),  # type: ignore[arg-type]
+        (lambda: Scalar(torch.complex64), "dtype=torch.complex64.* or floating ones"),
+        (lambda: Scalar(torch.int4), "dtype=torch.int4.* of 8 bits and more"),
+        (lambda: Scalar(torch.float4_e2m1fn_x2), "dtype=torch.float4_e2m1fn_x2"),
         (lambda: TensorSpec((-1,), torch.int8), "from 0 on"),
         (lambda: TensorSpec((1.5,), torch.int8), r"shape=\(1\.5,\)"),  # type: ignore[arg-type]
         (lambda: TensorSpec((True,), torch.int8), r"shape=\(True,\)"),
@@ -228,6 +255,9 @@ def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signat
         (lambda: TensorSpec((1,), torch.int8, align=2.0), "a power of two"),  # type: ignore[arg-type]
         (lambda: TensorSpec((1,), torch.int8, align=-2), "a power of two"),
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {}), "nothing"),
+        (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, [scaled]), "impls=.* is a Mapping"),  # type: ignore[arg-type]
+        (lambda: Kernel("k", Signature((), (FLOATS,)), None, {"torch": scaled}), "spec=None .* a LaunchSpec"),  # type: ignore[arg-type]
+        (lambda: Kernel("k", None, SPEC, {"torch": scaled}), "signature=None .* a Signature"),  # type: ignore[arg-type]
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": scaled, "cuda": scaled}), "'cuda'"),
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": 3}), "cannot be called"),
         (lambda: as_torch_kernel(Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": scaled}), "c++"), "'c\\+\\+'"),

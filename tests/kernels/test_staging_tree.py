@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from eager_offload.kernels import (
 )
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
+BYTES = Slot((16,), torch.uint8)
 slots = st.builds(Slot, st.lists(st.integers(1, 5), max_size=3).map(tuple), st.sampled_from(DTYPES), st.just(8))
 
 
@@ -31,7 +35,7 @@ def padded(member: Any) -> Any:
     """The same with every size a multiple of 8, so that nothing is misaligned."""
     if isinstance(member, Slot):
         return Slot((math.prod(member.shape) * 8,), member.dtype, 8)
-    items = member.members.items() if isinstance(member.members, dict) else enumerate(member.members)
+    items = member.members.items() if isinstance(member.members, Mapping) else enumerate(member.members)
     return type(member)({str(name): padded(inner) for name, inner in items})
 
 
@@ -81,6 +85,28 @@ def test_a_workspace_that_two_kernels_share_is_as_large_as_the_larger_one() -> N
     assert views["shared.unpack.values"].view(torch.uint8).view(-1)[: 64 * 64].eq(1).all()
 
 
+def test_equal_layouts_are_one_key_and_what_they_were_made_of_may_change() -> None:
+    def launch(members: Any) -> LaunchSpec:
+        return LaunchSpec((1, 1, 1), (1, 1, 1), shared=StagingTree(members))
+
+    codes, scales = Slot((16,), torch.int8), Slot((32,), torch.int8)
+    for members in ({"codes": codes, "both": Union([codes, scales])}, [codes, StagingTree({"scales": scales})]):
+        one = launch(members)
+        for other in (launch(copy.copy(members)), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+            assert {one: "known"}[other] == "known"
+        members.clear()  # type: ignore[attr-defined]
+        assert one.shared_bytes == 48
+    assert launch({"a": codes, "b": scales}) != launch({"b": scales, "a": codes}), "they lie in another order"
+    assert StagingTree([codes]) != Union([codes])
+    with pytest.raises(TypeError):
+        StagingTree({"a": codes}).members["b"] = scales  # type: ignore[index]
+
+
+def test_the_largest_launch_is_accepted() -> None:
+    LaunchSpec(((1 << 31) - 1, 65535, 65535), (4, 4, 64))
+    LaunchSpec((16, 1, 1), (1024, 1, 1), (16, 1, 1))
+
+
 def test_a_slot_that_would_be_misaligned_is_told_with_how_far() -> None:
     with pytest.raises(
         KernelError, match=r"'b' would begin at byte 100, 4 behind a multiple of its alignment 16"
@@ -98,6 +124,7 @@ def test_a_slot_that_would_be_misaligned_is_told_with_how_far() -> None:
     [
         (lambda: Slot((-1,), torch.int8), "from 0 on"),
         (lambda: Slot((2.5,), torch.float32), r"shape=\(2\.5,\)"),  # type: ignore[arg-type]
+        (lambda: Slot((1,), None), "dtype=None.* it is a torch.dtype"),  # type: ignore[arg-type]
         (lambda: Slot((1,), torch.float32, 4.0), "at least 4"),  # type: ignore[arg-type]
         (lambda: Slot((1,), torch.float32, 2), "at least 4"),
         (lambda: Slot((1,), torch.float32, 24), "a power of two"),
@@ -105,11 +132,22 @@ def test_a_slot_that_would_be_misaligned_is_told_with_how_far() -> None:
         (lambda: StagingTree({}), "it has members"),
         (lambda: StagingTree("ab"), "it has members"),
         (lambda: StagingTree([3]), "has 3 as its member '0'"),
+        (lambda: StagingTree({"a.b": BYTES, "a": StagingTree({"b": BYTES})}), "a member 'a.b': .* no dot"),
+        (lambda: Union({"": BYTES}), "a member '': .* not empty"),
+        (lambda: StagingTree({1: BYTES, "1": BYTES}), "a member 1: names are texts"),
+        (lambda: Union(slot for slot in (BYTES,)), "it has members, in a sequence or by their names"),  # type: ignore[arg-type]
+        (lambda: StagingTree({BYTES}), "it has members, in a sequence or by their names"),  # type: ignore[arg-type]
+        (lambda: StagingTree(3), "it has members, in a sequence or by their names"),  # type: ignore[arg-type]
         (lambda: LaunchSpec((1, 1), (1, 1, 1)), "three whole numbers"),  # type: ignore[arg-type]
         (lambda: LaunchSpec((True, 1, 1), (1, 1, 1)), "from 1 on"),
         (lambda: LaunchSpec((1, 1, 1), (1.0, 1, 1)), r"block=\(1\.0, 1, 1\)"),  # type: ignore[arg-type]
         (lambda: LaunchSpec((0, 1, 1), (1, 1, 1)), "from 1 on"),
         (lambda: LaunchSpec((1, 1, 1), (32, 32, 2)), "2,048 threads"),
+        (lambda: LaunchSpec((1, 1, 1), (1, 1, 65)), "64 threads in its third dimension"),
+        (lambda: LaunchSpec((1 << 31, 1, 1), (1, 1, 1)), "2,147,483,647, 65,535 and 65,535 blocks"),
+        (lambda: LaunchSpec((1, 1 << 16, 1), (1, 1, 1)), r"grid=\(1, 65536, 1\)"),
+        (lambda: LaunchSpec((1, 1, 1 << 16), (1, 1, 1)), r"grid=\(1, 1, 65536\)"),
+        (lambda: LaunchSpec((32, 1, 1), (1, 1, 1), (32, 1, 1)), "32 blocks, and a cluster has 16"),
         (lambda: LaunchSpec((6, 1, 1), (1, 1, 1), (4, 1, 1)), "multiple of the cluster's"),
         (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=-1), "not below 0"),
         (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=True), "StagingTree, bytes or None"),
@@ -129,10 +167,12 @@ def test_a_buffer_that_does_not_do_is_an_error() -> None:
         (buffer[start : start + 15], "16 contiguous elements"),
         (buffer.view(torch.int8), "torch.int8"),
         (buffer[::2], "strides"),
+        (3, "the scratch buffer is 3"),
+        (buffer.to_sparse(), "a tensor of contiguous bytes"),
         (buffer[start + 1 :], "1 bytes behind a multiple of 16"),
     ):
         with pytest.raises(KernelError, match=says):
-            tree.place(bad)
+            tree.place(bad)  # type: ignore[arg-type]
     assert set(tree.place(buffer[start:])) == {"0"}
 
 
