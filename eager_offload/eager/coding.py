@@ -58,8 +58,6 @@ class Coding(NamedTuple):
     nbytes: int
     #: Whether a look at the first bytes says if it is worth the time, once they are final.
     looks: bool = False
-    #: In place of this one, where that look says no.
-    otherwise: Coding | None = None
     #: For stochastic rounding.
     seed: int = 0
     #: Of the tensor, if this rounds it.
@@ -76,15 +74,10 @@ class Coding(NamedTuple):
         return self.rounds and self.codec.unbiased
 
     @property
-    def may_round(self) -> bool:
-        """Whether that is so, or may turn out to be."""
-        return self.rounds or self.otherwise is not None
-
-    @property
     def exact(self) -> Coding | None:
         """In place of this one where nothing may be rounded."""
         if not self.rounds:
-            return self._replace(otherwise=None)
+            return self
         return None if self.meta.is_contiguous and len(self.meta.size) == 1 else _coding(_GATHER, self.meta)
 
     @property
@@ -122,9 +115,7 @@ def coding_of(
     """
     rounding = _rounding_of(tensor, area, policy, readers, kind) if readers and kind is not None else None
     exact = _exact_of(tensor, area, policy)
-    if rounding is None or exact is None or exact.nbytes > rounding.nbytes:
-        return exact if rounding is None else rounding
-    return exact._replace(otherwise=rounding) if exact.looks else exact
+    return exact if rounding is None or (exact is not None and exact.nbytes <= rounding.nbytes) else rounding
 
 
 def kind_of(tensor: Tensor) -> Kind | None:

@@ -273,10 +273,8 @@ class SavedStorage:
 
     def be_exact(self) -> None:
         """Somebody shares it for whom nothing may be rounded, and its copy has not started."""
-        if self.coding is not None and self.coding.may_round:
+        if self.coding is not None:
             self.coding = self.coding.exact
-            if (recorder := self.forward.recorder) is not None:
-                recorder.left_in_parts(self.number)  # it is decided anew each time
 
     @property
     def target_layout(self) -> Layout:
@@ -298,7 +296,7 @@ class SavedStorage:
         storage, first_byte = self.aliases[0].untyped_storage(), self.footprint.start
         fits = storage.nbytes() >= first_byte + self.footprint.nbytes  # else it was resized since it was saved
         is_worth_it = fits and coding.may_hold(self.coded(coding, storage, first_byte))
-        self.coding = coding._replace(looks=False, otherwise=None) if is_worth_it else coding.otherwise
+        self.coding = coding._replace(looks=False) if is_worth_it else None
 
     def release_source(self) -> None:
         """Lets go of the source's bytes; the aliases that views hold stay, as counters of its versions."""

@@ -373,10 +373,7 @@ class SavedTensors:
 
     def seeded(self, coding: Coding) -> Coding:
         """The same with a seed of its own, where it takes one."""
-        if coding.rounds:
-            return coding._replace(seed=SEEDS.draw())
-        other = coding.otherwise
-        return coding if other is None else coding._replace(otherwise=other._replace(seed=SEEDS.draw()))
+        return coding._replace(seed=SEEDS.draw()) if coding.draws else coding
 
     def _known(self, name: Hashable, storage: torch.UntypedStorage) -> SavedStorage | None:
         """The saved storage under ``name``, if it is of the very ``storage``: an address may have a new owner."""
@@ -402,8 +399,7 @@ class SavedTensors:
         """
         if saved.record.state is KEPT:
             return saved.packed is None
-        may_round = saved.coding is not None and saved.coding.may_round
-        if may_round and not (saved.forward is forward and forward.expects(saved.first, kind_of(tensor))):
+        if saved.rounds and not (saved.forward is forward and forward.expects(saved.first, kind_of(tensor))):
             if saved.record.state is not WAITING:
                 return False
             saved.be_exact()

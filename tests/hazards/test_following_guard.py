@@ -211,23 +211,24 @@ def test_h54_a_storage_whose_first_save_is_gone_is_saved_anew(backend: Backend) 
 
 
 def test_h54_bits_of_another_type_are_not_rounded_with_what_they_share(backend: Backend) -> None:
-    def step(around: Around, *, as_bits: bool) -> list[Tensor | None]:
+    def step(around: Around, *, as_complex: bool) -> list[Tensor | None]:
         x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
         with around:
             y = x.sin()
-            other = y.detach().view(torch.int32) if as_bits else y.detach()
-            loss = (y * w + x * other).sum()
-        del y, other
+            pairs = y.unflatten(1, (-1, 2))
+            other = torch.view_as_complex(pairs) if as_complex else pairs
+            loss = (y * w).sum() + (other * other).real.sum()
+        del y, pairs, other
         loss.backward()
         return [x.grad, w.grad]
 
     offload = backend.offload(step_plans=True, codec=CodecPolicy().rule("MulBackward0", "bf16"))
     for _ in range(4):
-        rounded = step(Settled(offload), as_bits=False)
+        rounded = step(Settled(offload), as_complex=False)
         gc.collect()
     with pytest.raises(AssertionError, match="item 0 differs"):
-        assert_identical(step(nullcontext(), as_bits=False), rounded)
-    assert_identical(step(nullcontext(), as_bits=True), step(Settled(offload), as_bits=True))
+        assert_identical(step(nullcontext(), as_complex=False), rounded)
+    assert_identical(step(nullcontext(), as_complex=True), step(Settled(offload), as_complex=True))
     stats = assert_settled(offload)
     assert stats.followed_forwards > 1
     assert stats.plan_misses == {"share": 1}
