@@ -357,7 +357,7 @@ class Run:
         followed = self._storages[save.owner]()
         if followed is None or followed.origin() is not storage:
             return "share"
-        if followed.coding is not None and followed.rounds and tensor.dtype is not followed.coding.meta.dtype:
+        if (coding := followed.coding) is not None and coding.rounds and tensor.dtype is not coding.meta.dtype:
             return "share"
         sequence, state = autograd_sequence(), followed.state
         if state is WAITING:
