@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eager_offload import CodecPolicy
 from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Gather, Narrow, TensorMeta
+from eager_offload.codecs.rounded import compiled_multiple
 from eager_offload.graphs import make_graphed_callable
 from eager_offload.kernels import Kernel, LaunchSpec, Signature, TensorSpec, as_torch_kernel
 from tests.gpu.graph_scenarios import require_graphs
@@ -82,21 +83,27 @@ def packing_has_the_bits_that_it_has_on_a_cpu(machine: Machine) -> None:
 def compiled_kernels_have_the_bits_of_the_reference(machine: Machine) -> None:
     if machine.device.type == "virtual":
         raise Skipped("Inductor knows no such device")
-    x = hard_numbers(64 * machine.width).nan_to_num(1.0).to(machine.device)
-    for codec in (BlockInt(8), BlockFP8(), BF16()):
-        layout = codec.layout(TensorMeta.of(x))
-        assert layout is not None
-        kernel = Kernel(
-            f"pack_{codec.name}",
-            Signature((TensorSpec(tuple(x.shape), x.dtype),), (TensorSpec((layout.nbytes,), torch.uint8),)),
-            LaunchSpec((1, 1, 1), (32, 1, 1)),
-            {"torch": lambda x, out, codec=codec: codec.pack(x, out)},
-        )
+    seed = torch.tensor([123456789012345], device=machine.device)
+    numbers = hard_numbers(64 * machine.width).nan_to_num(1.0)
+    for codec, x in itertools.product(ROUNDING, (numbers, numbers[5:].bfloat16())):
+        meta, spec = TensorMeta.of(x), TensorSpec(tuple(x.shape), x.dtype)
+        if (layout := codec.layout(meta)) is None or len(x) % compiled_multiple(codec, machine.device):
+            continue
+        packed = TensorSpec((layout.nbytes,), torch.uint8)
+        seeds = (TensorSpec((1,), torch.int64),)
+        launch = LaunchSpec((1, 1, 1), (32, 1, 1))
+
+        def pack(x: Tensor, seed: Tensor, out: Tensor, codec: Codec = codec) -> None:
+            codec.pack(x, out, seed)
+
+        packing = Kernel(f"pack_{codec.name}", Signature((spec, *seeds), (packed,)), launch, {"torch": pack})
+        unpacking = Kernel(f"unpack_{codec.name}", Signature((packed,), (spec,)), launch, {"torch": codec.unpack})
         results = []
         for impl in ("torch", "inductor"):
             out = torch.zeros(layout.nbytes, dtype=torch.uint8, device=machine.device)  # no kernel writes the padding
-            results.append(as_torch_kernel(kernel, impl)(x, out=out))
-        assert torch.equal(*results), codec
+            as_torch_kernel(packing, impl)(x.to(machine.device), seed, out=out)
+            results.append((out, as_torch_kernel(unpacking, impl)(out)))
+        assert all(map(torch.equal, *results)), (codec, x.dtype)
 
 
 def saved(machine: Machine, around: Around, seed: int) -> tuple[Tensor, Tensor]:

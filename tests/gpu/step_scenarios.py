@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eager_offload import Offload
+from eager_offload import CodecPolicy, Offload
+from eager_offload.codecs import BlockInt
 from eager_offload.graphs import (
     CaptureMode,
     CaptureStatus,
@@ -238,6 +239,35 @@ def a_thread_pins_while_a_step_is_captured_in_each_mode(machine: Machine) -> Non
             assert_replays_are_eager_steps(machine, step, replay, 3)
 
 
+def a_step_that_rounds_draws_anew_on_each_replay(machine: Machine) -> None:
+    """The gradient is affine in what is rounded, so the mean of what replays draw is that of an exact step."""
+    require_graphs(machine)
+    from eager_offload.graphs import capture_step
+
+    x, factor = batch(machine, 0)
+    weights = [machine.leaf(seed) for seed in range(1, 7)]
+
+    def step(given: Tensor) -> Tensor:
+        first, second, *rest = weights
+        loss = ((nn.functional.gelu(given @ first) + 0.0) @ second * factor).sum()
+        z = given
+        for weight in rest:  # so that what was saved before leaves
+            z = nn.functional.gelu(z @ weight)
+        return torch.autograd.grad(loss + z.sum(), [second, *weights])[0]
+
+    exact = step(x).cpu()
+    rules = CodecPolicy(lossless=False).rule("MmBackward0", BlockInt(8, rounding="sr"))
+    offload = machine.offload(codec=rules)
+    with capture_step(step, (x,), offload=offload, warmup=WARMUP) as replay:
+        assert replay.plan is not None
+        assert any(save.coded is not None for save in replay.plan.saves), f"nothing is rounded\n{replay.plan}"
+        drawn = torch.stack([replay(x).cpu() for _ in range(REPLAYS)])
+    machine.finish()
+    assert len({one.numpy().tobytes() for one in drawn}) == REPLAYS
+    one, mean = ((found - exact).square().mean() for found in (drawn[0], drawn.mean(0)))
+    assert 0 < mean < 4 * one / REPLAYS
+
+
 STEP_SCENARIOS: list[Scenario] = [
     replays_of_a_step_with_offload_are_eager_steps,
     a_replay_on_another_stream_is_in_order,
@@ -246,4 +276,5 @@ STEP_SCENARIOS: list[Scenario] = [
     memory_is_flat_over_recaptures,
     after_a_capture_of_a_step_that_failed_the_next_is_good,
     a_thread_pins_while_a_step_is_captured_in_each_mode,
+    a_step_that_rounds_draws_anew_on_each_replay,
 ]
