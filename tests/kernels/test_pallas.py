@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from eager_offload.codecs import BlockInt, TensorMeta
 from eager_offload.kernels import (
     CapabilityError,
     Kernel,
@@ -40,6 +42,41 @@ def test_all_implementations_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) 
     del launch
     gc.collect()
     assert kept_count() == 0
+
+
+def test_a_codec_in_pallas_has_the_bits_of_the_codec() -> None:
+    """``BlockInt(8)``: its arithmetic is of a kind that no backend can round otherwise."""
+    from jax import lax, numpy
+
+    codec = BlockInt(8)
+
+    def pack(x: Tensor, scales: Tensor, values: Tensor) -> None:
+        layout = codec.layout(TensorMeta.of(x.view(-1)))
+        assert layout is not None
+        codec.pack(x.view(-1), packed := x.new_empty(layout.nbytes, dtype=torch.uint8))
+        for part, out in zip(layout.split(packed), (scales, values), strict=True):
+            out.copy_(part.view(out.dtype).view(out.shape))
+
+    def pack_in_pallas(x, scales, values):  # type: ignore[no-untyped-def]
+        words = lax.bitcast_convert_type(numpy.max(numpy.abs(x[...]), axis=1), numpy.int32)
+        exponent = words >> 23 & 255
+        codes = numpy.maximum(exponent - 6 + ((words & 0x7FFFFF) > 0x7E0000), 1)
+        codes = numpy.where(exponent == 255, 255, codes)
+        inverse = lax.bitcast_convert_type((254 - numpy.minimum(codes, 253)) << 23, numpy.float32)
+        scaled = numpy.where((codes == 255)[:, None], 0.0, x[...] * inverse[:, None])
+        scales[...] = codes.astype(numpy.uint8)
+        values[...] = numpy.round(scaled).astype(numpy.int8)
+
+    blocks = BLOCKS[BLOCKS.abs().amax(1) > 1e-30].clone()
+    blocks = torch.cat([blocks, -blocks.flip(1), torch.zeros(1, 64), torch.full((1, 64), torch.inf)])
+    count = len(blocks)
+    outputs = (TensorSpec((count,), torch.uint8), TensorSpec((count, 64), torch.int8))
+    signature = Signature((TensorSpec((count, 64), torch.float32),), outputs)
+    kernel = Kernel("packs_int8", signature, SPEC, {"torch": pack, "pallas": pack_in_pallas})
+    expected = as_torch_kernel(kernel, "torch")(blocks)
+    assert expected[0].unique().numel() > 3
+    for impl in ("inductor", "pallas"):
+        assert all(map(torch.equal, as_torch_kernel(kernel, impl)(blocks), expected)), impl
 
 
 def test_inputs_at_any_address_and_outputs_of_the_caller() -> None:
