@@ -21,7 +21,7 @@ from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import Returned, SavedStorage, SavedView
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import State, Transfer
-from eager_offload.kernels.codecs import CODECS
+from eager_offload.kernels.codecs import CODECS, is_out_of_memory
 from eager_offload.runtime.base import Layout, Stream
 
 __all__ = ["Packed", "let_go", "pack_into", "packed", "unpack_into", "unpacked", "unpacked_at_once"]
@@ -50,7 +50,7 @@ def packed(offloader: DeviceOffloader, saved: SavedStorage, coding: Coding) -> P
                 return Packed(out, None if holds is None else holds.to("cpu", non_blocking=True))
             return Packed(out, None, is_refused=not holds)
     except (RuntimeError, MemoryError) as error:
-        if not _is_full(error):
+        if not is_out_of_memory(error):
             raise
     if offloader.accounts.counters.demote("device_full"):
         offloader.warn(
@@ -113,8 +113,3 @@ def unpacked_at_once(view: SavedView, saved: SavedStorage, stream: Stream) -> Te
     else:
         offloader.runtime.keep_until(offloader.runtime.record(stream), packed)
     return view.over(storage, first_byte)
-
-
-def _is_full(error: RuntimeError | MemoryError) -> bool:
-    """Whether a device, or the CPU, had no memory for a tensor; torch has an error of its own for the former only."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

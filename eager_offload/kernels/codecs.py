@@ -27,7 +27,7 @@ from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature, TensorSpec
 
-__all__ = ["CODECS", "CodecKernels"]
+__all__ = ["CODECS", "CodecKernels", "is_out_of_memory"]
 
 #: Bytes of one size; stochastic rounding takes a core a second or two for them.
 _WORTH = 256 << 20
@@ -105,11 +105,12 @@ class CodecKernels:
             try:
                 with without_caller_modes():
                     self._kernels[size] = _compiled(size)
-            except torch.OutOfMemoryError:
-                continue  # for what is compiled with
             except CapabilityError as error:
                 self._without.add(size.device)
                 warn(f"{error}. Saved tensors are packed by torch's own operators in its place, which is slower")
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):  # else there is none for the numbers that it is tried with
+                    raise
 
     def _count(self, size: _Size, nbytes: int) -> None:
         packed = self._packed.get(size, 0)
@@ -118,6 +119,11 @@ class CodecKernels:
         self._packed[size] = packed + nbytes
         if len(self._packed) > _COUNTED:
             self._packed.pop(next(iter(self._packed)), None)
+
+
+def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Whether a device, or the CPU, had no memory for a tensor; torch has an error of its own for the former only."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _size_of(codec: Codec, x: Tensor) -> _Size | None:

@@ -233,6 +233,19 @@ def test_a_kernel_with_other_bits_than_the_codec_is_not_used(
     assert torch.equal(back, again)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory")], ids=repr)
+def test_without_memory_to_try_a_kernel_it_is_not_compiled(
+    kernels: CodecKernels, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*given: Any, **named: Any) -> Any:
+        raise error
+
+    kernels.pack(FP8, leaf(ROWS * WIDTH).detach(), torch.empty(2080, dtype=torch.uint8))
+    monkeypatch.setattr(torch, "linspace", full)
+    kernels.compile_due()
+    assert not kernels._kernels
+
+
 def test_where_nothing_compiles_one_warning_says_so_and_the_bits_are_the_same(
     users_backend: Backend, kernels: CodecKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
