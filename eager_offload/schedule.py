@@ -203,7 +203,8 @@ class PrefetchOrder:
         self._uses: dict[int, _Use] = {}
         self._newest: dict[int, int] = {}  # of each sequence
         self._promised: OrderedDict[int, int] = OrderedDict()  # position -> the unpack by which it is expected
-        self._holders: dict[int, int] = {}  # storage -> how many promised uses it has
+        # storage -> how many promised uses it has, and what it weighed when it was promised: its uses may differ
+        self._holders: dict[int, tuple[int, int]] = {}
         self._next: int | None = None  # the position that the walk comes to next
         self._lost = False  # whether the chains have changed under the walk
         self._unpacks = 0
@@ -343,11 +344,12 @@ class PrefetchOrder:
                     return
                 self._promised[position] = self._unpacks + len(self._promised) + 1
                 if brought:
-                    self._holders[use.storage] = 1
+                    self._holders[use.storage] = 1, use.nbytes
                     self.promised_bytes += use.nbytes
                     plan.bring.append(use.storage)
                 else:
-                    self._holders[use.storage] += 1
+                    count, nbytes = self._holders[use.storage]
+                    self._holders[use.storage] = count + 1, nbytes
             self._next = use.before
 
     def _make_room(self, nbytes: int, plan: Plan) -> bool:
@@ -371,9 +373,9 @@ class PrefetchOrder:
         """Ends a promise; returns the storage if no other promise needs it."""
         use = self._uses[position]
         del self._promised[position]
-        self._holders[use.storage] -= 1
-        if self._holders[use.storage]:
+        count, nbytes = self._holders.pop(use.storage)
+        if count > 1:
+            self._holders[use.storage] = count - 1, nbytes
             return None
-        del self._holders[use.storage]
-        self.promised_bytes -= use.nbytes
+        self.promised_bytes -= nbytes
         return use.storage

@@ -82,7 +82,7 @@ class Save:
     release: int = dataclasses.field(default=-1, compare=False)
     """The save before which its source was seen to have gone; -1 where that was later than the last."""
     coded: Coded | None = None
-    """How it travels; ``None``: as it is."""
+    """How it travels; ``None``: as it is. Of one that shares a storage which is rounded: its own maker."""
 
     @property
     def slot_nbytes(self) -> int:
@@ -385,10 +385,10 @@ def _row(number: int, save: Save) -> tuple[str, str, str, str]:
     what = save.fate.value if save.reason is None else f"{save.fate.value} ({save.reason.value})"
     if save.fate is Fate.SHARE:
         what += f" {number - save.owner} back"
-    if save.coded is not None:
-        what += f" as {save.coded.codec}"
     if save.fate is not Fate.OFFLOAD:
         return what, size_text(save.nbytes), "", ""
+    if save.coded is not None:
+        what += f" as {save.coded.codec}"
     start, release = save.start - number, save.release - number
     return what, size_text(save.nbytes), f"{start:,} later", f"{release:,} later" if save.release >= 0 else "at the end"
 
@@ -407,6 +407,7 @@ class _Recorded:
     #: See ``Save``. Of a first save: 0 where its storage is decided anew each time.
     storage_nbytes: int = 0
     autograd_bytes: int = 0
+    maker: str | None = None
 
 
 class _Started(NamedTuple):
@@ -483,14 +484,16 @@ class StepRecorder:
         requires_grad: bool,
         storage_nbytes: int,
         autograd_bytes: int,
+        maker: str | None = None,
     ) -> None:
         """A save of a storage that is to leave.
 
         Args:
             owner: the name of the storage, -1 for one of another forward.
             storage_nbytes, autograd_bytes: of the storage, where this is its first save.
+            maker: of what shares a storage that is rounded, as in ``Coded``.
         """
-        self._saves.append(_Recorded(nbytes, requires_grad, None, name, owner, storage_nbytes, autograd_bytes))
+        self._saves.append(_Recorded(nbytes, requires_grad, None, name, owner, storage_nbytes, autograd_bytes, maker))
 
     def left_in_parts(self, owner: int) -> None:
         """A part of a storage is to leave by itself: it is decided anew each time, and so is the storage."""
@@ -562,7 +565,9 @@ class StepRecorder:
             return Save(_KEEP, KeepReason.ALIVE, nbytes, whole, requires_grad=grad)
         elif one.owner != one.name:
             if (owner := numbers.get(one.owner)) is not None:
-                return Save(_SHARE, saves[owner].reason, nbytes, requires_grad=grad, owner=owner)
+                coded = saves[owner].coded
+                coded = None if coded is None or one.maker is None else coded._replace(maker=one.maker)
+                return Save(_SHARE, saves[owner].reason, nbytes, requires_grad=grad, owner=owner, coded=coded)
         elif not whole or one.name in self._parts or one.name not in self._needed:
             pass
         elif start is not None and kept in (None, _NEWEST):

@@ -354,3 +354,16 @@ def test_a_save_after_an_arrangement_is_expected_before_all_others() -> None:
     for position in (1, 2, 3, 4):
         order.remove(position)
     assert is_empty(order)
+
+
+def test_a_storage_weighs_what_it_did_when_it_was_promised() -> None:
+    """What is rounded weighs less than what comes back as it is, which one that shares it may have it do."""
+    order = PrefetchOrder(100)
+    for position, nbytes in enumerate((10, 40, 1)):
+        order.add(position, 7 if position < 2 else 8, nbytes, 1)
+    assert order.unpacked(2).bring == [7]
+    assert order.promised_bytes == 40
+    for position in (1, 0):
+        order.unpacked(position)
+    assert order.promised_bytes == 0
+    assert not order.holds(7)

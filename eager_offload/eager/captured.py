@@ -143,7 +143,7 @@ class CapturedRun:
         self._forward = Forward(self._forward_number, Lessons())
         self._starts = plan.starts()
         self._codings = [
-            None if save.coded is None else planned(save.coded, save.storage_nbytes, self._policy)
+            planned(save.coded, save.storage_nbytes, self._policy) if save.coded and save.fate is Fate.OFFLOAD else None
             for save in plan.saves
         ]
         #: The saves whose sources go before each save.

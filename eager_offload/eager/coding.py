@@ -28,7 +28,7 @@ from eager_offload.codecs.policy import NORMS, text_of
 from eager_offload.errors import ConfigError
 from eager_offload.learning import Kind
 from eager_offload.selection import Footprint
-from eager_offload.step_plan import Coded, StepPlan
+from eager_offload.step_plan import Coded, Fate, StepPlan
 
 __all__ = [
     "Coding",
@@ -89,7 +89,9 @@ class Coding(NamedTuple):
     def suits(self, tensor: Tensor) -> bool:
         """Whether the storage of ``tensor``, which leaves whole, may travel so as a step plan says."""
         if self.rounds:
-            return kind_of(tensor) == self.kind and not tensor.is_neg()
+            is_like = kind_of(tensor) == self.kind and not tensor.is_neg()
+            # As many bytes as its storage has may be some of its elements, several times each.
+            return is_like and (tensor.is_contiguous() or is_all_of(TensorMeta.of(tensor), tensor.nbytes))
         if tensor.dtype is not self.meta.dtype or tensor.untyped_storage().data_ptr() % _WORD:
             return False
         return self.codec is not _NARROW or cast_from(tensor) is torch.bfloat16
@@ -152,7 +154,9 @@ def check_codecs(plan: StepPlan, policy: CodecPolicy) -> None:
         ConfigError: it does not.
     """
     for number, save in enumerate(plan.saves):
-        if save.coded is not None and planned(save.coded, save.storage_nbytes, policy) is None:
+        if not save.coded or save.fate is not Fate.OFFLOAD:
+            continue
+        if planned(save.coded, save.storage_nbytes, policy) is None:
             raise ConfigError(
                 f"save {number} of the step plan is packed by the codec {save.coded.codec!r}, which codec=... does not "
                 "have, or has no rule for: give the codec that the plan was made with, or another plan"

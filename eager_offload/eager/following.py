@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from eager_offload import marks
 from eager_offload._torch import autograd_sequence, version_of, weak_storage
-from eager_offload.eager.coding import Coding
+from eager_offload.eager.coding import Coding, kind_of
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.followed import FollowedStorage, RunRecord
 from eager_offload.eager.handles import Keeper, KeptTensor, Reload, Returned, SavedView, what_stays_of
@@ -357,8 +357,12 @@ class Run:
         followed = self._storages[save.owner]()
         if followed is None or followed.origin() is not storage:
             return "share"
-        if (coding := followed.coding) is not None and coding.rounds and tensor.dtype is not coding.meta.dtype:
-            return "share"
+        if (coding := followed.coding) is not None and coding.rounds:
+            if tensor.dtype is not coding.meta.dtype:
+                return "share"
+            kind = kind_of(tensor)
+            if save.coded is not None and (kind is None or kind.maker != save.coded.maker):
+                return "maker"
         sequence, state = autograd_sequence(), followed.state
         if state is WAITING:
             followed.packed_at = max(followed.packed_at, sequence)

@@ -26,6 +26,7 @@ from eager_offload._torch import (
 )
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.captured import CapturedRun
+from eager_offload.eager.coding import kind_of
 from eager_offload.eager.following import Adopter, Run
 from eager_offload.eager.handles import KeptTensor, SavedView, what_stays_of
 from eager_offload.eager.mutations import ChangeableTensor
@@ -230,12 +231,13 @@ class Hooks:
                 self._begin_run(tensor, thread)
             run = thread.run
         if run is not None:
+            before = run.packed
             if (handle := run.pack(tensor)) is not None:
                 return handle
             if run.is_over:
                 thread.run = None
                 run.keeper.plans.tell()
-            elif run.is_complete:
+            elif run.packed == before and run.is_complete:  # this one is the next step's
                 thread.next_step(run.keeper, run.queue)
                 thread.packed -= 1
                 return self.pack(tensor, is_unseen=True)
@@ -356,7 +358,9 @@ class Hooks:
                 is_own, is_whole = storage.forward is handle.forward, storage.footprint.whole
                 whole = storage.footprint.nbytes if is_whole else 0
                 owner = storage.number if is_own else -1
-                recorder.take(handle.number, owner, nbytes, requires_grad, whole, storage.record.autograd_bytes)
+                shared = kind_of(tensor) if storage.rounds and owner not in (-1, handle.number) else None
+                maker = None if shared is None else shared.maker
+                recorder.take(handle.number, owner, nbytes, requires_grad, whole, storage.record.autograd_bytes, maker)
                 if not is_whole and saves is not None and (around := saves.whole_of(tensor)) is not None:
                     recorder.left_in_parts(around.number)
             else:

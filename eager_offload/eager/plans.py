@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -16,6 +17,7 @@ from eager_offload.eager.adapting import Adapting
 from eager_offload.eager.coding import planned
 from eager_offload.eager.measuring import StepMeasures
 from eager_offload.errors import warn
+from eager_offload.learning import Kind
 from eager_offload.runtime.base import Layout
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import Footprint
@@ -155,7 +157,8 @@ class KnownPlan:
         self.plan = plan
         #: How storages travel that a codec packs, by number.
         self.codings = [
-            None if save.coded is None else planned(save.coded, save.storage_nbytes, policy) for save in plan.saves
+            planned(save.coded, save.storage_nbytes, policy) if save.coded and save.fate is Fate.OFFLOAD else None
+            for save in plan.saves
         ]
         #: Whether a planner has made it: it says what is to stay, and no recorded one comes in its place.
         self.is_computed = is_computed
@@ -216,6 +219,13 @@ class KnownPlan:
         self.idle.clear()
 
 
+def _kinds(plan: StepPlan) -> Iterator[Kind]:
+    """What it rounds."""
+    for save in plan.saves:
+        if save.coded is not None:
+            yield Kind(save.nbytes, save.coded.dtype, save.coded.maker)
+
+
 class StepPlans:
     """The plans of one device, the latest last. Callers hold the offloader's lock.
 
@@ -259,7 +269,13 @@ class StepPlans:
         """The slots are the parent's: no run goes on in the child, and what a run gives back serves none there."""
         for known in self._known:
             known.is_forgotten, known.next = True, None
-        self._known = [KnownPlan(known.plan, self._codecs, is_computed=known.is_computed) for known in self._known]
+        given = self._given
+        self._given = None
+        parents, self._known = self._known, []
+        for known in parents:
+            self._known.append(KnownPlan(known.plan, self._codecs, is_computed=known.is_computed))
+            if known is given:
+                self._given = self._known[-1]
         for run in self.runs:
             run.is_over = True
 
@@ -272,6 +288,12 @@ class StepPlans:
         for known in self._known:
             known.forget()
         self._known = []
+
+    def misread(self) -> None:
+        """Something asked for what is rounded that was not known of: no forward follows what is known so far."""
+        if self._given is not None:
+            self._does_not_fit(self._given, "reader")
+        self.forget_all()
 
     def records(self, alike: int) -> bool:
         """Whether a forward is to be recorded that no plan fits, where ``alike`` ones have gone before."""
@@ -317,13 +339,19 @@ class StepPlans:
         self._known = [*others[1 - _MOST_PLANS :], new]
         return new
 
-    def learn(self, recording: Recording) -> None:
-        """A forward that was recorded is over, and so is its backward."""
+    def learn(self, recording: Recording, exact: Set[Kind]) -> None:
+        """A forward that was recorded is over, and so is its backward.
+
+        Args:
+            exact: what is not to be rounded any more.
+        """
         if recording.is_early:
             recording.turn.settle(None)
             return
         plan = recording.plan()
         if plan is not None and plan.decided_bytes * _MOST_DECIDED > plan.totals.saved - plan.totals.kept:
+            plan = None
+        if plan is not None and not exact.isdisjoint(_kinds(plan)):
             plan = None
         self._in_vain = 0 if plan is not None else self._in_vain + 1
         recording.turn.settle(None if plan is None else self.add(plan))
@@ -427,8 +455,7 @@ class StepPlans:
         if known.followed % _DECIDE_AGAIN == 0 and not known.is_computed:
             known.release_idle()  # it takes as much again
             return False
-        self._known.remove(known)
-        self._known.append(known)
+        self._known = [*(one for one in self._known if one is not known), known]
         for other in self._known[:-_MOST_READY]:
             other.release_idle()
         self.last = known.plan
@@ -468,16 +495,20 @@ class StepPlans:
         if sum(other.fits(nbytes) for other in self._known) > 1:  # in no order that could be learnt, it may be
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
         if known is self._given:
-            self._given = None
-            self._unfit = (
-                f"the step plan that was given does not fit this model: the first forward differs from it ({what}). It "
-                "is decided as any first one; gradients are the same. Give the plan of a step like this one, or none"
-            )
-            if what == "more" and known.is_computed:
-                self._unfit += (
-                    ". It saves more tensors than were planned: where the loss is computed inside of the `with` too, "
-                    "give plan(...) the function that computes it, as loss=..."
-                )
+            self._does_not_fit(known, what)
         if known.misses == _MOST_MISSES and known in self._known:
             self._known.remove(known)
             known.forget()
+
+    def _does_not_fit(self, given: KnownPlan, what: str) -> None:
+        """The plan that the user has given is not this model's: a warning will say so."""
+        self._given = None
+        self._unfit = (
+            f"the step plan that was given does not fit this model: the first forward differs from it ({what}). It "
+            "is decided as any first one; gradients are the same. Give the plan of a step like this one, or none"
+        )
+        if what == "more" and given.is_computed:
+            self._unfit += (
+                ". It saves more tensors than were planned: where the loss is computed inside of the `with` too, "
+                "give plan(...) the function that computes it, as loss=..."
+            )

@@ -518,7 +518,7 @@ class SavedTensors:
             if counted.state is KEPT and saved.packed is None:
                 return
             self._exact_kinds.add(coding.kind)
-            self.plans.forget_all()
+            self.plans.misread()
         raise PrecisionError(
             f"{reader or 'code in Python'} asks for a saved tensor of {coding.kind.nbytes} bytes, made by "
             f"{coding.kind.maker or 'no operator'}, that the codec {coding.codec.name} has rounded for what had asked "
@@ -568,7 +568,7 @@ class SavedTensors:
         out = self.offloader.out_rate.value
         self._lessons.learn(record.notes, None if out is None else Link(out, self.offloader.in_rate.value or out))
         if record.recorder is not None:
-            self.plans.learn(cast(Recording, record.recorder))
+            self.plans.learn(cast(Recording, record.recorder), self._exact_kinds)
 
     # -- forwards that follow a plan ----------------------------------------------------------------------------------
 

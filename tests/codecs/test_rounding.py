@@ -602,3 +602,75 @@ def test_no_offload_leaves_it_exact(users_backend: Backend) -> None:
         return [weight.grad]
 
     exact_steps(users_backend, region)
+
+
+# -- followed --------------------------------------------------------------------------------------------------------
+
+
+def test_what_repeats_elements_is_not_rounded_with_what_was_not_saved(users_backend: Backend) -> None:
+    """It has as many bytes as its storage, of which it is a part: the rest would have a part in the scales."""
+
+    def step(around: Any, *, part: bool) -> list[Tensor]:
+        x, weight = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
+        with around:
+            y = x.sin()
+            h = torch.cat([y[:, :1], y[:, 1:] * 1e3], 1)
+            loss = ((h[:, :1] if part else h).expand(ROWS, WIDTH) * weight).sum()
+        del y, h
+        loss.backward()
+        assert weight.grad is not None
+        return [weight.grad]
+
+    offload = users_backend.offload(codec=CodecPolicy().rule("MulBackward0", "int8"), step_plans=True)
+    for _ in range(4):
+        step(Settled(offload), part=False)
+        gc.collect()
+    assert offload.stats().packed_bytes
+    assert_identical(step(nullcontext(), part=True), step(Settled(offload), part=True))
+    stats = assert_settled(offload)
+    assert stats.followed_forwards > 1
+    assert stats.plan_misses == {"maker": 1}
+
+
+def two_readers(around: Any, second: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    x, weight = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
+    with around:
+        y = x.sin()
+        loss = (y * weight).sum() + second(y).sum()
+    del y
+    loss.backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    return [x.grad, weight.grad]
+
+
+BOTH_READ = CodecPolicy().rule("MulBackward0", "bf16").rule("GeluBackward0", "bf16")
+
+
+def test_what_shares_a_followed_storage_in_another_way_finds_it_exact(users_backend: Backend) -> None:
+    def otherwise(y: Tensor) -> Tensor:
+        return y.view(ROWS, WIDTH).sin()
+
+    offload = users_backend.offload(codec=BOTH_READ, step_plans=True)
+    for _ in range(4):
+        two_readers(Settled(offload), F.gelu)
+        gc.collect()
+    assert offload.stats().packed_bytes
+    assert_identical(two_readers(nullcontext(), otherwise), two_readers(Settled(offload), otherwise))
+    stats = assert_settled(offload)
+    assert stats.followed_forwards > 1
+    assert stats.plan_misses == {"maker": 1}
+
+
+def test_after_a_precision_error_the_step_is_exact_whatever_was_recorded(users_backend: Backend) -> None:
+    offload = users_backend.offload(codec=BOTH_READ, step_plans=True)
+    two_readers(Settled(offload), F.gelu)
+    gc.collect()
+    with pytest.raises(PrecisionError, match="SinBackward0 asks for"):
+        two_readers(Settled(offload), torch.sin)  # which is recorded, and rounds
+    gc.collect()
+    expected = two_readers(nullcontext(), torch.sin)
+    for _ in range(3):
+        assert_identical(expected, two_readers(Settled(offload), torch.sin))
+        gc.collect()
+    assert assert_settled(offload).followed_forwards > 0

@@ -70,6 +70,28 @@ def test_h54_steps_that_are_alike_are_followed(regime: Regime, backend: Backend)
     assert {save.fate for save in plan.saves} >= {Fate.OFFLOAD, Fate.SHARE}
 
 
+def test_h54_a_save_that_is_decided_anew_behind_the_last_unpack_is_the_same_step(backend: Backend) -> None:
+    """In one context around all steps, with a backward of a part before what is saved last."""
+    steps = []
+    for plans in (False, True):
+        offload = backend.offload(step_plans=plans)
+        base = leaf(SIDE, SIDE, seed=9).detach()
+        with Settled(offload):
+            for _ in range(6):
+                x, small = leaf(SIDE, SIDE), leaf(4, 4)
+                y, first = (x * 2).sin().cos().exp(), small * base[:4, :4]
+                y.sum().backward()
+                second = small * base[4:8, :4]
+                (first.sum() + second.sum()).backward()
+                assert torch.equal(small.grad, base[:4, :4] + base[4:8, :4])
+                del y, first, second
+        stats = assert_settled(offload)
+        steps.append(stats.steps)
+        assert (stats.followed_forwards > 0) == plans
+        assert stats.bytes_out > 0
+    assert steps == [6, 6]
+
+
 @pytest.mark.parametrize(("policy", "followed"), [("auto", 3), (True, 5), (False, 0)])
 def test_h54_how_soon_a_step_is_followed(policy: bool | str, followed: int, backend: Backend) -> None:
     offload = backend.offload(step_plans=policy)

@@ -74,8 +74,7 @@ def test_what_a_codec_cannot_hold_stays_once_its_bytes_have_arrived(virtual: Vir
 def product(around: AbstractContextManager[object]) -> list[Tensor]:
     """The gradients of the weights are what backward was given of each layer's input."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(ROWS, WIDTH, generator=generator).to(NAME)
-    weights = [torch.randn(ROWS, WIDTH, generator=generator).to(NAME).requires_grad_() for _ in range(LAYERS)]
+    x, *weights = (torch.randn(ROWS, WIDTH, generator=generator).to(NAME).requires_grad_() for _ in range(1 + LAYERS))
     with around:
         loss = sum((torch.sin(x + weight.detach()) * weight).sum() for weight in weights)
     torch.accelerator.synchronize()
