@@ -150,6 +150,7 @@ class Run:
         "asked",
         "forward",
         "is_over",
+        "is_past",
         "keeper",
         "known",
         "packed",
@@ -182,6 +183,8 @@ class Run:
         self._counted = 0
         #: Whether the rest of the step is unknown.
         self.is_over = False
+        #: Whether the next step has begun: something was saved behind its last save, when all was asked for.
+        self.is_past = False
         # By number of save; weak, since bytes belong to handles.
         self._storages: list[Callable[[], FollowedStorage | None]] = [_no_storage] * len(self._saves)
         self.views: list[weakref.ref[SavedView]] = []
@@ -238,7 +241,8 @@ class Run:
         offloader = self._offloader
         if number == len(self._saves):
             with offloader.lock:
-                if not (self.is_over or self.is_complete):
+                self.is_past = not self.is_over and self.is_complete
+                if not (self.is_over or self.is_past):
                     self.miss("more")
                 self.count_kept()
                 return None

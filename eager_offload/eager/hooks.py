@@ -231,13 +231,12 @@ class Hooks:
                 self._begin_run(tensor, thread)
             run = thread.run
         if run is not None:
-            before = run.packed
             if (handle := run.pack(tensor)) is not None:
                 return handle
             if run.is_over:
                 thread.run = None
                 run.keeper.plans.tell()
-            elif run.packed == before and run.is_complete:  # this one is the next step's
+            elif run.is_past:
                 thread.next_step(run.keeper, run.queue)
                 thread.packed -= 1
                 return self.pack(tensor, is_unseen=True)
