@@ -107,7 +107,7 @@ class CapturedRun:
     """
 
     #: As a ``Run`` that does not differ from its plan, and after which none begins: this one says so by itself.
-    is_over = is_complete = False
+    is_over = is_past = False
 
     def __init__(
         self,
