@@ -247,8 +247,8 @@ def show(found: dict[str, list[Step]], summary: dict[str, dict[str, object]]) ->
         assert isinstance(over_best, Spread)
         shown.add_row(
             name,
-            f"{figures['saved_bytes'] / GIB:,.1f}",  # type: ignore[operator]
-            f"{figures['window_bytes'] / GIB:,.2f}",  # type: ignore[operator]
+            f"{figures['saved_bytes'] / GIB:,.1f}",  # type: ignore[operator]  # these two are numbers
+            f"{figures['window_bytes'] / GIB:,.2f}",  # type: ignore[operator]  # as the one above
             f"{median(s.forward_seconds + s.backward_seconds for s in learnt):,.3f}",
             f"{median(s.floor_seconds for s in learnt):,.3f}",
             f"{median(s.step_seconds for s in learnt):,.3f}",

@@ -551,7 +551,7 @@ class StepRecorder:
         asks = self._asks(saves, numbers)
         if self.is_void:
             return None
-        end = [numbers[name] for name, start in self._started.items() if start[0] == len(saves) and name in numbers]
+        end = [numbers[name] for name, start in self._started.items() if start.saves == len(saves) and name in numbers]
         return StepPlan(tuple(saves), tuple(asks), tuple(end), tuple(slots))
 
     def _save(self, number: int, one: _Recorded, saves: Sequence[Save], numbers: Mapping[int, int], slots: int) -> Save:
@@ -573,9 +573,8 @@ class StepRecorder:
         elif start is not None and kept in (None, _NEWEST):
             # Where it is kept, backward has come to it before its stream had: it may be otherwise next time.
             release = self._released.get(one.name, -1)
-            return Save(
-                _OFFLOAD, None, nbytes, whole, one.autograd_bytes, grad, number, slots, start[0], release, start[1]
-            )
+            saved, coded = start
+            return Save(_OFFLOAD, None, nbytes, whole, one.autograd_bytes, grad, number, slots, saved, release, coded)
         elif kept is _NEWEST:
             return Save(_KEEP, kept, nbytes, whole, one.autograd_bytes, grad, number)
         return Save(_DECIDE, None, nbytes, requires_grad=grad)

@@ -34,7 +34,7 @@ from torch import Tensor
 from eager_offload._torch import asking_node, autograd_sequence, detached, version_of, weak_storage
 from eager_offload.codecs.seeds import next_seed
 from eager_offload.config import OffloadConfig
-from eager_offload.eager.coding import Coding, kind_of, planned
+from eager_offload.eager.coding import Coding, codings_of, kind_of
 from eager_offload.eager.following import resident
 from eager_offload.eager.handles import KeptTensor, Returned, SavedStorage, SavedView
 from eager_offload.eager.ownership import own_until_taken
@@ -142,10 +142,7 @@ class CapturedRun:
         self._forward_number += 1
         self._forward = Forward(self._forward_number, Lessons())
         self._starts = plan.starts()
-        self._codings = [
-            planned(save.coded, save.storage_nbytes, self._policy) if save.coded and save.fate is Fate.OFFLOAD else None
-            for save in plan.saves
-        ]
+        self._codings = codings_of(plan, self._policy)
         #: The saves whose sources go before each save.
         self._releases: list[list[int]] = [[] for _ in plan.saves]
         for number, save in enumerate(plan.saves):

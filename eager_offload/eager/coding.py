@@ -34,10 +34,10 @@ __all__ = [
     "Coding",
     "check_codecs",
     "coding_of",
+    "codings_of",
     "exact_codec",
     "is_all_of",
     "kind_of",
-    "planned",
     "rounding_codec",
 ]
 
@@ -132,12 +132,22 @@ def kind_of(tensor: Tensor) -> Kind | None:
     return Kind(tensor.nbytes, dtype, "" if maker is None else maker.name())
 
 
-def planned(save: Coded, storage_nbytes: int, policy: CodecPolicy) -> Coding | None:
-    """What a step plan says of a storage that leaves whole; ``None`` where ``policy`` has no such codec.
+def codings_of(plan: StepPlan, policy: CodecPolicy) -> list[Coding | None]:
+    """How a step plan says that storages travel, by number of save; ``None``: as they are, or as ``policy`` cannot say.
 
     Raises:
-        ConfigError: there is none at all.
+        ConfigError: there is no such codec at all.
     """
+    return [
+        _planned(save.coded, save.storage_nbytes, policy)
+        if save.coded is not None and save.fate is Fate.OFFLOAD
+        else None
+        for save in plan.saves
+    ]
+
+
+def _planned(save: Coded, storage_nbytes: int, policy: CodecPolicy) -> Coding | None:
+    """What a step plan says of a storage that leaves whole; ``None`` where ``policy`` has no such codec."""
     codec, dtype = policy.codec(save.codec), getattr(torch, save.dtype.removeprefix("torch."), None)
     if codec is None or not isinstance(dtype, torch.dtype):
         return None
@@ -153,10 +163,8 @@ def check_codecs(plan: StepPlan, policy: CodecPolicy) -> None:
     Raises:
         ConfigError: it does not.
     """
-    for number, save in enumerate(plan.saves):
-        if not save.coded or save.fate is not Fate.OFFLOAD:
-            continue
-        if planned(save.coded, save.storage_nbytes, policy) is None:
+    for number, (save, coding) in enumerate(zip(plan.saves, codings_of(plan, policy), strict=True)):
+        if coding is None and save.coded is not None and save.fate is Fate.OFFLOAD:
             raise ConfigError(
                 f"save {number} of the step plan is packed by the codec {save.coded.codec!r}, which codec=... does not "
                 "have, or has no rule for: give the codec that the plan was made with, or another plan"

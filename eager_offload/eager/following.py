@@ -364,8 +364,7 @@ class Run:
         if (coding := followed.coding) is not None and coding.rounds:
             if tensor.dtype is not coding.meta.dtype:
                 return "share"
-            kind = kind_of(tensor)
-            if save.coded is not None and (kind is None or kind.maker != save.coded.maker):
+            if save.coded is not None and ((kind := kind_of(tensor)) is None or kind.maker != save.coded.maker):
                 return "maker"
         sequence, state = autograd_sequence(), followed.state
         if state is WAITING:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eager_offload.codecs import CodecPolicy
 from eager_offload.eager.adapting import Adapting
-from eager_offload.eager.coding import planned
+from eager_offload.eager.coding import codings_of
 from eager_offload.eager.measuring import StepMeasures
 from eager_offload.errors import warn
 from eager_offload.learning import Kind
@@ -156,10 +156,7 @@ class KnownPlan:
     def __init__(self, plan: StepPlan, policy: CodecPolicy = _EXACT, *, is_computed: bool = False) -> None:
         self.plan = plan
         #: How storages travel that a codec packs, by number.
-        self.codings = [
-            planned(save.coded, save.storage_nbytes, policy) if save.coded and save.fate is Fate.OFFLOAD else None
-            for save in plan.saves
-        ]
+        self.codings = codings_of(plan, policy)
         #: Whether a planner has made it: it says what is to stay, and no recorded one comes in its place.
         self.is_computed = is_computed
         self.starts = plan.starts()

@@ -58,7 +58,7 @@ def test_rules_are_added_and_taken_away() -> None:
     assert policy.rule("MulBackward0", None).rules == {"MmBackward0": BlockInt(4)}
     assert CodecPolicy().rules == {}, "a policy does not change"
     with pytest.raises(TypeError):
-        policy.rules["LogSoftmaxBackward0"] = BF16()  # type: ignore[index]
+        policy.rules["LogSoftmaxBackward0"] = BF16()  # type: ignore[index]  # which is to raise
     given = {"MmBackward0": BF16()}
     kept = CodecPolicy(rules=given)
     given["LogSoftmaxBackward0"] = BF16()

@@ -27,6 +27,13 @@ Around: TypeAlias = AbstractContextManager[Any]
 SIDE = 16
 
 
+def third_differs(offload: Offload, step: Callable[[Around, bool], object]) -> None:
+    """Two steps alike and one that is not, each as without offload; stats are those of the last."""
+    for differs in (False, False, True):
+        offload.reset_stats()
+        assert_identical(step(nullcontext(), differs), step(Settled(offload), differs))
+
+
 class _Scaling(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, saved: list[Tensor], read: Callable[[Tensor], Tensor]) -> Tensor:
@@ -493,9 +500,7 @@ def test_h54_what_is_gone_before_its_copy_is_to_start_does_not_leave(backend: Ba
         return x.grad
 
     offload = backend.offload(step_plans=True)
-    for is_dropped in (False, False, True):
-        offload.reset_stats()
-        assert_identical(step(nullcontext(), is_dropped=is_dropped), step(Settled(offload), is_dropped=is_dropped))
+    third_differs(offload, lambda around, differs: step(around, is_dropped=differs))
     stats = assert_settled(offload)
     assert stats.followed_forwards == 1
     assert stats.bytes_out == 2 * SIDE * SIDE * 4
@@ -515,9 +520,7 @@ def test_h54_what_backward_has_come_to_before_its_copy_is_to_start_stays(backend
         return x.grad
 
     offload = backend.offload(step_plans=True)
-    for goes_back in (False, False, True):
-        offload.reset_stats()
-        assert_identical(step(nullcontext(), goes_back=goes_back), step(Settled(offload), goes_back=goes_back))
+    third_differs(offload, lambda around, differs: step(around, goes_back=differs))
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (1, {})
     assert stats.kept_bytes["newest"] >= SIDE * SIDE * 4

@@ -27,6 +27,7 @@ from tests.kernels.test_kernels import BLOCKS
 jax = pytest.importorskip("jax", reason="the pallas extra is not installed: make pallas")
 
 SPEC = LaunchSpec((1, 1, 1), (32, 1, 1))
+# Bodies have no types here: their arguments are tensors, or references of JAX, which is optional.
 
 
 def test_all_implementations_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,7 @@ def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signat
     assert len(launched) == 2
 
 
+# What type checkers refuse is refused when it is made, too.
 @pytest.mark.parametrize(
     ("make", "says"),
     [

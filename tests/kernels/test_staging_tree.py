@@ -94,12 +94,12 @@ def test_equal_layouts_are_one_key_and_what_they_were_made_of_may_change() -> No
         one = launch(members)
         for other in (launch(copy.copy(members)), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
             assert {one: "known"}[other] == "known"
-        members.clear()  # type: ignore[attr-defined]
+        members.clear()  # type: ignore[attr-defined]  # a dict and a list have it
         assert one.shared_bytes == 48
     assert launch({"a": codes, "b": scales}) != launch({"b": scales, "a": codes}), "they lie in another order"
     assert StagingTree([codes]) != Union([codes])
     with pytest.raises(TypeError):
-        StagingTree({"a": codes}).members["b"] = scales  # type: ignore[index]
+        StagingTree({"a": codes}).members["b"] = scales  # type: ignore[index]  # which is to raise
 
 
 def test_the_largest_launch_is_accepted() -> None:
