@@ -207,7 +207,8 @@ class AcceleratorRuntime(Runtime):
         return None if event.began is None else event.began.seconds_until(event)
 
     def tells_time(self, device: torch.device) -> bool:
-        event = self._events.record(self.transfer_stream(device, Direction.OUT), timed=True)
+        # Of a stream of its own, which has nothing to do: of the transfer streams the host would wait for copies.
+        event = self._events.record(self._api.stream(device), timed=True)
         event.synchronize()
         return event.seconds_until(event) is not None
 

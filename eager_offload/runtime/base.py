@@ -171,7 +171,7 @@ class Runtime(abc.ABC):
     # -- how long a stream has waited -----------------------------------------------------------------------------
 
     def tells_time(self, device: torch.device) -> bool:
-        """Whether ``seconds_between`` knows how long ``device`` takes. It may wait for a transfer stream."""
+        """Whether ``seconds_between`` knows how long ``device`` takes. No transfer is waited for."""
         return True
 
     def moment(self, stream: Stream) -> object:

@@ -107,7 +107,10 @@ def test_moments_of_a_stream_tell_what_lies_between_once_they_are_past(machine: 
     machine.finish()
     assert runtime.is_past(after)
     assert runtime.seconds_between(before, after) == pytest.approx(NBYTES / machine.double.rate)
+    copied = runtime.copy(host_slot(runtime, NBYTES), source, out, ())
     assert runtime.tells_time(DEVICE)
+    assert not runtime.query(copied), "the host has waited for a transfer, which another thread's pack may be behind"
+    machine.finish()
     machine.double.can_time = False
     assert not runtime.tells_time(DEVICE)
 
