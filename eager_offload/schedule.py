@@ -110,14 +110,15 @@ class ResidentQueue:
         self.nbytes -= waiting.weight
         return waiting.nbytes
 
-    def due(self, sequence: int | None) -> int | None:
+    def due(self, sequence: int | None, beside: int = 0) -> int | None:
         """What has to leave next, oldest first, or ``None``. It stays in the queue until it is discarded.
 
         Args:
             sequence: the thread's autograd sequence number, or ``None`` when the context is left: then every operator
                 has run.
+            beside: bytes of the thread's newest that are in no queue.
         """
-        for keys in (self._urgent, self._waiting if self.nbytes > self.limit else ()):
+        for keys in (self._urgent, self._waiting if self.nbytes + beside > self.limit else ()):
             for key in keys:
                 if sequence is None or (sequence > self._waiting[key].packed_at and key not in self._awaited):
                     return key

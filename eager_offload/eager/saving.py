@@ -202,7 +202,7 @@ class SavedTensors:
                 saved = self._save(tensor, queue, packed_at, forward, mark)
                 if not isinstance(saved, SavedView) or saved.shares:
                     return saved
-                is_full = self._offloading.start_due(queue, packed_at)
+                is_full = self._start_due(queue, packed_at)
             if is_full:
                 self._start_as_room_comes(queue, packed_at)
         except OffloadError:
@@ -254,18 +254,23 @@ class SavedTensors:
         with offloader.crashing():
             with offloader.lock:
                 offloader.poll()
-                is_full = self._offloading.start_due(queue, None)
+                is_full = self._start_due(queue, None)
                 if self.budget is not None:
                     self.budget.look(self.kept_newest())
             if is_full and waits:
                 self._start_as_room_comes(queue, None)
+
+    def _start_due(self, queue: ResidentQueue, sequence: int | None) -> bool:
+        """Starts what has to leave ``queue`` beside the newest bytes of forwards that follow a plan."""
+        beside = sum(run.waiting_bytes for run in self.plans.runs if run.queue is queue)
+        return self._offloading.start_due(queue, sequence, beside)
 
     def _start_as_room_comes(self, queue: ResidentQueue, sequence: int | None) -> None:
         """Starts the rest of what has to leave ``queue``; the lock is not held, and other threads may take the room."""
         is_full = True
         while is_full and self.offloader.wait_for_room():
             with self.offloader.lock:
-                is_full = self._offloading.start_due(queue, sequence)
+                is_full = self._start_due(queue, sequence)
 
     def _save(
         self, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward, mark: Mark | None

@@ -485,6 +485,27 @@ def test_h54_the_newest_bytes_of_several_forwards_are_bounded_together(backend: 
     assert_settled(offload)
 
 
+def test_h54_the_newest_bytes_of_a_forward_that_fits_no_plan_are_bounded_with_those_of_one_that_does(
+    backend: Backend,
+) -> None:
+    size = SIDE * SIDE * 4
+    offload = backend.offload(step_plans=True, keep_last_bytes=4 * size)
+    for seed in range(2):
+        deep(leaf(SIDE, SIDE, seed=seed), Settled(offload)).backward()
+    x, wide = leaf(SIDE, SIDE), leaf(SIDE, 2 * SIDE)
+    first, second = deep(x, Settled(offload)), deep(wide, Settled(offload))
+    assert offloader_of(offload).census().resident_bytes <= 4 * size
+    for given, loss in ((wide, second), (x, first)):
+        plain = given.detach().requires_grad_()
+        deep(plain, nullcontext()).backward()
+        loss.backward()
+        assert_identical(plain.grad, given.grad)
+    del first, second, loss
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
+    assert stats.bytes_out > 0
+
+
 def test_h54_a_graph_that_is_dropped_or_kept_gives_back_what_it_held(backend: Backend) -> None:
     offload = backend.offload(step_plans=True)
     for seed in range(6):
