@@ -169,7 +169,8 @@ class SavedTensors:
         with self.offloader.lock:
             self.offloader.poll()
             storages, order = self._offloading.storages, self.order
-            return Tracked(len(storages), len(self._names), len(order), order.promised_bytes)
+            promised = order.promised_bytes + order.followed_bytes
+            return Tracked(len(storages), len(self._names), len(order), promised)
 
     def storages(self) -> list[SavedStorage]:
         """Every saved storage with a living handle."""
@@ -660,7 +661,7 @@ class SavedTensors:
         if view.run is None:
             return
         followed = cast(FollowedStorage, view.storage)
-        saved = followed.adopted
+        saved, is_promised = followed.adopted, followed.promised > 0
         if saved is None:
             saved = self._adopt_storage(followed, run)
         nbytes, forward = saved.footprint.nbytes, run.forward
@@ -668,6 +669,8 @@ class SavedTensors:
         forward.save(nbytes, None if view.number == followed.number else saved.first, 0.0, 0)
         position = next(self._keys)
         self.order.add(position, saved.record.key, nbytes, forward.sequence)
+        if is_promised or self.order.holds(saved.record.key):
+            self.order.promise(position)
         record = ViewRecord(view, self.offloader.finalized.append)
         record.position, record.saves = position, self._weak
         self.offloader.records.add(record)
