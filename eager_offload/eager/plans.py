@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -242,6 +242,8 @@ class StepPlans:
         self._known: list[KnownPlan] = []
         #: What the user has given, until a forward has followed it whole or differed from it.
         self._given: KnownPlan | None = None
+        #: The same, before that, of one that rounds: until a forward has shown who reads what it saves.
+        self._unread: StepPlan | None = None
         #: Compares steps with what a planner has made, where that was given.
         self._adapting: Adapting | None = None
         #: How many forwards are to be recorded of which it is not known which plan is theirs.
@@ -294,6 +296,8 @@ class StepPlans:
 
     def records(self, alike: int) -> bool:
         """Whether a forward is to be recorded that no plan fits, where ``alike`` ones have gone before."""
+        if self._unread is not None:
+            return True
         if self._alike is None or ((alike < self._alike or self._waits) and not self._unclear):
             return False
         if self._in_vain < _MOST_IN_VAIN:
@@ -354,10 +358,39 @@ class StepPlans:
         recording.turn.settle(None if plan is None else self.add(plan))
 
     def give(self, plan: StepPlan, computed: ComputedPlan | None) -> None:
-        """Takes in a plan that the user has; ``computed``: of which it is, where a planner has made it."""
+        """Takes in a plan that the user has; ``computed``: of which it is, where a planner has made it.
+
+        One that rounds, and says not for whom, is followed once that is known: see ``read``. A planner has looked.
+        """
         if computed is not None:
             self._adapting = Adapting(computed)
+        elif any(coding is not None and coding.rounds for coding in codings_of(plan, self._codecs)):
+            self._unread = plan
+            return
         self._given = self.add(plan, is_computed=computed is not None)
+
+    def read(self, recording: Recording, readers: Mapping[int, Set[str]]) -> None:
+        """A forward that was recorded is over, and its backward: the plan that was given may round, or does not fit.
+
+        Args:
+            readers: who has asked for each storage, by the recorder's name of its first save.
+        """
+        given, plan = self._unread, recording.plan()
+        if given is None or plan is None:
+            return
+        self._unread = None
+        known, names = KnownPlan(given, self._codecs), recording.names
+        if not given.is_like(plan):
+            self._given = known
+            self.missed(known, "size")
+        elif not all(
+            coding is None or coding.may_round_for(readers.get(name, ()), self._codecs)
+            for name, coding in zip(names, known.codings, strict=True)
+        ):
+            self._given = known
+            self.missed(known, "reader")
+        else:
+            self._given = self.add(given)
 
     def enter(self) -> None:
         """A forward is about to begin."""

@@ -36,7 +36,7 @@ from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.errors import OffloadError, PrecisionError
 from eager_offload.kernels.codecs import CODECS
 from eager_offload.kernels.workspace import Workspaces
-from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Kind, Lessons, Link
+from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Kind, Lessons, Link, readers_of
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Layout, Stream
 from eager_offload.runtime.host import HostRuntime
@@ -573,8 +573,9 @@ class SavedTensors:
         self.release_scratch()
         out = self.offloader.out_rate.value
         self._lessons.learn(record.notes, None if out is None else Link(out, self.offloader.in_rate.value or out))
-        if record.recorder is not None:
-            self.plans.learn(cast(Recording, record.recorder), self._exact_kinds)
+        if (recording := cast(Recording | None, record.recorder)) is not None:
+            self.plans.read(recording, readers_of(record.notes))
+            self.plans.learn(recording, self._exact_kinds)
 
     # -- forwards that follow a plan ----------------------------------------------------------------------------------
 
