@@ -11,7 +11,7 @@ from eager_offload._torch import autograd_sequence, weak_storage
 from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import Keeper, Reload, SavedStorage, StorageRecord
 from eager_offload.eager.plans import KnownPlan
-from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.offloader import REFUSED, DeviceOffloader
 from eager_offload.engine.transfer import AWAY, COUNTED, KEPT, WAITING, CountedBytes, Transfer
 from eager_offload.errors import OffloadError
 from eager_offload.learning import Forward
@@ -81,7 +81,10 @@ class FollowedStorage(SavedStorage, CountedBytes):
         run = self.run
         self.is_gone = run() is None
         if failure is not None:
-            run.is_spoiled = True  # the slots of a disk that fails serve no further step
+            if failure is REFUSED:
+                run.known.refuse()
+            else:
+                run.is_spoiled = True  # the slots of a disk that fails serve no further step
             self.slot = None
             self.stay(KeepReason.FAILED)
             return

@@ -485,7 +485,7 @@ class Run:
             return
         if found.is_refused:
             storage.counters.refuse(coding.codec.name)
-            self.keeper.plans.refused(self.known)
+            self.known.refuse()
             storage.coding, storage.slot = None, offloader.reserve(storage.footprint.nbytes)
             if storage.slot is None:
                 storage.stay(KeepReason.BUDGET)

@@ -215,6 +215,11 @@ class KnownPlan:
         self.is_forgotten, self.next = True, None
         self.idle.clear()
 
+    def refuse(self) -> None:
+        """A codec cannot hold what it held when it was recorded: the next forward is decided anew, at a look."""
+        if not self.is_computed:
+            self.forget()
+
 
 def _kinds(plan: StepPlan) -> Iterator[Kind]:
     """What it rounds."""
@@ -325,6 +330,7 @@ class StepPlans:
 
     def add(self, plan: StepPlan, *, is_computed: bool = False) -> KnownPlan:
         """Takes in a plan, in place of what was known of forwards like that; one that was computed stays."""
+        self._known = [known for known in self._known if not known.is_forgotten]
         for known in self._known:
             if known.plan == plan or (known.is_computed and known.plan.is_like(plan)):
                 return known
@@ -508,12 +514,6 @@ class StepPlans:
                 counters.demote("over_budget")
             if measured is not None and adapting.process_peak is not None:
                 counters.plan = replace(counters.plan, peak_bytes=adapting.process_peak)
-
-    def refused(self, known: KnownPlan) -> None:
-        """A codec cannot hold what it held when ``known`` was recorded: the next forward is decided anew, at a look."""
-        if known in self._known and not known.is_computed:
-            self._known.remove(known)
-            known.forget()
 
     def missed(self, known: KnownPlan, what: str) -> None:
         """A forward has differed from ``known`` by ``what``; when several have in a row it is forgotten."""
