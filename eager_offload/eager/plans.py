@@ -357,6 +357,7 @@ class StepPlans:
             return
         plan = recording.plan()
         if plan is not None and plan.decided_bytes * _MOST_DECIDED > plan.totals.saved - plan.totals.kept:
+            self._accounts.counters.plan_misses["decided"] = 1
             plan = None
         if plan is not None and not exact.isdisjoint(_kinds(plan)):
             plan = None
@@ -494,8 +495,13 @@ class StepPlans:
         self._known = [*(one for one in self._known if one is not known), known]
         for other in self._known[:-_MOST_READY]:
             other.release_idle()
-        self.last = known.plan
         return True
+
+    def follow(self, run: Following, known: KnownPlan) -> None:
+        """A forward follows ``known``."""
+        self.runs.add(run)
+        self.last = known.plan
+        self._accounts.counters.follow()
 
     def done(self, known: KnownPlan) -> None:
         """A forward was like ``known`` to the end."""
@@ -517,8 +523,7 @@ class StepPlans:
 
     def missed(self, known: KnownPlan, what: str) -> None:
         """A forward has differed from ``known`` by ``what``; when several have in a row it is forgotten."""
-        misses = self._accounts.counters.plan_misses
-        misses[what] = misses.get(what, 0) + 1
+        self._count(what)
         known.misses += 1
         self._unclear = _UNCLEAR  # there may be several kinds that begin alike
         nbytes = known.plan.saves[0].nbytes
@@ -529,6 +534,14 @@ class StepPlans:
         if known.misses == _MOST_MISSES and known in self._known:
             self._known.remove(known)
             known.forget()
+
+    def has_no_slots(self) -> None:
+        """A forward follows no plan, since no tier has room for what that moves."""
+        self._count("room")
+
+    def _count(self, what: str) -> None:
+        misses = self._accounts.counters.plan_misses
+        misses[what] = misses.get(what, 0) + 1
 
     def _does_not_fit(self, given: KnownPlan, what: str) -> None:
         """The plan that the user has given is not this model's: a warning will say so."""

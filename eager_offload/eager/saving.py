@@ -613,10 +613,10 @@ class SavedTensors:
                 return Recording(known)
             slots = self._slots(known)
             if slots is None:
+                plans.has_no_slots()
                 return None
             run = Run(known, [*slots], self, keep, queue, sequence)
-            plans.runs.add(run)
-            self._accounts.counters.follow()
+            plans.follow(run, known)
             if self.exposure is not None:
                 self.exposure.note_forward()
             return run
