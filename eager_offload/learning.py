@@ -123,7 +123,7 @@ class Lesson:
         owners = notes.owners[: notes.before_backward]
         self.last_saves = {owner: number for number, owner in enumerate(owners) if owner != number}
         #: By the first save of a storage, who asks for that; no entry where it is not known of all of its saves.
-        self.readers = _readers(notes)
+        self.readers = readers_of(notes)
         #: The saves that are to be asked for, in that order.
         self.order = [number for number in notes.asked_at if notes.owners[number] not in notes.alive]
 
@@ -152,7 +152,8 @@ class Lesson:
         return number < len(self.sizes) and self.sizes[number] == nbytes and self.owners[number] == owner
 
 
-def _readers(notes: Notes) -> dict[int, frozenset[str]]:
+def readers_of(notes: Notes) -> dict[int, frozenset[str]]:
+    """Who has asked for each storage, by its first save; without those of which that is not known of every save."""
     found: dict[int, set[str]] = {}
     if notes.kinds:
         for number, owner in enumerate(notes.owners):

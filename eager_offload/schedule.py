@@ -110,14 +110,15 @@ class ResidentQueue:
         self.nbytes -= waiting.weight
         return waiting.nbytes
 
-    def due(self, sequence: int | None) -> int | None:
+    def due(self, sequence: int | None, beside: int = 0) -> int | None:
         """What has to leave next, oldest first, or ``None``. It stays in the queue until it is discarded.
 
         Args:
             sequence: the thread's autograd sequence number, or ``None`` when the context is left: then every operator
                 has run.
+            beside: bytes of the thread's newest that are in no queue.
         """
-        for keys in (self._urgent, self._waiting if self.nbytes > self.limit else ()):
+        for keys in (self._urgent, self._waiting if self.nbytes + beside > self.limit else ()):
             for key in keys:
                 if sequence is None or (sequence > self._waiting[key].packed_at and key not in self._awaited):
                     return key
@@ -177,6 +178,7 @@ class PrefetchOrder:
     uses in reverse, unless a caller knows better (``arrange``). The uses ahead whose storages weigh at most ``limit``
     bytes together are *promised*: their storages are resident, or are being brought back. A storage that several uses
     share weighs once, and stays for as long as one of its uses is promised. One that weighs more is promised alone.
+    What forwards that follow a plan have promised, as it says, is in the same ``limit`` and is no use here.
 
         packed     1  2  3  4  5  6  7  8  9          asked for: 9, 8, then 7
                       ^     [promised]  ^
@@ -200,6 +202,8 @@ class PrefetchOrder:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.promised_bytes = 0
+        #: Bytes that forwards which follow a plan have promised: they have the same room.
+        self.followed_bytes = 0
         self._uses: dict[int, _Use] = {}
         self._newest: dict[int, int] = {}  # of each sequence
         self._promised: OrderedDict[int, int] = OrderedDict()  # position -> the unpack by which it is expected
@@ -251,6 +255,11 @@ class PrefetchOrder:
                 self._expected.pop(use.sequence, None)
         del self._uses[position]
         return dropped
+
+    def promise(self, position: int) -> None:
+        """A save that was just added is asked for soon, as a plan has said that is not followed any more."""
+        self._promise(position, self._unpacks)
+        self._lost = True
 
     def arrange(self, sequence: int, positions: Iterable[int]) -> None:
         """From now on the saves of a forward are expected to be asked for in this order.
@@ -342,15 +351,18 @@ class PrefetchOrder:
                 brought = use.storage not in self._holders
                 if brought and not self._make_room(use.nbytes, plan):
                     return
-                self._promised[position] = self._unpacks + len(self._promised) + 1
+                self._promise(position, self._unpacks + len(self._promised) + 1)
                 if brought:
-                    self._holders[use.storage] = 1, use.nbytes
-                    self.promised_bytes += use.nbytes
                     plan.bring.append(use.storage)
-                else:
-                    count, nbytes = self._holders[use.storage]
-                    self._holders[use.storage] = count + 1, nbytes
             self._next = use.before
+
+    def _promise(self, position: int, due: int) -> None:
+        """``due``: the unpack by which the use at ``position`` is expected."""
+        use = self._uses[position]
+        count, nbytes = self._holders.get(use.storage, (0, use.nbytes))
+        self._promised[position] = due
+        self._holders[use.storage] = count + 1, nbytes
+        self.promised_bytes += 0 if count else nbytes
 
     def _make_room(self, nbytes: int, plan: Plan) -> bool:
         """Gives up overdue promises, oldest first, until ``nbytes`` more fit; false where they do not.
@@ -358,10 +370,10 @@ class PrefetchOrder:
         A storage larger than the limit may be promised, alone, as it may leave alone: where activations are that large,
         the walk would stop at each of them, and every one would come late. With a limit of 0 nothing is promised.
         """
-        while self.promised_bytes + nbytes > self.limit:
+        while self.promised_bytes + self.followed_bytes + nbytes > self.limit:
             oldest = next(iter(self._promised.items()), None)
             if oldest is None:
-                return self.limit > 0
+                return self.limit > 0 == self.followed_bytes
             if self._follows_no_order or oldest[1] + self.PATIENCE >= self._unpacks:
                 return False
             dropped = self._unpromise(oldest[0])

@@ -472,6 +472,11 @@ class StepRecorder:
         """How many there were."""
         return len(self._saves)
 
+    @property
+    def names(self) -> list[int]:
+        """What the engine calls each save; -1 for one that it does not follow."""
+        return [one.name for one in self._saves]
+
     def keep(self, nbytes: int, requires_grad: bool, reason: KeepReason | None, storage_nbytes: int = 0) -> None:
         """A save that stays for ``reason``; ``None``: it is to be decided anew each time."""
         self._saves.append(_Recorded(nbytes, requires_grad, reason, storage_nbytes=storage_nbytes))

@@ -136,6 +136,37 @@ def packed(order: PrefetchOrder, saves: list[tuple[int, int]], sequence: int = 1
         order.add(position, storage, nbytes, sequence)
 
 
+@pytest.mark.parametrize(("followed", "brought"), [(0, [3, 2]), (1, [3]), (2, [3]), (3, []), (9, [])])
+def test_what_forwards_that_follow_a_plan_have_promised_takes_the_same_room(followed: int, brought: list[int]) -> None:
+    order = PrefetchOrder(4)
+    packed(order, [(storage, 2) for storage in range(5)])
+    order.followed_bytes = followed
+    assert order.unpacked(5).bring == brought
+    order.followed_bytes = 0
+    assert [*brought, *order.unpacked(5).bring] == [3, 2], "once there is room"
+
+
+def test_one_that_is_larger_is_promised_alone_of_all() -> None:
+    order = PrefetchOrder(4)
+    packed(order, [(0, 9), (1, 9)])
+    order.followed_bytes = 1
+    assert order.unpacked(2).bring == []
+    order.followed_bytes = 0
+    assert order.unpacked(2).bring == [0]
+
+
+def test_what_a_plan_had_promised_is_promised_still_and_the_walk_begins_where_it_is_asked_for() -> None:
+    order = PrefetchOrder(4)
+    packed(order, [(0, 2), (1, 2), (2, 2), (1, 2)])
+    for position in (2, 3, 4):
+        order.promise(position)
+    assert order.promised_bytes == 4, "a storage weighs once"
+    plan = order.unpacked(3)
+    assert (plan.drop, plan.bring) == ([2], [0])
+    assert order.unpacked(4).drop == []
+    assert order.unpacked(2).drop == [1]
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     weights=st.lists(SIZE, min_size=1, max_size=8),

@@ -96,6 +96,10 @@ class Coding(NamedTuple):
             return False
         return self.codec is not _NARROW or cast_from(tensor) is torch.bfloat16
 
+    def may_round_for(self, readers: Collection[str], policy: CodecPolicy) -> bool:
+        """Whether ``policy`` has all of ``readers`` given what this makes of a tensor."""
+        return self.kind is None or rounding_codec(self.meta, policy, readers, self.kind) == self.codec
+
     def may_hold(self, x: Tensor) -> bool:
         """Whether the first bytes of ``x`` say that the codec may hold it."""
         return not isinstance(self.codec, BitMask) or self.codec.may_hold(x)

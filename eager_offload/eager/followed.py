@@ -11,7 +11,7 @@ from eager_offload._torch import autograd_sequence, weak_storage
 from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import Keeper, Reload, SavedStorage, StorageRecord
 from eager_offload.eager.plans import KnownPlan
-from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.offloader import REFUSED, DeviceOffloader
 from eager_offload.engine.transfer import AWAY, COUNTED, KEPT, WAITING, CountedBytes, Transfer
 from eager_offload.errors import OffloadError
 from eager_offload.learning import Forward
@@ -31,7 +31,7 @@ def _unknown() -> None:
 class FollowedStorage(SavedStorage, CountedBytes):
     """A storage that was offloaded or is to be, as a step plan says. It knows its run by that's record alone."""
 
-    __slots__ = (*COUNTED, "adopted", "expected", "packed_at", "run")
+    __slots__ = (*COUNTED, "adopted", "packed_at", "promised", "run")
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class FollowedStorage(SavedStorage, CountedBytes):
         self.given = ()
         #: What it is as a storage of an unknown step, once its run is over.
         self.adopted: SavedStorage | None = None
-        #: Whether an unpack that comes soon needs it on the device.
-        self.expected = False
+        #: The bytes of it that an unpack which comes soon needs on the device; 0 where none does.
+        self.promised = 0
         self.packed_at = autograd_sequence()
         self.root = _unknown
 
@@ -81,11 +81,14 @@ class FollowedStorage(SavedStorage, CountedBytes):
         run = self.run
         self.is_gone = run() is None
         if failure is not None:
-            run.is_spoiled = True  # the slots of a disk that fails serve no further step
+            if failure is REFUSED:
+                run.known.refuse()
+            else:
+                run.is_spoiled = True  # the slots of a disk that fails serve no further step
             self.slot = None
             self.stay(KeepReason.FAILED)
             return
-        if self.expected and self.reload is None and not self.is_gone and self.coding is None:
+        if self.promised and self.reload is None and not self.is_gone and self.coding is None:
             assert self.slot is not None
             back = Transfer(self.slot, transfer.nbytes, transfer.counters)
             back.event = transfer.event
@@ -98,8 +101,15 @@ class FollowedStorage(SavedStorage, CountedBytes):
         self.packed = None
         self.release_source()
 
+    def unpromise(self) -> None:
+        """No unpack that comes soon needs it on the device."""
+        self.run.promised_bytes -= self.promised
+        self.saves.order.followed_bytes -= self.promised
+        self.promised = 0
+
     def forget(self) -> None:
         """It is asked for the last time, or taken over by the engine: the run's record counts it no more."""
+        self.unpromise()
         run = self.run
         run.autograd_bytes -= self.autograd_bytes
         if self.state is KEPT:
@@ -150,6 +160,7 @@ class RunRecord(FinalizerRecord[object]):
         "is_spoiled",
         "kept_bytes",
         "known",
+        "promised_bytes",
         "returning",
         "saves",
         "slots",
@@ -168,6 +179,8 @@ class RunRecord(FinalizerRecord[object]):
     autograd_bytes: int
     kept_bytes: int
     waiting_bytes: int
+    #: Those that are on the device since an unpack comes soon, or are to be: see ``PrefetchOrder.followed_bytes``.
+    promised_bytes: int
     #: Bytes that have left and were not asked for, by where they are counted.
     unasked: dict[Counters, int]
     #: Copies back that the device's bytes are held for.
@@ -199,5 +212,7 @@ class RunRecord(FinalizerRecord[object]):
                     storage.stay(KeepReason.NEWEST)
             for transfer in self.returning:
                 offloader.release(transfer)
-        self.waiting_bytes = self.autograd_bytes = self.kept_bytes = 0
+        if (saves := self.saves()) is not None:
+            saves.order.followed_bytes -= self.promised_bytes
+        self.waiting_bytes = self.autograd_bytes = self.kept_bytes = self.promised_bytes = 0
         self.returning, self.unasked = {}, {}

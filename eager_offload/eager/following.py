@@ -137,6 +137,7 @@ class Run:
 
     __slots__ = (
         "__weakref__",
+        "_ahead",
         "_asks",
         "_counted",
         "_due",
@@ -190,10 +191,12 @@ class Run:
         self.views: list[weakref.ref[SavedView]] = []
         #: The saves whose copies are to start.
         self._due: deque[int] = deque()
+        #: The saves whose storages are expected next, as far as there was no room to bring them back.
+        self._ahead: deque[int] = deque()
         self.record = record = RunRecord(self, self._offloader.finalized.append)
         record.saves, record.counters = weakref.ref(keeper), self._offloader.accounts.counters
         record.known, record.slots = known, slots
-        record.autograd_bytes = record.kept_bytes = record.waiting_bytes = 0
+        record.autograd_bytes = record.kept_bytes = record.waiting_bytes = record.promised_bytes = 0
         record.unasked, record.returning, record.is_spoiled = {}, {}, False
         self._offloader.records.add(record)
 
@@ -482,7 +485,7 @@ class Run:
             return
         if found.is_refused:
             storage.counters.refuse(coding.codec.name)
-            self.keeper.plans.refused(self.known)
+            self.known.refuse()
             storage.coding, storage.slot = None, offloader.reserve(storage.footprint.nbytes)
             if storage.slot is None:
                 storage.stay(KeepReason.BUDGET)
@@ -526,21 +529,24 @@ class Run:
                 elif budget.note_call() or self.asked == len(self._asks):
                     budget.look()
             self._settle(storage, resident=tensor is not None, last=ask.last)
-            storage.expected = ask.keep
+            ahead = self._ahead
+            if not ask.keep:
+                if promised := storage.promised:  # `unpromise`, which would be a call
+                    self.record.promised_bytes -= promised
+                    self.keeper.order.followed_bytes -= promised
+                    storage.promised = 0
+                elif ahead and storage.number in ahead:
+                    ahead.remove(storage.number)
             for number in ask.drop:
                 self._expect_no_more(number)
-            try:
-                for number in ask.bring:
-                    if (expected := self._storages[number]()) is not None:
-                        self._expect(expected)
-            except (torch.OutOfMemoryError, MemoryError):
-                pass  # what is needed now may still fit
+            if ask.bring or ahead:
+                self._expect(ask.bring)
             if self.keeper.plans.measures.is_close:
                 self.keeper.plans.saw(self, self.known, rank, is_ask=True)
             if self.asked == len(self._asks):
                 self.keeper.plans.done(self.known)
             if tensor is not None:
-                if not ask.keep:
+                if not storage.promised:
                     storage.drop_reload()
                 return tensor
             reload = storage.reload
@@ -579,7 +585,7 @@ class Run:
                 serves = None if ask.last else Returned(weak_storage(source), first_byte)
                 if reload.is_packed:
                     storage.returned = serves
-                if not ask.keep:
+                if not storage.promised:
                     self._hand_over(storage, reload, serves)
                 return tensor
         except BaseException:
@@ -642,18 +648,40 @@ class Run:
         elif storage.state is LEAVING and not storage.asked:
             storage.ask(resident=True)
 
-    def _expect(self, storage: FollowedStorage) -> None:
-        """It is asked for soon."""
-        storage.expected = True
-        if storage.state is not AWAY or storage.reload is not None or storage.origin() is not None:
-            return
-        if storage.returned is None or storage.returned.storage() is None:
-            self._bring(storage, "prefetch")
+    def _expect(self, numbers: tuple[int, ...]) -> None:
+        """The storages of these saves are asked for soon: they are promised in turn, as there is room for them.
+
+        The room is that of all forwards of the device: see ``PrefetchOrder``.
+        """
+        ahead, order = self._ahead, self.keeper.order
+        ahead += numbers
+        while ahead:
+            storage = self._storages[ahead[0]]()
+            if storage is not None and not storage.promised:
+                nbytes = storage.moved
+                held = order.promised_bytes + order.followed_bytes
+                if held + nbytes > order.limit and (held or not order.limit):
+                    return
+                storage.promised = nbytes
+                self.record.promised_bytes += nbytes
+                order.followed_bytes += nbytes
+            ahead.popleft()
+            if storage is None or storage.state is not AWAY or storage.reload is not None:
+                continue
+            is_back = storage.returned is not None and storage.returned.storage() is not None
+            if is_back or storage.origin() is not None:
+                continue
+            try:
+                self._bring(storage, "prefetch")
+            except (torch.OutOfMemoryError, MemoryError):
+                return  # what is needed now may still fit
 
     def _expect_no_more(self, number: int) -> None:
+        if number in self._ahead:
+            self._ahead.remove(number)
         storage = self._storages[number]()
         if storage is not None:
-            storage.expected = False
+            storage.unpromise()
             storage.drop_reload()
 
     # -- the end ----------------------------------------------------------------------------------------------------

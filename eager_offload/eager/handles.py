@@ -30,7 +30,7 @@ from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.kernels.workspace import Workspaces
 from eager_offload.learning import Forward
 from eager_offload.runtime.base import ALIGNMENT, Layout, Stream
-from eager_offload.schedule import ResidentQueue
+from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.selection import Footprint, root_of
 from eager_offload.stats import KeepReason
 from eager_offload.tiers.base import Slot
@@ -58,6 +58,8 @@ class Keeper(Protocol):
     offloader: DeviceOffloader
     #: What codecs compute in.
     scratch: Workspaces
+    #: What comes back next, and how much of it there may be.
+    order: PrefetchOrder
 
     def unpack(self, view: SavedView) -> Tensor:
         """The saved tensor again, for the stream that is current now."""

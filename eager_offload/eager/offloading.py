@@ -32,14 +32,14 @@ class Offloading:
         record = self.storages.get(key)
         return None if record is None else record()
 
-    def start_due(self, queue: ResidentQueue, sequence: int | None) -> bool:
+    def start_due(self, queue: ResidentQueue, sequence: int | None, beside: int = 0) -> bool:
         """Starts what has to leave ``queue`` now; see ``ResidentQueue.due``.
 
         Returns:
             Whether the window is full, so that the rest can only start when there is room.
         """
         offloader = self.offloader
-        while (key := queue.due(sequence)) is not None:
+        while (key := queue.due(sequence, beside)) is not None:
             saved = self.storage(key)
             if saved is not None:
                 if saved.coding is not None and saved.coding.looks:

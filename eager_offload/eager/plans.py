@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -215,6 +215,11 @@ class KnownPlan:
         self.is_forgotten, self.next = True, None
         self.idle.clear()
 
+    def refuse(self) -> None:
+        """A codec cannot hold what it held when it was recorded: the next forward is decided anew, at a look."""
+        if not self.is_computed:
+            self.forget()
+
 
 def _kinds(plan: StepPlan) -> Iterator[Kind]:
     """What it rounds."""
@@ -242,6 +247,8 @@ class StepPlans:
         self._known: list[KnownPlan] = []
         #: What the user has given, until a forward has followed it whole or differed from it.
         self._given: KnownPlan | None = None
+        #: The same, before that, of one that rounds: until a forward has shown who reads what it saves.
+        self._unread: StepPlan | None = None
         #: Compares steps with what a planner has made, where that was given.
         self._adapting: Adapting | None = None
         #: How many forwards are to be recorded of which it is not known which plan is theirs.
@@ -294,6 +301,8 @@ class StepPlans:
 
     def records(self, alike: int) -> bool:
         """Whether a forward is to be recorded that no plan fits, where ``alike`` ones have gone before."""
+        if self._unread is not None:
+            return True
         if self._alike is None or ((alike < self._alike or self._waits) and not self._unclear):
             return False
         if self._in_vain < _MOST_IN_VAIN:
@@ -321,6 +330,7 @@ class StepPlans:
 
     def add(self, plan: StepPlan, *, is_computed: bool = False) -> KnownPlan:
         """Takes in a plan, in place of what was known of forwards like that; one that was computed stays."""
+        self._known = [known for known in self._known if not known.is_forgotten]
         for known in self._known:
             if known.plan == plan or (known.is_computed and known.plan.is_like(plan)):
                 return known
@@ -347,6 +357,7 @@ class StepPlans:
             return
         plan = recording.plan()
         if plan is not None and plan.decided_bytes * _MOST_DECIDED > plan.totals.saved - plan.totals.kept:
+            self._accounts.counters.plan_misses["decided"] = 1
             plan = None
         if plan is not None and not exact.isdisjoint(_kinds(plan)):
             plan = None
@@ -354,10 +365,39 @@ class StepPlans:
         recording.turn.settle(None if plan is None else self.add(plan))
 
     def give(self, plan: StepPlan, computed: ComputedPlan | None) -> None:
-        """Takes in a plan that the user has; ``computed``: of which it is, where a planner has made it."""
+        """Takes in a plan that the user has; ``computed``: of which it is, where a planner has made it.
+
+        One that rounds, and says not for whom, is followed once that is known: see ``read``. A planner has looked.
+        """
         if computed is not None:
             self._adapting = Adapting(computed)
+        elif any(coding is not None and coding.rounds for coding in codings_of(plan, self._codecs)):
+            self._unread = plan
+            return
         self._given = self.add(plan, is_computed=computed is not None)
+
+    def read(self, recording: Recording, readers: Mapping[int, Set[str]]) -> None:
+        """A forward that was recorded is over, and its backward: the plan that was given may round, or does not fit.
+
+        Args:
+            readers: who has asked for each storage, by the recorder's name of its first save.
+        """
+        given, plan = self._unread, recording.plan()
+        if given is None or plan is None:
+            return
+        self._unread = None
+        known, names = KnownPlan(given, self._codecs), recording.names
+        if not given.is_like(plan):
+            self._given = known
+            self.missed(known, "size")
+        elif not all(
+            coding is None or coding.may_round_for(readers.get(name, ()), self._codecs)
+            for name, coding in zip(names, known.codings, strict=True)
+        ):
+            self._given = known
+            self.missed(known, "reader")
+        else:
+            self._given = self.add(given)
 
     def enter(self) -> None:
         """A forward is about to begin."""
@@ -455,8 +495,13 @@ class StepPlans:
         self._known = [*(one for one in self._known if one is not known), known]
         for other in self._known[:-_MOST_READY]:
             other.release_idle()
-        self.last = known.plan
         return True
+
+    def follow(self, run: Following, known: KnownPlan) -> None:
+        """A forward follows ``known``."""
+        self.runs.add(run)
+        self.last = known.plan
+        self._accounts.counters.follow()
 
     def done(self, known: KnownPlan) -> None:
         """A forward was like ``known`` to the end."""
@@ -476,16 +521,9 @@ class StepPlans:
             if measured is not None and adapting.process_peak is not None:
                 counters.plan = replace(counters.plan, peak_bytes=adapting.process_peak)
 
-    def refused(self, known: KnownPlan) -> None:
-        """A codec cannot hold what it held when ``known`` was recorded: the next forward is decided anew, at a look."""
-        if known in self._known and not known.is_computed:
-            self._known.remove(known)
-            known.forget()
-
     def missed(self, known: KnownPlan, what: str) -> None:
         """A forward has differed from ``known`` by ``what``; when several have in a row it is forgotten."""
-        misses = self._accounts.counters.plan_misses
-        misses[what] = misses.get(what, 0) + 1
+        self._count(what)
         known.misses += 1
         self._unclear = _UNCLEAR  # there may be several kinds that begin alike
         nbytes = known.plan.saves[0].nbytes
@@ -496,6 +534,14 @@ class StepPlans:
         if known.misses == _MOST_MISSES and known in self._known:
             self._known.remove(known)
             known.forget()
+
+    def has_no_slots(self) -> None:
+        """A forward follows no plan, since no tier has room for what that moves."""
+        self._count("room")
+
+    def _count(self, what: str) -> None:
+        misses = self._accounts.counters.plan_misses
+        misses[what] = misses.get(what, 0) + 1
 
     def _does_not_fit(self, given: KnownPlan, what: str) -> None:
         """The plan that the user has given is not this model's: a warning will say so."""

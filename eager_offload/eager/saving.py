@@ -36,7 +36,7 @@ from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.errors import OffloadError, PrecisionError
 from eager_offload.kernels.codecs import CODECS
 from eager_offload.kernels.workspace import Workspaces
-from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Kind, Lessons, Link
+from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Kind, Lessons, Link, readers_of
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Layout, Stream
 from eager_offload.runtime.host import HostRuntime
@@ -169,7 +169,8 @@ class SavedTensors:
         with self.offloader.lock:
             self.offloader.poll()
             storages, order = self._offloading.storages, self.order
-            return Tracked(len(storages), len(self._names), len(order), order.promised_bytes)
+            promised = order.promised_bytes + order.followed_bytes
+            return Tracked(len(storages), len(self._names), len(order), promised)
 
     def storages(self) -> list[SavedStorage]:
         """Every saved storage with a living handle."""
@@ -202,7 +203,7 @@ class SavedTensors:
                 saved = self._save(tensor, queue, packed_at, forward, mark)
                 if not isinstance(saved, SavedView) or saved.shares:
                     return saved
-                is_full = self._offloading.start_due(queue, packed_at)
+                is_full = self._start_due(queue, packed_at)
             if is_full:
                 self._start_as_room_comes(queue, packed_at)
         except OffloadError:
@@ -254,18 +255,23 @@ class SavedTensors:
         with offloader.crashing():
             with offloader.lock:
                 offloader.poll()
-                is_full = self._offloading.start_due(queue, None)
+                is_full = self._start_due(queue, None)
                 if self.budget is not None:
                     self.budget.look(self.kept_newest())
             if is_full and waits:
                 self._start_as_room_comes(queue, None)
+
+    def _start_due(self, queue: ResidentQueue, sequence: int | None) -> bool:
+        """Starts what has to leave ``queue`` beside the newest bytes of forwards that follow a plan."""
+        beside = sum(run.waiting_bytes for run in self.plans.runs if run.queue is queue)
+        return self._offloading.start_due(queue, sequence, beside)
 
     def _start_as_room_comes(self, queue: ResidentQueue, sequence: int | None) -> None:
         """Starts the rest of what has to leave ``queue``; the lock is not held, and other threads may take the room."""
         is_full = True
         while is_full and self.offloader.wait_for_room():
             with self.offloader.lock:
-                is_full = self._offloading.start_due(queue, sequence)
+                is_full = self._start_due(queue, sequence)
 
     def _save(
         self, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward, mark: Mark | None
@@ -567,8 +573,9 @@ class SavedTensors:
         self.release_scratch()
         out = self.offloader.out_rate.value
         self._lessons.learn(record.notes, None if out is None else Link(out, self.offloader.in_rate.value or out))
-        if record.recorder is not None:
-            self.plans.learn(cast(Recording, record.recorder), self._exact_kinds)
+        if (recording := cast(Recording | None, record.recorder)) is not None:
+            self.plans.read(recording, readers_of(record.notes))
+            self.plans.learn(recording, self._exact_kinds)
 
     # -- forwards that follow a plan ----------------------------------------------------------------------------------
 
@@ -606,10 +613,10 @@ class SavedTensors:
                 return Recording(known)
             slots = self._slots(known)
             if slots is None:
+                plans.has_no_slots()
                 return None
             run = Run(known, [*slots], self, keep, queue, sequence)
-            plans.runs.add(run)
-            self._accounts.counters.follow()
+            plans.follow(run, known)
             if self.exposure is not None:
                 self.exposure.note_forward()
             return run
@@ -655,7 +662,7 @@ class SavedTensors:
         if view.run is None:
             return
         followed = cast(FollowedStorage, view.storage)
-        saved = followed.adopted
+        saved, is_promised = followed.adopted, followed.promised > 0
         if saved is None:
             saved = self._adopt_storage(followed, run)
         nbytes, forward = saved.footprint.nbytes, run.forward
@@ -663,6 +670,8 @@ class SavedTensors:
         forward.save(nbytes, None if view.number == followed.number else saved.first, 0.0, 0)
         position = next(self._keys)
         self.order.add(position, saved.record.key, nbytes, forward.sequence)
+        if is_promised or self.order.holds(saved.record.key):
+            self.order.promise(position)
         record = ViewRecord(view, self.offloader.finalized.append)
         record.position, record.saves = position, self._weak
         self.offloader.records.add(record)

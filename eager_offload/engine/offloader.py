@@ -46,7 +46,7 @@ from eager_offload.stats import Accounts
 from eager_offload.tiers.base import Fence, IdleSlots, Slot, Tier, release_idle_slots
 from eager_offload.tiers.forking import tell_after_fork
 
-__all__ = ["Census", "DeviceOffloader", "Wait", "replaced"]
+__all__ = ["REFUSED", "Census", "DeviceOffloader", "Wait", "replaced"]
 
 _NO_THREAD = (
     "the system starts no thread for transfers, so compute waits for each of them. What binds is a limit of threads: "
@@ -61,7 +61,7 @@ _AHEAD_SECONDS = 1e-3
 _AHEAD_PART = 1 / 32
 
 #: What has travelled is of no use: its source stays, as after a failed write.
-_REFUSED = OffloadError("a codec cannot hold the values of a saved tensor")
+REFUSED = OffloadError("a codec cannot hold the values of a saved tensor")
 
 
 class _HeldBack(NamedTuple):
@@ -602,7 +602,7 @@ class DeviceOffloader:
         self.release(transfer)
         if failure is None and transfer.holds is not None and not transfer.holds:
             counters.refuse(transfer.codec)
-            record.on_transferred(transfer, _REFUSED)
+            record.on_transferred(transfer, REFUSED)
             return
         if failure is None:
             if transfer.codec:

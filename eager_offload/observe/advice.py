@@ -71,10 +71,11 @@ def over_the_plan(stats: OffloadStats, config: OffloadConfig) -> str | None:
 
 def not_as_planned(stats: OffloadStats, config: OffloadConfig) -> str | None:
     """Forwards that the plan does not fit."""
-    count = sum(stats.plan_misses.values())
+    misses = {name: times for name, times in stats.plan_misses.items() if name not in ("room", "decided")}
+    count = sum(misses.values())
     if stats.plan is None or not count or count < _MUCH * (count + stats.followed_forwards):
         return None
-    how = ", ".join(f"{name} {times:,}" for name, times in sorted(stats.plan_misses.items()))
+    how = ", ".join(f"{name} {times:,}" for name, times in sorted(misses.items()))
     return (
         f"{count:,} forwards differed from what was planned ({how}), where {stats.followed_forwards:,} began to follow "
         "it: plan with the model and the inputs of these steps."

@@ -43,7 +43,8 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
         lines.append(f"planned    {stats.plan}")
     if stats.plan_misses:
         found = (f"{name} {count:,}" for name, count in sorted(stats.plan_misses.items()))
-        lines.append(f"followed   {_number(stats.followed_forwards, 'forward')}, which differed by " + ", ".join(found))
+        followed = _number(stats.followed_forwards, "forward")
+        lines.append(f"followed   {followed}; not, or not to the end: " + ", ".join(found))
     if stats.is_approximate:
         lines.append("note       an interrupt came in the midst of the library: the figures are approximate")
     for sentence in stats.advice:

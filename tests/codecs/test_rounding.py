@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -660,6 +662,33 @@ def test_what_shares_a_followed_storage_in_another_way_finds_it_exact(users_back
     stats = assert_settled(offload)
     assert stats.followed_forwards > 1
     assert stats.plan_misses == {"maker": 1}
+
+
+@pytest.mark.parametrize("other", [torch.atan2, torch.mul], ids=["another model", "the same"])
+def test_a_plan_that_was_given_rounds_once_a_step_has_shown_who_reads(
+    other: Callable[[Tensor, Tensor], Tensor], users_backend: Backend, tmp_path: Path
+) -> None:
+    """Both save the same from the same operators; a rule allows one of them to be given other numbers."""
+    codec, fits = CodecPolicy().rule("MulBackward0", "bf16"), other is torch.mul
+    recorded = users_backend.offload(codec=codec, step_plans=True)
+    rounded = steps(recorded, product, 4)[-1]
+    plan = recorded.step_plan()
+    assert rounded_saves(plan)
+    assert plan is not None
+    plan.save(tmp_path / "plan.json")
+    offload = users_backend.offload(codec=codec, plan=StepPlan.load(tmp_path / "plan.json"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        first, *later = steps(offload, lambda around: product(around, other), 4)
+    assert_identical(product(nullcontext(), other), first)
+    for found in later:
+        assert_identical(rounded if fits else first, found)
+    assert ["differs from it (reader)" in str(one.message) for one in told] == ([] if fits else [True])
+    stats = assert_settled(offload)
+    assert stats.plan_misses == ({} if fits else {"reader": 1})
+    assert stats.followed_forwards == 3 or not fits
+    assert bool(stats.packed_bytes) == fits
+    assert stats.bytes_out > 0
 
 
 def test_after_a_precision_error_the_step_is_exact_whatever_was_recorded(users_backend: Backend) -> None:

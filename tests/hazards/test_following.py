@@ -185,6 +185,34 @@ def misses(offload: Offload) -> list[str]:
     return sorted(offload.stats().plan_misses)
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. no room")
+def test_h54_a_forward_without_room_for_its_slots_follows_nothing_and_is_counted(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload = backend.offload(step_plans=True)
+    step(Settled(offload), FIRST, 0)
+    with monkeypatch.context() as full:
+        full.setattr(offloader_of(offload), "room", lambda nbytes, tier=None: None)
+        assert_identical(step(nullcontext(), FIRST, 1), step(Settled(offload), FIRST, 1))
+    assert offload.step_plan() is None, "none was followed"
+    assert misses(offload) == ["room"]
+    step(Settled(offload), FIRST, 2)
+    assert offload.step_plan() is not None
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {"room": 1})
+    assert stats.bytes_out > 0
+
+
+def test_h54_steps_of_which_too_much_is_decided_anew_say_so_once(backend: Backend) -> None:
+    offload, layers = backend.offload(step_plans=True), ["exp", "small"] * 2
+    for seed in range(8):
+        assert_identical(step(nullcontext(), layers, seed), step(Settled(offload), layers, seed))
+    assert offload.step_plan() is None
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (0, {"decided": 1})
+    assert_moved(stats)
+
+
 @pytest.mark.parametrize(
     ("what", "layers"),
     [("size", [FIRST[0], "halves", *FIRST[2:]]), ("more", [*FIRST, "exp"]), ("fewer", FIRST[:-1])],
@@ -483,6 +511,27 @@ def test_h54_the_newest_bytes_of_several_forwards_are_bounded_together(backend: 
     del found, x, loss
     assert offload.stats(synchronize=True).bytes_out > 0
     assert_settled(offload)
+
+
+def test_h54_the_newest_bytes_of_a_forward_that_fits_no_plan_are_bounded_with_those_of_one_that_does(
+    backend: Backend,
+) -> None:
+    size = SIDE * SIDE * 4
+    offload = backend.offload(step_plans=True, keep_last_bytes=4 * size)
+    for seed in range(2):
+        deep(leaf(SIDE, SIDE, seed=seed), Settled(offload)).backward()
+    x, wide = leaf(SIDE, SIDE), leaf(SIDE, 2 * SIDE)
+    first, second = deep(x, Settled(offload)), deep(wide, Settled(offload))
+    assert offloader_of(offload).census().resident_bytes <= 4 * size
+    for given, loss in ((wide, second), (x, first)):
+        plain = given.detach().requires_grad_()
+        deep(plain, nullcontext()).backward()
+        loss.backward()
+        assert_identical(plain.grad, given.grad)
+    del first, second, loss
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
+    assert stats.bytes_out > 0
 
 
 def test_h54_a_graph_that_is_dropped_or_kept_gives_back_what_it_held(backend: Backend) -> None:

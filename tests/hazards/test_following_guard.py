@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import eager_offload as eo
 from eager_offload import CodecPolicy, Offload, OffloadStats
 from eager_offload.eager.handles import SavedView
-from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
+from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of, saves_of
 from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
 from tests.hazards.test_following import deep, with_a_late_share
 from tests.hazards.test_streams import Streams
@@ -593,6 +593,47 @@ def test_h54_what_the_plan_expects_next_comes_back_early_and_once(backend: Backe
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (1, {})
     assert (stats.bytes_out, early, stats.bytes_in) == (6 * size, 6 * size, 6 * size)
+
+
+@pytest.mark.parametrize("ends", ["not", "all", "first"])
+def test_h54_what_several_graphs_expect_next_is_bounded_together(ends: str, backend: Backend) -> None:
+    """The second branch of each goes backward first, and has what the first one needs brought back.
+
+    Args:
+        ends: which of them are known no more to be like the plan, then.
+    """
+    size, count = SIDE * SIDE * 4, 4
+    offload = backend.offload(step_plans=True, prefetch_bytes=3 * size)
+
+    def forward(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, y = leaf(SIDE, SIDE, seed=seed), leaf(SIDE, SIDE, seed=seed + 1)
+        with Settled(offload):
+            return x, y, deep(x, nullcontext(), 6), deep(y, nullcontext(), 3)
+
+    for _ in range(2):
+        *_, first, second = forward(0)
+        second.backward()
+        first.backward()
+        del first, second
+    graphs = [forward(2 * seed) for seed in range(count)]
+    for number, (*_, second) in enumerate(graphs):
+        second.backward()
+        offload.stats(synchronize=True)
+        if ends == "all" or (ends == "first" and number == 0):
+            with offloader_of(offload).lock:
+                next(iter(saves_of(offload).plans.runs)).miss("order")
+        assert offloader_of(offload).census().resident_bytes <= 3 * size
+    for number, (x, y, first, _) in enumerate(graphs):
+        first.backward()
+        plain, other = leaf(SIDE, SIDE, seed=2 * number), leaf(SIDE, SIDE, seed=2 * number + 1)
+        deep(plain, nullcontext(), 6).backward()
+        deep(other, nullcontext(), 3).backward()
+        assert_identical([plain.grad, other.grad], [x.grad, y.grad])
+        assert offloader_of(offload).census().resident_bytes <= 3 * size
+    del graphs, first, second, x, y
+    stats = assert_settled(offload)
+    assert stats.followed_forwards == 1 + count
+    assert_moved(stats)
 
 
 def test_h54_what_arrives_when_it_is_expected_stays_until_it_is_asked_for_the_last_time(backend: Backend) -> None:

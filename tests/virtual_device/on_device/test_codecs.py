@@ -71,6 +71,34 @@ def test_what_a_codec_cannot_hold_stays_once_its_bytes_have_arrived(virtual: Vir
     offload.close()
 
 
+def cast(around: AbstractContextManager[object], *, shift: float = 0.0) -> Tensor:
+    """The gradient of what a cast of bfloat16 is made of; ``shift`` as above."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, WIDTH, generator=generator).bfloat16().to(NAME).requires_grad_()
+    with around:
+        h = x.float()
+        h.data.add_(shift)
+        loss = h.sin().exp().sum()
+    del h
+    torch.accelerator.synchronize()
+    loss.backward()
+    assert x.grad is not None
+    return x.grad.cpu()
+
+
+def test_a_plan_of_what_a_codec_cannot_hold_any_more_is_followed_no_more(virtual: VirtualDevice) -> None:
+    offload = Offload(tier="host", keep_last_bytes=0, min_bytes=0, codec="lossless", step_plans=True)
+    followed = []
+    for shift in (0.0, 0.0, 1e-3, 1e-3, 1e-3):
+        assert torch.equal(cast(nullcontext(), shift=shift), cast(offload, shift=shift))
+        stats = offload.stats(synchronize=True)
+        followed.append(stats.followed_forwards)
+    assert followed[:4] == [0, 1, 2, 2], "the third follows, and finds out"
+    assert stats.refused["narrow"] >= 2
+    assert "write_failed" not in stats.demotions
+    offload.close()
+
+
 def product(around: AbstractContextManager[object]) -> list[Tensor]:
     """The gradients of the weights are what backward was given of each layer's input."""
     generator = torch.Generator().manual_seed(0)
