@@ -4,7 +4,9 @@ Each trial raises at one line, once; then:
     - the hooks are gone, and the next step is exact, with its bytes moved;
     - once its graph is gone nothing is held: no record, no transfer, no slot, no byte (the graph of an interrupted
       backward stays with autograd itself until the thread's next backward);
-    - the stats balance, or say that they are approximate, and ``close`` works.
+    - the stats balance, or say that they are approximate, and ``close`` works;
+    - steps follow a plan as before, where they did: the steps that are interrupted in the code of step plans are one
+      that is recorded, one that follows, and one that differs at an unpack.
 
 What is left out, and what may stay of an interrupt there:
     - the way into ``Offload.__exit__``: nothing of it has run, so the hooks stay in that thread, as those of
@@ -23,18 +25,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import eager_offload
 from eager_offload import OffloadStats
 from eager_offload.runtime.host import host_runtime
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, hooks_are_gone
-from tests.hazards.programs import leaf
+from tests.hazards.programs import assert_identical, leaf
 from tests.sampling import one_in
 
 PACKAGE = Path(eager_offload.__file__).parent
@@ -44,7 +46,8 @@ FIELDS = {"max_inflight_bytes": 2 * NBYTES, "prefetch_bytes": 2 * NBYTES, "keep_
 
 _OUTSIDE = {PACKAGE / "config.py", PACKAGE / "engine" / "offloaders.py", PACKAGE / "tiers" / "directories.py"}
 
-
+#: The code of step plans.
+_FOLLOWING = {PACKAGE / "eager" / name for name in ("followed.py", "following.py", "plans.py")}
 #: Modules with state of their own, for all objects of a process.
 _SHARED = {"active.py", "foreign.py", "marks.py", "ownership.py"}
 
@@ -75,14 +78,16 @@ def is_ours(code: CodeType) -> bool:
 def without_signals(path: str) -> frozenset[int]:
     """Lines before which a trace is called where no signal is looked for.
 
-    The first lines of a ``with``, to which a trace comes again on the way out, and the ``return self`` of an
-    ``__enter__``.
+    The first lines of a ``with``, to which a trace comes again on the way out, those of a ``try``, which do nothing and
+    belong to no ``with`` around them, and the ``return self`` of an ``__enter__``.
     """
     tree = ast.parse(Path(path).read_text())
+    tries = (node for node in ast.walk(tree) if isinstance(node, ast.Try))
     withs = (node for node in ast.walk(tree) if isinstance(node, ast.With))
     returns = (node for node in ast.walk(tree) if isinstance(node, ast.Return) and isinstance(node.value, ast.Name))
     return frozenset(
         [line for node in withs for line in range(node.lineno, node.body[0].lineno)]
+        + [node.lineno for node in tries]
         + [node.lineno for node in returns if ast.unparse(node) == "return self"]
     )
 
@@ -213,50 +218,137 @@ class InterruptedAt(Walk):
                 raise KeyboardInterrupt
 
 
+def followed(around: AbstractContextManager[Any], settle: Callable[[], object], order: bool = True) -> list[Tensor]:
+    """One step that may follow a plan: what leaves, shares, stays and is decided anew, more than the window holds.
+
+    Args:
+        order: which of two losses backward comes to first.
+    """
+    x, y, weight = leaf(16, 16), leaf(16, 16, seed=2), nn.Parameter(leaf(16, 16, seed=3).detach())
+    with around:
+        h = (x * 2.0) * weight
+        h = h.sin() + h.cos()
+        part = (y * 3.0)[:4].exp() * leaf(8, 16, seed=4, grad=False)[4:]
+        losses = [(h * h).exp().sum(), part.sum() + ((y * 2.0).exp() * weight).tanh().sum()]
+    del h, part
+    settle()
+    for loss in losses if order else losses[::-1]:
+        loss.backward()
+    gradients = [x.grad, y.grad, weight.grad]
+    return [gradient for gradient in gradients if gradient is not None]
+
+
 class Trials:
     """Steps on one backend, each interrupted at one point."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.expected = gradient(nullcontext(), lambda: None)
-        self.offload = backend.offload(**FIELDS)
+        self.expected = self.step(nullcontext(), lambda: None)
+        self.offload = self.make()
         self.harmful: list[str] = []
         # Graphs of other tests, whose backward raised, are kept by torch itself, with what was reloaded for them.
         self.taken_before = host_runtime().arena.used_bytes
+
+    def make(self) -> eager_offload.Offload:
+        return self.backend.offload(**FIELDS)
+
+    def step(self, around: AbstractContextManager[Any], settle: Callable[[], object]) -> object:
+        """A step, after which is known whether all is well."""
+        return gradient(around, settle)
+
+    def prepare(self) -> None:
+        """What comes before."""
+
+    def interrupted(self) -> None:
+        """What is interrupted."""
+        gradient(self.offload, self.settle)
+
+    def is_looked_at(self, point: Point) -> bool:
+        return True
 
     def settle(self) -> None:
         self.offload.stats()
 
     def points(self) -> Counter[Point]:
-        """How often each point is reached in one step, once the library knows what to expect."""
+        """How often each point is reached in what is interrupted, once the library knows what to expect."""
         found: Counter[Point] = Counter()
         for _ in range(2):
-            gradient(self.offload, self.settle)
+            self.prepare()
+            self.interrupted()
+        self.prepare()
         with Walk(lambda point: found.update([point])):
-            gradient(self.offload, self.settle)
-        return found
+            self.interrupted()
+        return Counter({point: times for point, times in found.items() if self.is_looked_at(point)})
 
     def run(self, point: Point, occurrence: int) -> bool:
         """One trial; whether the point was reached. Where and when bytes arrive differs from one step to the next."""
+        self.prepare()
         with InterruptedAt(point, occurrence) as raised:
-            gradient(self.offload, self.settle)
+            self.interrupted()
         try:
             assert hooks_are_gone(), "the hooks are still there"
             moved = self.offload.stats(synchronize=True).bytes_out
-            assert torch.equal(gradient(self.offload, self.settle), self.expected), "another gradient"
+            assert_identical(self.expected, self.step(self.offload, self.settle), "the next step")
             stats = assert_settled(self.offload)
             assert stats.bytes_out > moved, "the next step moved nothing"
             assert not stats.demotions, stats.demotions
             self.offload.reset_stats()
-            assert torch.equal(gradient(self.offload, self.settle), self.expected), "another gradient, later"
+            self.go_on()
+            assert_identical(self.expected, self.step(self.offload, self.settle), "a later step")
             assert_most_moved(assert_settled(self.offload))
             assert host_runtime().arena.used_bytes <= self.taken_before, "a reload target is still taken"
             self.offload.reset_stats()
         except Exception as error:
             self.harmful.append(f"{point} time {occurrence}: {type(error).__name__} {str(error)[:160]!r}")
             self.backend.offloads.remove(self.offload)
-            self.offload = self.backend.offload(**FIELDS)
+            self.offload = self.make()
         return bool(raised)
+
+    def go_on(self) -> None:
+        """More steps before the later one."""
+
+
+class FollowedTrials(Trials):
+    """The same of steps of which the first is recorded, the second follows it, and the third differs from it."""
+
+    #: After so many steps one follows again, at most: after a miss the next ones are recorded.
+    MOST: ClassVar[int] = 10
+
+    def make(self) -> eager_offload.Offload:
+        return self.backend.offload(**FIELDS, step_plans=True)
+
+    def step(self, around: AbstractContextManager[Any], settle: Callable[[], object]) -> object:
+        return followed(around, settle)
+
+    def prepare(self) -> None:
+        """Nothing is known of steps, and the first one is recorded."""
+        for saves in self.offload._hooks._saves.values():
+            saves.plans.forget_all()
+            saves.plans._unclear = 0
+
+    def interrupted(self) -> None:
+        followed(self.offload, self.synchronize)
+        followed(self.offload, self.synchronize)
+        followed(self.offload, self.settle, order=False)
+
+    def synchronize(self) -> None:
+        self.offload.stats(synchronize=True)
+
+    def is_looked_at(self, point: Point) -> bool:
+        return Path(point.code.co_filename) in _FOLLOWING
+
+    def points(self) -> Counter[Point]:
+        found = super().points()
+        stats = self.offload.stats()
+        assert (stats.followed_forwards, stats.plan_misses) == (2 * 3, {"order": 3}), stats
+        return found
+
+    def go_on(self) -> None:
+        for _ in range(self.MOST):
+            assert_identical(self.expected, self.step(self.offload, self.synchronize), "one of the next steps")
+            if self.offload.stats().followed_forwards:
+                return
+        raise AssertionError(f"none of {self.MOST} steps follows a plan")
 
 
 def assert_most_moved(stats: OffloadStats) -> None:
@@ -268,9 +360,8 @@ def assert_most_moved(stats: OffloadStats) -> None:
     assert stats.bytes_out > 0
 
 
-def run_all(backend: Backend, stride: int) -> None:
+def run_all(trials: Trials, stride: int) -> None:
     """Interrupts one point in ``stride``, the first time and the last time that a step comes to it."""
-    trials = Trials(backend)
     reached = tried = 0
     for point, times in one_in(stride, list(trials.points().items())):
         for occurrence in sorted({1, times}):
@@ -280,7 +371,7 @@ def run_all(backend: Backend, stride: int) -> None:
     assert reached >= 0.7 * tried > 0, f"only {reached} of {tried} points were reached again"
     trials.offload.close()
     trials.offload.close()
-    assert torch.equal(gradient(trials.offload, trials.settle), trials.expected), "after it was closed"
+    assert_identical(trials.expected, trials.step(trials.offload, trials.settle), "after it was closed")
     assert_most_moved(trials.offload.stats())
 
 
@@ -300,7 +391,7 @@ def no_finalizer_fails() -> Iterator[None]:
 @pytest.mark.parametrize("kind", [DiskBackend, SimulatedBackend])
 def test_h10_h39_an_interrupt_at_any_point_is_harmless(kind: type[Backend]) -> None:
     with kind() as backend, no_finalizer_fails():
-        run_all(backend, stride=40)
+        run_all(Trials(backend), stride=40)
         backend.assert_nothing_is_held()
 
 
@@ -308,5 +399,23 @@ def test_h10_h39_an_interrupt_at_any_point_is_harmless(kind: type[Backend]) -> N
 @pytest.mark.parametrize(("kind", "stride"), [(DiskBackend, 9), (SimulatedBackend, 9), (RecordedBackend, 11)])
 def test_h10_an_interrupt_at_more_of_all_points_is_harmless(kind: type[Backend], stride: int) -> None:
     with kind() as backend, no_finalizer_fails():
-        run_all(backend, stride)
+        run_all(Trials(backend), stride)
+        backend.assert_nothing_is_held()
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("kind", [DiskBackend, SimulatedBackend])
+def test_h10_h54_an_interrupt_in_a_step_that_follows_a_plan_is_harmless(kind: type[Backend]) -> None:
+    with kind() as backend, no_finalizer_fails():
+        run_all(FollowedTrials(backend), stride=20)
+        backend.assert_nothing_is_held()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "stride"), [(DiskBackend, 2), (SimulatedBackend, 7), (RecordedBackend, 7)])
+def test_h10_h54_an_interrupt_at_more_points_of_a_step_that_follows_is_harmless(
+    kind: type[Backend], stride: int
+) -> None:
+    with kind() as backend, no_finalizer_fails():
+        run_all(FollowedTrials(backend), stride)
         backend.assert_nothing_is_held()
