@@ -141,6 +141,7 @@ class Run:
         "_asks",
         "_counted",
         "_due",
+        "_has_one_stream",
         "_keep",
         "_offloader",
         "_only_staying",
@@ -173,6 +174,7 @@ class Run:
     ) -> None:
         self.known, self.turn = known, Turn(known)
         self.stream = keeper.offloader.runtime.current_stream(keeper.offloader.device)
+        self._has_one_stream = keeper.offloader.runtime.has_one_stream
         #: What its thread has for an unknown step: the newest bytes, and the name of its forward.
         self.queue, self.forward = queue, Forward(sequence, Lessons())
         self._saves, self._asks = known.plan.saves, known.plan.asks
@@ -323,7 +325,7 @@ class Run:
         offloader = self._offloader
         if tensor.requires_grad != save.requires_grad:
             return "requires_grad"
-        if offloader.runtime.current_stream(offloader.device) != self.stream:
+        if not self._has_one_stream and offloader.runtime.current_stream(offloader.device) != self.stream:
             return "stream"
         if marks.in_force() and self._contradicts(storage, save):
             return "marks"
@@ -463,35 +465,28 @@ class Run:
         assert slot is not None
         storage.started = (self.queue, sequence, version_of(storage.aliases[0]))
         storage.slot = slot
-        if (coding := storage.coding) is not None:
-            self._start_packed(storage, slot, coding, computed)
-        else:
-            self._start_as_it_is(storage, slot, computed)
-
-    def _start_as_it_is(self, storage: FollowedStorage, slot: Slot, computed: Event) -> None:
-        source = storage.aliases[0].untyped_storage()
+        if storage.coding is not None and (slot := self._start_packed(storage, slot, storage.coding)) is None:
+            return
         transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage, source)
         self.record.waiting_bytes -= storage.footprint.nbytes
         whole = source if self._offloader.runtime.copies_storages else storage.source_bytes()
         self._offloader.offload(whole, slot, self.stream, transfer, computed=computed)
 
-    def _start_packed(self, storage: FollowedStorage, slot: Slot, coding: Coding, computed: Event) -> None:
-        """Starts the copy of a storage that a codec packs: which is computed after ``computed``."""
+    def _start_packed(self, storage: FollowedStorage, slot: Slot, coding: Coding) -> Slot | None:
+        """Starts the copy of a storage that a codec packs; where its codec cannot hold it, the slot for it as it is."""
         offloader = self._offloader
         found = packed(offloader, storage, coding)
         if found is None:
             storage.slot = None
             storage.stay(KeepReason.FAILED)
-            return
+            return None
         if found.is_refused:
             storage.counters.refuse(coding.codec.name)
             self.known.refuse()
             storage.coding, storage.slot = None, offloader.reserve(storage.footprint.nbytes)
             if storage.slot is None:
                 storage.stay(KeepReason.BUDGET)
-            else:
-                self._start_as_it_is(storage, storage.slot, computed)
-            return
+            return storage.slot
         transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage)
         transfer.codec, transfer.holds = coding.codec.name, found.holds
         self.record.waiting_bytes -= storage.footprint.nbytes
@@ -499,6 +494,7 @@ class Run:
         offloader.offload(found.packed, slot, self.stream, transfer, keepalive=source)
         if found.holds is None:
             let_go(offloader, storage, transfer, found.packed)
+        return None
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -515,7 +511,7 @@ class Run:
             if offloader.is_crashed or rank == len(self._asks) or self._asks[rank].save != view.number:
                 self.miss("interrupt" if offloader.is_crashed else "order")
                 return None
-            if offloader.runtime.current_stream(offloader.device) != self.stream:
+            if not self._has_one_stream and offloader.runtime.current_stream(offloader.device) != self.stream:
                 self.miss("stream")
                 return None
             ask = self._asks[rank]

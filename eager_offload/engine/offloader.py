@@ -376,10 +376,12 @@ class DeviceOffloader:
         target = runtime.allocate(layout, self.device, stream)
         # [Note: the block's last owner] An allocator hands out a block whose last owner's kernels may still be queued
         # on `stream`. The transfer stream writes to it, so it waits for an event recorded after the allocation.
-        allocated = runtime.record(stream)
+        # Where compute has one stream only, that is the host, which has done what it was asked to.
+        if not runtime.has_one_stream:
+            after = (runtime.record(stream), *after)
         transfer = Transfer(slot, layout.nbytes, counters)
         transfer.held_after = held_after
-        self._enqueue(self._in, transfer, target, slot, slot, self._stream_in, what, (allocated, *after), key)
+        self._enqueue(self._in, transfer, target, slot, slot, self._stream_in, what, after, key)
         counters.bytes_in += slot.record.carried
         self.hold(transfer.nbytes)
         return target, transfer

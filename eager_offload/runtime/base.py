@@ -103,6 +103,9 @@ class Runtime(abc.ABC):
     copies_storages: ClassVar[bool] = False
     #: Whether streams of such a device may be captured into graphs, so that ``is_capturing`` has to be asked.
     can_capture: ClassVar[bool] = False
+    #: Whether compute has one stream only, which the host carries out itself: none other is ever current, and what was
+    #: enqueued is over.
+    has_one_stream: ClassVar[bool] = False
     #: Whether ``clock`` tells when a stream comes to what is enqueued next.
     knows_time: ClassVar[bool] = False
 

@@ -55,6 +55,7 @@ class HostRuntime(Runtime):
     tensor, and a ``cast`` is a call too.
     """
 
+    has_one_stream = True
     knows_time = True
     copies_hold_their_ends = True  # the thread has them until it is done
     copies_storages = True

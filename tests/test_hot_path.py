@@ -1,0 +1,63 @@
+"""How much Python one saved tensor takes that is offloaded and comes back; its time is measured in benchmarks/hooks.py."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import FrameType
+
+import pytest
+import torch
+from torch import Tensor
+
+import eager_offload as eo
+from eager_offload.active import unpack
+
+SAVES, NBYTES = 256, 4096
+
+pytestmark = pytest.mark.filterwarnings("ignore:eager_offload. tier=.host.")
+
+
+def calls(offload: eo.Offload) -> Counter[str]:
+    """The library's functions that one forward and its backward call, on the thread that computes."""
+    found: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename != __file__:
+            found[frame.f_code.co_qualname] += 1
+
+    def forward() -> None:
+        with offload:
+            handles.extend(map(offload._hooks.pack, tensors))
+
+    def backward() -> None:
+        while handles:
+            unpack(handles.pop())
+
+    leaf = torch.zeros(NBYTES // 4, requires_grad=True)
+    tensors: list[Tensor] = [leaf * 1 for _ in range(SAVES)]
+    handles: list[object] = []
+    for part in (forward, backward):
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            part()
+        finally:
+            sys.setprofile(before)
+        tensors.clear()
+        offload.stats(synchronize=True)  # so that nothing is asked for before it has left
+    return found
+
+
+@pytest.mark.parametrize(("step_plans", "most"), [(True, 70), (False, 160)], ids=["followed", "decided anew"])
+def test_an_offloaded_tensor_takes_so_many_calls_of_functions(step_plans: bool, most: int) -> None:
+    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_plans=step_plans)
+    for _ in range(3):
+        calls(offload)
+    found = calls(offload)
+    stats = offload.stats(synchronize=True)
+    assert stats.offloaded_tensors == 4 * SAVES
+    assert stats.bytes_in > 0
+    assert stats.followed_forwards == (3 if step_plans else 0)
+    assert found.total() <= most * SAVES, found.most_common(80)
+    offload.close()
