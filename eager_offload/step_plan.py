@@ -80,7 +80,12 @@ class Save:
     start: int = -1
     """The save after which its copy starts; the number of saves where that is when the context is left."""
     release: int = dataclasses.field(default=-1, compare=False)
-    """The save before which its source was seen to have gone; -1 where that was later than the last."""
+    """The save before which its source was seen to have gone; -1 where that was later than the last.
+
+    A run looks there whether its copy is over, as it does before each storage that leaves, and waits for none: what is
+    late goes at a later one. A capture, in which nothing is ever over, has compute wait there. Of a storage that a
+    codec packs, whose source goes then, it is what was packed that goes here.
+    """
     coded: Coded | None = None
     """How it travels; ``None``: as it is. Of one that shares a storage which is rounded: its own maker."""
 
