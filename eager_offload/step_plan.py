@@ -80,7 +80,12 @@ class Save:
     start: int = -1
     """The save after which its copy starts; the number of saves where that is when the context is left."""
     release: int = dataclasses.field(default=-1, compare=False)
-    """The save before which its source was seen to have gone; -1 where that was later than the last."""
+    """The save before which its source was seen to have gone; -1 where that was later than the last.
+
+    A run looks there whether its copy is over, as it does before each storage that leaves, and waits for none: what is
+    late goes at a later one. A capture, in which nothing is ever over, has compute wait there. Of a storage that a
+    codec packs, whose source goes then, it is what was packed that goes here.
+    """
     coded: Coded | None = None
     """How it travels; ``None``: as it is. Of one that shares a storage which is rounded: its own maker."""
 
@@ -206,8 +211,8 @@ class StepPlan:
             ConfigError: they do not.
         """
         self._check_kinds()
-        if not self.saves:
-            raise ConfigError("it has no saves")
+        if not self.saves or not self.asks:
+            raise ConfigError(f"it has no {'unpacks' if self.saves else 'saves'}")
         for number, save in enumerate(self.saves):
             self._check_save(number, save)
         leaving = [number for number, save in enumerate(self.saves) if save.fate is Fate.OFFLOAD]
@@ -261,6 +266,7 @@ class StepPlan:
                 fits = save.reason is not None and save.owner in (-1, number)
             case _:
                 fits = save.owner == -1
+        fits = fits and (save.fate is _OFFLOAD or save.slot == save.start == -1)
         if not fits or save.autograd_bytes > save.storage_nbytes:
             raise ConfigError(f"save {number} cannot {save.fate.value} as it says")
 
@@ -387,10 +393,10 @@ def _row(number: int, save: Save) -> tuple[str, str, str, str]:
         what += f" {number - save.owner} back"
     if save.fate is not Fate.OFFLOAD:
         return what, size_text(save.nbytes), "", ""
+    release = f"{save.release - number:,} later" if save.release >= 0 else "at the end"
     if save.coded is not None:
-        what += f" as {save.coded.codec}"
-    start, release = save.start - number, save.release - number
-    return what, size_text(save.nbytes), f"{start:,} later", f"{release:,} later" if save.release >= 0 else "at the end"
+        what, release = f"{what} as {save.coded.codec}", "when packed"
+    return what, size_text(save.nbytes), f"{save.start - number:,} later", release
 
 
 @dataclass(slots=True)

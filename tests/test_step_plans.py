@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import eager_offload as eo
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import Ask, Fate, Save, StepPlan, StepRecorder, Totals
+from eager_offload.step_plan import Ask, Coded, Fate, Save, StepPlan, StepRecorder, Totals
 
 KIB = 1 << 10
 
@@ -118,6 +118,14 @@ def test_a_file_holds_a_plan_and_what_it_prints_is_a_table(tmp_path: Path) -> No
     ]
 
 
+def test_the_source_of_what_is_packed_goes_then() -> None:
+    first, *others = plan().saves
+    coded = dataclasses.replace(first, coded=Coded("bf16", "torch.float32", "MulBackward0", KIB))
+    made = dataclasses.replace(plan(), saves=(coded, *others), slots=(KIB,))
+    made.check()
+    assert str(made).splitlines()[2] == ("            0  offload as bf16        1.0 KiB        3 later    when packed")
+
+
 def broken() -> list[Any]:
     good = plan()
     saves = good.saves
@@ -126,6 +134,17 @@ def broken() -> list[Any]:
         pytest.param(dataclasses.replace(good, slots=()), id="no slot"),
         pytest.param(dataclasses.replace(good, slots=(2 * KIB, KIB)), id="a slot too many"),
         pytest.param(dataclasses.replace(good, end=(0,)), id="an end that is none"),
+        pytest.param(dataclasses.replace(good, asks=()), id="no unpack"),
+        *(
+            pytest.param(
+                dataclasses.replace(
+                    good, saves=(*saves[:at], dataclasses.replace(saves[at], **{name: 0}), *saves[at + 1 :])
+                ),
+                id=f"a {name} of save {at}, which does not leave",
+            )
+            for at in range(1, 5)
+            for name in ("slot", "start")
+        ),
         pytest.param(dataclasses.replace(good, asks=(Ask(1),)), id="an unpack of what is not followed"),
         pytest.param(dataclasses.replace(good, asks=(Ask(0), Ask(0))), id="an unpack twice"),
         pytest.param(dataclasses.replace(good, asks=(Ask(0, bring=(9,)),)), id="a reload of what is not there"),

@@ -332,6 +332,8 @@ class Run:
         if not address or address % tensor.itemsize or tensor.layout is not torch.strided or tensor.is_nested:
             return "layout"
         if fate is _SHARE:
+            if number in self.known.releases:
+                offloader.poll()
             return self._share(tensor, storage, number, save)
         if storage.nbytes() != save.storage_nbytes or tensor.device != offloader.device:
             return "size"

@@ -41,7 +41,8 @@ _MOST_READY = 2
 _ALIKE = 3
 #: So many forwards at most follow none since others that began alike have differed.
 _LONGEST_PAUSE = 64
-#: At most one byte in so many of what may leave is decided anew: the windows hold for that and for the plan separately.
+#: At most one byte in so many of what may leave is decided anew: a plan knows when to bring the rest back, and what is
+#: decided anew has the room that this leaves.
 _MOST_DECIDED = 8
 #: After so many recordings in a row that no plan can say, one forward in sixteen is recorded.
 _MOST_IN_VAIN = 4
@@ -169,6 +170,8 @@ class KnownPlan:
         #: Of the storages that leave, which do whole, and of what they come back to.
         self.footprints = [Footprint(True, 0, save.storage_nbytes, save.storage_nbytes, False) for save in plan.saves]
         self.layouts = [Layout(save.storage_nbytes) for save in plan.saves]
+        #: The saves at which sources have gone: a run looks there whether they may go.
+        self.releases = frozenset(save.release for save in plan.saves if save.fate is Fate.OFFLOAD)
         self.shared = frozenset(save.owner for save in plan.saves if save.fate is Fate.SHARE)
         #: Slots of runs that are gone, a list for each.
         self.idle: deque[list[Slot]] = deque(maxlen=_MOST_READY)

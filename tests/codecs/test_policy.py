@@ -13,7 +13,7 @@ import torch
 from eager_offload import CodecPolicy, ConfigError, Offload, OffloadConfig
 from eager_offload.codecs import BF16, BlockFP8, BlockInt, Codec, TensorMeta
 from eager_offload.codecs.policy import CODEC_NAMES, CONSUMERS, NORMS, codec_of, text_of
-from eager_offload.step_plan import Coded, Fate, Save, StepPlan
+from eager_offload.step_plan import Ask, Coded, Fate, Save, StepPlan
 
 META = TensorMeta((1024,), (1,), torch.float32)
 MIXED = CodecPolicy(False, {"MulBackward0": "int8:32", "MmBackward0": BF16(), "AddmmBackward0": BlockInt(4)})  # type: ignore[dict-item]
@@ -145,7 +145,7 @@ def test_what_a_policy_cannot_be_made_of_is_an_error(make: Any, message: str) ->
 def test_a_plan_that_rounds_asks_for_the_rule() -> None:
     rounded = Coded("int8", "torch.float32", "SinBackward0", 4160)
     save = Save(Fate.OFFLOAD, None, 16384, 16384, 16384, True, 0, 0, 1, coded=rounded)
-    plan = StepPlan((save,), end=(0,), slots=(4160,))
+    plan = StepPlan((save,), (Ask(0),), end=(0,), slots=(4160,))
     plan.check()
     Offload(plan=plan, codec=CodecPolicy().rule("MulBackward0", BlockInt(8))).close()
     for codec in ("identity", "int8", CodecPolicy().rule("MulBackward0", BlockInt(8, 32))):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
+from eager_offload._torch import weak_storage
 from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction
 from tests.virtual_device import NAME, VirtualDevice
@@ -124,3 +125,27 @@ def test_copies_that_a_slow_link_cannot_make_in_time_hold_no_sources(virtual: Vi
     offload.close()
     assert stats.bytes_out > 0
     assert max(peaks) <= plain + 4 * MIB, "one copy and one target"
+
+
+@pytest.mark.parametrize("plans", [False, True], ids=["decided", "followed"])
+def test_h54_a_source_goes_at_the_save_at_which_it_went_before(virtual: VirtualDevice, plans: bool) -> None:
+    """Its copy is over by then, and what is saved there shares a storage."""
+    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_plans=plans)
+    for number in range(4):
+        x = torch.ones(64, 64).to(NAME).requires_grad_()
+        with offload:
+            h = x * 2
+            source = weak_storage(h.untyped_storage())
+            y = h.sin().exp()  # whose result is saved, and the copy of `h` starts
+            del h
+            torch.accelerator.synchronize()
+            assert source() is not None
+            loss = y.cos().sum()
+            assert source() is None, number
+        del y
+        loss.backward()
+        del loss
+    stats = offload.stats(synchronize=True)
+    assert stats.followed_forwards == (3 if plans else 0)
+    assert not stats.plan_misses
+    offload.close()
