@@ -6,7 +6,8 @@
 Three programs, each for some steps: towers whose losses go backward in the order of forward, so that the reverse of
 packing is the wrong order to bring things back in; a decoder language model; and the same with a program that holds on
 to the results of its blocks, so that moving them frees nothing. On the simulated device (virtual streams and clock) and
-on the CPU with the disk tier. The first step, of which nothing is known, is compared with the third.
+on the CPU with the disk tier. The first step, of which nothing is known, is compared with the third, which knows those
+before it and follows none, and that with the last, which follows a step plan.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ from eager_offload.simulation.timeline import Timeline
 from lm.data import batches, read_text
 from lm.model import LanguageModel
 
-STEPS = 3
+STEPS = 6
+#: Numbers of the steps that are compared: with ``"auto"`` a plan is followed once three steps were alike.
+COMPARED = {"first": 0, "learnt": 2, "followed": STEPS - 1}
+#: Fields of a step, what they are called, and in which unit that is.
+MEASURES = (
+    ("exposed_seconds", "exposed ms", 1e3),
+    ("wasted_bytes", "wasted MiB", 2**-20),
+    ("resident_bytes_peak", "held MiB", 2**-20),
+)
 #: Of the simulated device: bytes a second that operators touch, and that each link carries.
 COMPUTE, LINK = 1e9, 6e8
 
@@ -44,6 +53,8 @@ class Step:
     device: str
     round: int
     number: int
+    #: Whether it was like its plan to the end.
+    followed: bool
     #: How long compute waited for transfers.
     exposed_seconds: float
     #: Bytes that left and were asked for while they were still on the device, or came back and were not asked for.
@@ -137,9 +148,9 @@ def run(program: str, where: str, number: int, options: argparse.Namespace) -> l
             stats = offload.stats(synchronize=True)
             exposed = stats.stall_seconds if runtime is None else runtime.timeline.stall_seconds
             wasted = stats.forwarded_bytes + max(stats.bytes_in - stats.reloaded_bytes, 0)
-            found.append(
-                Step(program, where, number, step, exposed, wasted, stats.offloaded_bytes, stats.resident_bytes_peak)
-            )
+            followed = stats.followed_forwards > 0 and not stats.plan_misses
+            moved, peak = stats.offloaded_bytes, stats.resident_bytes_peak
+            found.append(Step(program, where, number, step, followed, exposed, wasted, moved, peak))
     return found
 
 
@@ -154,21 +165,28 @@ def main(arguments: list[str] | None = None) -> int:
         for program in PROGRAMS
         for step in run(program, where, number, options)
     ]
-    shown = table(
-        "program, device", "exposed ms, step 1", "step 3", "wasted MiB, step 1", "step 3", "held MiB, step 1", "then"
-    )
+    headings = [f"{name}, {step}" if step == "first" else step for _, name, _ in MEASURES for step in COMPARED]
+    shown = table("program, device", *headings)
     for where in ("simulated", "CPU"):
         for program in PROGRAMS:
-            first, third = (
+            compared = [
                 [step for step in steps if (step.program, step.device, step.number) == (program, where, number)]
-                for number in (0, STEPS - 1)
+                for number in COMPARED.values()
+            ]
+            following = [sum(step.followed for step in some) for some in compared]
+            report.at_most(
+                f"{program}, {where}: first and learnt steps that follow a plan", following[0] + following[1], 0
             )
+            report.at_least(f"{program}, {where}: last steps that follow one", following[2], options.rounds)
             cells: list[str] = []
-            for scale, what in ((1e3, "exposed_seconds"), (2**-20, "wasted_bytes"), (2**-20, "resident_bytes_peak")):
-                values = [median(getattr(step, what) for step in some) * scale for some in (first, third)]
-                cells += [f"{value:,.2f}" for value in values]
-                if where == "simulated" and what != "resident_bytes_peak":
-                    report.at_most(f"{program}: {what} of step 3, above step 1", max(values[1] - values[0], 0.0), 0)
+            for what, name, scale in MEASURES:
+                first, learnt, followed = (median(getattr(step, what) for step in some) * scale for some in compared)
+                cells += [f"{value:,.2f}" for value in (first, learnt, followed)]
+                if where == "simulated":
+                    more, most = round(followed - learnt, 6), f"{program}: {name} of the"
+                    report.at_most(f"{most} followed step, above the learnt", more, 0)
+                    if what != "resident_bytes_peak":
+                        report.at_most(f"{most} learnt step, above the first", round(learnt - first, 6), 0)
             shown.add_row(f"{program}, {where}", *cells)
     console.print(shown)
     return report.finish([asdict(step) for step in steps], {})

@@ -190,11 +190,13 @@ def test_what_is_learnt_is_shown_for_each_program_on_both_devices(tmp_path: Path
     ]
     content = measured("learning", tmp_path, *arguments)
     steps = content["samples"]
-    assert len(steps) == 3 * 2 * 3
+    assert len(steps) == 3 * 2 * 6
     assert {(step["program"], step["device"]) for step in steps} == {
         (program, device) for program in ("towers", "language model", "results held") for device in ("simulated", "CPU")
     }
     assert all(step["offloaded_bytes"] > 0 for step in steps)
+    assert all(step["followed"] for step in steps if step["number"] == 5), "what stands as followed has followed"
+    assert not any(step["followed"] for step in steps if step["number"] < 3)
 
 
 def test_steps_behind_a_token_bucket_are_compared_with_the_floor_of_their_round(tmp_path: Path) -> None:

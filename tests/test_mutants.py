@@ -208,3 +208,37 @@ def test_a_guard_is_each_condition_under_which_a_step_is_not_as_its_plan_has_it(
     assert [site.line for site in sites] == [2, 2, 4, 7]
     assert "if False or b:" in mutate(text, sites[0])
     assert "if False:\n        return False" in mutate(text, sites[3])
+
+
+def test_a_guard_is_each_part_of_a_condition_each_verdict_and_each_way_past_the_others() -> None:
+    text = (
+        "def pack(self, tensor):\n"
+        "    if a and not (b or c):\n"
+        "        if d:\n"
+        "            return handle\n"
+        "    if (e or f) and not (g == (h, i) and j):\n"
+        "        return 'share'\n"
+        "    if k:\n"
+        "        return None\n"
+        "def _is_like(tensor):\n"
+        "    try:\n"
+        "        return l and (m or n)\n"
+        "    except RuntimeError:\n"
+        "        return False\n"
+        "def _contradicts(self):\n"
+        "    if o:\n"
+        "        return True\n"
+        "    return p and q\n"
+        "def _start(self):\n"
+        "    if r:\n"
+        "        self.stay()\n"
+        "        return\n"
+    )
+    sites = [site for site in find_in(text, "eager_offload/eager/following.py") if site.kind == "guard"]
+    assert [(text[site.start : site.stop], site.replacement) for site in sites] == [
+        *(("a", "True"), ("b", "False"), ("c", "False"), ("d", "True")),
+        *(("(e or f) and not (g == (h, i) and j)", "False"), ("e", "False"), ("f", "False"), ("g == (h, i)", "True")),
+        *(("h", "(g or [None] * 2)[0]"), ("i", "(g or [None] * 2)[1]"), ("j", "True"), ("k", "False")),
+        *(("l", "True"), ("m or n", "True"), ("False", "True")),
+        *(("o", "False"), ("p and q", "False"), ("r", "False")),
+    ]

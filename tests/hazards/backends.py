@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 import torch._dynamo  # the first dispatch mode imports it, and would leave its caller's frames in a cycle
 
-from eager_offload import Offload, OffloadStats
+from eager_offload import Offload, OffloadConfig, OffloadStats
 from eager_offload.eager.saving import SavedTensors, Tracked
 from eager_offload.engine.offloader import Census, DeviceOffloader
 from eager_offload.runtime.base import Runtime
@@ -56,6 +56,8 @@ class Backend(abc.ABC):
 
     def __init__(self) -> None:
         self.offloads: list[Offload] = []
+        #: What the test has made the first time, if it is run twice, in the order in which it asks for them.
+        self._again: list[Offload] = []
         #: Set by a test whose program writes over what it saved. The copy may be reading it then, and no event orders
         #: the two: harmless, since those bytes are never read again, or their unpack raises, or it serves the original.
         self.sources_change = False
@@ -73,9 +75,19 @@ class Backend(abc.ABC):
         """
         plans, codec = True if follows_plans() else "auto", os.environ.get("TESTS_CODEC", "identity")
         base = {"tier": self.tier, "min_bytes": 0, "keep_last_bytes": 0, "step_plans": plans, "codec": codec}
+        if self._again and self._again[0].config == OffloadConfig(**{**base, **fields}):
+            return self._again.pop(0)
         offload = self._make({**base, **fields})
         self.offloads.append(offload)
         return offload
+
+    def begin_again(self) -> None:
+        """The test is run a second time, with the offloads that it had the first time, which know its steps."""
+        self.sources_change = False
+        self._again = [offload for offload in self.offloads if offload.config.step_plans is True]
+        for offload in self._again:
+            assert_settled(offload)
+            offload.reset_stats()
 
     def in_thread(self, work: Callable[[], object]) -> None:
         """Runs ``work`` in a thread of its own and raises what it raised."""
