@@ -25,7 +25,7 @@ from eager_offload.kernels import (
     profile,
 )
 from eager_offload.kernels.compiled import kept
-from eager_offload.observe.trace import Kind, read_trace
+from eager_offload.trace_file import Kind, read_trace
 from tests.kernels.int8 import int8_blocks
 
 SPEC = LaunchSpec((1, 1, 1), (32, 1, 1))
