@@ -38,8 +38,8 @@ from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.transfer import BytesRecord
 from eager_offload.observe.compute import Forwards
 from eager_offload.observe.recorder import TraceRecorder
-from eager_offload.observe.trace import read_trace
 from eager_offload.stats import Accounts, KeepReason
+from eager_offload.trace_file import read_trace
 
 from lm.data import Batch
 from lm.result import hash_losses

@@ -68,13 +68,13 @@ def test_it_finds_the_least_that_is_enough_and_comes_to_rest(
     device, rule = Device(most, enough, steep, bent), LeastKept(limit, int(first * most))
     kept = train(rule, iter(lambda: device.exposed(rule.keep), None), 400, most)
     assert all(0 <= keep <= most for keep in kept[1:]), "never more than there is"
-    assert rule.is_found or kept[-1] != kept[-40], "it is found, or less is tried, to see whether that will do now"
+    assert rule._found or kept[-1] != kept[-40], "it is found, or less is tried, to see whether that will do now"
     found = max(kept[300:])
     assert device.exposed(found) <= rule.limit * 1.001 or found == most
     assert min(kept[300:]) <= device.least(rule.limit) + most / 16 + 1
     more = train(rule, iter(lambda: device.exposed(rule.keep), None), 4000, most)
     assert changes(more) <= 2 * 8, "it tries less ever more rarely"
-    assert rule.slowdown <= rule.limit or kept[-1] == most or not rule.is_found
+    assert rule.slowdown <= rule.limit or kept[-1] == most or not rule._found
 
 
 @settings(deadline=None, max_examples=60)

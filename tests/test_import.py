@@ -143,18 +143,6 @@ def test_every_private_name_is_listed_with_the_versions_that_have_it() -> None:
         assert last in listed or module in listed or beginning in listed, f"{name} is not listed"
 
 
-def test_what_observes_is_imported_by_what_a_user_calls_and_by_nothing_below() -> None:
-    importers = {
-        source.relative_to(PACKAGE).as_posix()
-        for source in SOURCES
-        if any(name.startswith("eager_offload.observe") for name, _ in imports(source))
-    }
-    assert {one for one in importers if not one.startswith("observe/")} == {
-        *("doctor.py", "offload.py", "report.py"),
-        *("integrations/metrics.py", "kernels/profiles.py", "plan/html.py"),
-    }
-
-
 def imports(source: Path) -> Iterator[tuple[str, list[str]]]:
     """The modules that a file imports, with the names that it takes from each."""
     for node in ast.walk(ast.parse(source.read_text())):

@@ -8,6 +8,7 @@ it raises, they are dropped, the graphs are compiled as if no ``Offload`` were t
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 
@@ -19,13 +20,14 @@ from eager_offload.compile.aim import aim_of
 from eager_offload.compile.decide import is_whole
 from eager_offload.compile.graphs import copied
 from eager_offload.compile.insert import insert_into_pair, insert_report
-from eager_offload.compile.log import log_choice
 from eager_offload.compile.regions import name_results_of_pair
-from eager_offload.compile.select import choose, choose_nothing
-from eager_offload.config import OffloadConfig
+from eager_offload.compile.select import Choice, choose, choose_nothing
+from eager_offload.config import OffloadConfig, size_text
 
 __all__ = ["install", "offload_between"]
 
+#: What was decided about a graph, value by value.
+_logger = logging.getLogger("eager_offload.compile")
 #: In the ``meta`` of a forward's module: all of it has been looked at.
 _OFFLOADED = "eager_offload_done"
 
@@ -80,10 +82,25 @@ def offload_between(
         choice = choose_nothing(forward.graph, num_outputs)
     else:
         forward.graph, backward.graph = ours, theirs
-    log_choice(choice)
+    _log(choice)
     insert_report(forward.graph, choice, config)
     forward.recompile()
     backward.recompile()
+
+
+def _log(choice: Choice) -> None:
+    """One line for each saved value of a graph, at the level ``DEBUG``."""
+    if not _logger.isEnabledFor(logging.DEBUG):
+        return
+    for group in choice.groups:
+        names = ", ".join(node.name for node in group.members)
+        _logger.debug("%s moves: %d bytes, as the storage of %s", names, group.nbytes, group.base.name)
+    for node, reason in choice.kept.items():
+        _logger.debug("%s stays: %s", node.name, reason.value)
+    if (found := choice.prediction) is not None:
+        _logger.debug("expected: a peak of %s, in %.3g s", size_text(found.peak_bytes), found.step_seconds)
+    if not choice.groups:
+        _logger.debug("nothing of this graph moves")
 
 
 def _warn(error: Exception) -> None:

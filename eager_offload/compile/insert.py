@@ -25,7 +25,6 @@ from eager_offload.compile.graphs import (
     positions,
     same_geometry,
 )
-from eager_offload.compile.seeds import draw_seed
 from eager_offload.compile.select import Choice, Group
 from eager_offload.config import OffloadConfig
 from eager_offload.marks import mark_operator
@@ -209,7 +208,7 @@ def insert_reload(graph: Graph, group: Group, host: Node, text: str) -> Node:
 
 def insert_seed(graph: Graph, value: Tensor) -> Node:
     """Another seed for stochastic rounding of ``value`` at each run, at the present insertion point."""
-    seed = graph.call_function(draw_seed, (value.device,))
+    seed = graph.call_function(ops.draw_seed, (value.device,))
     with fake_mode_of(value):
         seed.meta["val"] = torch.empty(1, dtype=torch.int64, device=value.device)
     return seed

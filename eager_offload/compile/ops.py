@@ -1,4 +1,4 @@
-"""The three operations that compiled code moves bytes with.
+"""The three operations that compiled code moves bytes with, and one that draws a seed for codecs that round.
 
     offload(Tensor source, *, str config="", bool wait=True, Tensor? after=None, str? region=None, str codec="",
             int coded_bytes=0) -> Tensor
@@ -25,6 +25,12 @@ keep an order only where data flows. ``region`` goes with the first offload of a
 stats. A graph that moves nothing offloads an empty tensor to say so. ``codec`` is what has made ``source`` of so many
 ``coded_bytes`` bytes.
 
+    draw_seed(Device device) -> Tensor
+
+Another seed for stochastic rounding, each time that it runs: ``int64``, of one element, on ``device``, from a generator
+of the library's own, so that the user's draws stay as they are. It is declared to draw: no compiler takes two calls for
+one, or keeps a result.
+
 [Note: a wait is a mutation]
 No operation returns its input: compilers take the result of an operation for memory of its own, reuse it, and
 gradients come out wrong. So ``wait_tensor`` returns nothing and is declared to write to its first argument, which is
@@ -42,11 +48,12 @@ from torch.library import register_fake
 
 from eager_offload import active
 from eager_offload._torch import below_autograd, keep_side_effects, library
+from eager_offload.codecs.seeds import SEEDS
 from eager_offload.compile import host_tensors
 from eager_offload.compile.geometry import spread
 from eager_offload.errors import OffloadError
 
-__all__ = ["offload", "reload", "spread", "wait_tensor"]
+__all__ = ["draw_seed", "offload", "reload", "spread", "wait_tensor"]
 
 _library = library("eager_offload")
 #: A CUDA graph would replay the kernels around them and not what the host does here. (The strides with which Inductor
@@ -61,11 +68,14 @@ _library.define(
     'reload(Tensor host, Device device, *, str config="", bool wait=True, Tensor? after=None) -> Tensor', tags=_TAGS
 )
 _library.define("wait_tensor(Tensor(a!) tensor, Tensor? keepalive=None, *, Tensor? after=None) -> ()", tags=_TAGS)
+# A CUDA graph would replay one seed for ever.
+_library.define("draw_seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded, *_TAGS))
 
+draw_seed = torch.ops.eager_offload.draw_seed.default
 offload = torch.ops.eager_offload.offload.default
 reload = torch.ops.eager_offload.reload.default
 wait_tensor = torch.ops.eager_offload.wait_tensor.default
-#: All of them.
+#: Those that move bytes.
 OPERATIONS = (offload, reload, wait_tensor)
 for _operation in OPERATIONS:
     keep_side_effects(_operation)
@@ -104,6 +114,14 @@ def _reload(
 
 def _wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tensor | None = None) -> None:
     host_tensors.wait_for(tensor, keepalive)
+
+
+def _draw_seed(device: torch.device) -> Tensor:
+    return torch.full((1,), SEEDS.draw(), dtype=torch.int64, device=device)
+
+
+def _fake_draw_seed(device: torch.device) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device=device)
 
 
 def _fake_offload(source: Tensor, **_: object) -> Tensor:
@@ -146,3 +164,5 @@ for _name, _operation, _real, _fake in (
     for _bit in ("Conjugate", "Negative"):  # torch would hand over a copy with other strides than the graph knows
         _library.impl(_name, torch.library.fallthrough_kernel, _bit)
     register_fake(f"eager_offload::{_name}", _fake, lib=_library)
+_library.impl("draw_seed", _draw_seed, "CompositeExplicitAutograd")
+register_fake("eager_offload::draw_seed", _fake_draw_seed, lib=_library)

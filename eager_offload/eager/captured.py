@@ -71,7 +71,7 @@ class CapturedStorage(SavedStorage):
 
     __slots__ = ("packed_at", "started_in", "state")
     #: In place of what a storage of an unknown step has, which nothing of a captured one is asked for: another type.
-    reload: Back | None  # type: ignore[assignment]
+    reload: Back | None  # type: ignore[assignment]  # of its own
 
     def __init__(
         self, tensor: Tensor, number: int, forward: Forward, stream: torch.Stream, coding: Coding | None
@@ -106,8 +106,8 @@ class CapturedRun:
         seed: ``int64``, of one element, on the device, which lives as long as the graph does; for stochastic rounding.
     """
 
-    #: As a ``Run`` that does not differ from its plan, and after which none begins: this one says so by itself.
-    is_over = is_past = False
+    #: As a ``Run`` that does not differ from its plan: this one raises where it does.
+    is_over = False
 
     def __init__(
         self,

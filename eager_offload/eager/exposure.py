@@ -85,11 +85,6 @@ class LeastKept:
         #: Exposed and other seconds of the steps that are judged next.
         self._steps: list[tuple[float, float]] = []
 
-    @property
-    def is_found(self) -> bool:
-        """Whether it is at rest."""
-        return self._found
-
     def adapt(self, keep: int, exposed: float, seconds: float, most: int) -> None:
         """A step is over.
 

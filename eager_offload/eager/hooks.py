@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class ThreadState:
         #: Whether what is packed next is the first of a forward that may follow a plan, what follows one, and what
         #: writes down what becomes of its saves.
         self.may_follow = False
-        self.run: Run | None = None
+        self.run: Run | CapturedRun | None = None
         self.recorder: Recording | None = None
         #: The last forward that followed a plan or was recorded; ``None`` where one came after it that was neither.
         self.turn: Turn | None = None
@@ -233,6 +233,7 @@ class Hooks:
         if run is not None:
             if (handle := run.pack(tensor)) is not None:
                 return handle
+            assert isinstance(run, Run), "a captured step raises where it differs"
             if run.is_over:
                 thread.run = None
                 run.keeper.plans.tell()
@@ -320,7 +321,7 @@ class Hooks:
         if isinstance(step, WarmUp):
             thread.recorder = step.begin()
         else:
-            thread.run = cast(Run, step)  # of which it has what is asked for here
+            thread.run = step
 
     def _take_given(self, device: torch.device) -> None:
         """The plan that the user has given is known from here on to the device that the first saves are on."""

@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ from eager_offload.step_plan import StepRecorder
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import Living
 
-__all__ = ["SavedTensors", "Tracked"]
+__all__ = ["SavedTensors"]
 
 #: A storage that is saved over and over, as a mask is by every layer, is saved as a new one each time that it has left:
 #: it may have been written in between. After this many times it has an owner that holds it while forward runs, so it
@@ -56,15 +56,6 @@ _MOST_TIMES = 3
 
 #: Bytes; of a storage that is at least so large it is asked how much of it is in memory.
 _LARGE = 16 * MIB
-
-
-class Tracked(NamedTuple):
-    """How much is known of saved tensors; everything is 0 once all graphs are gone."""
-
-    storages: int
-    names: int
-    uses: int
-    promised_bytes: int
 
 
 class SavedTensors:
@@ -163,14 +154,6 @@ class SavedTensors:
         with self.offloader.lock:
             self._accounts.counters.begin()
         self.begin_forward(queue)
-
-    def tracked(self) -> Tracked:
-        """What is known of at this moment."""
-        with self.offloader.lock:
-            self.offloader.poll()
-            storages, order = self._offloading.storages, self.order
-            promised = order.promised_bytes + order.followed_bytes
-            return Tracked(len(storages), len(self._names), len(order), promised)
 
     def storages(self) -> list[SavedStorage]:
         """Every saved storage with a living handle."""

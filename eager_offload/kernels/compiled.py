@@ -16,7 +16,7 @@ from eager_offload.errors import CapabilityError
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature
 
-__all__ = ["Compiled", "compiled_by_inductor", "kept", "kept_count"]
+__all__ = ["Compiled", "compiled_by_inductor", "kept"]
 
 
 class Compiled:
@@ -38,12 +38,6 @@ class Compiled:
 #: has to be unloaded when one dies: what Inductor has loaded for it torch holds until the process ends.
 _kept: dict[bytes, weakref.ref[Compiled]] = {}
 _lock = threading.Lock()
-
-
-def kept_count() -> int:
-    """How many compiled kernels are alive."""
-    with _lock:
-        return sum(reference() is not None for reference in _kept.values())
 
 
 def kept(text: str, compile_it: Callable[[], Callable[..., object]]) -> Compiled:

@@ -14,7 +14,7 @@ import torch
 
 from eager_offload.config import VERSION
 from eager_offload.errors import KernelError
-from eager_offload.observe.trace import Kind, Slice, Trace, write_trace
+from eager_offload.trace_file import Kind, Slice, Trace, write_trace
 
 __all__ = ["profile", "timed"]
 

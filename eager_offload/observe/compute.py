@@ -28,8 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from eager_offload._torch import after_backward, current_autograd_node, current_backward, is_fake, node_sequence
 from eager_offload.observe.timestamps import Clock, Clocks, TimeLog, Timestamp, Work
-from eager_offload.observe.trace import Kind
 from eager_offload.runtime.base import Stream
+from eager_offload.trace_file import Kind
 
 __all__ = ["Backwards", "Forwards"]
 

@@ -24,11 +24,11 @@ from eager_offload.observe.advice import advise
 from eager_offload.observe.compute import Backwards, Forwards
 from eager_offload.observe.saves import GraphSave, RecordedHandle, Save, SaveLog, groups_of
 from eager_offload.observe.timestamps import Bounded, Clock, Clocks, Copy, TimeLog, Timestamp, Work
-from eager_offload.observe.trace import Kind, MemorySample, Trace
 from eager_offload.runtime.base import Event, Stream
 from eager_offload.selection import logical_bytes
 from eager_offload.stats import Accounts, Counters, GraphBytes, KeepReason, OffloadStats, OnDevice, kept_by_graph
 from eager_offload.tiers.base import Slot
+from eager_offload.trace_file import Kind, MemorySample, Trace
 
 __all__ = ["TraceRecorder"]
 

@@ -20,10 +20,10 @@ from eager_offload._torch import is_wrapper, storage_key, weak_storage
 from eager_offload.eager.handles import KeptTensor, SavedView, StorageRecord
 from eager_offload.eager.hooks import Packed
 from eager_offload.engine.transfer import State
-from eager_offload.observe.trace import SavedGroup
 from eager_offload.selection import is_parameter, plain_tensors
 from eager_offload.stats import KeepReason
 from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.trace_file import SavedGroup
 
 __all__ = ["GraphSave", "RecordedHandle", "Save", "SaveLog", "groups_of"]
 

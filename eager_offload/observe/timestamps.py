@@ -13,9 +13,9 @@ import torch
 
 from eager_offload.errors import OffloadError
 from eager_offload.observe.saves import Save
-from eager_offload.observe.trace import Kind, Slice
 from eager_offload.runtime.base import Event, Runtime, Stream
 from eager_offload.runtime.host import HostRuntime, host_runtime
+from eager_offload.trace_file import Kind, Slice
 
 __all__ = ["MOST", "Bounded", "Clock", "Clocks", "Copy", "TimeLog", "Timestamp", "Work"]
 

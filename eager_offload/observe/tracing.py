@@ -18,8 +18,8 @@ from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.errors import ConfigError, OffloadError, captured, warn
 from eager_offload.observe.recorder import TraceRecorder
-from eager_offload.observe.trace import write_trace
 from eager_offload.stats import Accounts, OffloadStats
+from eager_offload.trace_file import write_trace
 
 __all__ = ["Tracing"]
 

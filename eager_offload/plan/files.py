@@ -169,8 +169,8 @@ def _storage(content: Sequence[Any]) -> Storage:
     if packing is not None:
         codec, dtype, maker, *sizes = packing
         packing = Packing(str(codec), str(dtype), str(maker), *map(_whole, sizes))
-    # A type checker takes any of the numbers for any field.
-    return Storage(*map(_whole, numbers))._replace(is_forced=bool(is_forced), packing=packing)  # type: ignore[arg-type]
+    nbytes, moved, module, made, freed, saved, asked, dropped = map(_whole, numbers)
+    return Storage(nbytes, moved, module, made, freed, saved, asked, dropped, bool(is_forced), packing)
 
 
 def _least(content: Sequence[Any]) -> Least:

@@ -167,11 +167,6 @@ class Program:
         """Bytes of the storages that may move."""
         return sum(storage.nbytes for storage in self.storages)
 
-    @property
-    def forward_flops(self) -> int:
-        """Operations of products in forward."""
-        return sum(op.flops for op in self.ops[: self.forward_ops])
-
 
 def kind_of(module: str) -> str:
     """The name of a module with ``*`` for numbers in it: that of all modules in its place, one in each block."""

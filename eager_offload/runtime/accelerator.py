@@ -253,11 +253,6 @@ class AcceleratorRuntime(Runtime):
             found.append(None if start is None or stop is None else Hop("", start, stop))
         return tuple(hop for hop in found if hop is not None)
 
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of pinned memory through which tiers that no copy engine reaches are served."""
-        return self._staging.held_bytes
-
     def poll(self) -> None:
         # What would go in a capture may be a graph, or be pinned: both spoil it.
         if self._inherited or (CAPTURES.under_way and CAPTURES.forbid_queries()):

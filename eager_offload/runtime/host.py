@@ -59,11 +59,10 @@ class HostRuntime(Runtime):
     knows_time = True
     copies_hold_their_ends = True  # the thread has them until it is done
     copies_storages = True
-    # Asked several times for each saved tensor, so each is a call into C: an event knows by itself. By position alone;
-    # a type checker sees methods of the base class replaced by attributes.
-    query: Callable[[Event], bool] = attrgetter("done")  # type: ignore[assignment]
-    seconds: Callable[[Event], float | None] = attrgetter("seconds")  # type: ignore[assignment]
-    ran_inline: Callable[[Event], bool] = attrgetter("inline")  # type: ignore[assignment]
+    # Asked several times for each saved tensor, so each is a call into C: an event knows by itself. By position alone.
+    query: Callable[[Event], bool] = attrgetter("done")  # type: ignore[assignment]  # in place of a method
+    seconds: Callable[[Event], float | None] = attrgetter("seconds")  # type: ignore[assignment]  # likewise
+    ran_inline: Callable[[Event], bool] = attrgetter("inline")  # type: ignore[assignment]  # likewise
 
     def __init__(self) -> None:
         super().__init__()

@@ -148,10 +148,6 @@ class _Room:
         if arena is not None:
             arena.close()
 
-    @property
-    def held_bytes(self) -> int:
-        return 0 if self._arena is None else self._arena.held_bytes
-
 
 class Staging:
     """The two threads of a runtime, and their staging memory.
@@ -169,11 +165,6 @@ class Staging:
         self._reader = TransferThread("eager_offload-read")
         self._out, self._in = _Room(device, limit), _Room(device, limit)
         tell_after_fork(self)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of staging memory."""
-        return self._out.held_bytes + self._in.held_bytes
 
     def offload(self, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event]) -> StagedEvent:
         """Enqueues the copy of ``source`` into staging and has it written to ``slot``; see ``Runtime.copy``."""

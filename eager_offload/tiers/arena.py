@@ -251,11 +251,6 @@ class Arena:
         self.poll()
         return self._idle_now
 
-    @property
-    def held_now(self) -> int:
-        """Bytes of all slabs, whatever has died in them meanwhile; takes no lock."""
-        return self._held
-
     def close(self) -> None:
         """Gives back what is idle, and keeps nothing idle from now on. Idempotent.
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from eager_offload import SavedTensorModifiedError
-from eager_offload.observe.trace import Kind, read_trace
 from eager_offload.runtime.base import Layout
+from eager_offload.trace_file import Kind, read_trace
 from tests.gpu.machine import Machine
 from tests.hazards.backends import assert_settled, hooks_are_gone, wait_until_nothing_is_held
 from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, copies_given_at_once

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 from zlib import crc32
 
 import torch
 import torch._dynamo  # the first dispatch mode imports it, and would leave its caller's frames in a cycle
 
 from eager_offload import Offload, OffloadConfig, OffloadStats
-from eager_offload.eager.saving import SavedTensors, Tracked
+from eager_offload.eager.saving import SavedTensors
 from eager_offload.engine.offloader import Census, DeviceOffloader
 from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.host import host_runtime
@@ -31,6 +31,7 @@ __all__ = [
     "DiskBackend",
     "SimulatedBackend",
     "offloader_of",
+    "tracked",
     "tracked_storages",
     "wait_until_nothing_is_held",
     "without_changes_of_sources",
@@ -282,9 +283,26 @@ def saves_of(offload: Offload) -> SavedTensors:
     return saves
 
 
+class Tracked(NamedTuple):
+    """How much is known of saved tensors; everything is 0 once all graphs are gone."""
+
+    storages: int
+    names: int
+    uses: int
+    promised_bytes: int
+
+
+def tracked(saves: SavedTensors) -> Tracked:
+    """What is known of at this moment."""
+    with saves.offloader.lock:
+        saves.offloader.poll()
+        storages, order = saves._offloading.storages, saves.order
+        return Tracked(len(storages), len(saves._names), len(order), order.promised_bytes + order.followed_bytes)
+
+
 def tracked_storages(offload: Offload) -> int:
     """How many saved storages an ``Offload`` knows."""
-    return sum(saves.tracked().storages for saves in offload._hooks._saves.values())
+    return sum(tracked(saves).storages for saves in offload._hooks._saves.values())
 
 
 def wait_until_nothing_is_held(offload: Offload, seconds: float = 60) -> None:
@@ -313,7 +331,7 @@ def assert_settled(offload: Offload) -> OffloadStats:
         for tier in offloader.tiers:
             assert tier.used_bytes == 0, f"{tier.used_bytes} bytes are used in the {tier.name} tier"
     for saves in offload._hooks._saves.values():
-        assert saves.offloader.is_crashed or saves.tracked() == Tracked(0, 0, 0, 0)
+        assert saves.offloader.is_crashed or tracked(saves) == Tracked(0, 0, 0, 0)
     for queue in offload._hooks.thread.queues.values():
         assert queue.nbytes == 0, "a queue holds bytes"
     if not stats.is_approximate:

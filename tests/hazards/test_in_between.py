@@ -20,7 +20,7 @@ from eager_offload.stats import Accounts
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Slot, Tier
 from eager_offload.tiers.host import HostTier
-from tests.hazards.backends import Backend, offloader_of, saves_of
+from tests.hazards.backends import Backend, offloader_of, saves_of, tracked
 
 CPU = torch.device("cpu")
 
@@ -250,9 +250,9 @@ def test_h19_what_nobody_takes_up_makes_room_for_what_is_needed(backend: Backend
     z.sum().backward()
     del z
     offload.stats(synchronize=True)
-    tracked = saves_of(offload).tracked()
-    assert (offloader.census().resident_bytes, tracked.promised_bytes) == (0, 0)
-    assert tracked.storages == 2, "of the first graph, which lives on"
+    known = tracked(saves_of(offload))
+    assert (offloader.census().resident_bytes, known.promised_bytes) == (0, 0)
+    assert known.storages == 2, "of the first graph, which lives on"
 
 
 # -- two threads that need the same bytes ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload import Offload
-from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
+from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of, tracked
 from tests.hazards.programs import Settled, assert_moved, leaf, same_gradients
 
 Around: TypeAlias = AbstractContextManager[Any]
@@ -79,14 +79,14 @@ class State(NamedTuple):
 
 def state_of(offload: Offload) -> State:
     offload.stats(synchronize=True)
-    offloader, tracked = offloader_of(offload), saves_of(offload).tracked()
+    offloader, known = offloader_of(offload), tracked(saves_of(offload))
     census = offloader.census()
     return State(
         pending=census.in_flight,
-        storages=tracked.storages + tracked.names,
+        storages=known.storages + known.names,
         slots=sum(tier.used_bytes for tier in offloader.tiers),
         line=sum(line.nbytes for line in offload._hooks.thread.queues.values()),
-        uses=tracked.uses + tracked.promised_bytes,
+        uses=known.uses + known.promised_bytes,
         orphans=census.records + len(offloader.finalized),
         threads=threading.active_count(),
         files=len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,

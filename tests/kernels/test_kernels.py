@@ -24,8 +24,8 @@ from eager_offload.kernels import (
     compiled,
     profile,
 )
-from eager_offload.kernels.compiled import kept, kept_count
-from eager_offload.observe.trace import Kind, read_trace
+from eager_offload.kernels.compiled import kept
+from eager_offload.trace_file import Kind, read_trace
 from tests.kernels.int8 import int8_blocks
 
 SPEC = LaunchSpec((1, 1, 1), (32, 1, 1))
@@ -34,6 +34,11 @@ BLOCKS = torch.cat(
     [torch.randn(5, 64, generator=torch.manual_seed(0)) * scale for scale in (1e-40, 1e-6, 1.0, 3e30)]
     + [torch.zeros(1, 64), torch.arange(64).view(1, 64) / 2]
 )
+
+
+def kept_count() -> int:
+    """How many compiled kernels are alive."""
+    return sum(reference() is not None for reference in compiled._kept.values())
 
 
 @pytest.fixture(autouse=True)

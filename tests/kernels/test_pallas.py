@@ -20,9 +20,8 @@ from eager_offload.kernels import (
     as_torch_kernel,
     compiled,
 )
-from eager_offload.kernels.compiled import kept_count
 from tests.kernels.int8 import int8_blocks
-from tests.kernels.test_kernels import BLOCKS
+from tests.kernels.test_kernels import BLOCKS, kept_count
 
 jax = pytest.importorskip("jax", reason="the pallas extra is not installed: make pallas")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.nn.modules.module as hooked
 
 import eager_offload as eo
-from eager_offload.observe.trace import Kind, Trace, read_trace
+from eager_offload.trace_file import Kind, Trace, read_trace
 from tests.observe.steps import NBYTES, nested
 
 WINDOW = 2 * NBYTES

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from eager_offload.observe.trace import Slice
+from eager_offload.trace_file import Slice
 
 __all__ = ["DEPTH", "NBYTES", "Layer", "Net", "inputs", "nested", "step"]
 

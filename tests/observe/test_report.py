@@ -15,8 +15,8 @@ import eager_offload as eo
 from eager_offload.observe.report import figures
 from eager_offload.observe.report.figures import OutcomeBytes, Saver
 from eager_offload.observe.report.page import REASONS, main, render
-from eager_offload.observe.trace import FORMAT, Kind, MemorySample, SavedGroup, Slice, Trace, read_trace, write_trace
 from eager_offload.stats import KeepReason
+from eager_offload.trace_file import FORMAT, Kind, MemorySample, SavedGroup, Slice, Trace, read_trace, write_trace
 from tests.observe.traces import AWKWARD, LAYERS, example
 
 MIB = 1 << 20

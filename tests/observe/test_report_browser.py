@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from eager_offload.observe.report.page import main
-from eager_offload.observe.trace import Trace, read_trace, write_trace
+from eager_offload.trace_file import Trace, read_trace, write_trace
 from tests.observe.browser import CHROMIUM, Browser
 from tests.observe.traces import AWKWARD, example
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import eager_offload as eo
-from eager_offload.observe import trace as module
-from eager_offload.observe.trace import FORMAT, Kind, MemorySample, SavedGroup, Slice, Trace, read_trace, write_trace
+from eager_offload import trace_file as module
+from eager_offload.trace_file import FORMAT, Kind, MemorySample, SavedGroup, Slice, Trace, read_trace, write_trace
 
 TRACE = Trace(
     seconds=1.5,

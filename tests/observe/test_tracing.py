@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import eager_offload as eo
 from eager_offload.observe import timestamps
 from eager_offload.observe.recorder import TraceRecorder
-from eager_offload.observe.trace import Kind
 from eager_offload.tiers.disk import DiskSlot
+from eager_offload.trace_file import Kind
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
 from tests.hazards.wrappers import two

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eager_offload.observe.trace import Kind, MemorySample, SavedGroup, Slice, Trace
+from eager_offload.trace_file import Kind, MemorySample, SavedGroup, Slice, Trace
 
 __all__ = ["AWKWARD", "LAYERS", "example"]
 

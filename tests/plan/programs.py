@@ -13,7 +13,7 @@ from eager_offload.machine import Machine
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import Op, Program, Storage
 
-__all__ = ["Block", "Stack", "chain", "least_moved", "problems", "slow", "small", "wide"]
+__all__ = ["Block", "Stack", "chain", "forward_flops", "least_moved", "problems", "slow", "small", "wide"]
 
 
 def chain(
@@ -28,6 +28,11 @@ def chain(
     ops = (Op("mul", 0, 0, 1, True),) * (2 * count)
     program = Program(("",), ops, count, (), (), tuple(storages), (0,) * (2 * count))
     return Problem(program, [seconds] * count + [2 * seconds] * count, link, link, window, ahead)
+
+
+def forward_flops(program: Program) -> int:
+    """Operations of products in forward."""
+    return sum(op.flops for op in program.ops[: program.forward_ops])
 
 
 @st.composite

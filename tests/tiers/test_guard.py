@@ -55,7 +55,7 @@ def guarded(readings: Readings) -> tuple[HostTier, Guard, System]:
         return system(nbytes)
 
     arena = Arena(take, slab_bytes=MIB, idle_bytes=GIB, given_back=watch.forget)  # type: ignore[arg-type]
-    readings.held = lambda: arena.held_now
+    readings.held = lambda: arena._held
     return HostTier(arena, 64 * GIB), watch, system
 
 
@@ -167,7 +167,7 @@ def test_h26_what_is_idle_elsewhere_in_the_process_goes_back_too(
     idle = other.reserve(512 * MIB)
     del idle
     own = tier._arena
-    readings.held = lambda: own.held_now + other.held_bytes
+    readings.held = lambda: own._held + other.held_bytes
     slots = fill(tier, 256 * MIB)
     assert len(slots) == 6
     assert tier.reserve(512 * MIB) is None
@@ -189,7 +189,7 @@ def test_h26_a_smaller_slab_is_taken_before_idle_ones_go_back(readings: Readings
     idle = tier.reserve(64 * MIB)
     (first,) = system.sizes
     del idle
-    readings.held = lambda: arena.held_now
+    readings.held = lambda: arena._held
     readings.available = GIB + first + 100 * MIB
     slots = [tier.reserve(first), tier.reserve(64 * MIB)]
     assert None not in slots

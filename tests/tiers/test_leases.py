@@ -136,20 +136,20 @@ def test_a_lease_that_has_died_serves_the_next_one_of_its_size() -> None:
 def test_what_is_ready_is_used_up_before_there_is_new_memory() -> None:
     arena = Arena(System(), slab_bytes=MIB)
     leases = [arena.lease(16 << 10) for _ in range(64)]
-    held = arena.held_now
+    held = arena._held
     leases.clear()
     leases = [arena.lease(16 << 10), *[arena.lease(32 << 10) for _ in range(8)]]
-    assert arena.held_now == held
+    assert arena._held == held
 
 
 def test_what_is_ready_is_bounded_as_what_is_idle_is() -> None:
     arena = Arena(System(), slab_bytes=MIB, idle_bytes=MIB)
     leases = [arena.lease(200_000) for _ in range(40)]
-    assert arena.held_now > 7 * MIB
+    assert arena._held > 7 * MIB
     leases.clear()
     for _ in range(2):
         arena.lease(200_000)
-    assert arena.held_now <= 2 * MIB
+    assert arena._held <= 2 * MIB
 
 
 def test_h40_a_lease_of_before_a_rest_serves_none_after_it() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from eager_offload.observe.trace import Kind, MemorySample, SavedGroup, Slice, Trace
+from eager_offload.trace_file import Kind, MemorySample, SavedGroup, Slice, Trace
 
 __all__ = ["OutcomeBytes", "Placed", "Saver", "Track", "WorkTotal", "peaks", "savers", "tracks", "work_totals"]
 

@@ -14,7 +14,7 @@ from jinja2 import Environment, FunctionLoader
 from eager_offload.config import rate_text, size_text
 from eager_offload.errors import OffloadError
 from eager_offload.observe.report.figures import Track, peaks, savers, tracks, work_totals
-from eager_offload.observe.trace import Kind, Trace, read_trace
+from eager_offload.trace_file import Kind, Trace, read_trace
 
 __all__ = ["REASONS", "fill", "main", "render"]
 

@@ -18,7 +18,7 @@ from eager_offload.kernels import (
     pallas,
     profile,
 )
-from eager_offload.observe.trace import read_trace
+from eager_offload.trace_file import read_trace
 from tests.virtual_device import NAME, VirtualDevice
 
 SPEC = TensorSpec((1024,), torch.float32)
