@@ -35,7 +35,7 @@ BELOW = {
 }
 #: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
 SOLVER = {f"eager_offload.plan.{name}" for name in ("chain", "paced", "predict", "program", "recompute", "solve")}
-LEAVES = {"_torch", "config", "errors", "live_bytes", "machine", "malloc"}
+LEAVES = {"_torch", "config", "errors", "live_bytes", "machine", "malloc", "module_calls"}
 
 
 @functools.cache
