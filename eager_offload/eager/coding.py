@@ -8,7 +8,7 @@ What rounds is allowed by who reads, and that is known once a forward like this 
 name of the node that asks. So the first forward of its kind is exact, and a save of a later one is rounded if it is
 like the save that it was then (bytes, dtype, the operator that made it) and every reader of its storage has a rule. A
 storage that several read is packed for the strictest; a save that was not expected finds it exact, or takes it anew.
-What was rounded is given to those only who may have it: anyone else is a `PrecisionError`.
+What was rounded is given only to readers that may have it: another one is a `PrecisionError`.
 
 A graph that goes backward twice sees the same numbers. What was rounded is packed once, and from then on nothing but
 what was packed is given out.

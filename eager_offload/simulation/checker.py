@@ -253,7 +253,7 @@ class _Events:
 
 @dataclass(slots=True)
 class _Cell:
-    """A range of bytes that were always touched together, and who touched them last on each stream."""
+    """A range of bytes that were always touched together, and what touched them last on each stream."""
 
     start: int
     stop: int

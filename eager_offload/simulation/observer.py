@@ -235,7 +235,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """Names a storage without keeping its bytes, and still knows who it was when it is gone.
+    """Names a storage without keeping its bytes, and still knows which it was when it is gone.
 
     A storage has one Python object for as long as it lives; see ``weak_storage`` in ``_torch.py``.
     """
@@ -315,7 +315,7 @@ def _span(tensor: Tensor) -> _Span:
     return _Span(int(tensor.storage_offset()) * size, (last + 1) * size)
 
 
-# -- who else writes --------------------------------------------------------------------------------------------------
+# -- what else writes -------------------------------------------------------------------------------------------------
 
 
 class _Elsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
