@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from eager_offload.config import size_text
-from eager_offload.observe.report.page import fill
+from eager_offload.observe.report.page import fill, sized
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.text import PlanNumbers
 
@@ -82,11 +82,11 @@ def page(plan: PlanNumbers, problem: Problem, living: Sequence[int], points: Seq
         chosen=place(plan),
         across=across.ticks,
         up=up.ticks,
-        data=_data(problem, living) | {"budget": plan.device_budget},
+        data=_data(problem, living, plan.device_budget),
     )
 
 
-def _data(problem: Problem, living: Sequence[int]) -> dict[str, Any]:
+def _data(problem: Problem, living: Sequence[int], budget: int) -> dict[str, Any]:
     """What lives at each operator, with what was decided and where nothing moves; times are microseconds."""
     without = problem.living((False,) * len(problem.program.storages))
     begins = [round(seconds * 1e6, 1) for seconds in problem.begins]
@@ -95,4 +95,4 @@ def _data(problem: Problem, living: Sequence[int]) -> dict[str, Any]:
         [begins[first], max(living[first : first + every]), 0, 0, max(without[first : first + every])]
         for first in range(0, len(living), every)
     ]
-    return {"end": begins[-1], "tracks": [], "memory": memory, "texts": []}
+    return {"end": begins[-1], "tracks": [], "memory": memory, "texts": [], **sized(memory, budget)}
