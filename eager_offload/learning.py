@@ -130,13 +130,13 @@ class Lesson:
     @property
     def movable_bytes(self) -> int:
         """Bytes of the storages that may leave."""
-        return sum(self.sizes[number] for number in _taken(self.notes))
+        return sum(self.sizes[number] for number in _taken_saves(self.notes))
 
     def keep(self, nbytes: int, newest: int) -> None:
         """So many bytes are to stay, as ``Lessons.keep`` says."""
         self.advice = _advice(self.notes, self._link, self._room)
-        stays = _spread([(number, self.sizes[number]) for number in _taken(self.notes)], nbytes, newest)
-        for number in _taken(self.notes):
+        stays = _spread([(number, self.sizes[number]) for number in _taken_saves(self.notes)], nbytes, newest)
+        for number in _taken_saves(self.notes):
             self.advice[number] = Advice.STAY if number in stays else Advice.LEAVE
 
     def has(self, number: int, owner: int, kind: Kind | None) -> bool:
@@ -162,7 +162,7 @@ def _readers(notes: Notes) -> dict[int, frozenset[str]]:
     return {owner: frozenset(names) for owner, names in found.items() if "" not in names}
 
 
-def _taken(notes: Notes) -> list[int]:
+def _taken_saves(notes: Notes) -> list[int]:
     """The saves that take a storage that may leave."""
     return [number for number, owner in enumerate(notes.owners) if owner == number and number not in notes.alive]
 
@@ -191,7 +191,7 @@ def _spread(storages: Sequence[tuple[int, int]], keep: int, newest: int) -> set[
 
 
 def _advice(notes: Notes, link: Link | None, room: int) -> list[Advice]:
-    fits = sum(notes.sizes[number] for number in _taken(notes)) <= room
+    fits = sum(notes.sizes[number] for number in _taken_saves(notes)) <= room
     first_asked: dict[int, float] = {}
     for number, seconds in notes.asked_at.items():
         first_asked.setdefault(notes.owners[number], seconds)

@@ -139,14 +139,14 @@ def codings_of(plan: StepPlan, policy: CodecPolicy) -> list[Coding | None]:
         ConfigError: there is no such codec at all.
     """
     return [
-        _planned(save.coded, save.storage_nbytes, policy)
+        _planned_coding(save.coded, save.storage_nbytes, policy)
         if save.coded is not None and save.fate is Fate.OFFLOAD
         else None
         for save in plan.saves
     ]
 
 
-def _planned(save: Coded, storage_nbytes: int, policy: CodecPolicy) -> Coding | None:
+def _planned_coding(save: Coded, storage_nbytes: int, policy: CodecPolicy) -> Coding | None:
     """What a step plan says of a storage that leaves whole; ``None`` where ``policy`` has no such codec."""
     codec, dtype = policy.codec(save.codec), getattr(torch, save.dtype.removeprefix("torch."), None)
     if codec is None or not isinstance(dtype, torch.dtype):

@@ -116,7 +116,7 @@ class _Costs(TorchDispatchMode):
         self.living = self.most = 0
         self._alive: dict[int, object] = {storage_key(one.untyped_storage()): one for one in given}
 
-    def _made(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage_key(storage), storage.nbytes()
         if key in self._alive:
             return
@@ -136,7 +136,7 @@ class _Costs(TorchDispatchMode):
         result = func(*args, **named)
         self.traffic += traffic_of(Call(func, args, named, result))
         for one in tensors_in(result):
-            self._made(one.untyped_storage())
+            self._count(one.untyped_storage())
         return result
 
 

@@ -121,7 +121,7 @@ def plan(
                 )
         return _Asked(settings, machine, budget, standing, steps, model_text(model) if are_several() else "")
 
-    return agreed(ask, lambda asked: _made(asked, model, inputs, loss, policy, recompute=recompute))
+    return agreed(ask, lambda asked: _make(asked, model, inputs, loss, policy, recompute=recompute))
 
 
 class _Asked(NamedTuple):
@@ -147,7 +147,7 @@ class _Asked(NamedTuple):
         return self._replace(settings=settings, budget=limits.device, standing=limits.standing)
 
 
-def _made(
+def _make(
     asked: _Asked,
     model: nn.Module,
     inputs: object,
@@ -191,11 +191,11 @@ def _made(
             again.whole,
             Least(least.peak_bytes, least.step_seconds),
         )
-    problem, found = _solved(problem, machine, budget, policy)
+    problem, found = _solve(problem, machine, budget, policy)
     return Plan(name, machine, budget, policy, problem, found.moves, settings, found.rehearsal, steps=asked.steps)
 
 
-def _solved(problem: Problem, machine: Machine, budget: int, policy: str) -> tuple[Problem, Outcome]:
+def _solve(problem: Problem, machine: Machine, budget: int, policy: str) -> tuple[Problem, Outcome]:
     """What is to move, and with which of the codecs that the user allows: all, those that pay, or none."""
 
     def outcome(problem: Problem) -> Outcome:
