@@ -11,7 +11,7 @@ those that are decided anew, and those of which no plan can be made. This module
     knows how long after its pack each storage is asked for, so what the link cannot bring in time stays
     spreads what is to stay over the forward, where a limit of the slowdown says how many bytes (``Lessons.keep``)
     has a storage that is saved again wait for its last save, and a forward that fits into the newest bytes stay
-    knows who asks for what may be rounded, so that a codec may
+    knows which nodes ask for what may be rounded, so that a codec may
     counts forwards that are alike: after how many of them "auto" has one recorded
 
 and what a recorder writes down is what these have led to. A forward that follows a plan takes no notes.
@@ -122,7 +122,7 @@ class Lesson:
         #: The last save before backward of each storage that is saved more than once, by the first one.
         owners = notes.owners[: notes.before_backward]
         self.last_saves = {owner: number for number, owner in enumerate(owners) if owner != number}
-        #: By the first save of a storage, who asks for that; no entry where it is not known of all of its saves.
+        #: By the first save of a storage, its readers; no entry where they are not known of all of its saves.
         self.readers = _readers(notes)
         #: The saves that are to be asked for, in that order.
         self.order = [number for number in notes.asked_at if notes.owners[number] not in notes.alive]
@@ -144,7 +144,7 @@ class Lesson:
         return number < len(self.owners) and self.owners[number] == owner and self.notes.kinds.get(number) == kind
 
     def readers_of(self, owner: int, number: int, kind: Kind) -> frozenset[str]:
-        """Who asks for the storage of save ``owner``, which save ``number`` of this ``kind`` takes; none: not known."""
+        """Readers of the storage of save ``owner``, which save ``number`` of this ``kind`` takes; none: not known."""
         return self.readers.get(owner, frozenset()) if self.notes.kinds.get(number) == kind else frozenset()
 
     def fits(self, number: int, nbytes: int, owner: int) -> bool:
@@ -386,7 +386,7 @@ class Forward:
         return bool(self._lessons)
 
     def readers(self, number: int, first: int, kind: Kind) -> frozenset[str]:
-        """Who asks for the storage that save ``number``, of this ``kind``, takes, as far as is known; none: it is not.
+        """Readers of the storage that save ``number``, of this ``kind``, takes, as far as is known; none: it is not.
 
         Args:
             first: the first save of that storage.

@@ -1,4 +1,4 @@
-"""Which codecs the user allows, by who reads a saved tensor in backward.
+"""Which codecs the user allows, by the nodes that read a saved tensor in backward.
 
 A *consumer* is a node of autograd, by its name: ``MulBackward0`` reads what ``a * b`` has saved. What rounds is allowed
 by consumer, since what an error does to a gradient depends on what is computed with it. What no rule names is exact:

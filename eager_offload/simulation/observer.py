@@ -180,7 +180,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         """The bytes of ``tensor``; a storage that is seen for the first time was there before.
 
         Args:
-            stream: who owns the block from here on if its size has changed since it was last seen.
+            stream: which owns the block from here on if its size has changed since it was last seen.
         """
         if not self._watches(tensor):
             return None
