@@ -179,7 +179,7 @@ def unpack(handle: Handle) -> Tensor:
 
 
 def serving(text: str) -> Owner:
-    """Who carries out what a graph compiled for the configuration ``text`` asks for, on the calling thread.
+    """What carries out what a graph compiled for the configuration ``text`` asks for, on the calling thread.
 
     The innermost of that configuration whose ``with`` the thread is in; outside, one for the whole process, made when
     it is first needed.

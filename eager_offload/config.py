@@ -28,6 +28,7 @@ __all__ = [
     "size_literal",
     "size_text",
     "switched_on",
+    "variable_of",
 ]
 
 MIB = 1 << 20
@@ -110,8 +111,17 @@ def switched_on(default: bool) -> bool:
     return text in _TRUE if text else default
 
 
+def variable_of(field: str) -> str:
+    """The variable of the environment that is read for a field where nothing else gives it."""
+    return _ENV_PREFIX + field.upper()
+
+
 class OffloadFields(TypedDict, total=False):
-    """The keywords that take a field of :class:`OffloadConfig`."""
+    """The keywords that take a field of :class:`OffloadConfig`.
+
+    No type checker derives them from the fields, so they are written here too, for ``**fields`` to be checked and
+    completed by an editor; a test holds their names and types equal to those of the fields.
+    """
 
     tier: str
     min_bytes: Size
@@ -334,7 +344,7 @@ class OffloadConfig:
             if name.startswith(_ENV_PREFIX) and text:
                 field = name.removeprefix(_ENV_PREFIX).lower()
                 if field not in FIELDS:
-                    accepted = ", ".join(_ENV_PREFIX + field.upper() for field in FIELDS)
+                    accepted = ", ".join(map(variable_of, FIELDS))
                     raise ConfigError(f"unknown variable {name}={text!r}: accepted are {accepted}")
                 fields[field] = field_from_text(field, text)
         return cls.from_fields(fields)

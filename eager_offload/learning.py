@@ -11,7 +11,7 @@ those that are decided anew, and those of which no plan can be made. This module
     knows how long after its pack each storage is asked for, so what the link cannot bring in time stays
     spreads what is to stay over the forward, where a limit of the slowdown says how many bytes (``Lessons.keep``)
     has a storage that is saved again wait for its last save, and a forward that fits into the newest bytes stay
-    knows who asks for what may be rounded, so that a codec may
+    knows which nodes ask for what may be rounded, so that a codec may
     counts forwards that are alike: after how many of them "auto" has one recorded
 
 and what a recorder writes down is what these have led to. A forward that follows a plan takes no notes.
@@ -122,7 +122,7 @@ class Lesson:
         #: The last save before backward of each storage that is saved more than once, by the first one.
         owners = notes.owners[: notes.before_backward]
         self.last_saves = {owner: number for number, owner in enumerate(owners) if owner != number}
-        #: By the first save of a storage, who asks for that; no entry where it is not known of all of its saves.
+        #: By the first save of a storage, its readers; no entry where they are not known of all of its saves.
         self.readers = readers_of(notes)
         #: The saves that are to be asked for, in that order.
         self.order = [number for number in notes.asked_at if notes.owners[number] not in notes.alive]
@@ -130,13 +130,13 @@ class Lesson:
     @property
     def movable_bytes(self) -> int:
         """Bytes of the storages that may leave."""
-        return sum(self.sizes[number] for number in _taken(self.notes))
+        return sum(self.sizes[number] for number in _taken_saves(self.notes))
 
     def keep(self, nbytes: int, newest: int) -> None:
         """So many bytes are to stay, as ``Lessons.keep`` says."""
         self.advice = _advice(self.notes, self._link, self._room)
-        stays = _spread([(number, self.sizes[number]) for number in _taken(self.notes)], nbytes, newest)
-        for number in _taken(self.notes):
+        stays = _spread([(number, self.sizes[number]) for number in _taken_saves(self.notes)], nbytes, newest)
+        for number in _taken_saves(self.notes):
             self.advice[number] = Advice.STAY if number in stays else Advice.LEAVE
 
     def has(self, number: int, owner: int, kind: Kind | None) -> bool:
@@ -144,7 +144,7 @@ class Lesson:
         return number < len(self.owners) and self.owners[number] == owner and self.notes.kinds.get(number) == kind
 
     def readers_of(self, owner: int, number: int, kind: Kind) -> frozenset[str]:
-        """Who asks for the storage of save ``owner``, which save ``number`` of this ``kind`` takes; none: not known."""
+        """Readers of the storage of save ``owner``, which save ``number`` of this ``kind`` takes; none: not known."""
         return self.readers.get(owner, frozenset()) if self.notes.kinds.get(number) == kind else frozenset()
 
     def fits(self, number: int, nbytes: int, owner: int) -> bool:
@@ -163,7 +163,7 @@ def readers_of(notes: Notes) -> dict[int, frozenset[str]]:
     return {owner: frozenset(names) for owner, names in found.items() if "" not in names}
 
 
-def _taken(notes: Notes) -> list[int]:
+def _taken_saves(notes: Notes) -> list[int]:
     """The saves that take a storage that may leave."""
     return [number for number, owner in enumerate(notes.owners) if owner == number and number not in notes.alive]
 
@@ -192,7 +192,7 @@ def _spread(storages: Sequence[tuple[int, int]], keep: int, newest: int) -> set[
 
 
 def _advice(notes: Notes, link: Link | None, room: int) -> list[Advice]:
-    fits = sum(notes.sizes[number] for number in _taken(notes)) <= room
+    fits = sum(notes.sizes[number] for number in _taken_saves(notes)) <= room
     first_asked: dict[int, float] = {}
     for number, seconds in notes.asked_at.items():
         first_asked.setdefault(notes.owners[number], seconds)
@@ -387,7 +387,7 @@ class Forward:
         return bool(self._lessons)
 
     def readers(self, number: int, first: int, kind: Kind) -> frozenset[str]:
-        """Who asks for the storage that save ``number``, of this ``kind``, takes, as far as is known; none: it is not.
+        """Readers of the storage that save ``number``, of this ``kind``, takes, as far as is known; none: it is not.
 
         Args:
             first: the first save of that storage.

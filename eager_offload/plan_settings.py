@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eager_offload.config import OffloadConfig, OffloadFields, size_literal
+from eager_offload.config import OffloadConfig, OffloadFields, size_literal, variable_of
 from eager_offload.errors import ConfigError
 from eager_offload.step_plan import ComputedPlan
 
@@ -58,7 +58,7 @@ def _check_variables(plan: ComputedPlan, planned: Mapping[str, object]) -> None:
     for name, given in OffloadConfig.from_env().changed().items():
         if name in known and given not in ("auto", known[name]):
             raise ConfigError(
-                f"EAGER_OFFLOAD_{name.upper()}={shown(given)} in the environment does not go with plan=..., which was "
+                f"{variable_of(name)}={shown(given)} in the environment does not go with plan=..., which was "
                 f"made for {name}={shown(known[name])!r}: unset the variable, or plan anew"
             )
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import difflib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from eager_offload._torch import module_call, own_call, set_module_call
 from eager_offload.errors import ConfigError
 from eager_offload.marks import no_offload
+from eager_offload.module_calls import ModuleCall
 
 __all__ = ["SkippedModules", "plain_name"]
 
@@ -115,7 +115,7 @@ class _Hook:
         self._skipped = skipped
         self._module: weakref.ref[nn.Module] | None = weakref.ref(module)  # or a module would hold itself
         self._handle = module.register_forward_pre_hook(self)
-        self._call: _Call | None = None
+        self._call: ModuleCall | None = None
 
     def __call__(self, module: nn.Module, arguments: Any) -> None:
         # It has to be there: Dynamo inlines the forward of a module that has no hooks, and would not come by what is
@@ -144,36 +144,18 @@ class _Hook:
 
     def begin(self) -> None:
         if (module := self.module()) is not None:
-            call = module_call(module)
-            self._call = call if isinstance(call, _Call) else _Call(module)
-            self._call.users += 1
+            self._call = ModuleCall.begin(module, _in_region)
 
     def end(self) -> None:
         self._handle.remove()
         if self._call is not None:
-            self._call.users -= 1
-            self._call.leave_unused()
+            self._call.end()
             self._call = None
 
 
-class _Call:
-    """What is called in place of a module: one for all those ``Offload`` objects that skip it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._inner = weakref.ref(module), module_call(module)
-        self.users = 0
-        set_module_call(module, self)
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        module = self._module()
-        assert module is not None  # it is what is being called
-        with no_offload():
-            return (self._inner or own_call(module))(*arguments, **named)
-
-    def leave_unused(self) -> None:
-        module = self._module()
-        if not self.users and module is not None and module_call(module) is self:
-            set_module_call(module, self._inner)
+def _in_region(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    with no_offload():
+        return call(*arguments, **named)
 
 
 def plain_name(name: str) -> str:

@@ -255,47 +255,26 @@ class Counters:
     ) -> None:
         self.live = LiveBytes() if live is None else live
         self.live.poll()
-        self.steps = 0
-        self.saved_tensors = 0
-        self.saved_bytes = 0
-        self.offloaded_tensors = 0
-        self.offloaded_bytes = 0
-        self.shared_bytes = 0
+        # Those of a snapshot, by its names; what is not here is at its default there.
+        self.steps = self.saved_tensors = self.offloaded_tensors = self.foreign_hooks = 0
+        self.followed_forwards = self.compiled_regions = self.empty_forwards = 0
+        self.saved_bytes = self.offloaded_bytes = self.shared_bytes = self.small_bytes_largest = 0
+        self.reloaded_bytes = self.forwarded_bytes = self.released_bytes = 0
+        self.bytes_out = self.bytes_in = self.disk_bytes_written = 0
+        self.inflight_bytes_peak = self.resident_bytes_peak = self.device_bytes_peak = 0
+        self.host_bytes_peak = self.disk_bytes_peak = self.device_memory_peak = 0
+        self.without_offload_bytes_peak = self.live.without_offload
+        self.device_budget = self.keep_last_bytes = 0
+        self.stall_seconds = self.window_stall_seconds = self.out_seconds = self.in_seconds = self.slowdown = 0.0
+        self.keeps_freed_memory = self.is_approximate = False
         self.kept_bytes = dict.fromkeys(KeepReason, 0)
-        self.small_bytes_largest = 0
         self.coded_bytes: dict[str, int] = {}
         self.packed_bytes: dict[str, int] = {}
         self.refused: dict[str, int] = {}
-        self.reloaded_bytes = 0
-        self.forwarded_bytes = 0
-        self.released_bytes = 0
-        self.bytes_out = 0
-        self.bytes_in = 0
-        self.stall_seconds = 0.0
-        self.window_stall_seconds = 0.0
-        self.out_seconds = 0.0
-        self.in_seconds = 0.0
-        self.inflight_bytes_peak = 0
-        self.resident_bytes_peak = 0
-        self.device_bytes_peak = 0
-        self.without_offload_bytes_peak = self.live.without_offload
-        self.host_bytes_peak = 0
-        self.disk_bytes_peak = 0
-        self.disk_bytes_written = 0
         self.demotions: dict[str, int] = {}
-        self.foreign_hooks = 0
-        self.followed_forwards = 0
         self.plan_misses: dict[str, int] = {}
         self.plan = plan
         self.planned = planned
-        self.device_budget = 0
-        self.device_memory_peak = 0
-        self.keep_last_bytes = 0
-        self.slowdown = 0.0
-        self.compiled_regions = 0
-        self.keeps_freed_memory = False
-        self.empty_forwards = 0
-        self.is_approximate = False
         #: When the first `with` that is counted was entered.
         self.began: float | None = None
         #: Whether what is saved next is the first of a step.
@@ -384,14 +363,14 @@ class Counters:
 
     def snapshot(self, config: OffloadConfig | None = None) -> OffloadStats:
         """What is counted so far, with what the run was configured with, for the advice."""
-        values = dict(vars(self))
-        began = values.pop("began")
-        del values["live"], values["step_begins"], values["planned"]
-        values["compiled_graphs"] = len(values.pop("graphs"))
-        values["seconds"] = 0.0 if began is None else time.perf_counter() - began
-        values["kept_bytes"] = {r.value: n for r, n in self.kept_bytes.items() if n}
-        for name in ("coded_bytes", "packed_bytes", "refused", "demotions", "plan_misses"):
-            values[name] = dict(values[name])
+        values: dict[str, Any] = {
+            name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()
+        }
+        for name in ("live", "planned", "began", "step_begins", "graphs"):
+            del values[name]
+        values["kept_bytes"] = {reason.value: nbytes for reason, nbytes in self.kept_bytes.items() if nbytes}
+        values["compiled_graphs"] = len(self.graphs)
+        values["seconds"] = 0.0 if self.began is None else time.perf_counter() - self.began
         stats = OffloadStats(**values)
         if config is not None:  # __setattr__: the one way to give something to a frozen dataclass
             object.__setattr__(stats, "_config", config)

@@ -1,4 +1,4 @@
-"""How much Python one saved tensor takes that is offloaded and comes back; its time is measured in benchmarks/hooks.py."""
+"""How many calls one saved tensor takes that is offloaded and comes back; benchmarks/hooks.py measures its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which codecs the user allows, by who reads a saved tensor in backward.
+"""Which codecs the user allows, by the nodes that read a saved tensor in backward.
 
 A *consumer* is a node of autograd, by its name: ``MulBackward0`` reads what ``a * b`` has saved. What rounds is allowed
 by consumer, since what an error does to a gradient depends on what is computed with it. What no rule names is exact:
@@ -80,7 +80,7 @@ class CodecPolicy:
         given: list[tuple[Any, Any]] = list(self.rules.items())
         for consumer, _ in given:
             _check_consumer(consumer)
-        rules = {consumer: _checked(consumer, codec) for consumer, codec in sorted(given)}
+        rules = {consumer: _check(consumer, codec) for consumer, codec in sorted(given)}
         object.__setattr__(self, "rules", MappingProxyType(rules))
 
     def __hash__(self) -> int:
@@ -193,7 +193,7 @@ def _check_consumer(consumer: object) -> None:
         )
 
 
-def _checked(consumer: str, given: object) -> Codec:
+def _check(consumer: str, given: object) -> Codec:
     codec = codec_of(given) if isinstance(given, str) else given
     # Nor one derived of them: it is written by the name of a codec that is another, or none.
     if not isinstance(codec, BF16 | BlockInt | BlockFP8) or type(codec) not in (BF16, BlockInt, BlockFP8):

@@ -1,4 +1,4 @@
-"""Who reads a saved value in a graph's backward: nodes of autograd, by their names, as the rules of a policy have them.
+"""What reads a saved value in a graph's backward: nodes of autograd, by the names that the rules of a policy have.
 
 [Note: who reads]
 AOTAutograd writes on every node which operator it was traced for, whatever that was decomposed into, and the number
@@ -87,7 +87,7 @@ _PADS = frozenset(("aten::constant_pad_nd",))
 
 
 class Consumers:
-    """Names who reads what is saved.
+    """Names what reads what is saved.
 
     Args:
         nodes: of both graphs, the forward's in front.

@@ -58,7 +58,7 @@ def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:
     """See [Note: the strides of a host tensor]."""
     value = node.meta.get("val")
     if isinstance(source, inductor_ir.TensorBox) and isinstance(value, Tensor):
-        source.realize()  # or each who needs it in memory would compute it again
+        source.realize()  # or each reader that needs it in memory would compute it again
         prefers = V.graph.nodes_prefer_channels_last
         if node.meta.get(EXACT):
             prefers.discard(node)

@@ -433,7 +433,7 @@ def _made_before(product: Node) -> list[Node]:
 
 
 def _end(transfer: Node) -> Node:
-    """Who reads this comes after ``transfer``. Of a wait it is what the wait writes to."""
+    """The node whose readers come after ``transfer``. Of a wait it is what the wait writes to."""
     return cast(Node, transfer.args[0]) if transfer.target is ops.wait_tensor else transfer
 
 

@@ -7,8 +7,8 @@
 | ``eager_offload.keep(tensor)``, ``eager_offload.prefer_offload(tensor)`` | on the storage that stands for the tensor |
 | ``with eager_offload.no_offload():`` | ``node.meta["custom"]`` of every node that was traced inside |
 
-What is asked of one value counts for all that share its storage. Who asks for a value to stay wins over who asks for it
-to move, and neither moves what is owned outside of the graph.
+What is asked of one value counts for all that share its storage. What asks for it to stay wins over what asks for it to
+move, and neither moves what is owned outside of the graph.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class CapturedRun:
 
     @property
     def keeper(self) -> Any:
-        """Who unpacks its handles."""
+        """What unpacks its handles."""
         return self
 
     def _begin_forward(self, plan: StepPlan) -> None:

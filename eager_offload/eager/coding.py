@@ -4,11 +4,11 @@ A part of a storage that has holes is gathered, whatever the user asks for: what
 codecs that change no bit take the whole range of bytes, whatever view of it was saved.
 
 [Note: rounding]
-What rounds is allowed by who reads, and that is known once a forward like this one has gone backward: unpack notes the
+What rounds is allowed by its readers, known once a forward like this one has gone backward: unpack notes the
 name of the node that asks. So the first forward of its kind is exact, and a save of a later one is rounded if it is
 like the save that it was then (bytes, dtype, the operator that made it) and every reader of its storage has a rule. A
 storage that several read is packed for the strictest; a save that was not expected finds it exact, or takes it anew.
-What was rounded is given to those only who may have it: anyone else is a `PrecisionError`.
+What was rounded is given only to readers that may have it: another one is a `PrecisionError`.
 
 A graph that goes backward twice sees the same numbers. What was rounded is packed once, and from then on nothing but
 what was packed is given out.
@@ -143,14 +143,14 @@ def codings_of(plan: StepPlan, policy: CodecPolicy) -> list[Coding | None]:
         ConfigError: there is no such codec at all.
     """
     return [
-        _planned(save.coded, save.storage_nbytes, policy)
+        _planned_coding(save.coded, save.storage_nbytes, policy)
         if save.coded is not None and save.fate is Fate.OFFLOAD
         else None
         for save in plan.saves
     ]
 
 
-def _planned(save: Coded, storage_nbytes: int, policy: CodecPolicy) -> Coding | None:
+def _planned_coding(save: Coded, storage_nbytes: int, policy: CodecPolicy) -> Coding | None:
     """What a step plan says of a storage that leaves whole; ``None`` where ``policy`` has no such codec."""
     codec, dtype = policy.codec(save.codec), getattr(torch, save.dtype.removeprefix("torch."), None)
     if codec is None or not isinstance(dtype, torch.dtype):

@@ -274,7 +274,7 @@ class SavedStorage:
         return self.coding is not None and self.coding.rounds
 
     def be_exact(self) -> None:
-        """Somebody shares it for whom nothing may be rounded, and its copy has not started."""
+        """A later save shares it whose readers take nothing rounded, and its copy has not started."""
         if self.coding is not None:
             self.coding = self.coding.exact
 

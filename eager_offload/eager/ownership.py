@@ -1,4 +1,4 @@
-"""Who owns a tensor that autograd was given: what makes a gradient a tensor of its own, or an alias of what was saved.
+"""What owns a tensor that autograd was given: what makes a gradient a tensor of its own, or an alias of what was saved.
 
 [Note: gradients that are saved tensors]
 The backward of a custom function may return a saved tensor as a gradient, and so may a hook that reads one from a node

@@ -2,8 +2,8 @@
 
 [Note: what was packed stands for its source]
 Once the copy of what was packed is enqueued, and nothing in it may be refused any more, its source goes: on the device
-there are packed bytes only. Who asks before they have arrived is given those, unpacked, and so is who asks for what did
-not arrive, or was taken back. So what was rounded is the same for all that ask from its pack on. On an accelerator,
+there are packed bytes only. An unpack before they have arrived is given those, unpacked, and so is one of what did not
+arrive, or was taken back. So what was rounded is the same for every unpack from its pack on. On an accelerator,
 where the memory of a source may belong to another stream than the one that packs (a batch that was loaded), the runtime
 holds it until the device has packed it.
 """

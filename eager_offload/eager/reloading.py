@@ -107,7 +107,7 @@ class Reloading:
     def on_arrival(self, saved: SavedStorage, transfer: Transfer) -> None:
         """The bytes of a storage rest in a tier. What backward expects next stays, as if it had come back.
 
-        Not where the storage was saved anew: that save would be taken for one that someone else keeps alive.
+        Not where the storage was saved anew: that save would be taken for one that something else keeps alive.
         """
         if (
             saved.reload is None

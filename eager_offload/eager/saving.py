@@ -349,7 +349,7 @@ class SavedTensors:
         if kind is None or kind in self._exact_kinds:
             return coding_of(tensor, area, self._policy)
         if not forward.is_known and forward.recorder is not None:
-            forward.recorder.is_early = True  # the next one of its kind knows who reads
+            forward.recorder.is_early = True  # the next one of its kind knows the readers
         coding = coding_of(tensor, area, self._policy, forward.readers(number, first, kind), kind)
         return None if coding is None else self.seeded(coding)
 
@@ -488,7 +488,7 @@ class SavedTensors:
         return tensor
 
     def _check_reader(self, view: SavedView) -> None:
-        """Learns who asks, and looks whether that one may be given what was rounded."""
+        """Learns which node asks, and looks whether that one may be given what was rounded."""
         reader, saved = asking_node(), view.storage
         if view.run is None:
             view.forward.notes.readers.setdefault(view.number, set()).add(reader)

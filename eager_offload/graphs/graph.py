@@ -71,8 +71,8 @@ class CapturedGraph:
         and after all that is enqueued on the current stream.
 
         Args:
-            stream: on which it runs, of the device of the capture; the current one, where it is left out. Who reads
-                the results on another stream has that wait for this one.
+            stream: on which it runs, of the device of the capture; the current one, where it is left out. Another
+                stream that reads the results has to wait for this one.
 
         Raises:
             CaptureInputError: ``stream`` is of another device.
@@ -182,7 +182,7 @@ class GraphCaptureGuard:
 
     Args:
         stream: to capture on, not the default one; each device has one for this, where it is left out.
-        mode: whom the driver refuses what is unsafe.
+        mode: whose unsafe calls the driver refuses.
         pool: what the graph shares with others; see ``CapturePool``.
         debug: whether the graph can be dumped.
 

@@ -1,24 +1,19 @@
-"""Calls of a module that run in a ``with offload``, for frameworks that offer no place around forward.
-
-[Note: Not by forward hooks] A forward hook registered with ``always_call=True`` is not called when a
-``KeyboardInterrupt`` comes: the saved-tensor hooks would stay installed in a notebook whose cell was stopped. What
-``module.compile()`` uses to call a module in another way lets a plain ``with`` do it, is left out of copies and pickles
-by torch itself, and stands outside of the code of a compiled module, so that no graph breaks.
-"""
+"""Calls of a module that run in a ``with offload``, for frameworks that offer no place around forward."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from eager_offload import ConfigError, Offload
-from eager_offload._torch import module_call, offloaded_modules, own_call, set_module_call
+from eager_offload._torch import offloaded_modules
 from eager_offload.errors import warn
+from eager_offload.module_calls import ModuleCall
 
 __all__ = ["OffloadedCalls", "is_training", "warn_of_what_hides"]
 
@@ -48,33 +43,23 @@ class OffloadedCalls:
                 "offloaded. Start one process for each device (`torchrun`, `accelerate launch`), or show the process "
                 "one device alone (CUDA_VISIBLE_DEVICES)"
             )
-        inner = module_call(module)
-        active = self._active = [True]  # shared with the call: another's may stand around it when it is to go
-        called = self._module = weakref.ref(module)  # or a module would hold itself
+        called = weakref.ref(module)  # or a module would hold itself
 
-        @wraps(inner or type(module).forward)
-        def call(*arguments: Any, **named: Any) -> Any:
+        def around(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
             module = called()
             assert module is not None  # it is what is being called
-            forward = inner or own_call(module)
-            if not (active and when(module)):
-                return forward(*arguments, **named)
-            with offload:
-                return forward(*arguments, **named)
+            with offload if when(module) else nullcontext():
+                return call(*arguments, **named)
 
         # The compiler is to look at what is called, and not at the `with` around it.
-        ours: Any = torch.compiler.disable(call, recursive=False)  # type: ignore[no-untyped-call]  # torch's own
-        # The module holds both, and this object neither: what `module.compile()` left there holds the module.
-        ours.replaced = inner
-        self._call: weakref.ref[Any] = weakref.ref(ours)
-        set_module_call(module, ours)
+        unseen = torch.compiler.disable(around, recursive=False)  # type: ignore[no-untyped-call]  # torch's own
+        # Held by the module alone: what `module.compile()` left there, which it goes on to call, holds the module.
+        self._call = weakref.ref(ModuleCall.begin(module, unseen))
 
     def remove(self) -> None:
         """Calls the module as before. Idempotent."""
-        self._active.clear()
-        module, ours = self._module(), self._call()
-        if module is not None and ours is not None and id(module_call(module)) == id(ours):
-            set_module_call(module, ours.replaced)
+        if (call := self._call()) is not None:
+            call.end()
 
 
 def warn_of_what_hides(model: nn.Module, instead: str) -> None:

@@ -151,7 +151,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
 
     def _is_the_one(self, trainer: Any) -> bool:
         """Whether it is this one, of all that a Trainer has, that offloads."""
-        if len(_given(trainer)) > 1:
+        if len(_given_callbacks(trainer)) > 1:
             raise ConfigError(
                 "more than one OffloadCallback among the callbacks of a Trainer is not accepted, since only one of "
                 "them could offload: leave the others out"
@@ -183,10 +183,10 @@ class CallbackFromEnvironment(OffloadCallback):
 
     def _is_the_one(self, trainer: Any) -> bool:
         first = next((one for one in trainer.callbacks if isinstance(one, CallbackFromEnvironment)), self)
-        return first is self and not _given(trainer)
+        return first is self and not _given_callbacks(trainer)
 
 
-def _given(trainer: Any) -> list[OffloadCallback]:
+def _given_callbacks(trainer: Any) -> list[OffloadCallback]:
     """The callbacks that were given to ``trainer``, by its user."""
     ours = [one for one in trainer.callbacks if isinstance(one, OffloadCallback)]
     return [one for one in ours if not isinstance(one, CallbackFromEnvironment)]

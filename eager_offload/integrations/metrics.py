@@ -65,7 +65,7 @@ class OffloadMetrics:
         if not self._log_metrics:
             return {}
         amounts = {name: _since(getattr(now, name), getattr(before, name)) for name in _AMOUNTS}
-        amounts["kept_bytes"] = _since(_kept(now), _kept(before))
+        amounts["kept_bytes"] = _since(_kept_bytes(now), _kept_bytes(before))
         amounts["demotions"] = _since(_demotions(now), _demotions(before))
         figures = {name: amount / max(steps, 1) for name, amount in amounts.items()}
         three = {"device_peak_mib": now.device_bytes_peak / MIB, "moved_mib": figures["bytes_out"] / MIB}
@@ -133,7 +133,7 @@ def _since(now: float, before: float) -> float:
     return now - before if now >= before else now
 
 
-def _kept(stats: OffloadStats) -> int:
+def _kept_bytes(stats: OffloadStats) -> int:
     return sum(stats.kept_bytes.values())
 
 

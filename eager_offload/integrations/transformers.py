@@ -62,9 +62,6 @@ class OffloadTrainerCallback(TrainerCallback):
             Accelerate compiles with ``fullgraph``, and if another callback of this class or the mixin is there too.
     """
 
-    #: Whether the calls of the model run in the context; else the loss is made in it, by the mixin.
-    _takes_calls = True
-
     def __init__(
         self,
         config: Given = None,
@@ -126,20 +123,22 @@ class OffloadTrainerCallback(TrainerCallback):
             return
         self._be_the_only_one(state, model)
         _refuse_data_parallel(args, model)
-        if self._takes_calls:
-            _refuse_compiled_around(args)
         for option in _hiding_options(args):
             warn(f"{option} offloads by saved-tensor hooks too, and only one can have a tensor: leave that option out")
         self.offload.skip_in(model)
+        self._enter_around(model, self.offload, args)
         self._metrics.read()
         self._saved_before = self.offload.stats().offloaded_bytes
         self._first_step = self._read_step = state.global_step
         self._state, self._model = weakref.ref(state), weakref.ref(model)
         _go_first(self, sys._getframe(1))
-        if self._takes_calls:
-            self._removal = weakref.finalize(self, OffloadedCalls(model, self.offload).remove)
-            self._removal.atexit = False
         _begun.add(self)
+
+    def _enter_around(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
+        """Has the calls of ``model`` run in ``with offload``."""
+        _refuse_compiled_around(args)
+        self._removal = weakref.finalize(self, OffloadedCalls(model, offload).remove)
+        self._removal.atexit = False
 
     def _be_the_only_one(self, state: TrainerState, model: nn.Module) -> None:
         """What failed training left on the model would hide what comes inside of it, and so would another callback."""
@@ -288,7 +287,8 @@ class OffloadTrainerMixin(_Base):
 class _AroundLoss(OffloadTrainerCallback):
     """The mixin's."""
 
-    _takes_calls = False
+    def _enter_around(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
+        pass  # the trainer's own context does, in its time
 
 
 def _refuse_data_parallel(args: TrainingArguments, model: nn.Module) -> None:

@@ -104,7 +104,7 @@ class CodecKernels:
                 continue
             try:
                 with without_caller_modes():
-                    self._kernels[size] = _compiled(size)
+                    self._kernels[size] = _compile(size)
             except CapabilityError as error:
                 self._without.add(size.device)
                 warn(f"{error}. Saved tensors are packed by torch's own operators in its place, which is slower")
@@ -139,7 +139,7 @@ def _is_aligned(*tensors: Tensor) -> bool:
     return not any(tensor.data_ptr() % _ALIGNMENT for tensor in tensors)
 
 
-def _compiled(size: _Size) -> _Kernels:
+def _compile(size: _Size) -> _Kernels:
     """Its kernels, which have packed and unpacked some numbers as the codec does.
 
     Raises:

@@ -100,11 +100,11 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
 def timed(name: str, device: torch.device) -> AbstractContextManager[None]:
     """Around a launch: notes when it began and ended, while a profile runs."""
     running = _running
-    return nullcontext() if running is None else _noted(running, name, device)
+    return nullcontext() if running is None else _note(running, name, device)
 
 
 @contextmanager
-def _noted(running: _Profile, name: str, device: torch.device) -> Iterator[None]:
+def _note(running: _Profile, name: str, device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         running.base(device)
     start = _moment(device)

@@ -61,10 +61,10 @@ class _Members:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Members) or type(other) is not type(self):
             return NotImplemented
-        return _named(self.members) == _named(other.members)
+        return _items(self.members) == _items(other.members)
 
     def __hash__(self) -> int:
-        return hash(tuple(_named(self.members)))
+        return hash(tuple(_items(self.members)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A view of a dict is neither copied nor pickled.
@@ -72,7 +72,7 @@ class _Members:
 
     @property
     def align(self) -> int:
-        return max(int(member.align) for _, member in _named(self.members))
+        return max(int(member.align) for _, member in _items(self.members))
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class Union(_Members):
 
     @property
     def nbytes(self) -> int:
-        return max(int(member.nbytes) for _, member in _named(self.members))
+        return max(int(member.nbytes) for _, member in _items(self.members))
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ class StagingTree(_Members):
 
     @property
     def nbytes(self) -> int:
-        return sum(int(member.nbytes) for _, member in _named(self.members))
+        return sum(int(member.nbytes) for _, member in _items(self.members))
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -153,7 +153,7 @@ class StagingTree(_Members):
         }
 
 
-def _named(members: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, Any]]:
+def _items(members: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, Any]]:
     if isinstance(members, Mapping):
         return list(members.items())
     return [(str(number), member) for number, member in enumerate(members)]
@@ -164,7 +164,7 @@ def _check_members(node: _Members) -> None:
     name = type(node).__name__
     if isinstance(members, str) or not isinstance(members, Mapping | Sequence) or not members:
         raise KernelError(f"{name}({members!r}) is not accepted: it has members, in a sequence or by their names")
-    named: list[tuple[Any, Any]] = _named(members)
+    named: list[tuple[Any, Any]] = _items(members)
     for path, member in named:
         if not isinstance(path, str) or not path or "." in path:  # so that a path is that of one slot
             raise KernelError(f"{name} has a member {path!r}: names are texts, not empty, with no dot in them")
@@ -174,7 +174,7 @@ def _check_members(node: _Members) -> None:
 
 def _slots(node: Union | StagingTree, path: str, offset: int) -> Iterator[tuple[str, Slot, int]]:
     """The slots with their paths and offsets, in order; raises for one that is misaligned."""
-    for name, member in _named(node.members):
+    for name, member in _items(node.members):
         full = f"{path}.{name}" if path else name
         if isinstance(member, Slot):
             if off := offset % member.align:

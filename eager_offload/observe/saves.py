@@ -38,17 +38,17 @@ class SaveOutcome(NamedTuple):
     nbytes: int
 
 
-def _kept(reason: str, nbytes: int) -> SaveOutcome:
+def _kept_outcome(reason: str, nbytes: int) -> SaveOutcome:
     return SaveOutcome("kept" if reason else "offloaded", reason, nbytes)
 
 
 def _outcome_of_view(record: StorageRecord, shares: bool, nbytes: int) -> SaveOutcome:
     """The record knows the state of a storage whether or not that is still alive."""
     if record.state is State.KEPT:
-        return _kept(record.kept.value, nbytes)
+        return _kept_outcome(record.kept.value, nbytes)
     if shares:
         return SaveOutcome("shared", "", nbytes)
-    return _kept(KeepReason.NEWEST.value if record.state is State.WAITING else "", nbytes)
+    return _kept_outcome(KeepReason.NEWEST.value if record.state is State.WAITING else "", nbytes)
 
 
 class _StorageBytes:
@@ -113,7 +113,7 @@ class GraphSave:
 
     def stays(self, reason: str) -> None:
         """Why they stay; empty for what left."""
-        self._save.outcomes = [partial(_kept, reason, self._nbytes)]
+        self._save.outcomes = [partial(_kept_outcome, reason, self._nbytes)]
 
 
 class _SaveRecord(FinalizerRecord[RecordedHandle | GraphSave]):
@@ -148,7 +148,7 @@ class SaveLog:
         recorded, stays = RecordedHandle(handle, save, self), isinstance(handle, KeptTensor)
         self._watch(recorded, save)
         if isinstance(handle, KeptTensor):
-            save.outcomes = [partial(_kept, handle.reason.value, nbytes)]
+            save.outcomes = [partial(_kept_outcome, handle.reason.value, nbytes)]
         else:
             views = [handle] if isinstance(handle, SavedView) else handle.views()
             save.outcomes = [
@@ -178,7 +178,7 @@ class SaveLog:
 
     def add_kept_by_graph(self, reason: str, nbytes: int, save: Save) -> None:
         """Takes note of bytes that a graph keeps."""
-        save.operation, save.outcomes = _BY_GRAPHS, [partial(_kept, reason, nbytes)]
+        save.operation, save.outcomes = _BY_GRAPHS, [partial(_kept_outcome, reason, nbytes)]
         self._add(save)
 
     def saved_by(self, key: int | None) -> Save | None:

@@ -19,7 +19,7 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
         found = (f"{name} {count:,}" for name, count in sorted(stats.demotions.items()))
         lines.append("fallbacks  " + ", ".join(found))
     if stats.coded_bytes or stats.refused:
-        lines.append(f"coded      {_coded(stats)}")
+        lines.append(f"coded      {_codecs_text(stats)}")
     if stats.disk_bytes_written:
         daily = stats.terabytes_a_day
         pace = f", {daily:,.1f} TB a day if it goes on" if daily >= 0.1 and stats.seconds >= WEAR_SECONDS else ""
@@ -89,7 +89,7 @@ def _table(stats: OffloadStats) -> Iterator[str]:
     yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s"
 
 
-def _coded(stats: OffloadStats) -> str:
+def _codecs_text(stats: OffloadStats) -> str:
     """What codecs came to."""
     found = []
     for name, nbytes in sorted(stats.coded_bytes.items()):

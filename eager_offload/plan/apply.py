@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from eager_offload._torch import module_call, own_call, set_module_call
 from eager_offload.errors import ConfigError
+from eager_offload.module_calls import ModuleCall
 from eager_offload.skipping import plain_name
 
 __all__ = ["checkpointed", "modules_named"]
@@ -30,12 +29,12 @@ def checkpointed(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     Raises:
         ConfigError: ``model`` has no module of a name; nothing has changed then.
     """
-    calls: list[_Call] = []
+    calls: list[ModuleCall] = []
     modules = modules_named(model, names)
     try:
         with _lock:
             for module in modules:
-                calls.append(_begun(module))
+                calls.append(ModuleCall.begin(module, _again))
         yield
     finally:
         with _lock:
@@ -62,37 +61,11 @@ def modules_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     return [known[name] for name in plain]
 
 
-class _Call:
-    """What is called in place of a module; copies and pickles of the module leave it out."""
+def _again(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    count, keys = len(arguments), tuple(named)
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._inner = weakref.ref(module), module_call(module)
-        self.users = 0
-        set_module_call(module, self)
+    def run(*given: Any) -> Any:
+        return call(*given[:count], **dict(zip(keys, given[count:], strict=True)))
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        module = self._module()
-        assert module is not None  # it is what is being called
-        call = self._inner or own_call(module)
-        if not self.users:  # something else has been put around it since
-            return call(*arguments, **named)
-        count, keys = len(arguments), tuple(named)
-
-        def run(*given: Any) -> Any:
-            return call(*given[:count], **dict(zip(keys, given[count:], strict=True)))
-
-        # What is given by name too is saved as the rest is, and not just held.
-        return checkpoint(run, *arguments, *named.values(), use_reentrant=False, preserve_rng_state=True)
-
-    def end(self) -> None:
-        self.users -= 1
-        module = self._module()
-        if not self.users and module is not None and module_call(module) is self:
-            set_module_call(module, self._inner)
-
-
-def _begun(module: nn.Module) -> _Call:
-    call = module_call(module)
-    call = call if isinstance(call, _Call) else _Call(module)
-    call.users += 1
-    return call
+    # What is given by name too is saved as the rest is, and not just held.
+    return checkpoint(run, *arguments, *named.values(), use_reentrant=False, preserve_rng_state=True)

@@ -12,6 +12,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -155,8 +156,8 @@ class Blocks:
 
     def made_between(self, begin: int, end: int) -> list[Block]:
         """Those that the operators from ``begin`` until ``end`` have made."""
-        first = bisect_left(self.all, begin, key=_made)
-        return self.all[first : bisect_left(self.all, end, lo=first, key=_made)]
+        first = bisect_left(self.all, begin, key=attrgetter("made"))
+        return self.all[first : bisect_left(self.all, end, lo=first, key=attrgetter("made"))]
 
     def save(self, block: Block, tensor: Tensor, op: int) -> Saved:
         """A graph saves ``tensor``, of ``block``, which may move."""
@@ -209,10 +210,6 @@ class Blocks:
             for one in others
         ]
         return numbers, storages, tuple(living(ops, spans))
-
-
-def _made(block: Block) -> int:
-    return block.made
 
 
 def _end(op: int | None, ops: int) -> int:

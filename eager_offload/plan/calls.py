@@ -99,7 +99,7 @@ class Calls:
             self._writes.append((op, block))
 
     def decided(self, save: int) -> None:
-        """Somebody has said of that save whether it is to move."""
+        """A mark or a region of the user's says of that save whether it is to move."""
         self._decided.append(save)
 
     def result(self, numbers: Mapping[Block, int], ops: int) -> tuple[tuple[ModuleCall, ...], tuple[Storage, ...]]:

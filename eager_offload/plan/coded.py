@@ -1,10 +1,11 @@
 """Which codec packs a storage of a program before it travels: what a trace knows of its makers and its readers.
 
 [Note: readers of a trace]
-Eager code learns who reads a saved tensor when a step has gone backward. A trace has seen it before the first step, so
-each step that follows a plan is rounded, the first one too; who else asks is a ``PrecisionError``, as in eager code.
-Whether a mask of floating-point numbers has two values no trace can see. But it sees who has written them: a mask that
-dropout has drawn has. Anything else that might be one travels as it is, since eager code would look at its numbers.
+Eager code learns which nodes read a saved tensor when a step has gone backward. A trace has seen it before the first
+step, so each step that follows a plan is rounded, the first one too; any other reader is a ``PrecisionError``, as in
+eager code. Whether a mask of floating-point numbers has two values no trace can see. But it sees which operator has
+written them: a mask that dropout has drawn has. Anything else that might be one travels as it is,
+since eager code would look at its numbers.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class _Costs(TorchDispatchMode):
         self.living = self.most = 0
         self._alive: dict[int, object] = {storage_key(one.untyped_storage()): one for one in given}
 
-    def _made(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage_key(storage), storage.nbytes()
         if key in self._alive:
             return
@@ -135,7 +136,7 @@ class _Costs(TorchDispatchMode):
         result = func(*args, **named)
         self.traffic += traffic_of(Call(func, args, named, result))
         for one in tensors_in(result):
-            self._made(one.untyped_storage())
+            self._count(one.untyped_storage())
         return result
 
 

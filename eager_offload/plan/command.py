@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        found = _planned(options)
+        found = _plan(options)
         points = found.front(_POINTS) if options.front else None
         if options.save:
             found.save(options.save)
@@ -77,14 +77,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _planned(options: argparse.Namespace) -> Plan:
+def _plan(options: argparse.Namespace) -> Plan:
     """The plan that is asked for.
 
     Raises:
         OffloadError: there is none, also where the function or the model raises what is no error of the library.
     """
     try:
-        made = _made(options.function)
+        made = _call(options.function)
         return plan(
             *made[:2],
             loss=made[2] if len(made) == 3 else None,
@@ -103,7 +103,7 @@ def _planned(options: argparse.Namespace) -> Plan:
         raise OffloadError(f"{options.function}: {' '.join([f'{type(error).__name__}:', *said])}") from error
 
 
-def _made(text: str) -> tuple[Any, ...]:
+def _call(text: str) -> tuple[Any, ...]:
     """What the function returns that ``text`` names.
 
     Raises:

@@ -7,9 +7,9 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import ConfigError
@@ -19,7 +19,7 @@ from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.program import Ask, ModuleCall, Op, Packing, Program, Save, Storage
 from eager_offload.stats import KeepReason
 
-__all__ = ["POLICIES", "Contents", "Least", "reading", "room_of"]
+__all__ = ["POLICIES", "Least", "PlanFields", "reading", "room_of", "write"]
 
 #: What a plan aims at.
 POLICIES = ("least", "free", "max")
@@ -38,102 +38,121 @@ class Least(NamedTuple):
     step_seconds: float
 
 
-class Contents(NamedTuple):
-    """The fields of a ``Plan``, in its order."""
+@dataclass(frozen=True)
+class PlanFields:
+    """What a plan is made of, and its file holds."""
 
     model: str
+    """The name of the model's class."""
     machine: Machine
+    """The device."""
     device_budget: int
+    """Bytes of the device that the step may take."""
     policy: str
+    """``"least"``, ``"free"`` or ``"max"``."""
     problem: Problem
+    """The step as numbers."""
     moves: Moves
+    """For each storage that may move, whether it does."""
     config: OffloadConfig
+    """The settings of the ``Offload`` that follows it."""
     rehearsal: Rehearsal | None
-    again: tuple[str, ...]
-    whole: Problem | None
-    traced_least: Least | None
-    steps: int
+    """What came of it in rehearsal; ``None`` where no step plan can say what this model does. Then peak and time are
+    worked out from the order of transfers alone."""
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes them to ``path``, as JSON."""
-        problem = self.problem
-        content = {
-            "format": _FORMAT,
-            "model": self.model,
-            "machine": asdict(self.machine),
-            "device_budget": self.device_budget,
-            "policy": self.policy,
-            "max_inflight_bytes": problem.window,
-            "prefetch_bytes": problem.ahead,
-            "moves": [int(one) for one in self.moves],
-            "config": self.config.to_text(),
-            "rehearsal": self.rehearsal,
-            "program": asdict(problem.program),
-            "steps": self.steps,
-            "op_seconds": list(problem.op_seconds) if self.steps else None,
-            "again": list(self.again),
-            "whole": None if self.whole is None else asdict(self.whole.program),
-            "least": self.traced_least,
-        }
-        Path(path).write_text(json.dumps(content, separators=(",", ":")), "utf-8")
+    again: tuple[str, ...] = ()
+    """The names of the modules that are computed again in backward: see ``Plan.apply``."""
+    whole: Problem | None = None
+    """The step in which nothing is computed again, where something may be."""
+    traced_least: Least | None = None
+    """What the least peak is where something may be computed again, which takes the model to say."""
+    steps: int = 0
+    """By how many real steps the times of operators are; 0: estimated."""
 
-    @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Contents:
-        """Those of a file.
 
-        Raises:
-            ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError: they do not fit together.
-        """
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
-        if content["policy"] not in POLICIES:
-            raise ValueError(f"the policy {content['policy']!r}")
-        machine, program = Machine(**content["machine"]), _program(content["program"])
-        windows = _whole(content["max_inflight_bytes"]), _whole(content["prefetch_bytes"])
-        budget, config = _whole(content["device_budget"]), OffloadConfig.from_text(content["config"])
-        steps = _whole(content["steps"])
-        seconds = _measured(content["op_seconds"], program) if steps else tuple(program.seconds(machine))
-        problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(config), machine.memory)
-        again, whole = tuple(map(str, content["again"])), None
-        if content["whole"] is not None:
-            program = _program(content["whole"])
-            whole = replace(problem, program=program, op_seconds=tuple(program.seconds(machine)))
-        least = None if (given := content["least"]) is None else _least(given)
-        if (whole is None) != (least is None):
-            raise ValueError("it has no least peak of what may be computed again")
-        if not {*again} <= {*program.modules}:
-            raise ValueError(f"{again!r} are none of its modules")
-        moves = tuple(bool(_whole(one)) for one in content["moves"])
-        if len(moves) != len(problem.program.storages):
-            raise ValueError(f"{len(moves)} decisions on {len(problem.program.storages)} storages")
-        rehearsal = content["rehearsal"]
-        if rehearsal is not None:
-            rehearsal = _rehearsal(rehearsal, problem.program)
-        return cls(
-            str(content["model"]),
-            machine,
-            budget,
-            content["policy"],
-            problem,
-            moves,
-            config,
-            rehearsal,
-            again,
-            whole,
-            least,
-            steps,
-        )
+_Plan = TypeVar("_Plan", bound=PlanFields)
+
+
+def write(plan: PlanFields, path: str | os.PathLike[str]) -> None:
+    """Writes them to ``path``, as JSON."""
+    problem = plan.problem
+    content = {
+        "format": _FORMAT,
+        "model": plan.model,
+        "machine": asdict(plan.machine),
+        "device_budget": plan.device_budget,
+        "policy": plan.policy,
+        "max_inflight_bytes": problem.window,
+        "prefetch_bytes": problem.ahead,
+        "moves": [int(one) for one in plan.moves],
+        "config": plan.config.to_text(),
+        "rehearsal": plan.rehearsal,
+        "program": asdict(problem.program),
+        "steps": plan.steps,
+        "op_seconds": list(problem.op_seconds) if plan.steps else None,
+        "again": list(plan.again),
+        "whole": None if plan.whole is None else asdict(plan.whole.program),
+        "least": plan.traced_least,
+    }
+    Path(path).write_text(json.dumps(content, separators=(",", ":")), "utf-8")
+
+
+def _of(kind: type[_Plan], content: Mapping[str, Any]) -> _Plan:
+    """The plan of a file.
+
+    Raises:
+        ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError: they do not fit together.
+    """
+    if content["format"] != _FORMAT:
+        raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
+    if content["policy"] not in POLICIES:
+        raise ValueError(f"the policy {content['policy']!r}")
+    machine, program = Machine(**content["machine"]), _program(content["program"])
+    windows = _whole(content["max_inflight_bytes"]), _whole(content["prefetch_bytes"])
+    budget, config = _whole(content["device_budget"]), OffloadConfig.from_text(content["config"])
+    steps = _whole(content["steps"])
+    seconds = _measured(content["op_seconds"], program) if steps else tuple(program.seconds(machine))
+    problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(config), machine.memory)
+    again, whole = tuple(map(str, content["again"])), None
+    if content["whole"] is not None:
+        program = _program(content["whole"])
+        whole = replace(problem, program=program, op_seconds=tuple(program.seconds(machine)))
+    least = None if (given := content["least"]) is None else _least(given)
+    if (whole is None) != (least is None):
+        raise ValueError("it has no least peak of what may be computed again")
+    if not {*again} <= {*program.modules}:
+        raise ValueError(f"{again!r} are none of its modules")
+    moves = tuple(bool(_whole(one)) for one in content["moves"])
+    if len(moves) != len(problem.program.storages):
+        raise ValueError(f"{len(moves)} decisions on {len(problem.program.storages)} storages")
+    rehearsal = content["rehearsal"]
+    if rehearsal is not None:
+        rehearsal = _rehearsal(rehearsal, problem.program)
+    return kind(
+        str(content["model"]),
+        machine,
+        budget,
+        content["policy"],
+        problem,
+        moves,
+        config,
+        rehearsal,
+        again,
+        whole,
+        least,
+        steps,
+    )
 
 
 @contextmanager
-def reading(path: str | os.PathLike[str]) -> Iterator[Contents]:
-    """Gives what ``path`` holds to a block that makes a plan of it.
+def reading(kind: type[_Plan], path: str | os.PathLike[str]) -> Iterator[_Plan]:
+    """Gives the plan that ``path`` holds to a block that looks at it.
 
     Raises:
         ConfigError: that is no plan, or one of another version; or the block raises because its numbers do not fit.
     """
     try:
-        yield Contents.of(json.loads(Path(path).read_text("utf-8")))
+        yield _of(kind, json.loads(Path(path).read_text("utf-8")))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
         raise ConfigError(f"{os.fspath(path)!r} holds no plan that this version can read: {error}") from error
 

@@ -4,43 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from eager_offload.config import size_text
-from eager_offload.observe.report.page import fill
-from eager_offload.plan.predict import Moves, Problem
+from eager_offload.observe.report.page import fill, sized
+from eager_offload.plan.predict import Problem
+from eager_offload.plan.text import PlanNumbers
 
 __all__ = ["page"]
 
-#: Points of the front that is drawn.
-_POINTS = 16
 #: Samples of a curve at most: more than a screen has pixels.
 _SAMPLES = 4096
 #: Steps between the numbers of an axis, at most.
 _TICKS = 6
-
-
-class Planned(Protocol):
-    """What the page shows of a plan."""
-
-    @property
-    def device_budget(self) -> int: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def step_seconds(self) -> float: ...
-    @property
-    def compute_seconds(self) -> float: ...
-    @property
-    def problem(self) -> Problem: ...
-    @property
-    def recomputed_bytes(self) -> int: ...
-    @property
-    def moves(self) -> Moves: ...
-    def living(self) -> Sequence[int]: ...
-    def fixed_ways(self) -> Sequence[Any]: ...
-    def front(self, points: int = ...) -> Sequence[Any]: ...
-    def rows(self) -> Sequence[Any]: ...
 
 
 class _Tick(NamedTuple):
@@ -74,13 +50,20 @@ def _step(least: float, base: float) -> float:
     return next(factor * power for factor in ((1, 2, 4) if base == 2 else (1, 2, 5, 10)) if factor * power >= least)
 
 
-def page(plan: Planned) -> str:
-    """One HTML page that needs nothing else: no network, no other file."""
+def page(plan: PlanNumbers, problem: Problem, living: Sequence[int], points: Sequence[Any], ways: Sequence[Any]) -> str:
+    """One HTML page that needs nothing else: no network, no other file.
+
+    Args:
+        problem: the step of ``plan`` as numbers.
+        living: bytes that live at each operator of it.
+        points: the best plans for other budgets, see ``Plan.front``.
+        ways: what to compare them with, see ``Plan.fixed_ways``.
+    """
     # Of budgets that buy the same, the least.
-    found = {(one.peak_bytes, one.step_seconds): one for one in reversed(plan.front(_POINTS))}
-    front, compared = list(reversed(found.values())), plan.fixed_ways()
-    peaks = [one.peak_bytes for one in (*front, *compared)] + [plan.peak_bytes]
-    seconds = [one.step_seconds for one in (*front, *compared)] + [plan.step_seconds]
+    found = {(one.peak_bytes, one.step_seconds): one for one in reversed(points)}
+    front = list(reversed(found.values()))
+    peaks = [one.peak_bytes for one in (*front, *ways, plan)]
+    seconds = [one.step_seconds for one in (*front, *ways, plan)]
     across = _Axis(peaks, lambda nbytes: size_text(round(nbytes)), 2)
     without = plan.compute_seconds or 1.0
     up = _Axis([one / without for one in seconds], lambda times: f"{times:.4g} x", 10)
@@ -92,25 +75,24 @@ def page(plan: Planned) -> str:
         "plan.html",
         plan=plan,
         front=front,
-        ways=compared,
-        rows=plan.rows(),
+        ways=ways,
+        rows=plan.modules,
         line=" ".join(f"{x},{100 - y:.2f}" for x, y in sorted({place(point) for point in front})),
-        marks=[place(one) for one in compared],
+        marks=[place(one) for one in ways],
         chosen=place(plan),
         across=across.ticks,
         up=up.ticks,
-        data=_data(plan),
+        data=_data(problem, living, plan.device_budget),
     )
 
 
-def _data(plan: Planned) -> dict[str, Any]:
+def _data(problem: Problem, living: Sequence[int], budget: int) -> dict[str, Any]:
     """What lives at each operator, with what was decided and where nothing moves; times are microseconds."""
-    problem = plan.problem
-    decided, without = plan.living(), problem.living((False,) * len(plan.moves))
+    without = problem.living((False,) * len(problem.program.storages))
     begins = [round(seconds * 1e6, 1) for seconds in problem.begins]
-    every = -(-len(decided) // _SAMPLES) or 1
+    every = -(-len(living) // _SAMPLES) or 1
     memory = [
-        [begins[first], max(decided[first : first + every]), 0, 0, max(without[first : first + every])]
-        for first in range(0, len(decided), every)
+        [begins[first], max(living[first : first + every]), 0, 0, max(without[first : first + every])]
+        for first in range(0, len(living), every)
     ]
-    return {"end": begins[-1], "tracks": [], "memory": memory, "texts": [], "budget": plan.device_budget}
+    return {"end": begins[-1], "tracks": [], "memory": memory, "texts": [], **sized(memory, budget)}

@@ -6,24 +6,23 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from eager_offload.config import OffloadConfig, size_text
+from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
-from eager_offload.machine import Machine
 from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.decide import Outcome, RehearsedSolver, outcome_of
-from eager_offload.plan.draft import Rehearsal, draft
-from eager_offload.plan.files import Contents, Least, reading
-from eager_offload.plan.predict import Moves, Problem
+from eager_offload.plan.draft import draft
+from eager_offload.plan.files import Least, PlanFields, reading, write
+from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import kind_of
 from eager_offload.plan.recompute import Recomputing
-from eager_offload.plan.text import Row, seconds_text, text_of
+from eager_offload.plan.text import PlanNumbers, Row, seconds_text, text_of
 from eager_offload.plan.timed import is_off, timed
 from eager_offload.stats import KeepReason, Relief
 from eager_offload.step_plan import Adapted, ComputedPlan, Fate, StepPlan, Timing
@@ -55,40 +54,13 @@ class FixedWay(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan(ComputedPlan):
+class Plan(PlanFields, ComputedPlan):
     """What a step of a model is to move on a device, and what comes of it; :func:`eager_offload.plan` makes one.
 
     ``print`` shows it: whether it fits, its peak, its time, and what is moved of each kind of module. The model was not
     run: its step was traced, and the library itself was rehearsed with it on a simulated device, whose peak and time
     these are. ``Offload(plan=plan)`` does the same in training. Sizes are bytes, times seconds.
     """
-
-    model: str
-    """The name of the model's class."""
-    machine: Machine
-    """The device."""
-    device_budget: int
-    """Bytes of the device that the step may take."""
-    policy: str
-    """``"least"``, ``"free"`` or ``"max"``."""
-    problem: Problem
-    """The step as numbers."""
-    moves: Moves
-    """For each storage that may move, whether it does."""
-    config: OffloadConfig
-    """The settings of the ``Offload`` that follows it."""
-    rehearsal: Rehearsal | None
-    """What came of it in rehearsal; ``None`` where no step plan can say what this model does. Then peak and time are
-    worked out from the order of transfers alone."""
-
-    again: tuple[str, ...] = ()
-    """The names of the modules that are computed again in backward: see :meth:`apply`."""
-    whole: Problem | None = None
-    """The step in which nothing is computed again, where something may be."""
-    traced_least: Least | None = None
-    """What the least peak is where something may be computed again, which takes the model to say."""
-    steps: int = 0
-    """By how many real steps the times of operators are; 0: estimated."""
 
     @cached_property
     def step_plans(self) -> tuple[StepPlan, ...]:
@@ -374,11 +346,17 @@ class Plan(ComputedPlan):
         """The storages of the whole step that are computed again."""
         return Recomputing(self._whole).gone(self.again)
 
+    @cached_property
+    def _numbers(self) -> PlanNumbers:
+        known = {one.name: getattr(self, one.name) for one in fields(PlanNumbers) if one.name != "modules"}
+        return PlanNumbers(**known, modules=tuple(self.rows()))
+
     # -- for a reader -------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
         too_small = self.config.size("min_bytes") if self.is_small else 0
-        return text_of(self, self._whole.program.movable_bytes, too_small=too_small)
+        movable_bytes = self._whole.program.movable_bytes
+        return text_of(self._numbers, movable_bytes, too_small=too_small, may_compute_again=self.may_compute_again)
 
     def __repr__(self) -> str:
         return (
@@ -390,31 +368,11 @@ class Plan(ComputedPlan):
 
     def to_dict(self) -> dict[str, Any]:
         """What it says, in the types that JSON has, without the step's own numbers."""
-        return {
-            "model": self.model,
-            "machine": asdict(self.machine),
-            "device_budget": self.device_budget,
-            "host_budget": self.host_budget,
-            "host_bytes": self.host_bytes,
-            "policy": self.policy,
-            "steps": self.steps,
-            "fits": self.fits,
-            "peak_bytes": self.peak_bytes,
-            "step_seconds": self.step_seconds,
-            "compute_seconds": self.compute_seconds,
-            "floor_seconds": self.floor_seconds,
-            "kept_bytes": self.kept_bytes,
-            "moved_bytes": self.moved_bytes,
-            "offloaded_bytes": self.offloaded_bytes,
-            "recomputed_bytes": self.recomputed_bytes,
-            "again": list(self.again),
-            "least_budget": self.least_budget,
-            "modules": [row._asdict() for row in self.rows()],
-        }
+        return self._numbers.to_dict()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to ``path``, as JSON; a file that is there is replaced."""
-        Contents(*(getattr(self, name) for name in Contents._fields)).write(path)
+        write(self, path)
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page to ``path`` that needs no network: what lives when, what other budgets buy, what moves.
@@ -423,7 +381,9 @@ class Plan(ComputedPlan):
         """
         from eager_offload.plan.html import page  # jinja2 is not needed for a plan
 
-        Path(path).write_text(page(self), "utf-8")
+        Path(path).write_text(
+            page(self._numbers, self.problem, self.living(), self.front(), self.fixed_ways()), "utf-8"
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -433,8 +393,7 @@ class Plan(ComputedPlan):
             ConfigError: the file holds no such plan, or one of another version.
             FileNotFoundError: there is no file.
         """
-        with reading(path) as contents:
-            found = cls(*contents)
+        with reading(cls, path) as found:
             if found.rehearsal is not None and not found.step_plans:
                 raise ValueError("it was rehearsed, and there is no step plan")
         return found

@@ -87,18 +87,7 @@ def plan(
     """
 
     def ask() -> _Asked:
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model={type(model).__name__} is not accepted: model takes a torch.nn.Module")
-        if loss is not None and not callable(loss):
-            raise ConfigError(f"loss={loss!r} is not accepted: loss takes a function that makes the loss")
-        if type(recompute) is not bool:
-            raise ConfigError(f"recompute={recompute!r} is not accepted: recompute takes True or False")
-        if policy not in POLICIES:
-            raise ConfigError(f"policy={policy!r} is not accepted: policy takes {_or(POLICIES)}")
-        if recompute and policy != "least":
-            raise ConfigError(
-                f"recompute={recompute!r} is not accepted: with policy={policy!r} nothing is computed again"
-            )
+        _check_what(model, loss, policy, recompute=recompute)
         _check_steps(steps, device, recompute=recompute)
         given = OffloadConfig.from_given(config, {})
         if given.keep_last_bytes != "auto":
@@ -121,7 +110,7 @@ def plan(
                 )
         return _Asked(settings, machine, budget, standing, steps, model_text(model) if are_several() else "")
 
-    return agreed(ask, lambda asked: _made(asked, model, inputs, loss, policy, recompute=recompute))
+    return agreed(ask, lambda asked: _make(asked, model, inputs, loss, policy, recompute=recompute))
 
 
 class _Asked(NamedTuple):
@@ -147,7 +136,7 @@ class _Asked(NamedTuple):
         return self._replace(settings=settings, budget=limits.device, standing=limits.standing)
 
 
-def _made(
+def _make(
     asked: _Asked,
     model: nn.Module,
     inputs: object,
@@ -191,11 +180,11 @@ def _made(
             again.whole,
             Least(least.peak_bytes, least.step_seconds),
         )
-    problem, found = _solved(problem, machine, budget, policy)
+    problem, found = _solve(problem, machine, budget, policy)
     return Plan(name, machine, budget, policy, problem, found.moves, settings, found.rehearsal, steps=asked.steps)
 
 
-def _solved(problem: Problem, machine: Machine, budget: int, policy: str) -> tuple[Problem, Outcome]:
+def _solve(problem: Problem, machine: Machine, budget: int, policy: str) -> tuple[Problem, Outcome]:
     """What is to move, and with which of the codecs that the user allows: all, those that pay, or none."""
 
     def outcome(problem: Problem) -> Outcome:
@@ -216,6 +205,24 @@ def _solved(problem: Problem, machine: Machine, budget: int, policy: str) -> tup
         problems += [problem.packing(pays=True), problem.packing(pays=False)]
     known = {one.program.storages: one for one in problems}
     return min(((one, outcome(one)) for one in known.values()), key=cost)
+
+
+def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:
+    """Whether that can be planned, and to that aim.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={type(model).__name__} is not accepted: model takes a torch.nn.Module")
+    if loss is not None and not callable(loss):
+        raise ConfigError(f"loss={loss!r} is not accepted: loss takes a function that makes the loss")
+    if type(recompute) is not bool:
+        raise ConfigError(f"recompute={recompute!r} is not accepted: recompute takes True or False")
+    if policy not in POLICIES:
+        raise ConfigError(f"policy={policy!r} is not accepted: policy takes {_or(POLICIES)}")
+    if recompute and policy != "least":
+        raise ConfigError(f"recompute={recompute!r} is not accepted: with policy={policy!r} nothing is computed again")
 
 
 def _check_steps(steps: object, device: str | Machine, *, recompute: bool) -> None:

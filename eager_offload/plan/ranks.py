@@ -59,17 +59,17 @@ def agreed(ask: Callable[[], _A], make: Callable[[_A], _P]) -> _P:
     """
     if not are_several():
         return make(ask())
-    asked, own = _tried(ask)
+    asked, own = _try(ask)
     answers: list[tuple[Limits | None, OffloadError | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(answers, (None if asked is None else asked.limits, _reported(own)))
+    dist.all_gather_object(answers, (None if asked is None else asked.limits, _report(own)))
     _raise_any(own, [error for _, error in answers])
     assert asked is not None
     _compare([limits.model for limits, _ in answers if limits is not None])
     made, own = None, None
     if dist.get_rank() == 0:
         limits = Limits.of_all([one for one, _ in answers if one is not None])
-        made, own = _tried(lambda: make(asked.within(limits)))
-    answer = [(made, _reported(own))]
+        made, own = _try(lambda: make(asked.within(limits)))
+    answer = [(made, _report(own))]
     dist.broadcast_object_list(answer, src=0)
     found, error = answer[0]
     _raise_any(own, [error])
@@ -105,14 +105,14 @@ def _compare(models: Sequence[str]) -> None:
 _R = TypeVar("_R")
 
 
-def _tried(work: Callable[[], _R]) -> tuple[_R | None, Exception | None]:
+def _try(work: Callable[[], _R]) -> tuple[_R | None, Exception | None]:
     try:
         return work(), None
     except Exception as error:  # the others wait for an answer
         return None, error
 
 
-def _reported(error: Exception | None) -> OffloadError | None:
+def _report(error: Exception | None) -> OffloadError | None:
     """What the other ranks raise."""
     if error is None:
         return None

@@ -68,13 +68,13 @@ def record(
     found: list[Measured] = []
     for _ in range(steps):
         with by_itself(), numbers_put_back(), _put_back(parts, given):
-            found.append(_recorded(model, inputs, [*_own(parts), *given], loss, min_bytes, skip, policy))
+            found.append(_record_step(model, inputs, [*_own(parts), *given], loss, min_bytes, skip, policy))
     last = found[-1]
     alike = [one.seconds for one in found if one.program.ops == last.program.ops]
     return Measured(last.program, tuple(map(min, zip(*alike, strict=True))))
 
 
-def _recorded(
+def _record_step(
     model: nn.Module,
     inputs: object,
     there: Sequence[Tensor],

@@ -203,11 +203,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         tensors = tensors_in((args, named))
         known = all(self._has_numbers(one) for one in tensors)
         try:
-            result = _called(func, args, named)
+            result = _result_of(func, args, named)
         except Exception as error:
             if known and tensors:
-                return self._computed(func, args, named)
-            if (said := _said(func, error)) is None:
+                return self._compute(func, args, named)
+            if (said := _lacking_numbers(func, error)) is None:
                 raise  # the model's own, as it would be with numbers
             raise self.error(said) from error
         made = tensors_in(result)
@@ -216,13 +216,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             func, named = _drawing_from(self._generator, func, named)
             known = "generator" in named
         if known and all(_may_be_known(one) and (one.numel() <= 1 or not is_random) for one in made):
-            return self._computed(func, args, named)
+            return self._compute(func, args, named)
         if func._schema.is_mutable:
             storages = (one.untyped_storage() for one in tensors if not is_fake(type(one)))
             self._stale.update((storage_key(one), weak_storage(one)) for one in storages)
         return result
 
-    def _computed(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _compute(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         with without_dispatch_modes():
             return func(*args, **named)
 
@@ -320,13 +320,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         )
         if not self._coder.is_idle:
             with without_dispatch_modes():
-                storages = tuple(self._packed(number, one, saves) for number, one in enumerate(storages))
+                storages = tuple(self._pack_storage(number, one, saves) for number, one in enumerate(storages))
         modules = tuple(self._modules)
         calls, arguments = self._calls.result(numbers, len(self._ops))
         ops, asks = tuple(self._ops), tuple(self._asks)
         return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, calls, arguments)
 
-    def _packed(self, number: int, storage: Storage, saves: Sequence[Save]) -> Storage:
+    def _pack_storage(self, number: int, storage: Storage, saves: Sequence[Save]) -> Storage:
         """The storage as it travels."""
         if not storage.is_whole:
             return storage
@@ -354,7 +354,7 @@ def _may_be_known(tensor: Tensor) -> bool:
     return tensor.numel() <= 1 or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
-def _called(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _result_of(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """What ``func`` returns for tensors that may be fake."""
     if func._schema.name == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
         # torch's rule for tensors without bytes takes bfloat16 alone, its kernels others too.
@@ -411,7 +411,7 @@ _QUESTIONS = {
 }
 
 
-def _said(func: OpOverload[..., Any], error: Exception) -> str | None:
+def _lacking_numbers(func: OpOverload[..., Any], error: Exception) -> str | None:
     """What an operator does for which tensors without numbers do not do; ``None`` for an error with any tensors."""
     name = func._schema.name.removeprefix("aten::")
     what = _QUESTIONS.get(type(error).__name__)

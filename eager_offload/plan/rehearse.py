@@ -80,7 +80,7 @@ class _Made(torch.autograd.Function):
         return torch.empty(nbytes, dtype=torch.float8_e5m2, device="cpu")
 
 
-def _made(root: Tensor, nbytes: int) -> Tensor:
+def _tensor_of(root: Tensor, nbytes: int) -> Tensor:
     made: Tensor = _Made.apply(root, nbytes)  # type: ignore[no-untyped-call]  # torch declares no types for it
     return made
 
@@ -224,7 +224,7 @@ class _Stage:
             return  # a save that came before its operator was written down
         nbytes = self._nbytes(self._program.storages[number].nbytes)
         if self._program.saves[self._saves_of[number][0]].requires_grad:
-            tensor = _made(self._root, nbytes)
+            tensor = _tensor_of(self._root, nbytes)
         else:
             tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._observer.allocated(tensor, self._runtime.default_stream, "forward")
@@ -236,7 +236,7 @@ class _Stage:
         save = self._program.saves[number]
         if save.node != self._node:
             self._node = save.node
-            _made(self._root, 0)  # its number is larger than that of the one before
+            _tensor_of(self._root, 0)  # its number is larger than that of the one before
         tensor = self._small
         if save.storage >= 0:
             self._make(save.storage)

@@ -55,7 +55,7 @@ class TracedSolver:
         found = [self.least, self._within((), budget)]
         aim, too_few = budget, -1
         for _ in range(_REVISIONS):
-            decision, names = self._decided(aim)
+            decision, names = self._decide(aim)
             found.append(self._within(names, budget))
             over = found[-1].outcome.peak_bytes - budget
             if over <= 0 or decision.prediction.peak_bytes > budget:
@@ -92,7 +92,7 @@ class TracedSolver:
     @cached_property
     def least(self) -> Computed:
         """That of the least peak that is known."""
-        _, names = self._decided(0)
+        _, names = self._decide(0)
         most = self._names(self._solver.all_again)
         tried = dict.fromkeys([(), names, most] if self._is_traced(most) else [(), names])
         found = [self._computed(one, self._solvers[one].least) for one in tried]
@@ -104,7 +104,7 @@ class TracedSolver:
     def _computed(self, names: tuple[str, ...], outcome: Outcome) -> Computed:
         return Computed(self._solvers[names].problem, outcome, names, self._whole)
 
-    def _decided(self, budget: int) -> tuple[Decision, tuple[str, ...]]:
+    def _decide(self, budget: int) -> tuple[Decision, tuple[str, ...]]:
         """The best decision for ``budget`` by numbers, and its modules, which can run again."""
         while True:
             decision = self._solver.within(budget)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from eager_offload.config import size_text
 from eager_offload.machine import Machine
 
-__all__ = ["Row", "seconds_text", "text_of"]
+__all__ = ["PlanNumbers", "Row", "seconds_text", "text_of"]
 
 #: Rows of the table; what is left is one more.
 _MOST_ROWS = 12
@@ -25,59 +26,49 @@ class Row(NamedTuple):
     recomputed_bytes: int = 0
 
 
-class Planned(Protocol):
-    """What is printed of a plan."""
+@dataclass(frozen=True)
+class PlanNumbers:
+    """What a plan says, each as the property of :class:`~eager_offload.Plan` of that name."""
 
-    @property
-    def model(self) -> str: ...
-    @property
-    def machine(self) -> Machine: ...
-    @property
-    def device_budget(self) -> int: ...
-    @property
-    def fits(self) -> bool: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def least_budget(self) -> int: ...
-    @property
-    def step_seconds(self) -> float: ...
-    @property
-    def compute_seconds(self) -> float: ...
-    @property
-    def floor_seconds(self) -> float: ...
-    @property
-    def moved_bytes(self) -> int: ...
-    @property
-    def offloaded_bytes(self) -> int: ...
-    @property
-    def kept_bytes(self) -> int: ...
-    @property
-    def recomputed_bytes(self) -> int: ...
-    @property
-    def again(self) -> Sequence[str]: ...
-    @property
-    def may_compute_again(self) -> bool: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def host_budget(self) -> int | None: ...
-    @property
-    def host_bytes(self) -> int: ...
-    def rows(self) -> Sequence[Row]: ...
+    model: str
+    machine: Machine
+    device_budget: int
+    host_budget: int | None
+    host_bytes: int
+    policy: str
+    steps: int
+    fits: bool
+    peak_bytes: int
+    step_seconds: float
+    compute_seconds: float
+    floor_seconds: float
+    kept_bytes: int
+    moved_bytes: int
+    offloaded_bytes: int
+    recomputed_bytes: int
+    again: tuple[str, ...]
+    least_budget: int
+    modules: tuple[Row, ...]
+    """``rows``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """In the types that JSON has."""
+        rows = [row._asdict() for row in self.modules]
+        return {**asdict(self), "again": list(self.again), "modules": rows}
 
 
-def text_of(plan: Planned, movable_bytes: int, *, too_small: int) -> str:
+def text_of(plan: PlanNumbers, movable_bytes: int, *, too_small: int, may_compute_again: bool) -> str:
     """What ``print`` shows of a plan.
 
     Args:
         movable_bytes: what could leave the device in its step.
         too_small: the ``min_bytes`` that nothing in it is as large as; 0 where something is.
+        may_compute_again: whether it was decided of modules too whether they are computed again.
     """
     lines = [
         f"{plan.model} on {plan.machine}",
         _fits(plan),
-        *_what_needs_less(plan),
+        *_what_needs_less(plan, may_compute_again=may_compute_again),
         _step(plan),
         _what_moves(plan, movable_bytes, too_small),
     ]
@@ -85,10 +76,10 @@ def text_of(plan: Planned, movable_bytes: int, *, too_small: int) -> str:
         lines.append(f"operators take what they took in {plan.steps} real steps")
     if plan.host_budget is not None:
         lines.append(f"in the tier: {size_text(plan.host_bytes)}, where {size_text(plan.host_budget)} may rest")
-    return "\n".join([*lines, *_table(plan.rows(), is_again=bool(plan.again))])
+    return "\n".join([*lines, *_table(plan.modules, is_again=bool(plan.again))])
 
 
-def _what_moves(plan: Planned, movable_bytes: int, too_small: int) -> str:
+def _what_moves(plan: PlanNumbers, movable_bytes: int, too_small: int) -> str:
     if too_small and not movable_bytes:
         return (
             f"nothing moves: beside parameters nothing that is saved is as large as min_bytes, {size_text(too_small)}"
@@ -100,28 +91,28 @@ def _what_moves(plan: Planned, movable_bytes: int, too_small: int) -> str:
     )
 
 
-def _packed(plan: Planned) -> str:
+def _packed(plan: PlanNumbers) -> str:
     return "" if plan.moved_bytes == plan.offloaded_bytes else f", packed as {size_text(plan.moved_bytes)},"
 
 
-def _fits(plan: Planned) -> str:
+def _fits(plan: PlanNumbers) -> str:
     peak, budget, least = map(size_text, (plan.peak_bytes, plan.device_budget, plan.least_budget))
     said = f"a peak of {peak}, where {budget} may be taken; the least budget that can be kept is {least}"
     return f"fits: {said}" if plan.fits else f"does not fit: {said}"
 
 
-def _what_needs_less(plan: Planned) -> Iterator[str]:
+def _what_needs_less(plan: PlanNumbers, *, may_compute_again: bool) -> Iterator[str]:
     """What a user can do about a plan that does not fit, a line."""
     if plan.fits:
         return
     if plan.device_budget >= plan.least_budget:
         yield 'less would be taken with policy="least", which keeps to its budget'
         return
-    again = "" if plan.may_compute_again or plan.steps else "recompute=True (--recompute), "
+    again = "" if may_compute_again or plan.steps else "recompute=True (--recompute), "
     yield f"less is taken with {again}a smaller batch, or smaller max_inflight_bytes and prefetch_bytes"
 
 
-def _step(plan: Planned) -> str:
+def _step(plan: PlanNumbers) -> str:
     times, without = plan.step_seconds / (plan.compute_seconds or 1), "transfers"
     if plan.again:
         without += " and with nothing computed again"

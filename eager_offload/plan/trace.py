@@ -65,7 +65,7 @@ def trace(
     with (
         by_itself(),
         numbers_of_its_own() as generator,
-        _logged_by_nobody(),
+        _logging_no_traceback(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         recorder, skipped = Recorder(min_bytes, policy, generator=generator), SkippedModules()
@@ -98,7 +98,7 @@ def trace(
 
 
 @contextmanager
-def _logged_by_nobody() -> Iterator[None]:
+def _logging_no_traceback() -> Iterator[None]:
     """Of an operator that raises, torch's rules log no traceback for the calling thread: the error itself has it."""
     thread, logger = threading.get_ident(), logging.getLogger(FakeTensorMode.__module__)
 

@@ -17,7 +17,7 @@ MemoryPool = tuple[int, int]
 
 
 class CaptureMode(enum.Enum):
-    """Whom a driver refuses calls that it calls unsafe (to wait, to ask about an event, to pin) during a capture."""
+    """Whose calls a driver refuses that it calls unsafe (to wait, to ask about an event, to pin) during a capture."""
 
     GLOBAL = "global"
     """Every thread of the process. torch's default."""

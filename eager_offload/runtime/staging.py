@@ -5,7 +5,7 @@
 
 [Note: stages overlap]
 Each storage that travels has staging room of its own, so while one is written, the next ones are copied off the device,
-and while one is copied back, the next is read. Room is bounded for each way; who finds none waits for the oldest. A
+and while one is copied back, the next is read. Room is bounded for each way; a copy without it waits for the oldest. A
 storage that is larger than the bound travels alone.
 
 [Note: where the bytes are safe]

@@ -104,7 +104,7 @@ class Checker(Log):
         self._streams: dict[Stream, _Clock] = {}
         self._host: _Clock = {}
         self._events = _Events()
-        self._spaces: dict[Hashable, _Space] = {}
+        self._spaces: dict[Hashable, _CellMap] = {}
         self._compact_at = _COMPACT_AT
 
     def assert_clean(self) -> None:
@@ -135,7 +135,7 @@ class Checker(Log):
             self._number += 1
             if isinstance(entry, Synchronized):
                 waiter = Access(None, AccessKind.SYNCHRONIZE, "synchronize", None, number)
-                _join(self._host, self._recorded(entry.event, waiter))
+                _join(self._host, self._clock_at(entry.event, waiter))
                 return
             stream = entry.stream
             clock = self._streams.setdefault(stream, {})
@@ -153,11 +153,11 @@ class Checker(Log):
                 case Recorded(_, event):
                     self._events.put(event, dict(clock))
                 case Waited(_, event):
-                    _join(clock, self._recorded(event, Access(stream, AccessKind.WAIT, "wait", None, number)))
+                    _join(clock, self._clock_at(event, Access(stream, AccessKind.WAIT, "wait", None, number)))
 
     # -- clocks ---------------------------------------------------------------------------------------------------
 
-    def _recorded(self, event: Event, waiter: Access) -> _Clock:
+    def _clock_at(self, event: Event, waiter: Access) -> _Clock:
         known = self._events.get(event)
         if known is not None:
             return known
@@ -178,7 +178,7 @@ class Checker(Log):
             assert region is not None
             if region.start >= region.stop:
                 continue
-            space = self._spaces.setdefault(region.space, _Space())
+            space = self._spaces.setdefault(region.space, _CellMap())
             for clash in space.touch(access, self._streams[access.stream]):
                 if clash.earlier not in found:
                     found[clash.earlier] = self._race(clash, access)
@@ -253,7 +253,7 @@ class _Events:
 
 @dataclass(slots=True)
 class _Cell:
-    """A range of bytes that were always touched together, and who touched them last on each stream."""
+    """A range of bytes that were always touched together, and what touched them last on each stream."""
 
     start: int
     stop: int
@@ -281,7 +281,7 @@ class _Clash:
     stop: int
 
 
-class _Space:
+class _CellMap:
     """An interval map: cells that do not overlap, in order; a gap was never touched."""
 
     __slots__ = ("cells",)

@@ -25,9 +25,9 @@ __all__ = [
     "Naming",
     "Operation",
     "Recorded",
-    "Recording",
     "Synchronized",
     "Waited",
+    "WrittenLog",
 ]
 
 
@@ -92,7 +92,7 @@ class Log(Protocol):
         """Adds ``entry``. Entries come in the order in which the host issues what they say."""
 
 
-class Recording(Log):
+class WrittenLog(Log):
     """A log kept as it was written, to be read again: whole, or with one entry left out.
 
     The place of an entry in ``entries`` is the number that a `Checker` gives it. It grows without a bound and keeps the

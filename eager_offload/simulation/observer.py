@@ -180,7 +180,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         """The bytes of ``tensor``; a storage that is seen for the first time was there before.
 
         Args:
-            stream: who owns the block from here on if its size has changed since it was last seen.
+            stream: which owns the block from here on if its size has changed since it was last seen.
         """
         if not self._watches(tensor):
             return None
@@ -196,7 +196,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return Region(block.region.space, start, min(start + span.nbytes, block.region.stop))
 
     def _adopt(self, storage: torch.UntypedStorage) -> _Block:
-        space = _Space(f"input {self._inputs}")
+        space = _Addresses(f"input {self._inputs}")
         self._inputs += 1
         region = Region(space, 0, storage.nbytes())
         return self._follow(storage, self._home, region, observed=False)
@@ -204,7 +204,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def _place(self, storage: torch.UntypedStorage, stream: Stream, what: str) -> _Block:
         pool = self._pools.get(stream)
         if pool is None:
-            pool = self._pools[stream] = _Pool(_Space(f"memory of {stream}"), Extents())
+            pool = self._pools[stream] = _Pool(_Addresses(f"memory of {stream}"), Extents())
         nbytes = storage.nbytes()
         start = pool.take(nbytes)
         region = Region(pool.space, start, start + nbytes)
@@ -216,12 +216,12 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return block
 
     def _follow(self, storage: torch.UntypedStorage, stream: Stream, region: Region, *, observed: bool) -> _Block:
-        ref = _StorageRef(storage, self._noticed)
+        ref = _StorageRef(storage, self._on_death)
         ref.key = id(storage)
         block = self._blocks[ref.key] = _Block(ref, stream, region, observed)
         return block
 
-    def _noticed(self, ref: weakref.ref[torch.UntypedStorage]) -> None:
+    def _on_death(self, ref: weakref.ref[torch.UntypedStorage]) -> None:
         # No lock: the garbage collector may come here from anywhere.
         assert isinstance(ref, _StorageRef)
         self._died.append(ref)
@@ -235,7 +235,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """Names a storage without keeping its bytes, and still knows who it was when it is gone.
+    """Names a storage without keeping its bytes, and still knows which it was when it is gone.
 
     A storage has one Python object for as long as it lives; see ``weak_storage`` in ``_torch.py``.
     """
@@ -262,7 +262,7 @@ class _Block:
 
 
 @dataclass(frozen=True, eq=False)
-class _Space:
+class _Addresses:
     """Addresses; equal to itself only."""
 
     name: str
@@ -274,7 +274,7 @@ class _Space:
 class _Pool(NamedTuple):
     """The address space of one stream."""
 
-    space: _Space
+    space: _Addresses
     extents: Extents
 
     def take(self, nbytes: int) -> int:
@@ -315,7 +315,7 @@ def _span(tensor: Tensor) -> _Span:
     return _Span(int(tensor.storage_offset()) * size, (last + 1) * size)
 
 
-# -- who else writes --------------------------------------------------------------------------------------------------
+# -- what else writes -------------------------------------------------------------------------------------------------
 
 
 class _Elsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it

@@ -14,7 +14,7 @@ from eager_offload.runtime.base import Direction
 from eager_offload.simulation.checker import Access, Checker, Violation
 from eager_offload.simulation.deferred import Move
 from eager_offload.simulation.device import SimulatedDevice, SimulatedEvent, SimulatedStream
-from eager_offload.simulation.log import Log, LoggedRuntime, Recording
+from eager_offload.simulation.log import Log, LoggedRuntime, WrittenLog
 from eager_offload.simulation.observer import OperatorObserver
 
 __all__ = ["SimulatedEvent", "SimulatedRuntime", "SimulatedStream"]
@@ -27,7 +27,7 @@ class SimulatedRuntime(LoggedRuntime, SimulatedDevice):
     _observer: OperatorObserver | None = None
 
     @contextmanager
-    def checked(self, recording: Recording | None = None) -> Iterator[Checker]:
+    def checked(self, recording: WrittenLog | None = None) -> Iterator[Checker]:
         """Observes every operator of this thread, and checks the order of all accesses.
 
         At the end whatever is still pending is carried out; ``checker.assert_clean()`` is left to the caller.

@@ -184,7 +184,7 @@ class DiskTier(Tier):
         return Shortage(f"{limit.reason}, and some of it is always left to others", limit.remedy)
 
     def _used_up(self, file: SpillFile) -> Shortage:
-        """All that may be taken is; who has not given ``disk_budget`` hears of the disk."""
+        """All that may be taken is: of ``disk_budget`` where the user has given it, else of the disk."""
         if self._has_given_budget:
             return Shortage(f"all of disk_budget is in use: {size_text(self._budget)}", "raise disk_budget")
         return Shortage(

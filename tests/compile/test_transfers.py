@@ -13,7 +13,7 @@ from torch import Tensor
 import eager_offload as eo
 from eager_offload.compile import ops
 from eager_offload.runtime.base import Direction, Layout, Stream
-from eager_offload.simulation.log import Recorded, Recording, Waited
+from eager_offload.simulation.log import Recorded, Waited, WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, CheckedBackend, SimulatedBackend, offloader_of
@@ -115,7 +115,7 @@ def test_many_are_on_their_way_at_once(backend: Backend, offload: eo.Offload) ->
 
 def test_a_slot_is_written_again_after_its_last_read() -> None:
     """Reading is so slow here that the next tensor comes to the slot while it is still being read."""
-    simulated, recording = SimulatedRuntime(in_bandwidth=1e4), Recording()
+    simulated, recording = SimulatedRuntime(in_bandwidth=1e4), WrittenLog()
     with simulated.checked(recording) as checker:
         offload = eo.Offload(runtime=simulated, tier="host")
         program = Program(offload)

@@ -24,7 +24,7 @@ from eager_offload._torch import TorchDispatchMode, weak_storage, without_dispat
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.simulation.checker import Checker
 from eager_offload.simulation.deferred import POISON
-from eager_offload.simulation.log import Log, Operation, Recorded, Recording, Synchronized, Waited
+from eager_offload.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog
 from eager_offload.simulation.observer import OperatorObserver
 from eager_offload.tiers.base import Region
 from tests.doubles.recording_accelerator import RecordingAccelerator
@@ -62,7 +62,7 @@ class TrainingAccelerator(RecordingAccelerator):
     # -- what a test does with it -----------------------------------------------------------------------------------
 
     @contextmanager
-    def checked(self, recording: Recording | None = None) -> Iterator[Checker]:
+    def checked(self, recording: WrittenLog | None = None) -> Iterator[Checker]:
         """Logs every operator of this thread and every call into the double; at the end whatever is pending runs.
 
         Args:

@@ -16,7 +16,7 @@ from eager_offload import Offload
 from eager_offload.engine.transfer import State
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import HostEvent
-from eager_offload.simulation.log import Recorded, Recording, Waited
+from eager_offload.simulation.log import Recorded, Waited, WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.disk import DiskSlot
@@ -147,7 +147,7 @@ def test_h18_a_slot_is_written_again_after_its_last_read(regime: Regime, backend
 
 def test_h18_an_offload_waits_for_the_last_read_of_its_slot() -> None:
     """Reading is so slow here that the next forward comes to the slots while they are still being read."""
-    simulated, recording = SimulatedRuntime(in_bandwidth=1e4), Recording()
+    simulated, recording = SimulatedRuntime(in_bandwidth=1e4), WrittenLog()
     cpu = torch.device("cpu")
     with simulated.checked(recording) as checker:
         offload = Offload(runtime=simulated, tier="host", min_bytes=0, keep_last_bytes=0)

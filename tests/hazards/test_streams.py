@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.runtime.base import Direction
-from eager_offload.simulation.log import Operation, Recorded, Recording, Waited
+from eager_offload.simulation.log import Operation, Recorded, Waited, WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.blocks import Step
@@ -266,7 +266,7 @@ def test_h15_the_stream_is_noted_before_any_other_is_entered(backend: Backend, m
 
 
 def test_h15_every_copy_out_waits_for_an_event_of_the_stream_that_packed() -> None:
-    simulated, recording = SimulatedRuntime(), Recording()
+    simulated, recording = SimulatedRuntime(), WrittenLog()
     with simulated.checked(recording) as checker:
         side, offload = (
             simulated.new_stream("side"),

@@ -19,7 +19,7 @@ from eager_offload import Offload
 from eager_offload.runtime.accelerator import AcceleratorEvent
 from eager_offload.runtime.base import Direction
 from eager_offload.simulation.checker import Checker
-from eager_offload.simulation.log import Allocated, Freed, Operation, Recorded, Recording, Synchronized, Waited
+from eager_offload.simulation.log import Allocated, Freed, Operation, Recorded, Synchronized, Waited, WrittenLog
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled
 from tests.hazards.blocks import ROWS, WIDTH, blocks
@@ -202,7 +202,7 @@ def test_a_training_step_is_exact_and_every_call_of_it_is_ordered(
     program: Program, haste: float, regime: Regime
 ) -> None:
     expected = program(nullcontext(), Streams(None))
-    double, recording = TrainingAccelerator(haste=haste), Recording()
+    double, recording = TrainingAccelerator(haste=haste), WrittenLog()
     with double.checked(recording) as checker:
         offload = make_offload(double, **regime.fields)
         assert_identical(expected, program(regime.around(offload), Streams(double)))
@@ -214,7 +214,7 @@ def test_a_training_step_is_exact_and_every_call_of_it_is_ordered(
     assert_all_calls_are_logged(double, recording)
 
 
-def assert_all_calls_are_logged(double: TrainingAccelerator, recording: Recording) -> None:
+def assert_all_calls_are_logged(double: TrainingAccelerator, recording: WrittenLog) -> None:
     """Every call that orders or touches memory has an entry, and nothing but such calls orders anything."""
     made: dict[str, int] = defaultdict(int)
     for call in double.calls:
@@ -265,14 +265,14 @@ WRITTEN_DOWN: list[tuple[Program, Regime]] = [
 class Logged(NamedTuple):
     """A program that was written down, and what orders it."""
 
-    recording: Recording
+    recording: WrittenLog
     edges: dict[Edge, list[int]]
 
 
 @functools.cache
 def written_down(number: int) -> Logged:
     program, regime = WRITTEN_DOWN[number]
-    double, recording = TrainingAccelerator(), Recording()
+    double, recording = TrainingAccelerator(), WrittenLog()
     run(program, regime, double, recording)
     roles = roles_of(double)
     home: dict[object, str] = {}
@@ -287,7 +287,7 @@ def written_down(number: int) -> Logged:
     return Logged(recording, dict(edges))
 
 
-def run(program: Program, regime: Regime, double: TrainingAccelerator, recording: Recording | None = None) -> Checker:
+def run(program: Program, regime: Regime, double: TrainingAccelerator, recording: WrittenLog | None = None) -> Checker:
     with double.checked(recording) as checker:
         offload = make_offload(double, **regime.fields)
         program(regime.around(offload), Streams(double))
@@ -301,7 +301,7 @@ def roles_of(double: TrainingAccelerator) -> dict[object, str]:
     return {double.runtime.transfer_stream(device, way): way.value for way in Direction}
 
 
-def violations(recording: Recording, without: set[int]) -> int:
+def violations(recording: WrittenLog, without: set[int]) -> int:
     checker = Checker()
     for index, entry in enumerate(recording.entries):
         if index not in without:

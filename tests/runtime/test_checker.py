@@ -18,9 +18,9 @@ from eager_offload.simulation.log import (
     Freed,
     Operation,
     Recorded,
-    Recording,
     Synchronized,
     Waited,
+    WrittenLog,
 )
 from eager_offload.tiers.base import Region
 
@@ -269,17 +269,17 @@ ENTRIES: list[Entry] = [
 
 def test_a_recording_replays_what_was_written_and_passes_it_on() -> None:
     checker = Checker()
-    recording = Recording(checker)
+    recording = WrittenLog(checker)
     for entry in ENTRIES:
         recording.write(entry)
-    recording.replay(again := Recording())
+    recording.replay(again := WrittenLog())
     assert recording.entries == again.entries == ENTRIES
     assert checker.entries == len(ENTRIES)
     assert recording.edges == [3, 6]
 
 
 def test_a_recording_leaves_out_one_entry_and_numbers_are_its_indices() -> None:
-    recording = Recording()
+    recording = WrittenLog()
     for entry in ENTRIES:
         recording.write(entry)
     recording.replay(checker := Checker(), without=6)

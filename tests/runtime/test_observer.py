@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from eager_offload.runtime.base import Layout
-from eager_offload.simulation.log import Allocated, Entry, Freed, Operation, Recording
+from eager_offload.simulation.log import Allocated, Entry, Freed, Operation, WrittenLog
 from eager_offload.simulation.observer import OperatorObserver
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import Region
@@ -25,7 +25,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.runtime = SimulatedRuntime()
-        self.log = Recording()
+        self.log = WrittenLog()
         self.observer = OperatorObserver(self.runtime, self.log, CPU)
 
     def region(self, tensor: Tensor) -> Region:

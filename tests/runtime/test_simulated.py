@@ -12,7 +12,7 @@ from torch import Tensor
 from eager_offload.errors import TransferError
 from eager_offload.runtime.base import Direction, Event, Layout
 from eager_offload.simulation.checker import Checker, OrderingError
-from eager_offload.simulation.log import Recording
+from eager_offload.simulation.log import WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.runtime.simulated_rig import CPU, DistantSlot, Rig, flat
 
@@ -114,7 +114,7 @@ def test_a_missing_edge_between_compute_and_a_copy_brings_wrong_bytes(rig: Rig, 
 
 
 def test_a_recorded_run_lacks_each_of_its_edges_in_turn(rig: Rig) -> None:
-    recording = Recording()
+    recording = WrittenLog()
     with rig.runtime.checked(recording) as checker:
         way_of_a_saved_tensor(rig)
     checker.assert_clean()
@@ -155,7 +155,7 @@ def test_h27_a_failed_transfer_is_raised_by_whoever_waits_for_it(rig: Rig, how: 
 
 
 def test_operators_of_slots_are_not_seen_as_the_users(rig: Rig) -> None:
-    recording = Recording()
+    recording = WrittenLog()
     with rig.runtime.checked(recording):
         source = torch.randn(16)
         before = len(recording.entries)

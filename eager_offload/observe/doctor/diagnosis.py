@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from eager_offload.config import MIB, size_literal
+from eager_offload.config import MIB, size_literal, variable_of
 from eager_offload.tiers.limits import Limit
 
 __all__ = [
@@ -248,7 +248,7 @@ def verdict(
         advice=advice,
         settings=dict(settings),
         python=f"eo.OffloadConfig({', '.join(f'{name}={value!r}' for name, value in settings.items())})",
-        environment=" ".join(f"EAGER_OFFLOAD_{name.upper()}={_quoted(value)}" for name, value in settings.items()),
+        environment=" ".join(f"{variable_of(name)}={_quoted(value)}" for name, value in settings.items()),
     )
 
 

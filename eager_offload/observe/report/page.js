@@ -13,10 +13,6 @@
     { key: "without", name: "without offload", column: 4 },
   ].map((one) => ({ ...one, most: data.memory.reduce((most, row) => Math.max(most, row[one.column]), 0) }))
     .filter((one) => one.most > 0);
-  const highest = Math.max(1, ...SERIES.map((one) => one.most));
-  /* A budget far above all that is used would leave the curves flat. */
-  const budget = data.budget && data.budget <= 1.25 * highest ? data.budget : 0;
-  const most = Math.max(highest, budget);
 
   let height = MEMORY + GAP;
   for (const track of data.tracks) {
@@ -35,13 +31,7 @@
     slices: data.tracks.reduce((n, track) => n + track.slices.length, 0),
   });
 
-  const bytes = (n) => {
-    for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-      if (n < 1024) return (unit === "B" ? n : n.toFixed(1)) + " " + unit;
-      n /= 1024;
-    }
-    return n.toFixed(1) + " TiB";
-  };
+  const bytes = (n) => data.sizes[after(data.sizes, n) - 1][1];
   const time = (us) => us >= 1e6 ? (us / 1e6).toFixed(3) + " s" : us >= 1e3 ? (us / 1e3).toFixed(2) + " ms" : us.toFixed(1) + " µs";
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 
@@ -50,7 +40,7 @@
   let width = 1, pointed = {};
   const toX = (us) => (us - view.from) / (view.to - view.from) * width;
   const toTime = (x) => view.from + x / width * (view.to - view.from);
-  const toY = (n) => MEMORY - n / most * (MEMORY - 24);
+  const toY = (n) => MEMORY - n / data.most * (MEMORY - 24);
   /* The first place in sorted rows whose time (column 0) is later than t. */
   const after = (rows, t) => {
     let low = 0, high = rows.length;
@@ -86,7 +76,7 @@
     drawTimes();
     drawSizes();
     SERIES.forEach(drawSeries);
-    if (budget) stroke("stall", [0, toY(budget)], [width, toY(budget)]);
+    if (data.budget) stroke("stall", [0, toY(data.budget)], [width, toY(data.budget)]);
     for (const track of data.tracks) {
       label((several ? track.device + " · " : "") + track.name, "text", 0, track.top, LABEL);
       track.rows.forEach((row, depth) => drawRow(track, row, track.top + LABEL + depth * ROW));
@@ -108,9 +98,7 @@
     }
   }
   function drawSizes() {
-    let step = 2 ** Math.floor(Math.log2(most / 3));
-    if (most / step > 5) step *= 2;
-    for (let n = 0; n <= most; n += step) {
+    for (let n = 0; n <= data.most; n += data.step) {
       const y = Math.round(toY(n)) + 0.5;
       stroke("line", [0, y], [width, y]);
       if (n > 0) label(bytes(n), "muted", 0, y - 16, 15);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from eager_offload.errors import OffloadError
 from eager_offload.observe.report.figures import Track, peaks, savers, tracks, work_totals
 from eager_offload.trace_file import Kind, Trace, read_trace
 
-__all__ = ["REASONS", "fill", "main", "render"]
+__all__ = ["REASONS", "fill", "main", "render", "sized"]
 
 #: Why bytes stay on their device, and what would change that.
 REASONS = {
@@ -128,7 +128,30 @@ def _data(trace: Trace, drawn: list[Track]) -> dict[str, Any]:
         for one in drawn
     ]
     memory = [[_microseconds(one.seconds), *one[1:]] for one in trace.memory]
-    return {"end": _microseconds(trace.seconds), "tracks": tracks, "memory": memory, "texts": list(texts)}
+    sizes = sized(memory, other={one.nbytes for one in trace.slices})
+    return {"end": _microseconds(trace.seconds), "tracks": tracks, "memory": memory, "texts": list(texts), **sizes}
+
+
+def sized(memory: Sequence[Sequence[float]], budget: int = 0, other: Iterable[int] = ()) -> dict[str, Any]:
+    """How far the axis of bytes goes, and how each number of bytes that the drawing shows is written.
+
+    Args:
+        memory: rows of a time and of bytes.
+        budget: a line that is drawn, unless it is so far above all of them that it would leave them flat.
+        other: more numbers that are shown.
+    """
+    shown = {0, 1, *(int(nbytes) for _, *row in memory for nbytes in row)}
+    most = max(shown)
+    budget = budget if budget <= 1.25 * most else 0
+    most = max(most, budget)
+    step = 1 << max((most // 3).bit_length() - 1, 0)
+    if most > 5 * step:
+        step *= 2
+    # A text stands for all numbers from its own up to the next one's.
+    numbers = sorted({*shown, *other, *range(0, most + 1, step)}, reverse=True)
+    sizes = {size_text(nbytes): nbytes for nbytes in numbers}
+    texts = [(nbytes, text) for text, nbytes in reversed(sizes.items())]
+    return {"most": most, "step": step, "budget": budget, "sizes": texts}
 
 
 def _microseconds(seconds: float) -> float:
