@@ -90,13 +90,6 @@ def test_everything_public_is_documented_and_typed(public: Any) -> None:
     assert "return" in hints or public in vars(typing)
 
 
-def test_sizes_and_errors_are_spelled_out_where_they_occur() -> None:
-    for name in ("min_bytes", "max_inflight_bytes", "prefetch_bytes", "keep_last_bytes"):
-        assert name in inspect.getsource(eo.OffloadConfig)
-    assert "ConfigError" in (inspect.getdoc(eo.Offload) or "")
-    assert "OffloadError" in (inspect.getdoc(eo.keep) or "")
-
-
 # -- entering -------------------------------------------------------------------------------------------------------
 
 

@@ -74,54 +74,46 @@ def test_a_joint_graph_is_exact(model: nn.Module, mode: str, waits: bool) -> Non
             assert later.bytes_out - earlier.bytes_out == choice.moved_bytes()
 
 
-class CountsElements(torch.autograd.Function):
-    """Its backward reads the storage of what was saved from the fifth element on, wherever that began."""
+class Counting(torch.autograd.Function):
+    """Its backward reads what was saved through ``seen``, by where that begins in its storage."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
+    def forward(context: Any, x: Tensor, seen: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         context.save_for_backward(x)
+        context.seen = seen
         return x.sin()
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Tensor:
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (x,) = context.saved_tensors
-        assert isinstance(x, Tensor)
-        seen = x.transpose(0, 1).view_as(x.transpose(0, 1))  # a view of a view
-        return gradients[0] * seen.as_strided(x.size(), x.stride(), 4)
+        return gradients[0] * context.seen(x, gradients[0]), None
 
 
-class ScattersElements(torch.autograd.Function):
-    """Its backward writes, into a copy, where the storage of what was saved has its last rows."""
+def from_the_fifth_element(x: Tensor, gradient: Tensor) -> Tensor:
+    view = x.transpose(0, 1).view_as(x.transpose(0, 1))  # a view of a view
+    return view.as_strided(x.size(), x.stride(), 4)
 
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        context.save_for_backward(x)
-        return x.sin()
 
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Tensor:
-        (x,) = context.saved_tensors
-        assert isinstance(x, Tensor)
-        return gradients[0] * x.as_strided_scatter(gradients[0][:3], (3, 64), (64, 1), 61 * 64)
+def with_other_last_rows(x: Tensor, gradient: Tensor) -> Tensor:
+    return x.as_strided_scatter(gradient[:3], (3, 64), (64, 1), 61 * 64)
 
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize(
-    ("counts", "part"),
+    ("seen", "part"),
     [
-        (CountsElements, lambda x: x[60:]),
-        (CountsElements, lambda x: x[:, 8::8]),
-        (CountsElements, lambda x: x.split(13, 1)[1][60:]),
-        (ScattersElements, lambda x: x[60:]),
+        (from_the_fifth_element, lambda x: x[60:]),
+        (from_the_fifth_element, lambda x: x[:, 8::8]),
+        (from_the_fifth_element, lambda x: x.split(13, 1)[1][60:]),
+        (with_other_last_rows, lambda x: x[60:]),
     ],
     ids=["rows", "columns", "corner", "scattered"],
 )
 def test_what_a_joint_graph_counts_from_the_beginning_of_a_storage_is_there(
-    counts: type[torch.autograd.Function], part: Callable[[Tensor], Tensor], waits: bool
+    seen: Callable[[Tensor, Tensor], Tensor], part: Callable[[Tensor], Tensor], waits: bool
 ) -> None:
     def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        seen = counts.apply(part(x @ x.exp()))  # type: ignore[no-untyped-call]
-        loss = seen.exp().sum()
+        loss = Counting.apply(part(x @ x.exp()), seen).exp().sum()  # type: ignore[no-untyped-call]
         return loss, torch.autograd.grad(loss, x)[0]
 
     config, x = config_of(), square(64)

@@ -1,4 +1,7 @@
-"""Programs that change a saved tensor in place and read it in backward: autograd finds out, and so must we."""
+"""Programs that change tensors in place, with what autograd makes of each; so must we.
+
+Of ``MODIFIED`` a tensor is saved, changed and read in backward: autograd raises. Of ``UNMODIFIED`` none is all of that.
+"""
 
 from __future__ import annotations
 
@@ -12,51 +15,63 @@ from torch import Tensor, nn
 
 from tests.hazards.programs import leaf
 
-__all__ = ["MODIFIED"]
+__all__ = ["MODIFIED", "UNMODIFIED", "after_backward"]
 
 Around: TypeAlias = AbstractContextManager[Any]
 Program: TypeAlias = Callable[[Around], object]
 
 
-def no_grad(change: Callable[[], object]) -> None:
-    with torch.no_grad():
-        change()
+def plain() -> Tensor:
+    return leaf(64, 64, seed=2, grad=False)
 
 
-def an_input(offload: Around) -> object:
-    w, x = leaf(64, 64), leaf(64, 64, seed=2, grad=False)
-    with offload:
-        y = w * x
-        x.mul_(10)
-    y.sum().backward()
-    return w.grad
+def product(w: Tensor, x: Tensor) -> Tensor:
+    return w * x
 
 
-def an_input_after_the_context(offload: Around) -> object:
-    w, x = leaf(64, 64), leaf(64, 64, seed=2, grad=False)
-    with offload:
-        y = w * x
+def after(
+    name: str,
+    save: Callable[[Tensor, Tensor], Tensor],
+    change: Callable[[Tensor, Tensor], object],
+    *,
+    inside: bool = False,
+    w: tuple[int, ...] = (64, 64),
+    x: Callable[[], Tensor] = plain,
+) -> Program:
+    """Saves, changes, and returns the gradient of ``w``.
+
+    Args:
+        save: makes an output of a leaf and of what ``x`` makes.
+        change: is given the latter and the output, inside of the context or behind it.
+    """
+
+    def program(offload: Around) -> object:
+        weight, other = leaf(*w), x()
+        with offload:
+            y = save(weight, other)
+            if inside:
+                change(other, y)
+        if not inside:
+            change(other, y)
+        y.sum().backward()
+        return weight.grad
+
+    program.__name__ = name
+    return program
+
+
+@torch.no_grad()
+def doubled(x: Tensor, y: Tensor) -> None:
+    x.mul_(2)
+
+
+@torch.inference_mode()
+def in_inference_mode(x: Tensor, y: Tensor) -> None:
     x.mul_(10)
-    y.sum().backward()
-    return w.grad
 
 
-def an_output(offload: Around) -> object:
-    a = leaf(64, 64)
-    with offload:
-        b = a.exp()
-        b.add_(1)
-    b.sum().backward()
-    return a.grad
-
-
-def an_output_after_the_context(offload: Around) -> object:
-    a = leaf(64, 64)
-    with offload:
-        b = (a * 2).exp()
-    b.add_(1)
-    b.sum().backward()
-    return a.grad
+def zeroed_where_positive(x: Tensor, y: Tensor) -> None:
+    x[x > 0] = 0
 
 
 def an_intermediate_with_a_history(offload: Around) -> object:
@@ -70,109 +85,8 @@ def an_intermediate_with_a_history(offload: Around) -> object:
     return w.grad
 
 
-def changed_and_changed_back(offload: Around) -> object:
-    w, x = leaf(64, 64), leaf(64, 64, seed=2, grad=False)
-    with offload:
-        y = w * x
-    x.mul_(2).div_(2)
-    y.sum().backward()
-    return w.grad
-
-
-def an_added_zero(offload: Around) -> object:
-    w, x = leaf(64, 64), leaf(64, 64, seed=2, grad=False)
-    with offload:
-        y = w * x
-    x.add_(0)
-    y.sum().backward()
-    return w.grad
-
-
-def a_base_through_a_view(offload: Around) -> object:
-    w, x = leaf(64, 64), leaf(64, 64, seed=2, grad=False)
-    with offload:
-        y = w * x
-    x[0].zero_()
-    y.sum().backward()
-    return w.grad
-
-
-def a_small_view_through_its_base(offload: Around) -> object:
-    w, x = leaf(64), leaf(64, 64, seed=2, grad=False)
-    with offload:
-        y = w * x[3]
-    x[0].zero_()
-    y.sum().backward()
-    return w.grad
-
-
-def a_transpose_through_its_base(offload: Around) -> object:
-    w, x = leaf(32, 64), leaf(64, 32, seed=2, grad=False)
-    with offload:
-        y = w * x.t()
-    x.zero_()
-    y.sum().backward()
-    return w.grad
-
-
-def through_a_detached_alias(offload: Around) -> object:
-    a, w = leaf(64, 64), leaf(64, 64, seed=2)
-    with offload:
-        h = a * 2
-        y = h * w
-    h.detach().add_(1)
-    y.sum().backward()
-    return w.grad
-
-
-def by_an_out_argument(offload: Around) -> object:
-    w, x = leaf(64, 64), leaf(64, 64, seed=2, grad=False)
-    with offload:
-        y = w * x
-    torch.add(x, 1, out=x)
-    y.sum().backward()
-    return w.grad
-
-
-def by_an_index(offload: Around) -> object:
-    w, x = leaf(64, 64), leaf(64, 64, seed=2, grad=False)
-    with offload:
-        y = w * x
-    x[x > 0] = 0
-    y.sum().backward()
-    return w.grad
-
-
-def in_inference_mode(offload: Around) -> object:
-    w, x = leaf(64, 64), leaf(64, 64, seed=2, grad=False)
-    with offload:
-        y = w * x
-    with torch.inference_mode():
-        x.mul_(10)
-    y.sum().backward()
-    return w.grad
-
-
-def only_its_shape(offload: Around) -> object:
-    w, x = leaf(32, 64), leaf(32, 64, seed=2, grad=False)
-    with offload:
-        y = w * x
-    x.t_()
-    y.sum().backward()
-    return w.grad
-
-
-def an_index(offload: Around) -> object:
-    table, index = leaf(64, 64), torch.arange(64)
-    with offload:
-        y = F.embedding(index, table)
-    index.fill_(0)
-    y.sum().backward()
-    return table.grad
-
-
 def the_earlier_of_two_saves(offload: Around) -> object:
-    w, x = leaf(64, 64), leaf(64, 64, seed=2, grad=False)
+    w, x = leaf(64, 64), plain()
     with offload:
         first = w * x
         x.mul_(2)
@@ -192,26 +106,8 @@ def a_parameter_by_its_optimizer(offload: Around) -> object:
     return x.grad
 
 
-def a_leaf_that_requires_grad(offload: Around) -> object:
-    a, b = leaf(64, 64), leaf(64, 64, seed=2)
-    with offload:
-        y = a * b.exp()
-    no_grad(lambda: a.mul_(2))
-    y.sum().backward()
-    return b.grad
-
-
-def a_sparse_tensor(offload: Around) -> object:
-    dense, w = torch.eye(64).to_sparse(), leaf(64, 64)
-    with offload:
-        y = torch.sparse.mm(dense, w.exp())
-    dense.mul_(2)
-    y.sum().backward()
-    return w.grad
-
-
 def between_two_backwards(offload: Around) -> object:
-    w, x = leaf(64, 64), leaf(64, 64, seed=2, grad=False)
+    w, x = leaf(64, 64), plain()
     with offload:
         y = (w * x).sum()
     y.backward(retain_graph=True)
@@ -237,7 +133,7 @@ class DoublingItsSave(torch.autograd.Function):
 
 
 def by_its_own_backward(offload: Around) -> object:
-    w, x = leaf(64, 64), leaf(64, 64, seed=2, grad=False)
+    w, x = leaf(64, 64), plain()
     with offload:
         y = DoublingItsSave.apply(w, x + 1).sum()
     y.backward(retain_graph=True)
@@ -246,26 +142,161 @@ def by_its_own_backward(offload: Around) -> object:
 
 
 MODIFIED: list[Program] = [
-    an_input,
-    an_input_after_the_context,
-    an_output,
-    an_output_after_the_context,
+    after("an_input", product, lambda x, y: x.mul_(10), inside=True),
+    after("an_input_after_the_context", product, lambda x, y: x.mul_(10)),
+    after("an_output", lambda w, x: w.exp(), lambda x, y: y.add_(1), inside=True),
+    after("an_output_after_the_context", lambda w, x: (w * 2).exp(), lambda x, y: y.add_(1)),
     an_intermediate_with_a_history,
-    changed_and_changed_back,
-    an_added_zero,
-    a_base_through_a_view,
-    a_small_view_through_its_base,
-    a_transpose_through_its_base,
-    through_a_detached_alias,
-    by_an_out_argument,
-    by_an_index,
-    in_inference_mode,
-    only_its_shape,
-    an_index,
+    after("changed_and_changed_back", product, lambda x, y: x.mul_(2).div_(2)),
+    after("an_added_zero", product, lambda x, y: x.add_(0)),
+    after("a_base_through_a_view", product, lambda x, y: x[0].zero_()),
+    after("a_small_view_through_its_base", lambda w, x: w * x[3], lambda x, y: x[0].zero_(), w=(64,)),
+    after(
+        "a_transpose_through_its_base",
+        lambda w, x: w * x.t(),
+        lambda x, y: x.zero_(),
+        w=(32, 64),
+        x=lambda: leaf(64, 32, seed=2, grad=False),
+    ),
+    after("through_a_detached_alias", product, lambda x, y: x.detach().add_(1), x=lambda: leaf(64, 64, seed=2) * 2),
+    after("by_an_out_argument", product, lambda x, y: torch.add(x, 1, out=x)),
+    after("by_an_index", product, zeroed_where_positive),
+    after("in_inference_mode", product, in_inference_mode),
+    after(
+        "only_its_shape",
+        product,
+        lambda x, y: x.t_(),
+        w=(32, 64),
+        x=lambda: leaf(32, 64, seed=2, grad=False),
+    ),
+    after("an_index", lambda w, x: F.embedding(x, w), lambda x, y: x.fill_(0), x=lambda: torch.arange(64)),
     the_earlier_of_two_saves,
     a_parameter_by_its_optimizer,
-    a_leaf_that_requires_grad,
-    a_sparse_tensor,
+    after("a_leaf_that_requires_grad", lambda w, x: x * w.exp(), doubled, x=lambda: leaf(64, 64, seed=2)),
+    after(
+        "a_sparse_tensor",
+        lambda w, x: torch.sparse.mm(x, w.exp()),
+        lambda x, y: x.mul_(2),
+        x=lambda: torch.eye(64).to_sparse(),
+    ),
     between_two_backwards,
     by_its_own_backward,
+]
+
+
+def batch_norm_statistics(offload: Around) -> object:
+    norm, x = nn.BatchNorm1d(64), leaf(64, 64)
+    with offload:
+        y = norm(norm(x * 2).tanh())
+    y.square().sum().backward()
+    return x.grad, norm.running_mean, norm.running_var, norm.weight.grad
+
+
+def an_optimizer_whose_parameters_are_not_read(offload: Around) -> object:
+    layer, x = nn.Linear(64, 64), leaf(64, 64, grad=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with offload:
+        y = layer(x).tanh()
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    y.sum().backward()
+    return layer.weight.grad
+
+
+def an_optimizer_between_steps(offload: Around) -> object:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), leaf(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        with offload:
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, list(model.parameters()), x.grad
+
+
+def a_branch_that_backward_never_visits(offload: Around) -> object:
+    w, x = leaf(64, 64), plain()
+    with offload:
+        unused = w * x
+        used = (w * 3).tanh()
+    x.mul_(10)
+    used.sum().backward()
+    return unused.detach(), w.grad
+
+
+def a_save_that_no_gradient_needs(offload: Around) -> object:
+    a, b = leaf(64, 64), leaf(64, 64, seed=2)
+    with offload:
+        u, v = a * 2, b * 3
+        y = u.square().sum() + v.square().sum()
+    u.detach().mul_(10)
+    return torch.autograd.grad(y, b)
+
+
+def before_it_is_saved(offload: Around) -> object:
+    w, x = leaf(64, 64), plain()
+    with offload:
+        x.mul_(10)
+        y = (w * 1).mul_(3).sin() * x
+    y.sum().backward()
+    return w.grad
+
+
+def the_later_of_two_saves(offload: Around) -> object:
+    w, x = leaf(64, 64), plain()
+    with offload:
+        first = w * x
+        x.mul_(2)
+        second = w * x
+    second.sum().backward()
+    return first.detach(), w.grad
+
+
+def after_backward(offload: Around) -> object:
+    w, x = leaf(64, 64), plain()
+    gradients = []
+    for _ in range(3):
+        with offload:
+            y = w * x
+        y.sum().backward()
+        x.mul_(10)
+        gradients.append(w.grad.clone())
+    return gradients
+
+
+def activations_in_place(offload: Around) -> object:
+    model, x = (
+        nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.ELU(inplace=True)),
+        leaf(8, 64),
+    )
+    with offload:
+        y = model(x)
+    y.sum().backward()
+    return x.grad, [p.grad for p in model.parameters()]
+
+
+def a_leaf_that_gets_other_data(offload: Around) -> object:
+    layer, x = nn.Linear(64, 64), leaf(64, 64)
+    with offload:
+        y = layer(x * 2).tanh()
+    layer.weight.data = layer.weight.data * 2
+    y.sum().backward()
+    return x.grad
+
+
+UNMODIFIED: list[Program] = [
+    batch_norm_statistics,
+    an_optimizer_whose_parameters_are_not_read,
+    an_optimizer_between_steps,
+    a_branch_that_backward_never_visits,
+    a_save_that_no_gradient_needs,
+    before_it_is_saved,
+    the_later_of_two_saves,
+    after_backward,
+    activations_in_place,
+    after("a_clone_of_what_is_saved", product, lambda x, y: x.clone().mul_(10), inside=True),
+    a_leaf_that_gets_other_data,
 ]

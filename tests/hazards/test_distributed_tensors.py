@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -76,33 +76,40 @@ def local(tensor: Tensor | None) -> Tensor:
     return tensor.detach().to_local()
 
 
-def assert_not_moved(transfers: Transfers, parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        assert isinstance(parameter, DTensor)
-        assert not transfers.read(local(parameter).untyped_storage()), f"{tuple(parameter.shape)} was moved"
+@contextmanager
+def staying(backend: Backend, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, none of ``parameters`` may be moved."""
+    with Transfers(backend.runtime) as transfers:
+        yield
+        for parameter in parameters:
+            assert not transfers.read(local(parameter).untyped_storage()), f"{tuple(parameter.shape)} was moved"
+
+
+def trained(model: nn.ModuleList, mesh: DeviceMesh, offload: Around, steps: int, around: Any = nullcontext) -> object:
+    """The losses of so many steps, each in an ``around`` of its own, and what the parameters are then."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    losses = []
+    for seed in range(steps):
+        x = distribute_tensor(leaf(ROWS, WIDTH, seed=seed, grad=False), mesh, [Shard(0)])
+        with around():
+            with offload:
+                h = x
+                for block in model:
+                    h = block(h)
+                loss = h.square().mean().full_tensor()
+            del h, x
+            loss.backward()
+            losses.append(loss.detach())
+            del loss
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [local(parameter) for parameter in model.parameters()]
 
 
 def test_h13_the_activations_of_a_tensor_parallel_model_move(mesh: DeviceMesh, backend: Backend) -> None:
     def program(offload: Around) -> object:
         model = in_parallel(mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-        losses = []
-        for seed in range(2):
-            x = distribute_tensor(leaf(ROWS, WIDTH, seed=seed, grad=False), mesh, [Shard(0)])
-            with Transfers(backend.runtime) as transfers:
-                with offload:
-                    h = x
-                    for block in model:
-                        h = block(h)
-                    loss = h.square().mean().full_tensor()
-                del h, x
-                loss.backward()
-                losses.append(loss.detach())
-                del loss
-                assert_not_moved(transfers, model.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses, [local(parameter) for parameter in model.parameters()]
+        return trained(model, mesh, offload, 2, lambda: staying(backend, model.parameters()))
 
     for stats in same_gradients(program, backend):
         assert stats.kept_bytes["parameter"] > 0
@@ -148,11 +155,10 @@ def test_h13_h06_the_local_part_of_a_weight_stays(mesh: DeviceMesh, backend: Bac
     def program(offload: Around) -> object:
         w = nn.Parameter(distribute_tensor(leaf(WIDTH, WIDTH, grad=False), mesh, [Shard(0)]))
         x = leaf(ROWS, WIDTH)
-        with Transfers(backend.runtime) as transfers:
+        with staying(backend, [w]):
             with offload:
                 y = F.linear((x * 2).tanh(), w.to_local()).sin() @ w.to_local().view(WIDTH, WIDTH)
             y.sum().backward()
-            assert_not_moved(transfers, [w])
         return x.grad, local(w.grad)
 
     for stats in same_gradients(program, backend):
@@ -202,22 +208,7 @@ def train_one_rank(rank: int, directory: str) -> None:
             parallelize_module(
                 model[0], mesh, PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Shard(0),))
             )
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-            losses = []
-            for seed in range(3):
-                x = distribute_tensor(leaf(ROWS, WIDTH, seed=seed, grad=False), mesh, [Shard(0)])
-                with offload:
-                    h = x
-                    for block in model:
-                        h = block(h)
-                    loss = h.square().mean().full_tensor()
-                del h, x
-                loss.backward()
-                losses.append(loss.detach())
-                del loss
-                optimizer.step()
-                optimizer.zero_grad()
-            return losses, [local(parameter) for parameter in model.parameters()]
+            return trained(model, mesh, offload, 3)
 
         with DiskBackend() as backend:
             for stats in same_gradients(program, backend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
@@ -28,20 +29,40 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
 
 
+def steps(script: str) -> Callable[[Around], object]:
+    """A program of graphs of one network: ``(`` and ``)`` enter and leave, ``2`` is the second's forward, ``-2`` its
+    backward."""
+
+    def program(offload: Around) -> object:
+        model, losses = network(), dict[str, Tensor]()
+        for word in re.findall(r"[()]|-?\d+", script):
+            if word == "(":
+                offload.__enter__()
+            elif word == ")":
+                offload.__exit__(None, None, None)
+            elif word.startswith("-"):
+                losses[word[1:]].backward()
+            else:
+                losses[word] = model(leaf(16, 32, seed=int(word))).square().mean()
+        return [loss.detach() for loss in losses.values()], gradients(model)
+
+    return program
+
+
 # -- H02 --------------------------------------------------------------------------------------------------------------
 
 
-def test_h02_two_forwards_and_then_the_backward_of_the_first(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model = network()
-        with offload:
-            first = model(leaf(16, 32, seed=1)).square().mean()
-        with offload:
-            second = model(leaf(16, 32, seed=2)).square().mean()
-        first.backward()
-        return first.detach(), second.detach(), gradients(model)
-
-    same_gradients(program, backend)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("(1)(2) -1", id="the backward of the first alone"),
+        pytest.param("(1)(-1 2) -2", id="a backward inside the next forward"),
+        pytest.param("(1 2) -1 -2", id="one context around two forwards"),
+        pytest.param("((1) 2) -1 -2", id="a context within itself"),
+    ],
+)
+def test_h02_two_graphs_at_once(script: str, backend: Backend) -> None:
+    same_gradients(steps(script), backend)
 
 
 @pytest.mark.sampled(5, quick=True)
@@ -56,20 +77,6 @@ def test_h02_three_graphs_in_any_order(order: tuple[int, ...], backend: Backend)
             losses[index].backward()
             seen.append([gradient.clone() for gradient in gradients(model) if gradient is not None])
         return seen
-
-    same_gradients(program, backend)
-
-
-def test_h02_the_backward_of_one_inside_the_forward_of_the_next(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model = network()
-        with offload:
-            first = model(leaf(16, 32, seed=1)).square().mean()
-        with offload:
-            first.backward()
-            second = model(leaf(16, 32, seed=2)).square().mean()
-        second.backward()
-        return gradients(model)
 
     same_gradients(program, backend)
 
@@ -91,67 +98,17 @@ def test_h02_the_backward_of_one_in_the_middle_of_the_forward_of_the_next(backen
     same_gradients(program, backend)
 
 
-def test_h02_one_context_around_two_forwards(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model = network()
-        with offload:
-            first = model(leaf(16, 32, seed=1)).square().mean()
-            second = model(leaf(16, 32, seed=2)).square().mean()
-        first.backward()
-        second.backward()
-        return gradients(model)
-
-    same_gradients(program, backend)
-
-
-def test_h02_a_context_within_itself(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model = network()
-        with offload:
-            with offload:
-                first = model(leaf(16, 32, seed=1)).square().mean()
-            second = model(leaf(16, 32, seed=2)).square().mean()
-        first.backward()
-        second.backward()
-        return gradients(model)
-
-    same_gradients(program, backend)
-
-
 # -- H03 --------------------------------------------------------------------------------------------------------------
 
 
 def test_h03_buffer_reuse_keeps_the_earlier_graph_exact(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model = network()
-        with offload:
-            a = model(leaf(16, 32, seed=1)).square().mean()
-        with offload:
-            b = model(leaf(16, 32, seed=2)).square().mean()
-        b.backward()
-        with offload:
-            c = model(leaf(16, 32, seed=3)).square().mean()
-        a.backward()
-        c.backward()
-        return gradients(model)
-
-    same_gradients(program, backend)
+    same_gradients(steps("(1)(2) -2 (3) -1 -3"), backend)
 
 
 def test_h03_slots_that_others_gave_back_are_used_again_while_an_earlier_graph_waits(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model = network()
-        with offload:
-            oldest = model(leaf(16, 32, seed=1)).square().mean()
-        for seed in range(2, 12):
-            with offload:
-                loss = model(leaf(16, 32, seed=seed)).square().mean()
-            loss.backward()
-        oldest.backward()
-        return gradients(model)
-
     with Transfers(backend.runtime) as transfers:
-        same_gradients(program, backend, regimes=REGIMES[:1])
+        script = " ".join(f"({seed}) -{seed}" for seed in range(2, 12))
+        same_gradients(steps(f"(1) {script} -1"), backend, regimes=REGIMES[:1])
     regions = [moved.region for moved in transfers.out]
     assert len(set(regions)) < len(regions) / 2, "no slot was ever used again"
 

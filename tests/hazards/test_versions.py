@@ -12,9 +12,8 @@ import torch
 
 import eager_offload as eo
 from tests.hazards.backends import Backend, assert_settled
-from tests.hazards.changes import MODIFIED
+from tests.hazards.changes import MODIFIED, UNMODIFIED, after_backward
 from tests.hazards.functions import Returned, saving
-from tests.hazards.harmless_changes import UNMODIFIED, after_backward
 from tests.hazards.programs import REGIMES, Program, Regime, assert_identical, assert_moved, leaf, same_gradients
 
 #: Where nothing moves: what is too small, and what a region holds back.
