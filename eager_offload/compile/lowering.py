@@ -36,6 +36,7 @@ from eager_offload._torch import (
     leave_out_of_peak,
     make_fallback,
     order_recomputed_kernels,
+    remember_updaters,
 )
 from eager_offload.compile import ops
 from eager_offload.compile.insert import EXACT
@@ -51,6 +52,7 @@ def install_lowerings() -> None:
     for operation, prepared in ((ops.offload, _for_offload), (ops.reload, _as_it_is), (ops.wait_tensor, _for_wait)):
         make_fallback(operation, prepared, warn=False)  # type: ignore[no-untyped-call]  # torch's
     order_recomputed_kernels()  # or a reload might be read before it is waited for
+    remember_updaters()
     leave_out_of_peak(_is_host_tensor, _host_tensor_read)
 
 
