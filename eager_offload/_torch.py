@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass, CustomPartitionerFn
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-    from torch._inductor.lowering import make_fallback
+    from torch._inductor.lowering import make_fallback, register_lowering
     from torch._inductor.virtualized import V
     from torch._prims_common import make_channels_last_strides_for as channels_last_strides
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -107,6 +107,7 @@ PRIVATE_NAMES = {
         "torch._inductor.virtualized.V",
         "torch._inductor.scheduler.SchedulerNode",
         "torch._inductor.lowering.make_fallback",
+        "torch._inductor.lowering.register_lowering",
         "torch.utils._ordered_set.OrderedSet",
         "torch._prims_common.make_channels_last_strides_for",
         "torch.fx.Node._rename",
@@ -713,6 +714,7 @@ _OF_THE_COMPILER = {
     "inductor_config": "torch._inductor.config",
     "inductor_ir": "torch._inductor.ir",
     "make_fallback": "torch._inductor.lowering",
+    "register_lowering": "torch._inductor.lowering",
     "min_cut_rematerialization_partition": "torch._functorch.partitioners",
     "preserve_node_ordering": "torch._inductor.fx_passes.control_dependencies",
 }
