@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass, CustomPartitionerFn
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-    from torch._inductor.lowering import make_fallback
+    from torch._inductor.lowering import make_fallback, register_lowering
     from torch._inductor.virtualized import V
     from torch._prims_common import make_channels_last_strides_for as channels_last_strides
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -107,6 +107,7 @@ PRIVATE_NAMES = {
         "torch._inductor.virtualized.V",
         "torch._inductor.scheduler.SchedulerNode",
         "torch._inductor.lowering.make_fallback",
+        "torch._inductor.lowering.register_lowering",
         "torch.utils._ordered_set.OrderedSet",
         "torch._prims_common.make_channels_last_strides_for",
         "torch.fx.Node._rename",
@@ -115,6 +116,7 @@ PRIVATE_NAMES = {
         "torch._inductor.memory.compute_size_for_scheduler_buffer",
         "torch._inductor.memory.get_freeable_input_buf",
     ),
+    "compiling takes longer: the values of graphs are computed anew": ("torch._inductor.fx_utils.FakeTensorUpdater",),
     "not told of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
     "what should go to the CPU is recomputed": (
         "torch.utils.checkpoint._CachingTorchDispatchMode",
@@ -712,6 +714,7 @@ _OF_THE_COMPILER = {
     "inductor_config": "torch._inductor.config",
     "inductor_ir": "torch._inductor.ir",
     "make_fallback": "torch._inductor.lowering",
+    "register_lowering": "torch._inductor.lowering",
     "min_cut_rematerialization_partition": "torch._functorch.partitioners",
     "preserve_node_ordering": "torch._inductor.fx_passes.control_dependencies",
 }
@@ -792,6 +795,41 @@ def leave_out_of_peak(is_elsewhere: Callable[[Any], bool], read_elsewhere: Calla
 
     memory.compute_size_for_scheduler_buffer = compute_size_for_scheduler_buffer
     memory.get_freeable_input_buf = get_freeable_input_buf
+
+
+#: What Inductor recomputes the values of a graph with.
+_updaters: weakref.WeakKeyDictionary[Graph, Any] = weakref.WeakKeyDictionary()
+
+
+def remember_updaters() -> None:
+    """Has :func:`same_values` find what recomputes the values of a graph from now on."""
+    updater: Any = getattr(importlib.import_module("torch._inductor.fx_utils"), "FakeTensorUpdater", None)
+    if updater is None:
+        return  # what the table says
+    original = updater.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, given: Any) -> None:  # a graph in 2.11, its module later
+        original(self, given)
+        _updaters[getattr(given, "graph", given)] = self
+
+    updater.__init__ = __init__
+
+
+@contextmanager
+def same_values(graph: Graph) -> Iterator[None]:
+    """For a pass of Inductor's that changes no value: those that the nodes of ``graph`` have then are not recomputed.
+
+    Inductor does that for each node with other arguments, and for what depends on it as far as memory may be shared.
+    """
+    updater = _updaters.get(graph)
+    if updater is None:
+        yield
+        return
+    hashes = updater.processed_hashes
+    stale = {node.name for node in graph.nodes if updater.hash_node(node) not in hashes}  # by passes before
+    yield
+    hashes.update(updater.hash_node(node) for node in graph.nodes if node.name not in stale)
 
 
 def inductor_options() -> frozenset[str]:

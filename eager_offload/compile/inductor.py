@@ -18,6 +18,7 @@ from eager_offload._torch import (
     CustomPartitionerFn,
     configure_inductor,
     inductor_config,
+    same_values,
 )
 from eager_offload.active import configuration_on_top
 from eager_offload.compile import ops
@@ -111,9 +112,10 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
             if waits:
                 reload_late_in_place(graph)
             else:
-                insert_asynchronous_in_place(graph)
-                self._place(graph)
-                pin_in_place(graph)
+                with same_values(graph):
+                    insert_asynchronous_in_place(graph)
+                    self._place(graph)
+                    pin_in_place(graph)
             graph.lint()
 
     def uuid(self) -> object:

@@ -19,23 +19,32 @@ Inductor estimates the peak of a graph, orders kernels by it, and keeps a buffer
 allows. The host tensors that a forward returns, or a backward is given, would be most of such a peak, so that every
 buffer of a layer would stay for the next layer: the sum of what each part of a layer needs, in place of the most that
 one does. But they take no memory of the device, and where they stand for a disk none of the host.
+
+[Note: one node for each call]
+Inductor has two nodes for an operator that it has no kernel for, the call and the tensor that it returns, asks the
+dispatcher for that tensor once more, and makes a class to write the arguments of each call with. A layer has dozens of
+these operations, and that was a twelfth of what it takes to compile one. So calls of them are nodes of their own kind.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.fx import Node
 
 from eager_offload._torch import (
+    OpOverload,
     V,
     channels_last_strides,
+    inductor_config,
     inductor_ir,
     leave_out_of_peak,
     make_fallback,
     order_recomputed_kernels,
+    register_lowering,
+    remember_updaters,
 )
 from eager_offload.compile import ops
 from eager_offload.compile.insert import EXACT
@@ -50,8 +59,53 @@ def install_lowerings() -> None:
     """Tells Inductor how to call the operations, for as long as the process lives."""
     for operation, prepared in ((ops.offload, _for_offload), (ops.reload, _as_it_is), (ops.wait_tensor, _for_wait)):
         make_fallback(operation, prepared, warn=False)  # type: ignore[no-untyped-call]  # torch's
+        register_lowering(operation, type_promotion_kind=None)(partial(_lowered, operation))
     order_recomputed_kernels()  # or a reload might be read before it is waited for
+    remember_updaters()
     leave_out_of_peak(_is_host_tensor, _host_tensor_read)
+
+
+class _Written:
+    """An argument that is written as it is."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class _Call(inductor_ir.FallbackKernel):
+    """See [Note: one node for each call]."""
+
+    @classmethod
+    def create(cls, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        with V.graph.fake_mode:
+            result, tensors, others, unflatten, symbols = cls.process_kernel(ops.FAKES[kernel], *args, **kwargs)
+        device = cls.find_device(tensors, result)
+        layout = inductor_ir.NoneLayout(device=device) if result is None else cls.tensor_to_layout(result)
+        call = cls(layout, kernel, tensors, others, unflatten, kwargs=kwargs, unbacked_bindings=symbols)
+        if result is None:
+            return None
+        if inductor_config.assume_unaligned_fallback_output or any(map(inductor_ir.is_unaligned, tensors)):
+            V.graph.unaligned_buffers.add(call.get_name())
+        return call
+
+    def codegen_args(self) -> list[str]:
+        tensors = [_Written(one.codegen_reference()) for one in self.inputs]
+        args, kwargs = self.unflatten_args(tensors, self.constant_args)
+        self.kwargs.update(kwargs)
+        return [V.graph.wrapper_code.val_to_arg_str(one) for one in args]
+
+    def codegen(self, wrapper: Any) -> None:
+        inductor_ir.ExternKernelAlloc.codegen(self, wrapper)
+        self.codegen_unbacked_symbol_defs(wrapper)
+
+
+def _lowered(operation: OpOverload, *args: Any, **named: Any) -> Any:
+    kind = inductor_ir.FallbackKernel if V.graph.cpp_wrapper else _Call
+    found = kind.create(operation, *args, **named)
+    return None if found is None else inductor_ir.TensorBox.create(found)
 
 
 def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:

@@ -208,7 +208,7 @@ class AcceleratorRuntime(Runtime):
 
     def tells_time(self, device: torch.device) -> bool:
         # Of a stream of its own, which has nothing to do: of the transfer streams the host would wait for copies.
-        event = self._events.record(self._api.stream(device), timed=True)
+        event = self._events.record(self._api.stream(self._indexed(device)), timed=True)
         event.synchronize()
         return event.seconds_until(event) is not None
 

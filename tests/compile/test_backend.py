@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
+from torch.fx import Graph, Node
 
 import eager_offload as eo
 from eager_offload import _torch
@@ -365,3 +366,33 @@ def test_a_pass_of_the_user_that_asks_for_inference_is_told(plain: list[Tensor],
         offload.compile(one, options=passes)(torch.randn(4, 16))
     assert reported == [False, False, True]
     assert theirs.calls == 3
+
+
+def test_values_that_transfers_leave_as_they_are_are_not_computed_anew(
+    offload: eo.Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater, updated = importlib.import_module("torch._inductor.fx_utils").FakeTensorUpdater, []
+    original, copies = updater.incremental_update, list[Node]()
+
+    def incremental_update(self: Any) -> None:
+        known = {node: node.meta.get("val") for node in getattr(self, "gm", self).graph.nodes}
+        original(self)
+        updated.extend(node for node, value in known.items() if node.meta.get("val") is not value)
+
+    def copy_a_product(graph: Graph) -> None:
+        product = graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
+        for node in product[:1]:
+            with graph.inserting_after(node):
+                copies.append(graph.call_function(torch.ops.aten.clone.default, (node,)))
+            node.replace_all_uses_with(copies[-1])
+            copies[-1].args = (node,)
+
+    monkeypatch.setattr(updater, "incremental_update", incremental_update)
+    inner = model()
+    step(offload.compile(inner), list(inner.parameters()))
+    assert not updated
+    torch._dynamo.reset()
+    with inductor_config.patch(post_grad_custom_pre_pass=copy_a_product, fx_graph_cache=False):
+        step(offload.compile(inner), list(inner.parameters()))
+    assert copies
+    assert set(copies) <= set(updated), "what a pass before has made is"
