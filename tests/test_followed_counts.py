@@ -202,11 +202,13 @@ def test_steps_in_one_context_are_counted() -> None:
         (lambda w: w[:1, :4].detach().clone(), lambda w: w[:1, :4].detach()),
         (lambda w: w[:1, :4].detach().clone().requires_grad_() * 1, lambda w: w[:1, :4].detach().clone()),
         (lambda w: w[:1, :4].detach().clone(), lambda w: w[:1, :4].detach().clone().as_subclass(OfItsOwn)),
+        (lambda w: w[:1, :4].detach().clone(), lambda w: w[:1, :4].detach().to_sparse()),
         (frozen, lambda w: frozen(w[:32])),
         (lambda w: w[:1, :4].detach().clone(), lambda w: torch.nn.Parameter(w.detach()[:1, :4], requires_grad=False)),
     ],
     ids=[
         *("a smaller part", "a constant", "a copy", "a part of what is larger", "of a constant", "of another class"),
+        "without a storage",
         *("a smaller weight", "a weight that is a part of what is larger"),
     ],
 )
@@ -219,7 +221,7 @@ def test_what_only_looks_like_what_has_stayed_is_counted_as_what_it_is(
             with offload:
                 h = (torch.ones(64, 64) * weights[0]).exp()
                 part = first(weights[1]) if number < 4 else later(weights[1])
-                small = torch.ones_like(part).requires_grad_() * part
+                small = torch.ones_like(part, layout=torch.strided).requires_grad_() * part
                 loss = h.sum() + small.sum()
             loss.backward()
         assert not offload.config.step_plans or sum(offload.stats().plan_misses.values()) == 1

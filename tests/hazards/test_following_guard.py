@@ -447,6 +447,29 @@ def test_h54_a_device_without_room_for_a_reload_is_a_miss_where_there_was_none(
     assert stats.bytes_in > 0
 
 
+def test_h54_a_wish_that_the_newest_leave_comes_before_a_plan(backend: Backend) -> None:
+    size = SIDE * SIDE * 4
+
+    def step(around: Around, *, is_preferred: bool) -> list[Tensor | None]:
+        x = leaf(SIDE, SIDE)
+        with around:
+            y = deep(x, nullcontext(), 3) * x
+            z = y * 2
+            if is_preferred:
+                eo.prefer_offload(z)
+            loss = z.sin().sum()
+        del y, z
+        loss.backward()
+        return [x.grad]
+
+    offload = backend.offload(step_plans=True, keep_last_bytes=size)
+    third_differs(offload, lambda around, differs: step(around, is_preferred=differs))
+    stats = assert_settled(offload)
+    assert stats.plan_misses == {"marks": 1}
+    assert stats.kept_bytes.get("newest", 0) == 0
+    assert stats.bytes_out > 0
+
+
 # -- what is asked when a copy is to start ----------------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ __all__ = ["why_equivalent"]
 
 _HELD = "the thread that reads or writes a disk slot holds it, so that its range is free only when every use is over"
 
+_NO_STORAGE = "of every other layout that reaches it, to ask for the storage or its address has raised before"
+
 #: By path, kind and what is taken out.
 _EQUIVALENT = {
     (
@@ -23,6 +25,12 @@ _EQUIVALENT = {
         "fence",
         "self.extents.release(record.extent.start, record.extent.nbytes, record.fences)",
     ): _HELD,
+    (
+        "eager_offload/eager/following.py",
+        "guard",
+        "not address or address % tensor.itemsize or tensor.layout is not torch.strided or tensor.is_nested"
+        "  without  tensor.layout is not torch.strided",
+    ): _NO_STORAGE,
 }
 
 
