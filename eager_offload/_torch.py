@@ -17,12 +17,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from contextvars import ContextVar
 from operator import attrgetter, methodcaller
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -57,6 +58,9 @@ PRIVATE_NAMES = {
         "torch.Tensor._is_view",
         "torch.Tensor._base",
     ),
+    "plans, checks and compiled code take every operator for a function in Python": (
+        "torch.ops.aten.relu.default._schema",
+    ),
     "the import fails": (
         "torch._C._len_torch_dispatch_stack",
         "torch._C._len_torch_function_stack",
@@ -70,13 +74,19 @@ PRIVATE_NAMES = {
         "torch._neg_view",
         "torch._C.DisableTorchFunctionSubclass",
         "torch._ops.OpOverload",
-        "torch.utils._python_dispatch",
+        "torch.utils._python_dispatch._disable_current_modes",
+        "torch.utils._python_dispatch._pop_mode",
+        "torch.utils._python_dispatch._push_mode",
         "torch.utils._pytree",
     ),
     "a reentrant checkpoint's recomputation is offloaded again": ("torch._C._current_autograd_node",),
     "what a retained graph gave custom functions stays until backward ends": ("torch.Tensor._use_count",),
     "the next one finds hooks off": ("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",),
     "after an error that left them off, they stay off": ("torch._C._autograd._saved_tensors_hooks_enable",),
+    "hooks of others inside a context, which hide what is saved, are not warned of": (
+        "torch.autograd.graph.saved_tensors_hooks.__enter__",
+    ),
+    "python -m eager_offload.run offloads nothing": ("torch.nn.Module.__call__",),
     "allowed changes of saved tensors are errors": (
         "torch.autograd.graph._CloneArgBeforeMutateMode",
         "torch.autograd.graph._get_sid",
@@ -91,9 +101,18 @@ PRIVATE_NAMES = {
         "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
     ),
     "there is none": ("torch._dynamo.compiled_autograd.in_compiled_autograd_region",),
-    "torch.func raises": ("torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable",),
+    "a forward that compiled code has offloaded is warned of as one of which nothing could be seen": (
+        "torch._dynamo.utils.counters",
+    ),
+    "torch.func raises": ("torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable._call_func",),
     "torch.func raises in compiled code": ("torch._C._autograd._saved_tensors_hooks_disable",),
     "offload.compile of a module fails": ("torch._dynamo.eval_frame.OptimizedModule",),
+    "a module that offload.compile has made cannot be copied or pickled": ("torch.compile()._orig_mod",),
+    "code that looks through all modules fails at the hooks of a context": (
+        *("torch.nn.Module._parameters", "torch.nn.Module._buffers", "torch.nn.Module._modules"),
+        *("torch.nn.Module._backward_hooks", "torch.nn.Module._backward_pre_hooks"),
+        *("torch.nn.Module._forward_hooks", "torch.nn.Module._forward_pre_hooks"),
+    ),
     "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
     "compiling fails": (
         "torch._decomp.get_decompositions",
@@ -105,7 +124,9 @@ PRIVATE_NAMES = {
         "torch._inductor.fx_passes.control_dependencies.preserve_node_ordering",
         "torch._inductor.ir",
         "torch._inductor.virtualized.V",
-        "torch._inductor.scheduler.SchedulerNode",
+        "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
+        "torch._inductor.scheduler.WeakDep",
+        "torch._inductor.scheduler.StarDep",
         "torch._inductor.lowering.make_fallback",
         "torch.utils._ordered_set.OrderedSet",
         "torch._prims_common.make_channels_last_strides_for",
@@ -115,6 +136,7 @@ PRIVATE_NAMES = {
         "torch._inductor.memory.compute_size_for_scheduler_buffer",
         "torch._inductor.memory.get_freeable_input_buf",
     ),
+    "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
     "not told of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
     "what should go to the CPU is recomputed": (
         "torch.utils.checkpoint._CachingTorchDispatchMode",
@@ -123,8 +145,12 @@ PRIVATE_NAMES = {
         "torch._C._SetExcludeDispatchKeyGuard",
     ),
     "operators name their values themselves": ("torch.utils.checkpoint._sac_storage_key",),
-    "broken graphs: the library is compiled too": ("torch._C._dynamo.eval_frame.set_code_exec_strategy",),
-    "a compiled backward does not unpack": ("torch.compiler.disable",),
+    "broken graphs: the library is compiled too": (
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        "torch._C._dynamo.eval_frame._FrameExecStrategy",
+        "torch._C._dynamo.eval_frame._FrameAction",
+    ),
+    "a compiled backward does not unpack": ("torch.compiler.disable()._torchdynamo_disable",),
     "copies of graphs take their inputs flat": ("torch.fx.Graph._codegen",),
     "checkpointing counts as a foreign hook": (
         "torch.utils.checkpoint._checkpoint_hook",
@@ -136,6 +162,7 @@ PRIVATE_NAMES = {
     ),
     "what it hides is not warned of": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",),
     "what was cast to float32 travels whole": ("torch.autograd.graph.Node._input_metadata",),
+    "plans and traces of backward fail": ("torch.autograd.graph.Node._sequence_nr",),
     "traces do not show backward": ("torch._C._current_graph_task_id",),
     "a backward has no end in traces": ("torch.autograd.Variable._execution_engine",),
     "a plan of a model with checkpoints of its own sets back what other threads draw meanwhile": (
@@ -192,6 +219,20 @@ current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current
 
 #: A pack and an unpack hook.
 HookFunctions: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
+
+#: What a ``with`` of saved-tensor hooks calls when it begins.
+EnterHooks: TypeAlias = Callable[[saved_tensors_hooks], None]
+
+
+def entering_of_hooks() -> EnterHooks:
+    """torch's own, or what another library has put in its place."""
+    return saved_tensors_hooks.__enter__
+
+
+def set_entering_of_hooks(enter: EnterHooks) -> None:
+    """Has every ``with`` of saved-tensor hooks, of any library, begin by ``enter``."""
+    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]  # torch has no other place to hear of them
+
 
 _hooks: Any = torch._C._autograd
 _top_hooks: Callable[[bool], HookFunctions | None] = _hooks._top_saved_tensors_default_hooks
@@ -545,6 +586,11 @@ unflatten = tree_unflatten
 below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 
 
+def schema_of(target: object) -> Any:
+    """What an operator takes, gives and writes to; ``None`` of what is no operator."""
+    return getattr(target, "_schema", None)
+
+
 def keep_side_effects(operation: OpOverload) -> None:
     """Tells graphs that calls of ``operation`` do something even if nothing uses the result."""
     torch.fx.has_side_effect(operation)
@@ -653,6 +699,17 @@ def is_fake(kind: type) -> bool:
 def is_plain_fake(value: Tensor) -> bool:
     """Whether ``value`` is what tracers put in the place of a plain tensor."""
     return type(value) is Tensor or is_fake(type(value))
+
+
+class EmptyGraphModule(GraphModule):
+    """A graph module without anything in it, for code that looks through all modules; ``graph`` is up to subclasses."""
+
+    training = False
+    _parameters = _buffers = _modules = cast(Any, {})  # for all of them one, which stays empty
+    _backward_hooks = _backward_pre_hooks = _forward_hooks = _forward_pre_hooks = cast(Any, {})
+
+    def __new__(cls, *_: object) -> Self:
+        return object.__new__(cls)  # torch would make a class, with code of its own, for each
 
 
 #: Gives a node a name, or one like it that no other node of its graph has.
@@ -909,6 +966,11 @@ def hide_from_compilers(function: Callable[..., Any]) -> None:
         pass  # what the table says
 
 
+def module_inside(compiled: OptimizedModule) -> nn.Module:
+    """The module that ``torch.compile`` has made ``compiled`` of."""
+    return compiled._orig_mod
+
+
 def offloaded_modules(model: nn.Module) -> list[str]:
     """The names of the modules in ``model`` that torch's ``offload_wrapper`` stands around: all that is saved inside of
     them goes to host memory."""
@@ -954,6 +1016,21 @@ def cast_from(tensor: Tensor) -> torch.dtype | None:
 def module_call(module: nn.Module) -> Callable[..., Any] | None:
     """What is called for ``module`` in place of its own way, such as what ``module.compile()`` has put there."""
     return module._compiled_call_impl
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of ``module`` itself, where it keeps them."""
+    return module._buffers
+
+
+def call_of_modules() -> Callable[..., Any]:
+    """What Python calls for the call of any module: torch's own, or what another library has put in its place."""
+    return nn.Module.__call__
+
+
+def set_call_of_modules(call: Callable[..., Any]) -> None:
+    """Has ``call`` called for every module."""
+    nn.Module.__call__ = call  # type: ignore[method-assign]  # torch's hooks for all modules come with forward alone
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:

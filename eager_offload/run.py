@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eager_offload._torch import current_autograd_node, top_pack_hook
+from eager_offload._torch import call_of_modules, current_autograd_node, set_call_of_modules, top_pack_hook
 from eager_offload.config import field_from_text
 from eager_offload.errors import ConfigError, OffloadError
 from eager_offload.nothing_moved import why
@@ -89,7 +89,7 @@ def offload_modules(offload: Offload) -> Iterator[None]:
     module that is being called ours are, and where a script or a framework has put on its own, an ``Offload`` among
     them, it is left to these. What checkpointing computes again, in backward, belongs to hooks of torch's.
     """
-    inner = nn.Module.__call__
+    inner = call_of_modules()
 
     def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
@@ -103,11 +103,11 @@ def offload_modules(offload: Offload) -> Iterator[None]:
                 stack.enter_context(offload)
             return inner(self, *arguments, **named)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]  # in a process that runs one script
+    set_call_of_modules(call)
     try:
         yield
     finally:
-        nn.Module.__call__ = inner  # type: ignore[method-assign]  # what was there
+        set_call_of_modules(inner)
 
 
 def _fields(settings: Sequence[str]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from eager_offload._torch import (
     checkpoint_store_key,
     is_wrapper,
     replace_checkpoint_modes,
+    schema_of,
     sharing_versions,
     storage_key,
     version_of,
@@ -159,7 +160,7 @@ def _is_stored(policy: object, func: Any, args: object, kwargs: object) -> bool:
     """Whether the results of an operator go into a store although torch's mode would not put them there."""
     if policy not in _OFFLOADS or checkpoint_is_traced(func, args, kwargs):
         return False
-    schema = func._schema
+    schema = schema_of(func)
     return not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
 
 

@@ -7,26 +7,31 @@ that are pushed through torch's private functions cannot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from typing import TypeAlias
+from collections.abc import Container
 
 from torch.autograd.graph import saved_tensors_hooks
 
 from eager_offload import active
-from eager_offload._torch import HookFunctions, checkpoint_hooks, replace_hooks, top_pack_hook
+from eager_offload._torch import (
+    EnterHooks,
+    HookFunctions,
+    checkpoint_hooks,
+    entering_of_hooks,
+    replace_hooks,
+    set_entering_of_hooks,
+    top_pack_hook,
+)
 from eager_offload.tiers.forking import ForkSafeLock
 
 __all__ = ["ours", "watch"]
 
-_Enter: TypeAlias = Callable[[saved_tensors_hooks], None]
-
 _lock = ForkSafeLock()
 _watchers = 0
 #: What stands in the class while a context watches, and what it took the place of.
-_installed: _Enter | None = None
-_replaced: _Enter = saved_tensors_hooks.__enter__
+_installed: EnterHooks | None = None
+_replaced: EnterHooks = entering_of_hooks()
 #: Ours around `_replaced`, made once: it refers to itself, and one for each `with` would be garbage in a cycle.
-_wrapper: _Enter | None = None
+_wrapper: EnterHooks | None = None
 
 
 class watch:
@@ -41,11 +46,11 @@ class watch:
             _watchers += 1
             self._counted = True
             if _watchers == 1:
-                current = saved_tensors_hooks.__enter__  # torch's own, or what another library has put in its place
+                current = entering_of_hooks()  # torch's own, or what another library has put in its place
                 if _wrapper is None or current is not _replaced:
                     _replaced, _wrapper = current, _watching(current)
                 _installed = _wrapper
-                saved_tensors_hooks.__enter__ = _installed  # type: ignore[method-assign]  # until the last watcher ends
+                set_entering_of_hooks(_installed)
 
     def __exit__(self, *_: object) -> None:
         """Ends it, as far as it had begun; may be called again."""
@@ -57,8 +62,8 @@ class watch:
             _watchers -= 1
             if _watchers == 0:
                 # What has wrapped ours meanwhile goes on calling it; it only calls on, from then on.
-                if saved_tensors_hooks.__enter__ is _installed:
-                    saved_tensors_hooks.__enter__ = _replaced  # type: ignore[method-assign]  # what was there
+                if entering_of_hooks() is _installed:
+                    set_entering_of_hooks(_replaced)
                 _installed = None
 
 
@@ -104,7 +109,7 @@ class ours(saved_tensors_hooks):
         replace_hooks(take_off)
 
 
-def _watching(replaced: _Enter) -> _Enter:
+def _watching(replaced: EnterHooks) -> EnterHooks:
     def enter(hooks: saved_tensors_hooks) -> None:
         # Checkpointing hides what it will recompute, by design, and shows its inputs to the hooks outside.
         if enter is _installed and not isinstance(hooks, (ours, *checkpoint_hooks)):
