@@ -114,6 +114,10 @@ PRIVATE_NAMES = {
         *("torch.nn.Module._forward_hooks", "torch.nn.Module._forward_pre_hooks"),
     ),
     "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
+    "graphs that Inductor compiles are not offloaded, or wait for each transfer": (
+        "torch._inductor.config.post_grad_custom_post_pass",
+        "torch._inductor.config.custom_partitioner_fn",
+    ),
     "compiling fails": (
         "torch._decomp.get_decompositions",
         "torch._functorch.partitioners.min_cut_rematerialization_partition",
@@ -179,6 +183,26 @@ PRIVATE_NAMES = {
         "torch._C._set_override_stale_capture_stream",
     ),
 }
+#: Those in whose place the library puts something of its own, by for how long; it calls torch's where it has no part.
+PATCHED = {
+    "while a context is entered": (
+        "torch.autograd.graph.saved_tensors_hooks.__enter__",
+        "torch.utils.checkpoint._CachingTorchDispatchMode",
+        "torch.utils.checkpoint._CachedTorchDispatchMode",
+        "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
+        "torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable._call_func",
+    ),
+    "while python -m eager_offload.run runs a script": ("torch.nn.Module.__call__",),
+    "until every Offload is closed, since a backward is compiled behind its context; graphs that move nothing stay": (
+        "torch._inductor.config.post_grad_custom_post_pass",
+        "torch._inductor.config.custom_partitioner_fn",
+    ),
+    "for good, since other threads may be compiling; in graphs that move something": (
+        "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
+        "torch._inductor.memory.compute_size_for_scheduler_buffer",
+        "torch._inductor.memory.get_freeable_input_buf",
+    ),
+}
 OTHER_VERSIONS = {
     "torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass": "2.13 on, not 2.11",
     "torch.utils.checkpoint._sac_storage_key": "2.13 on, not 2.11",
@@ -220,18 +244,46 @@ current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current
 #: A pack and an unpack hook.
 HookFunctions: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 
-#: What a ``with`` of saved-tensor hooks calls when it begins.
-EnterHooks: TypeAlias = Callable[[saved_tensors_hooks], None]
+
+class Patch:
+    """Something of the library's in the place of an attribute of torch's, for as long as it is wanted there.
+
+    Args:
+        owner: the module or the class.
+        around: makes what goes there, of what is there: torch's own, or what another library has put in its place.
+    """
+
+    def __init__(self, owner: object, name: str, around: Callable[[Any], object]) -> None:
+        self._owner, self._name, self._around = owner, name, around
+        #: Made once, since it may refer to itself: one for each time would be garbage in a cycle.
+        self._ours: object = None
+        self._theirs: object = None
+        #: Ours, while it is wanted there.
+        self.active: object = None
+
+    def put_on(self) -> None:
+        """It is there from now on."""
+        current = getattr(self._owner, self._name)
+        if self._ours is None or current is not self._theirs:
+            self._theirs, self._ours = current, self._around(current)
+        self.active = self._ours
+        setattr(self._owner, self._name, self._ours)
+
+    def take_off(self) -> None:
+        """What was there is there again. What has been put around ours meanwhile stays, and goes on calling it."""
+        self.active = None
+        if getattr(self._owner, self._name) is self._ours:
+            setattr(self._owner, self._name, self._theirs)
 
 
-def entering_of_hooks() -> EnterHooks:
-    """torch's own, or what another library has put in its place."""
-    return saved_tensors_hooks.__enter__
+def on_entering_hooks(around: Callable[[Any], Callable[[saved_tensors_hooks], None]]) -> Patch:
+    """What every ``with`` of saved-tensor hooks, of any library, calls when it begins."""
+    return Patch(saved_tensors_hooks, "__enter__", around)
 
 
-def set_entering_of_hooks(enter: EnterHooks) -> None:
-    """Has every ``with`` of saved-tensor hooks, of any library, begin by ``enter``."""
-    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]  # torch has no other place to hear of them
+def on_module_calls(around: Callable[[Any], Callable[..., Any]]) -> Patch:
+    """What is called for every module. torch's own hooks for all modules cannot put a context around the call."""
+    return Patch(nn.Module, "__call__", around)
 
 
 _hooks: Any = torch._C._autograd
@@ -380,10 +432,12 @@ def checkpoint_modes() -> CheckpointModes | None:
     return CheckpointModes(caching, cached) if takes[:2] == ["policy_fn", "storage"] else None
 
 
-def replace_checkpoint_modes(caching: type, cached: type) -> None:
-    """Has selective checkpointing use these."""
-    for name, mode in zip(_CHECKPOINT_MODES, (caching, cached), strict=True):
-        setattr(torch.utils.checkpoint, name, mode)
+def on_checkpoints(caching: Callable[[Any], type], cached: Callable[[Any], type]) -> list[Patch]:
+    """What selective checkpointing makes its two modes of, both when a forward begins; none where it has other ways."""
+    if checkpoint_modes() is None:
+        return []
+    ours = zip(_CHECKPOINT_MODES, (caching, cached), strict=True)
+    return [Patch(torch.utils.checkpoint, name, around) for name, around in ours]
 
 
 _CHECKPOINT_MODES = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
@@ -802,10 +856,13 @@ def configure_inductor(name: str, value: object) -> None:
         entry.default = value
 
 
-def order_recomputed_kernels() -> None:
+def order_recomputed_kernels(is_ours: Callable[[], bool]) -> None:
     """Has a kernel whose loops Inductor computes anew, to fuse it, still come after what changed its inputs in place.
 
     In 2.11 and 2.13 Inductor forgets such changes then, and runs the kernel before the wait for what it reads.
+
+    Args:
+        is_ours: whether the graph that is being compiled has waits.
     """
     scheduler = importlib.import_module("torch._inductor.scheduler")
     node, added = scheduler.SchedulerNode, (scheduler.WeakDep, scheduler.StarDep)
@@ -813,6 +870,9 @@ def order_recomputed_kernels() -> None:
 
     @functools.wraps(original)
     def recompute_size_and_body(self: Any, *args: Any, **named: Any) -> None:
+        if not is_ours():
+            original(self, *args, **named)
+            return
         extra = [dep for dep in self.read_writes.reads if isinstance(dep, added)]
         original(self, *args, **named)
         reads = self.read_writes
@@ -823,7 +883,9 @@ def order_recomputed_kernels() -> None:
     node.recompute_size_and_body = recompute_size_and_body
 
 
-def leave_out_of_peak(is_elsewhere: Callable[[Any], bool], read_elsewhere: Callable[[Any], str | None]) -> None:
+def leave_out_of_peak(
+    is_elsewhere: Callable[[Any], bool], read_elsewhere: Callable[[Any], str | None], is_ours: Callable[[], bool]
+) -> None:
     """Has Inductor's estimate of a graph's peak, by which it orders kernels and reuses buffers, leave buffers out.
 
     It takes all that a graph hands over, whatever device it is on, for memory that the graph takes itself.
@@ -831,6 +893,7 @@ def leave_out_of_peak(is_elsewhere: Callable[[Any], bool], read_elsewhere: Calla
     Args:
         is_elsewhere: whether the buffer that an IR node makes takes no memory of the device.
         read_elsewhere: which input an IR node reads that takes none.
+        is_ours: whether the graph that is being compiled has such buffers.
     """
     memory: Any = importlib.import_module("torch._inductor.memory")
     sizes = getattr(memory, "compute_size_for_scheduler_buffer", None)
@@ -841,11 +904,15 @@ def leave_out_of_peak(is_elsewhere: Callable[[Any], bool], read_elsewhere: Calla
     @functools.wraps(sizes)
     def compute_size_for_scheduler_buffer(buffers: Any, *args: Any, **named: Any) -> Any:
         found = sizes(buffers, *args, **named)
+        if not is_ours():
+            return found
         return {name: (0, 0) if is_elsewhere(buffers[name].node) else size for name, size in found.items()}
 
     @functools.wraps(freeable)
     def get_freeable_input_buf(nodes: Any, inputs: Any, *args: Any, **named: Any) -> Any:
-        return freeable(nodes, inputs - {read_elsewhere(node.node) for node in nodes}, *args, **named)
+        if is_ours():
+            inputs = inputs - {read_elsewhere(node.node) for node in nodes}
+        return freeable(nodes, inputs, *args, **named)
 
     memory.compute_size_for_scheduler_buffer = compute_size_for_scheduler_buffer
     memory.get_freeable_input_buf = get_freeable_input_buf
@@ -896,51 +963,44 @@ class _HookInlining:
             self.theirs(fw_module, bw_module, num_inner_fwd_outputs, *rest, **named)
 
 
-def replace_hook_inlining(ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], bool]) -> bool:
+def on_splits(ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], bool]) -> list[Patch]:
     """Has AOTAutograd call ``ours`` with the two graphs of a split, the number of the user's outputs, and which of the
-    inputs are parameters and buffers, as far as this torch says it.
+    inputs are parameters and buffers, as far as this torch says it; nothing where this torch has no such place.
 
-    It stays: other threads may be compiling. ``ours`` returns ``False`` where AOTAutograd is to do what it always does.
-
-    Returns:
-        Whether this torch has such a place.
+    ``ours`` returns ``False`` where AOTAutograd is to do what it always does.
     """
     module = _inlining_module()
-    if module is None:
-        return False
-    theirs = getattr(module, _HOOK_INLINING)
-    if not isinstance(theirs, _HookInlining):
-        setattr(module, _HOOK_INLINING, _HookInlining(ours, theirs))
-    return True
+    return [] if module is None else [Patch(module, _HOOK_INLINING, functools.partial(_HookInlining, ours))]
 
 
-def trace_bans_on_hooks(ours: Callable[[], bool]) -> None:
+def on_bans_of_hooks(ours: Callable[[], bool]) -> list[Patch]:
     """Has Dynamo trace a ban on saved-tensor hooks, as ``torch.func`` imposes one, over hooks that are in force.
 
     Dynamo imposes the ban while it traces, and again whenever the graph runs; torch refuses that where there are hooks,
     since those in force would be called for what a transform saves. Where it does not refuse, they are not called
-    while the ban lasts. It stays: other threads may be compiling.
+    while the ban lasts.
 
     Args:
         ours: whether the hooks in force on the calling thread are such that need not be called.
     """
     try:
         kind: Any = importlib.import_module("torch._dynamo.variables.ctx_manager").DisabledSavedTensorsHooksVariable
-        theirs, ban = kind._call_func, _hooks._saved_tensors_hooks_disable
+        _, ban = kind._call_func, _hooks._saved_tensors_hooks_disable
     except (ImportError, AttributeError):
-        return  # what the table says
-    if getattr(theirs, "__module__", None) == __name__:
-        return
+        return []  # what the table says
 
-    def call(self: Any, tracer: Any, messages: Sequence[str | None]) -> None:
-        (message,) = messages
-        if message is None or not ours():
-            theirs(self, tracer, messages)
-        else:
-            tracer.output.create_node("call_function", ban, (message, False), {})
-            ban(message, False)
+    def around(theirs: Callable[..., None]) -> Callable[..., None]:
+        def call(self: Any, tracer: Any, messages: Sequence[str | None]) -> None:
+            (message,) = messages
+            if message is None or not ours():
+                theirs(self, tracer, messages)
+            else:
+                tracer.output.create_node("call_function", ban, (message, False), {})
+                ban(message, False)
 
-    kind._call_func = call
+        return call
+
+    return [Patch(kind, "_call_func", around)]
 
 
 def has_compiled() -> bool:
@@ -1021,16 +1081,6 @@ def module_call(module: nn.Module) -> Callable[..., Any] | None:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of ``module`` itself, where it keeps them."""
     return module._buffers
-
-
-def call_of_modules() -> Callable[..., Any]:
-    """What Python calls for the call of any module: torch's own, or what another library has put in its place."""
-    return nn.Module.__call__
-
-
-def set_call_of_modules(call: Callable[..., Any]) -> None:
-    """Has ``call`` called for every module."""
-    nn.Module.__call__ = call  # type: ignore[method-assign]  # torch's hooks for all modules come with forward alone
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import eager_offload as eo
-from eager_offload._torch import OTHER_VERSIONS, PRIVATE_NAMES
+from eager_offload._torch import OTHER_VERSIONS, PATCHED, PRIVATE_NAMES
 
 pytestmark = pytest.mark.xdist_group("import")
 
@@ -138,18 +138,21 @@ def test_every_private_name_is_listed_with_the_versions_that_have_it() -> None:
     assert set(OTHER_VERSIONS) <= LISTED
     parts = {part for name in LISTED for part in name.replace("()", "").split(".")}
     tree = ast.parse((PACKAGE / "_torch.py").read_text())
-    asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    asked = {node.attr for node in attributes if ast.unparse(node.value) != "self"}
     asked |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     asked |= {name for _, names in imports(PACKAGE / "_torch.py") for name in names}
     unlisted = {name for name in asked if name.isidentifier() and private(name)} - parts
     assert unlisted == {"_eager_offload", "_getframe"}, "what the library puts there itself, and Python's own"
-    patched = {name.rpartition(".")[2] for name in assigned_in_torch(PACKAGE / "_torch.py")}
-    assert {name for name in patched if name.startswith("__")} == {name for name in parts if name.startswith("__")}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    patched = [ast.unparse(call.args[1]).strip("'") for call in calls if ast.unparse(call.func) == "Patch"]
+    assert {"__enter__", "__call__"} <= set(patched) & parts
 
 
-def test_what_is_put_into_torch_is_put_there_by_one_module() -> None:
+def test_what_is_put_into_torch_is_put_there_by_one_module_and_listed_with_how_long() -> None:
     found = {source.relative_to(PACKAGE).as_posix(): sorted(set(assigned_in_torch(source))) for source in SOURCES}
-    assert [name for name, assigned in found.items() if assigned] == ["_torch.py"], found
+    assert {name: assigned for name, assigned in found.items() if assigned and name != "_torch.py"} == {}
+    assert {name for names in PATCHED.values() for name in names} <= LISTED
 
 
 def imports(source: Path) -> Iterator[tuple[str, list[str]]]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.fx import Node
@@ -50,12 +51,22 @@ def install_lowerings() -> None:
     """Tells Inductor how to call the operations, for as long as the process lives."""
     for operation, prepared in ((ops.offload, _for_offload), (ops.reload, _as_it_is), (ops.wait_tensor, _for_wait)):
         make_fallback(operation, prepared, warn=False)  # type: ignore[no-untyped-call]  # torch's
-    order_recomputed_kernels()  # or a reload might be read before it is waited for
-    leave_out_of_peak(_is_host_tensor, _host_tensor_read)
+    order_recomputed_kernels(_is_ours)  # or a reload might be read before it is waited for
+    leave_out_of_peak(_is_host_tensor, _host_tensor_read, _is_ours)
+
+
+#: The graphs that Inductor has, or is about to have, kernels of in which one of the operations is.
+_with_transfers: WeakSet[Any] = WeakSet()
+
+
+def _is_ours() -> bool:
+    """Whether the graph that is being compiled moves anything."""
+    return V.graph in _with_transfers
 
 
 def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:
     """See [Note: the strides of a host tensor]."""
+    _with_transfers.add(V.graph)
     value = node.meta.get("val")
     if isinstance(source, inductor_ir.TensorBox) and isinstance(value, Tensor):
         source.realize()  # or each who needs it in memory would compute it again
@@ -69,6 +80,7 @@ def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:
 
 def _for_wait(node: Node, tensor: Any, /, *keepalive: Any, **named: Any) -> Arguments:
     """See [Note: the keepalive is what was read] and [Note: the memory of a slot is no buffer]."""
+    _with_transfers.add(V.graph)
     read = _source_of(tensor)
     if read is not None:
         V.graph.never_reuse_buffers.add(tensor.get_name())
@@ -77,6 +89,7 @@ def _for_wait(node: Node, tensor: Any, /, *keepalive: Any, **named: Any) -> Argu
 
 
 def _as_it_is(node: Node, /, *arguments: Any, **named: Any) -> Arguments:
+    _with_transfers.add(V.graph)
     return arguments, named
 
 

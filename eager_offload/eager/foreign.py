@@ -7,31 +7,53 @@ that are pushed through torch's private functions cannot.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable
 
 from torch.autograd.graph import saved_tensors_hooks
 
 from eager_offload import active
 from eager_offload._torch import (
-    EnterHooks,
     HookFunctions,
+    Patch,
     checkpoint_hooks,
-    entering_of_hooks,
+    on_entering_hooks,
     replace_hooks,
-    set_entering_of_hooks,
     top_pack_hook,
 )
 from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = ["ours", "watch"]
+__all__ = ["add_patches", "ours", "watch"]
 
 _lock = ForkSafeLock()
 _watchers = 0
-#: What stands in the class while a context watches, and what it took the place of.
-_installed: EnterHooks | None = None
-_replaced: EnterHooks = entering_of_hooks()
-#: Ours around `_replaced`, made once: it refers to itself, and one for each `with` would be garbage in a cycle.
-_wrapper: EnterHooks | None = None
+
+
+def _watching(replaced: Callable[[saved_tensors_hooks], None]) -> Callable[[saved_tensors_hooks], None]:
+    def enter(hooks: saved_tensors_hooks) -> None:
+        # Checkpointing hides what it will recompute, by design, and shows its inputs to the hooks outside.
+        if enter is _entering.active and not isinstance(hooks, (ours, *checkpoint_hooks)):
+            innermost = active.current()
+            if innermost is not None:
+                innermost.saw_foreign_hooks()
+        replaced(hooks)
+
+    return enter
+
+
+_entering = on_entering_hooks(_watching)
+#: What is in torch while any context is entered, on whichever thread.
+_patches = [_entering]
+
+
+def add_patches(patches: Iterable[Patch]) -> None:
+    """They too are to be there from now on, while any context is."""
+    if any(patch not in _patches for patch in patches):
+        with _lock.lock:
+            for patch in patches:
+                if patch not in _patches:
+                    _patches.append(patch)
+                    if _watchers:
+                        patch.put_on()
 
 
 class watch:
@@ -41,30 +63,25 @@ class watch:
         self._counted = False
 
     def __enter__(self) -> None:
-        global _watchers, _installed, _replaced, _wrapper
+        global _watchers
         with _lock.lock:
             _watchers += 1
             self._counted = True
             if _watchers == 1:
-                current = entering_of_hooks()  # torch's own, or what another library has put in its place
-                if _wrapper is None or current is not _replaced:
-                    _replaced, _wrapper = current, _watching(current)
-                _installed = _wrapper
-                set_entering_of_hooks(_installed)
+                for patch in _patches:
+                    patch.put_on()
 
     def __exit__(self, *_: object) -> None:
         """Ends it, as far as it had begun; may be called again."""
-        global _watchers, _installed
+        global _watchers
         with _lock.lock:
             if not self._counted:
                 return
             self._counted = False
             _watchers -= 1
             if _watchers == 0:
-                # What has wrapped ours meanwhile goes on calling it; it only calls on, from then on.
-                if entering_of_hooks() is _installed:
-                    set_entering_of_hooks(_replaced)
-                _installed = None
+                for patch in _patches:
+                    patch.take_off()
 
 
 class ours(saved_tensors_hooks):
@@ -107,15 +124,3 @@ class ours(saved_tensors_hooks):
                 del hooks[number]
 
         replace_hooks(take_off)
-
-
-def _watching(replaced: EnterHooks) -> EnterHooks:
-    def enter(hooks: saved_tensors_hooks) -> None:
-        # Checkpointing hides what it will recompute, by design, and shows its inputs to the hooks outside.
-        if enter is _installed and not isinstance(hooks, (ours, *checkpoint_hooks)):
-            innermost = active.current()
-            if innermost is not None:
-                innermost.saw_foreign_hooks()
-        replaced(hooks)
-
-    return enter
