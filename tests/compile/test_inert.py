@@ -125,6 +125,33 @@ def test_memory_of_a_graph_without_transfers_is_estimated_as_torch_does(monkeypa
         is_ours[0] = True
 
 
+@pytest.mark.long
+def test_inductor_asks_of_the_graph_that_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    known = lowering._is_ours
+
+    def is_ours() -> bool:
+        asked.append(known())
+        return asked[-1]
+
+    for name in ("compute_size_for_scheduler_buffer", "get_freeable_input_buf"):
+        monkeypatch.setattr(memory, name, getattr(memory, name))  # goes back behind the test
+    lowering.install_lowerings()
+    _torch.leave_out_of_peak(lowering._is_host_tensor, lowering._host_tensor_read, is_ours)
+    x, offload = torch.randn(32, 32, requires_grad=True), make_offload(tmp_path)
+    with config.patch(force_disable_caches=True):
+        with offload:
+            loss = torch.compile(lambda x: (x.exp() @ x).sum())(x)
+        loss.backward()
+        assert asked
+        assert all(asked)
+        asked.clear()
+        torch.compile(lambda x: (x.sin() @ x).sum())(x).backward()
+        assert asked
+        assert not any(asked)
+    offload.close()
+
+
 def test_only_a_graph_that_has_one_of_our_operators_is_known_to_have_transfers() -> None:
     one, other = Graph(), Graph()
     with V.set_graph_handler(one):
