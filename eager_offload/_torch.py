@@ -234,15 +234,8 @@ def _release(version: str) -> tuple[int, ...]:
 
 require_torch()
 
-#: The number of the next autograd node that this thread makes. It advances when an operator's node is made, which is
-#: after the operator packed its inputs: a larger number at a later pack shows that the operator has run.
-autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # in no stub
 
-#: The autograd node that this thread is running backward for, or ``None``.
-current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
-
-#: A pack and an unpack hook.
-HookFunctions: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
+# -- in place of what is torch's --------------------------------------------------------------------------------------
 
 
 class Patch:
@@ -276,20 +269,120 @@ class Patch:
             setattr(self._owner, self._name, self._theirs)
 
 
+# -- autograd: its nodes, its backwards -------------------------------------------------------------------------------
+
+#: The number of the next autograd node that this thread makes. It advances when an operator's node is made, which is
+#: after the operator packed its inputs: a larger number at a later pack shows that the operator has run.
+autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # in no stub
+
+#: The autograd node that this thread is running backward for, or ``None``.
+current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+
+def asker_may_return_it() -> bool:
+    """Whether code that may make a saved tensor the gradient asks for it: a custom function's, or a hook of the user's.
+
+    What torch has a formula for is asked for by the engine, above which there is no Python but its own call, if any.
+    """
+    node = current_autograd_node()
+    if node is None:  # outside of a backward nothing is about to become a gradient
+        return False
+    return not _engine_asks() or type(node).__name__ == "CppFunction"
+
+
+def _engine_asks() -> bool:
+    """Whether it is the engine that has called the library, and no code in Python that runs in backward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("eager_offload."):
+        frame = frame.f_back
+    return frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
+
+
+def asking_node() -> str:
+    """The name of torch's own node that asks for a saved tensor, as ``MulBackward0``; empty where anything else does:
+    code in Python, of a checkpoint that recomputes or a custom function, or a program that looks at a node.
+    """
+    node: Any = current_autograd_node()
+    return str(node.name()) if node is not None and _engine_asks() else ""
+
+
+#: Names the backward that this thread is running, -1 outside.
+current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Has ``call`` called when the backward that this thread is running is over; it must not raise."""
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is not None:
+        engine.queue_callback(call)
+
+
+def node_sequence(node: Any) -> int:
+    """When an autograd node was made: its number in the count of the thread that made it."""
+    return int(node._sequence_nr())
+
+
+def cast_from(tensor: Tensor) -> torch.dtype | None:
+    """The dtype that ``tensor`` was cast from and has had the values of since, as far as autograd knows."""
+    node = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0" or version_of(tensor):
+        return None
+    source, number = node.next_functions[0]
+    outputs: Any = getattr(source, "_input_metadata", ())  # what a node is given in backward is what it made in forward
+    return outputs[number].dtype if number < len(outputs) else None
+
+
+# -- hooks for saved tensors ------------------------------------------------------------------------------------------
+
+#: A pack and an unpack hook.
+HookFunctions: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
+
+
 def on_entering_hooks(around: Callable[[Any], Callable[[saved_tensors_hooks], None]]) -> Patch:
     """What every ``with`` of saved-tensor hooks, of any library, calls when it begins."""
     return Patch(saved_tensors_hooks, "__enter__", around)
-
-
-def on_module_calls(around: Callable[[Any], Callable[..., Any]]) -> Patch:
-    """What is called for every module. torch's own hooks for all modules cannot put a context around the call."""
-    return Patch(nn.Module, "__call__", around)
 
 
 _hooks: Any = torch._C._autograd
 _top_hooks: Callable[[bool], HookFunctions | None] = _hooks._top_saved_tensors_default_hooks
 _push_hooks: Callable[..., None] = _hooks._push_saved_tensors_default_hooks
 _pop_hooks: Callable[[], None] = _hooks._pop_saved_tensors_default_hooks
+
+
+def top_pack_hook() -> object | None:
+    """The pack hook that the calling thread's saved tensors go to now."""
+    hooks = _top_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def replace_hooks(change: Callable[[list[HookFunctions]], None]) -> None:
+    """Has ``change`` edit the list of the calling thread's saved-tensor hooks, the innermost last.
+
+    torch keeps them as a stack of which only the top can be seen and taken off.
+    """
+    hooks: list[HookFunctions] = []
+    try:
+        while (pair := _top_hooks(True)) is not None:
+            _pop_hooks()
+            hooks.insert(0, pair)
+        change(hooks)
+    finally:
+        for pair in hooks:
+            _push_hooks(*pair)
+
+
+def allow_hooks_again() -> None:
+    """Ends a ban on saved-tensor hooks, on the calling thread.
+
+    Where hooks are in force, ``torch.func`` imposes the ban before it raises its error. Eager code ends it afterwards;
+    a compiler that traces the same lines does not.
+    """
+    disabled = getattr(_hooks, "_saved_tensors_hooks_get_disabled_error_message", None)
+    if disabled is not None and disabled() is not None:
+        _hooks._saved_tensors_hooks_enable()
+
+
+# -- modes that the caller is in --------------------------------------------------------------------------------------
 
 #: Runs operators out of sight of the dispatch modes that the caller has active.
 without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
@@ -351,45 +444,13 @@ def _only(seeing: list[TorchDispatchMode]) -> Iterator[None]:
                 _pop_mode()
 
 
+# -- tensors and storages ---------------------------------------------------------------------------------------------
+
 #: Whether something is a tensor of a subclass that says which tensors it is made of.
 is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 #: A view of a real tensor with the negative bit set.
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
-
-#: The hooks that non-reentrant checkpointing installs inside others, by design.
-checkpoint_hooks: tuple[type, ...] = tuple(
-    cast(type, kind)
-    for name in ("_checkpoint_hook", "_recomputation_hook")
-    if (kind := getattr(torch.utils.checkpoint, name, None)) is not None
-)
-
-
-def asker_may_return_it() -> bool:
-    """Whether code that may make a saved tensor the gradient asks for it: a custom function's, or a hook of the user's.
-
-    What torch has a formula for is asked for by the engine, above which there is no Python but its own call, if any.
-    """
-    node = current_autograd_node()
-    if node is None:  # outside of a backward nothing is about to become a gradient
-        return False
-    return not _engine_asks() or type(node).__name__ == "CppFunction"
-
-
-def _engine_asks() -> bool:
-    """Whether it is the engine that has called the library, and no code in Python that runs in backward."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("eager_offload."):
-        frame = frame.f_back
-    return frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
-
-
-def asking_node() -> str:
-    """The name of torch's own node that asks for a saved tensor, as ``MulBackward0``; empty where anything else does:
-    code in Python, of a checkpoint that recomputes or a custom function, or a program that looks at a node.
-    """
-    node: Any = current_autograd_node()
-    return str(node.name()) if node is not None and _engine_asks() else ""
 
 
 #: What counts where nothing but a tuple holds a tensor; how many references a loop adds is up to the interpreter.
@@ -401,6 +462,95 @@ def with_other_owners(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Those that something else keeps alive besides this tuple."""
     with _without_torch_function():
         return tuple(tensor for tensor in tensors if _use_count(tensor) > 1 or sys.getrefcount(tensor) > _ALONE)
+
+
+#: Names a storage by identity, without keeping its bytes: while they live, the reference gives the same object. torch
+#: keeps the Python object of a storage for as long as anything in C++ has the storage, and no longer. The import of
+#: this module has made sure of it.
+weak_storage: Callable[[torch.UntypedStorage], weakref.ref[torch.UntypedStorage]] = weakref.ref
+#: A number that no other storage has while this one lives: the address of what torch keeps in C++.
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+
+#: What autograd takes a view to be of.
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+#: How often a tensor, and what shares its counter, was changed in place.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+
+
+#: Whether autograd takes a tensor to be a view of another one.
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+
+
+#: The attribute of a storage that holds what it owns.
+_OWNED = "_eager_offload"
+
+
+def own(storage: torch.UntypedStorage, owned: object) -> None:
+    """``owned`` lives as long as ``storage`` does: torch keeps the Python object of a storage, with all it has."""
+    storage.__dict__[_OWNED] = owned
+
+
+def owned_by(tensor: Tensor) -> object:
+    """What the storage of ``tensor`` was given to own; ``None`` where that is nothing."""
+    return tensor.untyped_storage().__dict__.get(_OWNED)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """``tensor.detach()`` as autograd does it, whatever a subclass makes of the method: with one version counter."""
+    with _without_torch_function():
+        return tensor.detach()
+
+
+def _if_imported(module: str, name: str) -> Any:
+    """A name of a module; ``None`` where nothing has imported it, so that there is nothing of the kind."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def is_fake(kind: type) -> bool:
+    """Whether tensors of this type have no bytes, though their device looks real."""
+    fake = _if_imported("torch._subclasses.fake_tensor", "FakeTensor")
+    return fake is not None and issubclass(kind, fake)
+
+
+def is_plain_fake(value: Tensor) -> bool:
+    """Whether ``value`` is what tracers put in the place of a plain tensor."""
+    return type(value) is Tensor or is_fake(type(value))
+
+
+def finish_collective(tensor: Tensor) -> None:
+    """Makes the current stream wait for the functional collective that fills ``tensor``, if it is of that kind.
+
+    Every reader of such a tensor does the same first; it may be done any number of times.
+    """
+    kind = _if_imported("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    if kind is not None and isinstance(tensor, kind):
+        tensor.trigger_wait()
+
+
+def _require_storage_identity() -> None:
+    tensor = torch.empty(1)
+    storage, alias = weakref.ref(tensor.untyped_storage()), tensor.detach()
+    del tensor
+    survives = storage() is alias.untyped_storage()
+    del alias
+    if not survives or storage() is not None:
+        raise ImportError(
+            "eager_offload needs a torch that keeps a storage's Python object exactly as long as the storage; "
+            f"{torch.__version__} does not"
+        )
+
+
+_require_storage_identity()
+
+
+# -- checkpointing ----------------------------------------------------------------------------------------------------
+
+#: The hooks that non-reentrant checkpointing installs inside others, by design.
+checkpoint_hooks: tuple[type, ...] = tuple(
+    cast(type, kind)
+    for name in ("_checkpoint_hook", "_recomputation_hook")
+    if (kind := getattr(torch.utils.checkpoint, name, None)) is not None
+)
 
 
 def sharing_versions() -> AbstractContextManager[object]:
@@ -453,6 +603,9 @@ def checkpoint_store_key(func: object, args: object) -> object:
     """Under what selective checkpointing keeps the results of the operator ``func``."""
     key = getattr(torch.utils.checkpoint, "_sac_storage_key", None)
     return func if key is None else key(func, args)
+
+
+# -- devices, streams, captured graphs --------------------------------------------------------------------------------
 
 
 class HostRegistration(NamedTuple):
@@ -626,6 +779,9 @@ def overriding_stale_streams() -> Iterator[None]:
         torch._C._set_override_stale_capture_stream(before)
 
 
+# -- operators, graphs of torch.fx, what is nested --------------------------------------------------------------------
+
+
 def flatten_with_names(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
     """What stands in tuples, lists and dicts: where, such as ``[0]['mask']``, what, and how they are nested."""
     found, structure = tree_flatten_with_path(tree)
@@ -650,76 +806,6 @@ def keep_side_effects(operation: OpOverload) -> None:
     torch.fx.has_side_effect(operation)
 
 
-#: Names a storage by identity, without keeping its bytes: while they live, the reference gives the same object. torch
-#: keeps the Python object of a storage for as long as anything in C++ has the storage, and no longer. The import of
-#: this module has made sure of it.
-weak_storage: Callable[[torch.UntypedStorage], weakref.ref[torch.UntypedStorage]] = weakref.ref
-#: A number that no other storage has while this one lives: the address of what torch keeps in C++.
-storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-
-#: What autograd takes a view to be of.
-base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-#: How often a tensor, and what shares its counter, was changed in place.
-version_of: Callable[[Tensor], int] = attrgetter("_version")
-
-
-#: Whether autograd takes a tensor to be a view of another one.
-is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
-
-
-#: The attribute of a storage that holds what it owns.
-_OWNED = "_eager_offload"
-
-
-def own(storage: torch.UntypedStorage, owned: object) -> None:
-    """``owned`` lives as long as ``storage`` does: torch keeps the Python object of a storage, with all it has."""
-    storage.__dict__[_OWNED] = owned
-
-
-def owned_by(tensor: Tensor) -> object:
-    """What the storage of ``tensor`` was given to own; ``None`` where that is nothing."""
-    return tensor.untyped_storage().__dict__.get(_OWNED)
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """``tensor.detach()`` as autograd does it, whatever a subclass makes of the method: with one version counter."""
-    with _without_torch_function():
-        return tensor.detach()
-
-
-def top_pack_hook() -> object | None:
-    """The pack hook that the calling thread's saved tensors go to now."""
-    hooks = _top_hooks(True)
-    return None if hooks is None else hooks[0]
-
-
-def replace_hooks(change: Callable[[list[HookFunctions]], None]) -> None:
-    """Has ``change`` edit the list of the calling thread's saved-tensor hooks, the innermost last.
-
-    torch keeps them as a stack of which only the top can be seen and taken off.
-    """
-    hooks: list[HookFunctions] = []
-    try:
-        while (pair := _top_hooks(True)) is not None:
-            _pop_hooks()
-            hooks.insert(0, pair)
-        change(hooks)
-    finally:
-        for pair in hooks:
-            _push_hooks(*pair)
-
-
-def allow_hooks_again() -> None:
-    """Ends a ban on saved-tensor hooks, on the calling thread.
-
-    Where hooks are in force, ``torch.func`` imposes the ban before it raises its error. Eager code ends it afterwards;
-    a compiler that traces the same lines does not.
-    """
-    disabled = getattr(_hooks, "_saved_tensors_hooks_get_disabled_error_message", None)
-    if disabled is not None and disabled() is not None:
-        _hooks._saved_tensors_hooks_enable()
-
-
 def hint(number: int | torch.SymInt, default: int = 8192) -> int:
     """A number, or the one that was seen when the graph was traced. Asking a symbol itself would make it a constant.
 
@@ -737,22 +823,6 @@ def hint(number: int | torch.SymInt, default: int = 8192) -> int:
 def library(namespace: str, kind: str = "DEF") -> Any:
     """Defines operators: those of a ``namespace``, or as a ``"FRAGMENT"`` more of one that is defined elsewhere."""
     return torch.library.Library(namespace, kind)  # type: ignore[no-untyped-call]  # torch declares no types for it
-
-
-def _if_imported(module: str, name: str) -> Any:
-    """A name of a module; ``None`` where nothing has imported it, so that there is nothing of the kind."""
-    return getattr(sys.modules.get(module), name, None)
-
-
-def is_fake(kind: type) -> bool:
-    """Whether tensors of this type have no bytes, though their device looks real."""
-    fake = _if_imported("torch._subclasses.fake_tensor", "FakeTensor")
-    return fake is not None and issubclass(kind, fake)
-
-
-def is_plain_fake(value: Tensor) -> bool:
-    """Whether ``value`` is what tracers put in the place of a plain tensor."""
-    return type(value) is Tensor or is_fake(type(value))
 
 
 class EmptyGraphModule(GraphModule):
@@ -782,31 +852,61 @@ def fake_mode_of(value: Tensor | None) -> AbstractContextManager[object]:
     return getattr(value, "fake_mode", None) or nullcontext()
 
 
-def finish_collective(tensor: Tensor) -> None:
-    """Makes the current stream wait for the functional collective that fills ``tensor``, if it is of that kind.
-
-    Every reader of such a tensor does the same first; it may be done any number of times.
-    """
-    kind = _if_imported("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-    if kind is not None and isinstance(tensor, kind):
-        tensor.trigger_wait()
+# -- modules ----------------------------------------------------------------------------------------------------------
 
 
-def _require_storage_identity() -> None:
-    tensor = torch.empty(1)
-    storage, alias = weakref.ref(tensor.untyped_storage()), tensor.detach()
-    del tensor
-    survives = storage() is alias.untyped_storage()
-    del alias
-    if not survives or storage() is not None:
-        raise ImportError(
-            "eager_offload needs a torch that keeps a storage's Python object exactly as long as the storage; "
-            f"{torch.__version__} does not"
-        )
+def on_module_calls(around: Callable[[Any], Callable[..., Any]]) -> Patch:
+    """What is called for every module. torch's own hooks for all modules cannot put a context around the call."""
+    return Patch(nn.Module, "__call__", around)
 
 
-_require_storage_identity()
+def module_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What is called for ``module`` in place of its own way, such as what ``module.compile()`` has put there."""
+    return module._compiled_call_impl
 
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of ``module`` itself, where it keeps them."""
+    return module._buffers
+
+
+def own_call(module: nn.Module) -> Callable[..., Any]:
+    """What torch calls for ``module`` where nothing has been put in its place: forward and its hooks."""
+    return module._call_impl
+
+
+def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Has ``call`` called for ``module``; ``None`` for the module's own way. Copies and pickles of it leave it out."""
+    if call is None and "_compiled_call_impl" in vars(module):
+        del vars(module)["_compiled_call_impl"]
+    else:
+        vars(module)["_compiled_call_impl"] = call
+
+
+def module_inside(compiled: OptimizedModule) -> nn.Module:
+    """The module that ``torch.compile`` has made ``compiled`` of."""
+    return compiled._orig_mod
+
+
+def offloaded_modules(model: nn.Module) -> list[str]:
+    """The names of the modules in ``model`` that torch's ``offload_wrapper`` stands around: all that is saved inside of
+    them goes to host memory."""
+    wrapper = _if_imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper")
+    return [name for name, module in model.named_modules() if wrapper is not None and isinstance(module, wrapper)]
+
+
+# -- profilers --------------------------------------------------------------------------------------------------------
+
+#: Whether a profiler of torch's runs. Each pack and unpack asks, so it is no function in Python.
+profiler_is_on: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_profiler_enabled", False)
+
+
+def profiled(what: str) -> AbstractContextManager[object]:
+    """A range of the running profiler."""
+    return torch.autograd.profiler.record_function(f"eager_offload::{what}")
+
+
+# -- the compiler -----------------------------------------------------------------------------------------------------
 
 #: Where the names of the compiler are. Importing it takes a second, so nothing does before something is compiled.
 _OF_THE_COMPILER = {
@@ -1024,73 +1124,3 @@ def hide_from_compilers(function: Callable[..., Any]) -> None:
         frames.set_code_exec_strategy(function.__code__, as_it_is)
     except AttributeError:
         pass  # what the table says
-
-
-def module_inside(compiled: OptimizedModule) -> nn.Module:
-    """The module that ``torch.compile`` has made ``compiled`` of."""
-    return compiled._orig_mod
-
-
-def offloaded_modules(model: nn.Module) -> list[str]:
-    """The names of the modules in ``model`` that torch's ``offload_wrapper`` stands around: all that is saved inside of
-    them goes to host memory."""
-    wrapper = _if_imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper")
-    return [name for name, module in model.named_modules() if wrapper is not None and isinstance(module, wrapper)]
-
-
-#: Whether a profiler of torch's runs. Each pack and unpack asks, so it is no function in Python.
-profiler_is_on: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_profiler_enabled", False)
-
-
-def profiled(what: str) -> AbstractContextManager[object]:
-    """A range of the running profiler."""
-    return torch.autograd.profiler.record_function(f"eager_offload::{what}")
-
-
-#: Names the backward that this thread is running, -1 outside.
-current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-
-
-def after_backward(call: Callable[[], None]) -> None:
-    """Has ``call`` called when the backward that this thread is running is over; it must not raise."""
-    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if engine is not None:
-        engine.queue_callback(call)
-
-
-def node_sequence(node: Any) -> int:
-    """When an autograd node was made: its number in the count of the thread that made it."""
-    return int(node._sequence_nr())
-
-
-def cast_from(tensor: Tensor) -> torch.dtype | None:
-    """The dtype that ``tensor`` was cast from and has had the values of since, as far as autograd knows."""
-    node = tensor.grad_fn
-    if node is None or node.name() != "ToCopyBackward0" or version_of(tensor):
-        return None
-    source, number = node.next_functions[0]
-    outputs: Any = getattr(source, "_input_metadata", ())  # what a node is given in backward is what it made in forward
-    return outputs[number].dtype if number < len(outputs) else None
-
-
-def module_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What is called for ``module`` in place of its own way, such as what ``module.compile()`` has put there."""
-    return module._compiled_call_impl
-
-
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers of ``module`` itself, where it keeps them."""
-    return module._buffers
-
-
-def own_call(module: nn.Module) -> Callable[..., Any]:
-    """What torch calls for ``module`` where nothing has been put in its place: forward and its hooks."""
-    return module._call_impl
-
-
-def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Has ``call`` called for ``module``; ``None`` for the module's own way. Copies and pickles of it leave it out."""
-    if call is None and "_compiled_call_impl" in vars(module):
-        del vars(module)["_compiled_call_impl"]
-    else:
-        vars(module)["_compiled_call_impl"] = call
