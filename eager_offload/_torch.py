@@ -257,7 +257,7 @@ class Patch:
     def put_on(self) -> None:
         """It is there from now on."""
         current = getattr(self._owner, self._name)
-        if self._ours is None or current is not self._theirs:
+        if current is not self._ours and (self._ours is None or current is not self._theirs):
             self._theirs, self._ours = current, self._around(current)
         self.active = self._ours
         setattr(self._owner, self._name, self._ours)

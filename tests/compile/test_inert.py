@@ -71,6 +71,16 @@ def test_what_others_put_around_ours_stays_and_does_as_without_contexts(
     offload.close()
 
 
+def test_what_an_interrupt_has_left_there_is_not_put_around_itself() -> None:
+    place, made = SimpleNamespace(it=min), list[object]()
+    patch = _torch.Patch(place, "it", lambda theirs: made.append(theirs) or max)
+    for _ in range(2):
+        patch.put_on()  # and again, where it was not taken off
+    assert (place.it, made) == (max, [min])
+    patch.take_off()
+    assert place.it is min
+
+
 def test_options_of_inductor_go_back_when_the_last_offload_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
