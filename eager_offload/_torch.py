@@ -17,12 +17,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from contextvars import ContextVar
 from operator import attrgetter, methodcaller
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass, CustomPartitionerFn
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-    from torch._inductor.lowering import make_fallback, register_lowering
+    from torch._inductor.lowering import make_fallback
     from torch._inductor.virtualized import V
     from torch._prims_common import make_channels_last_strides_for as channels_last_strides
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -57,6 +58,9 @@ PRIVATE_NAMES = {
         "torch.Tensor._is_view",
         "torch.Tensor._base",
     ),
+    "plans, checks and compiled code take every operator for a function in Python": (
+        "torch.ops.aten.relu.default._schema",
+    ),
     "the import fails": (
         "torch._C._len_torch_dispatch_stack",
         "torch._C._len_torch_function_stack",
@@ -70,13 +74,19 @@ PRIVATE_NAMES = {
         "torch._neg_view",
         "torch._C.DisableTorchFunctionSubclass",
         "torch._ops.OpOverload",
-        "torch.utils._python_dispatch",
+        "torch.utils._python_dispatch._disable_current_modes",
+        "torch.utils._python_dispatch._pop_mode",
+        "torch.utils._python_dispatch._push_mode",
         "torch.utils._pytree",
     ),
     "a reentrant checkpoint's recomputation is offloaded again": ("torch._C._current_autograd_node",),
     "what a retained graph gave custom functions stays until backward ends": ("torch.Tensor._use_count",),
     "the next one finds hooks off": ("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",),
     "after an error that left them off, they stay off": ("torch._C._autograd._saved_tensors_hooks_enable",),
+    "hooks of others inside a context, which hide what is saved, are not warned of": (
+        "torch.autograd.graph.saved_tensors_hooks.__enter__",
+    ),
+    "python -m eager_offload.run offloads nothing": ("torch.nn.Module.__call__",),
     "allowed changes of saved tensors are errors": (
         "torch.autograd.graph._CloneArgBeforeMutateMode",
         "torch.autograd.graph._get_sid",
@@ -91,10 +101,23 @@ PRIVATE_NAMES = {
         "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
     ),
     "there is none": ("torch._dynamo.compiled_autograd.in_compiled_autograd_region",),
-    "torch.func raises": ("torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable",),
+    "a forward that compiled code has offloaded is warned of as one of which nothing could be seen": (
+        "torch._dynamo.utils.counters",
+    ),
+    "torch.func raises": ("torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable._call_func",),
     "torch.func raises in compiled code": ("torch._C._autograd._saved_tensors_hooks_disable",),
     "offload.compile of a module fails": ("torch._dynamo.eval_frame.OptimizedModule",),
+    "a module that offload.compile has made cannot be copied or pickled": ("torch.compile()._orig_mod",),
+    "code that looks through all modules fails at the hooks of a context": (
+        *("torch.nn.Module._parameters", "torch.nn.Module._buffers", "torch.nn.Module._modules"),
+        *("torch.nn.Module._backward_hooks", "torch.nn.Module._backward_pre_hooks"),
+        *("torch.nn.Module._forward_hooks", "torch.nn.Module._forward_pre_hooks"),
+    ),
     "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
+    "graphs that Inductor compiles are not offloaded, or wait for each transfer": (
+        "torch._inductor.config.post_grad_custom_post_pass",
+        "torch._inductor.config.custom_partitioner_fn",
+    ),
     "compiling fails": (
         "torch._decomp.get_decompositions",
         "torch._functorch.partitioners.min_cut_rematerialization_partition",
@@ -105,9 +128,10 @@ PRIVATE_NAMES = {
         "torch._inductor.fx_passes.control_dependencies.preserve_node_ordering",
         "torch._inductor.ir",
         "torch._inductor.virtualized.V",
-        "torch._inductor.scheduler.SchedulerNode",
+        "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
+        "torch._inductor.scheduler.WeakDep",
+        "torch._inductor.scheduler.StarDep",
         "torch._inductor.lowering.make_fallback",
-        "torch._inductor.lowering.register_lowering",
         "torch.utils._ordered_set.OrderedSet",
         "torch._prims_common.make_channels_last_strides_for",
         "torch.fx.Node._rename",
@@ -117,6 +141,7 @@ PRIVATE_NAMES = {
         "torch._inductor.memory.get_freeable_input_buf",
     ),
     "compiling takes longer: the values of graphs are computed anew": ("torch._inductor.fx_utils.FakeTensorUpdater",),
+    "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
     "not told of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
     "what should go to the CPU is recomputed": (
         "torch.utils.checkpoint._CachingTorchDispatchMode",
@@ -125,8 +150,12 @@ PRIVATE_NAMES = {
         "torch._C._SetExcludeDispatchKeyGuard",
     ),
     "operators name their values themselves": ("torch.utils.checkpoint._sac_storage_key",),
-    "broken graphs: the library is compiled too": ("torch._C._dynamo.eval_frame.set_code_exec_strategy",),
-    "a compiled backward does not unpack": ("torch.compiler.disable",),
+    "broken graphs: the library is compiled too": (
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        "torch._C._dynamo.eval_frame._FrameExecStrategy",
+        "torch._C._dynamo.eval_frame._FrameAction",
+    ),
+    "a compiled backward does not unpack": ("torch.compiler.disable()._torchdynamo_disable",),
     "copies of graphs take their inputs flat": ("torch.fx.Graph._codegen",),
     "checkpointing counts as a foreign hook": (
         "torch.utils.checkpoint._checkpoint_hook",
@@ -138,6 +167,7 @@ PRIVATE_NAMES = {
     ),
     "what it hides is not warned of": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",),
     "what was cast to float32 travels whole": ("torch.autograd.graph.Node._input_metadata",),
+    "plans and traces of backward fail": ("torch.autograd.graph.Node._sequence_nr",),
     "traces do not show backward": ("torch._C._current_graph_task_id",),
     "a backward has no end in traces": ("torch.autograd.Variable._execution_engine",),
     "a plan of a model with checkpoints of its own sets back what other threads draw meanwhile": (
@@ -152,6 +182,162 @@ PRIVATE_NAMES = {
     "a parameter that a graph is kept of from another stream spoils a capture": (
         "torch._C._override_stale_capture_stream",
         "torch._C._set_override_stale_capture_stream",
+    ),
+}
+#: Those in whose place the library puts something of its own, by for how long; it calls torch's where it has no part.
+OTHER_VERSIONS``.
+PRIVATE_NAMES = {
+    "the import fails: when a copy may start cannot be told": ("torch.autograd._get_sequence_nr",),
+    "saving a tensor fails": (
+        "torch.UntypedStorage._cdata",
+        "torch.Tensor._version",
+        "torch.Tensor._is_view",
+        "torch.Tensor._base",
+    ),
+    "plans, checks and compiled code take every operator for a function in Python": (
+        "torch.ops.aten.relu.default._schema",
+    ),
+    "the import fails": (
+        "torch._C._len_torch_dispatch_stack",
+        "torch._C._len_torch_function_stack",
+        "torch._C._get_dispatch_mode",
+        "torch._C._TorchDispatchModeKey",
+        "torch._C._get_dispatch_stack_at",
+        "torch._C.DisableTorchFunction",
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "torch._C._autograd._push_saved_tensors_default_hooks",
+        "torch._C._autograd._pop_saved_tensors_default_hooks",
+        "torch._neg_view",
+        "torch._C.DisableTorchFunctionSubclass",
+        "torch._ops.OpOverload",
+        "torch.utils._python_dispatch._disable_current_modes",
+        "torch.utils._python_dispatch._pop_mode",
+        "torch.utils._python_dispatch._push_mode",
+        "torch.utils._pytree",
+    ),
+    "a reentrant checkpoint's recomputation is offloaded again": ("torch._C._current_autograd_node",),
+    "what a retained graph gave custom functions stays until backward ends": ("torch.Tensor._use_count",),
+    "the next one finds hooks off": ("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",),
+    "after an error that left them off, they stay off": ("torch._C._autograd._saved_tensors_hooks_enable",),
+    "hooks of others inside a context, which hide what is saved, are not warned of": (
+        "torch.autograd.graph.saved_tensors_hooks.__enter__",
+    ),
+    "python -m eager_offload.run offloads nothing": ("torch.nn.Module.__call__",),
+    "allowed changes of saved tensors are errors": (
+        "torch.autograd.graph._CloneArgBeforeMutateMode",
+        "torch.autograd.graph._get_sid",
+    ),
+    "there are none": (
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+    ),
+    "host memory is pinned by torch, which rounds sizes up": ("torch.cuda.cudart().cudaHostRegister",),
+    "the import fails: compiled code could not be served": ("torch._C._AutoDispatchBelowAutograd",),
+    "compiled code is offloaded around its graphs": (
+        "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
+    ),
+    "there is none": ("torch._dynamo.compiled_autograd.in_compiled_autograd_region",),
+    "a forward that compiled code has offloaded is warned of as one of which nothing could be seen": (
+        "torch._dynamo.utils.counters",
+    ),
+    "torch.func raises": ("torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable._call_func",),
+    "torch.func raises in compiled code": ("torch._C._autograd._saved_tensors_hooks_disable",),
+    "offload.compile of a module fails": ("torch._dynamo.eval_frame.OptimizedModule",),
+    "a module that offload.compile has made cannot be copied or pickled": ("torch.compile()._orig_mod",),
+    "code that looks through all modules fails at the hooks of a context": (
+        *("torch.nn.Module._parameters", "torch.nn.Module._buffers", "torch.nn.Module._modules"),
+        *("torch.nn.Module._backward_hooks", "torch.nn.Module._backward_pre_hooks"),
+        *("torch.nn.Module._forward_hooks", "torch.nn.Module._forward_pre_hooks"),
+    ),
+    "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
+    "graphs that Inductor compiles are not offloaded, or wait for each transfer": (
+        "torch._inductor.config.post_grad_custom_post_pass",
+        "torch._inductor.config.custom_partitioner_fn",
+    ),
+    "compiling fails": (
+        "torch._decomp.get_decompositions",
+        "torch._functorch.partitioners.min_cut_rematerialization_partition",
+        "torch._inductor.config",
+        "torch._inductor.compile_fx.compile_fx",
+        "torch._inductor.custom_graph_pass.CustomGraphPass",
+        "torch._inductor.custom_graph_pass.CustomPartitionerFn",
+        "torch._inductor.fx_passes.control_dependencies.preserve_node_ordering",
+        "torch._inductor.ir",
+        "torch._inductor.virtualized.V",
+        "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
+        "torch._inductor.scheduler.WeakDep",
+        "torch._inductor.scheduler.StarDep",
+        "torch._inductor.lowering.make_fallback",
+        "torch.utils._ordered_set.OrderedSet",
+        "torch._prims_common.make_channels_last_strides_for",
+        "torch.fx.Node._rename",
+    ),
+    "compiled code holds more: host tensors count as memory of the device": (
+        "torch._inductor.memory.compute_size_for_scheduler_buffer",
+        "torch._inductor.memory.get_freeable_input_buf",
+    ),
+    "compiling takes longer: the values of graphs are computed anew": ("torch._inductor.fx_utils.FakeTensorUpdater",),
+    "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
+    "not told of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
+    "what should go to the CPU is recomputed": (
+        "torch.utils.checkpoint._CachingTorchDispatchMode",
+        "torch.utils.checkpoint._CachedTorchDispatchMode",
+        "torch.utils.checkpoint._is_compiling",
+        "torch._C._SetExcludeDispatchKeyGuard",
+    ),
+    "operators name their values themselves": ("torch.utils.checkpoint._sac_storage_key",),
+    "broken graphs: the library is compiled too": (
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        "torch._C._dynamo.eval_frame._FrameExecStrategy",
+        "torch._C._dynamo.eval_frame._FrameAction",
+    ),
+    "a compiled backward does not unpack": ("torch.compiler.disable()._torchdynamo_disable",),
+    "copies of graphs take their inputs flat": ("torch.fx.Graph._codegen",),
+    "checkpointing counts as a foreign hook": (
+        "torch.utils.checkpoint._checkpoint_hook",
+        "torch.utils.checkpoint._recomputation_hook",
+    ),
+    "integrations through a module's calls fail": (
+        "torch.nn.Module._compiled_call_impl",
+        "torch.nn.Module._call_impl",
+    ),
+    "what it hides is not warned of": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",),
+    "what was cast to float32 travels whole": ("torch.autograd.graph.Node._input_metadata",),
+    "plans and traces of backward fail": ("torch.autograd.graph.Node._sequence_nr",),
+    "traces do not show backward": ("torch._C._current_graph_task_id",),
+    "a backward has no end in traces": ("torch.autograd.Variable._execution_engine",),
+    "a plan of a model with checkpoints of its own sets back what other threads draw meanwhile": (
+        "torch.random.default_generator",
+    ),
+    "profiles have no ranges of the library": ("torch.autograd.profiler._is_profiler_enabled",),
+    "CUDA and XPU say it of the selected device; no other does": ("torch.Stream.is_capturing",),
+    "a capture that fails keeps its device memory": ("torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool"),
+    "graphs of one stream work in one memory, which goes with the first of them": (
+        "torch._C._cuda_clearCublasWorkspaces",
+    ),
+    "a parameter that a graph is kept of from another stream spoils a capture": (
+        "torch._C._override_stale_capture_stream",
+        "torch._C._set_override_stale_capture_stream",
+    ),
+}
+#: Those in whose place the library puts something of its own, by for how long; it calls torch's where it has no part.
+PATCHED = {
+    "while a context is entered": (
+        "torch.autograd.graph.saved_tensors_hooks.__enter__",
+        "torch.utils.checkpoint._CachingTorchDispatchMode",
+        "torch.utils.checkpoint._CachedTorchDispatchMode",
+        "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
+        "torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable._call_func",
+    ),
+    "while python -m eager_offload.run runs a script": ("torch.nn.Module.__call__",),
+    "until every Offload is closed, since a backward is compiled behind its context; graphs that move nothing stay": (
+        "torch._inductor.config.post_grad_custom_post_pass",
+        "torch._inductor.config.custom_partitioner_fn",
+    ),
+    "for good, since other threads may be compiling; in graphs that move something": (
+        "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
+        "torch._inductor.memory.compute_size_for_scheduler_buffer",
+        "torch._inductor.memory.get_freeable_input_buf",
     ),
 }
 OTHER_VERSIONS = {
@@ -185,6 +371,43 @@ def _release(version: str) -> tuple[int, ...]:
 
 require_torch()
 
+
+# -- in place of what is torch's --------------------------------------------------------------------------------------
+
+
+class Patch:
+    """Something of the library's in the place of an attribute of torch's, for as long as it is wanted there.
+
+    Args:
+        owner: the module or the class.
+        around: makes what goes there, of what is there: torch's own, or what another library has put in its place.
+    """
+
+    def __init__(self, owner: object, name: str, around: Callable[[Any], object]) -> None:
+        self._owner, self._name, self._around = owner, name, around
+        #: Made once, since it may refer to itself: one for each time would be garbage in a cycle.
+        self._ours: object = None
+        self._theirs: object = None
+        #: Ours, while it is wanted there.
+        self.active: object = None
+
+    def put_on(self) -> None:
+        """It is there from now on."""
+        current = getattr(self._owner, self._name)
+        if current is not self._ours and (self._ours is None or current is not self._theirs):
+            self._theirs, self._ours = current, self._around(current)
+        self.active = self._ours
+        setattr(self._owner, self._name, self._ours)
+
+    def take_off(self) -> None:
+        """What was there is there again. What has been put around ours meanwhile stays, and goes on calling it."""
+        self.active = None
+        if getattr(self._owner, self._name) is self._ours:
+            setattr(self._owner, self._name, self._theirs)
+
+
+# -- autograd: its nodes, its backwards -------------------------------------------------------------------------------
+
 #: The number of the next autograd node that this thread makes. It advances when an operator's node is made, which is
 #: after the operator packed its inputs: a larger number at a later pack shows that the operator has run.
 autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # in no stub
@@ -192,13 +415,111 @@ autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: 
 #: The autograd node that this thread is running backward for, or ``None``.
 current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
 
+
+def asker_may_return_it() -> bool:
+    """Whether code that may make a saved tensor the gradient asks for it: a custom function's, or a hook of the user's.
+
+    What torch has a formula for is asked for by the engine, above which there is no Python but its own call, if any.
+    """
+    node = current_autograd_node()
+    if node is None:  # outside of a backward nothing is about to become a gradient
+        return False
+    return not _engine_asks() or type(node).__name__ == "CppFunction"
+
+
+def _engine_asks() -> bool:
+    """Whether it is the engine that has called the library, and no code in Python that runs in backward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("eager_offload."):
+        frame = frame.f_back
+    return frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
+
+
+def asking_node() -> str:
+    """The name of torch's own node that asks for a saved tensor, as ``MulBackward0``; empty where anything else does:
+    code in Python, of a checkpoint that recomputes or a custom function, or a program that looks at a node.
+    """
+    node: Any = current_autograd_node()
+    return str(node.name()) if node is not None and _engine_asks() else ""
+
+
+#: Names the backward that this thread is running, -1 outside.
+current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Has ``call`` called when the backward that this thread is running is over; it must not raise."""
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is not None:
+        engine.queue_callback(call)
+
+
+def node_sequence(node: Any) -> int:
+    """When an autograd node was made: its number in the count of the thread that made it."""
+    return int(node._sequence_nr())
+
+
+def cast_from(tensor: Tensor) -> torch.dtype | None:
+    """The dtype that ``tensor`` was cast from and has had the values of since, as far as autograd knows."""
+    node = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0" or version_of(tensor):
+        return None
+    source, number = node.next_functions[0]
+    outputs: Any = getattr(source, "_input_metadata", ())  # what a node is given in backward is what it made in forward
+    return outputs[number].dtype if number < len(outputs) else None
+
+
+# -- hooks for saved tensors ------------------------------------------------------------------------------------------
+
 #: A pack and an unpack hook.
 HookFunctions: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def on_entering_hooks(around: Callable[[Any], Callable[[saved_tensors_hooks], None]]) -> Patch:
+    """What every ``with`` of saved-tensor hooks, of any library, calls when it begins."""
+    return Patch(saved_tensors_hooks, "__enter__", around)
+
 
 _hooks: Any = torch._C._autograd
 _top_hooks: Callable[[bool], HookFunctions | None] = _hooks._top_saved_tensors_default_hooks
 _push_hooks: Callable[..., None] = _hooks._push_saved_tensors_default_hooks
 _pop_hooks: Callable[[], None] = _hooks._pop_saved_tensors_default_hooks
+
+
+def top_pack_hook() -> object | None:
+    """The pack hook that the calling thread's saved tensors go to now."""
+    hooks = _top_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def replace_hooks(change: Callable[[list[HookFunctions]], None]) -> None:
+    """Has ``change`` edit the list of the calling thread's saved-tensor hooks, the innermost last.
+
+    torch keeps them as a stack of which only the top can be seen and taken off.
+    """
+    hooks: list[HookFunctions] = []
+    try:
+        while (pair := _top_hooks(True)) is not None:
+            _pop_hooks()
+            hooks.insert(0, pair)
+        change(hooks)
+    finally:
+        for pair in hooks:
+            _push_hooks(*pair)
+
+
+def allow_hooks_again() -> None:
+    """Ends a ban on saved-tensor hooks, on the calling thread.
+
+    Where hooks are in force, ``torch.func`` imposes the ban before it raises its error. Eager code ends it afterwards;
+    a compiler that traces the same lines does not.
+    """
+    disabled = getattr(_hooks, "_saved_tensors_hooks_get_disabled_error_message", None)
+    if disabled is not None and disabled() is not None:
+        _hooks._saved_tensors_hooks_enable()
+
+
+# -- modes that the caller is in --------------------------------------------------------------------------------------
 
 #: Runs operators out of sight of the dispatch modes that the caller has active.
 without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
@@ -260,45 +581,13 @@ def _only(seeing: list[TorchDispatchMode]) -> Iterator[None]:
                 _pop_mode()
 
 
+# -- tensors and storages ---------------------------------------------------------------------------------------------
+
 #: Whether something is a tensor of a subclass that says which tensors it is made of.
 is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 #: A view of a real tensor with the negative bit set.
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
-
-#: The hooks that non-reentrant checkpointing installs inside others, by design.
-checkpoint_hooks: tuple[type, ...] = tuple(
-    cast(type, kind)
-    for name in ("_checkpoint_hook", "_recomputation_hook")
-    if (kind := getattr(torch.utils.checkpoint, name, None)) is not None
-)
-
-
-def asker_may_return_it() -> bool:
-    """Whether code that may make a saved tensor the gradient asks for it: a custom function's, or a hook of the user's.
-
-    What torch has a formula for is asked for by the engine, above which there is no Python but its own call, if any.
-    """
-    node = current_autograd_node()
-    if node is None:  # outside of a backward nothing is about to become a gradient
-        return False
-    return not _engine_asks() or type(node).__name__ == "CppFunction"
-
-
-def _engine_asks() -> bool:
-    """Whether it is the engine that has called the library, and no code in Python that runs in backward."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("eager_offload."):
-        frame = frame.f_back
-    return frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
-
-
-def asking_node() -> str:
-    """The name of torch's own node that asks for a saved tensor, as ``MulBackward0``; empty where anything else does:
-    code in Python, of a checkpoint that recomputes or a custom function, or a program that looks at a node.
-    """
-    node: Any = current_autograd_node()
-    return str(node.name()) if node is not None and _engine_asks() else ""
 
 
 #: What counts where nothing but a tuple holds a tensor; how many references a loop adds is up to the interpreter.
@@ -310,6 +599,95 @@ def with_other_owners(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Those that something else keeps alive besides this tuple."""
     with _without_torch_function():
         return tuple(tensor for tensor in tensors if _use_count(tensor) > 1 or sys.getrefcount(tensor) > _ALONE)
+
+
+#: Names a storage by identity, without keeping its bytes: while they live, the reference gives the same object. torch
+#: keeps the Python object of a storage for as long as anything in C++ has the storage, and no longer. The import of
+#: this module has made sure of it.
+weak_storage: Callable[[torch.UntypedStorage], weakref.ref[torch.UntypedStorage]] = weakref.ref
+#: A number that no other storage has while this one lives: the address of what torch keeps in C++.
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+
+#: What autograd takes a view to be of.
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+#: How often a tensor, and what shares its counter, was changed in place.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+
+
+#: Whether autograd takes a tensor to be a view of another one.
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+
+
+#: The attribute of a storage that holds what it owns.
+_OWNED = "_eager_offload"
+
+
+def own(storage: torch.UntypedStorage, owned: object) -> None:
+    """``owned`` lives as long as ``storage`` does: torch keeps the Python object of a storage, with all it has."""
+    storage.__dict__[_OWNED] = owned
+
+
+def owned_by(tensor: Tensor) -> object:
+    """What the storage of ``tensor`` was given to own; ``None`` where that is nothing."""
+    return tensor.untyped_storage().__dict__.get(_OWNED)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """``tensor.detach()`` as autograd does it, whatever a subclass makes of the method: with one version counter."""
+    with _without_torch_function():
+        return tensor.detach()
+
+
+def _if_imported(module: str, name: str) -> Any:
+    """A name of a module; ``None`` where nothing has imported it, so that there is nothing of the kind."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def is_fake(kind: type) -> bool:
+    """Whether tensors of this type have no bytes, though their device looks real."""
+    fake = _if_imported("torch._subclasses.fake_tensor", "FakeTensor")
+    return fake is not None and issubclass(kind, fake)
+
+
+def is_plain_fake(value: Tensor) -> bool:
+    """Whether ``value`` is what tracers put in the place of a plain tensor."""
+    return type(value) is Tensor or is_fake(type(value))
+
+
+def finish_collective(tensor: Tensor) -> None:
+    """Makes the current stream wait for the functional collective that fills ``tensor``, if it is of that kind.
+
+    Every reader of such a tensor does the same first; it may be done any number of times.
+    """
+    kind = _if_imported("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    if kind is not None and isinstance(tensor, kind):
+        tensor.trigger_wait()
+
+
+def _require_storage_identity() -> None:
+    tensor = torch.empty(1)
+    storage, alias = weakref.ref(tensor.untyped_storage()), tensor.detach()
+    del tensor
+    survives = storage() is alias.untyped_storage()
+    del alias
+    if not survives or storage() is not None:
+        raise ImportError(
+            "eager_offload needs a torch that keeps a storage's Python object exactly as long as the storage; "
+            f"{torch.__version__} does not"
+        )
+
+
+_require_storage_identity()
+
+
+# -- checkpointing ----------------------------------------------------------------------------------------------------
+
+#: The hooks that non-reentrant checkpointing installs inside others, by design.
+checkpoint_hooks: tuple[type, ...] = tuple(
+    cast(type, kind)
+    for name in ("_checkpoint_hook", "_recomputation_hook")
+    if (kind := getattr(torch.utils.checkpoint, name, None)) is not None
+)
 
 
 def sharing_versions() -> AbstractContextManager[object]:
@@ -341,10 +719,12 @@ def checkpoint_modes() -> CheckpointModes | None:
     return CheckpointModes(caching, cached) if takes[:2] == ["policy_fn", "storage"] else None
 
 
-def replace_checkpoint_modes(caching: type, cached: type) -> None:
-    """Has selective checkpointing use these."""
-    for name, mode in zip(_CHECKPOINT_MODES, (caching, cached), strict=True):
-        setattr(torch.utils.checkpoint, name, mode)
+def on_checkpoints(caching: Callable[[Any], type], cached: Callable[[Any], type]) -> list[Patch]:
+    """What selective checkpointing makes its two modes of, both when a forward begins; none where it has other ways."""
+    if checkpoint_modes() is None:
+        return []
+    ours = zip(_CHECKPOINT_MODES, (caching, cached), strict=True)
+    return [Patch(torch.utils.checkpoint, name, around) for name, around in ours]
 
 
 _CHECKPOINT_MODES = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
@@ -360,6 +740,9 @@ def checkpoint_store_key(func: object, args: object) -> object:
     """Under what selective checkpointing keeps the results of the operator ``func``."""
     key = getattr(torch.utils.checkpoint, "_sac_storage_key", None)
     return func if key is None else key(func, args)
+
+
+# -- devices, streams, captured graphs --------------------------------------------------------------------------------
 
 
 class HostRegistration(NamedTuple):
@@ -533,6 +916,9 @@ def overriding_stale_streams() -> Iterator[None]:
         torch._C._set_override_stale_capture_stream(before)
 
 
+# -- operators, graphs of torch.fx, what is nested --------------------------------------------------------------------
+
+
 def flatten_with_names(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
     """What stands in tuples, lists and dicts: where, such as ``[0]['mask']``, what, and how they are nested."""
     found, structure = tree_flatten_with_path(tree)
@@ -547,79 +933,14 @@ unflatten = tree_unflatten
 below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 
 
+def schema_of(target: object) -> Any:
+    """What an operator takes, gives and writes to; ``None`` of what is no operator."""
+    return getattr(target, "_schema", None)
+
+
 def keep_side_effects(operation: OpOverload) -> None:
     """Tells graphs that calls of ``operation`` do something even if nothing uses the result."""
     torch.fx.has_side_effect(operation)
-
-
-#: Names a storage by identity, without keeping its bytes: while they live, the reference gives the same object. torch
-#: keeps the Python object of a storage for as long as anything in C++ has the storage, and no longer. The import of
-#: this module has made sure of it.
-weak_storage: Callable[[torch.UntypedStorage], weakref.ref[torch.UntypedStorage]] = weakref.ref
-#: A number that no other storage has while this one lives: the address of what torch keeps in C++.
-storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-
-#: What autograd takes a view to be of.
-base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-#: How often a tensor, and what shares its counter, was changed in place.
-version_of: Callable[[Tensor], int] = attrgetter("_version")
-
-
-#: Whether autograd takes a tensor to be a view of another one.
-is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
-
-
-#: The attribute of a storage that holds what it owns.
-_OWNED = "_eager_offload"
-
-
-def own(storage: torch.UntypedStorage, owned: object) -> None:
-    """``owned`` lives as long as ``storage`` does: torch keeps the Python object of a storage, with all it has."""
-    storage.__dict__[_OWNED] = owned
-
-
-def owned_by(tensor: Tensor) -> object:
-    """What the storage of ``tensor`` was given to own; ``None`` where that is nothing."""
-    return tensor.untyped_storage().__dict__.get(_OWNED)
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """``tensor.detach()`` as autograd does it, whatever a subclass makes of the method: with one version counter."""
-    with _without_torch_function():
-        return tensor.detach()
-
-
-def top_pack_hook() -> object | None:
-    """The pack hook that the calling thread's saved tensors go to now."""
-    hooks = _top_hooks(True)
-    return None if hooks is None else hooks[0]
-
-
-def replace_hooks(change: Callable[[list[HookFunctions]], None]) -> None:
-    """Has ``change`` edit the list of the calling thread's saved-tensor hooks, the innermost last.
-
-    torch keeps them as a stack of which only the top can be seen and taken off.
-    """
-    hooks: list[HookFunctions] = []
-    try:
-        while (pair := _top_hooks(True)) is not None:
-            _pop_hooks()
-            hooks.insert(0, pair)
-        change(hooks)
-    finally:
-        for pair in hooks:
-            _push_hooks(*pair)
-
-
-def allow_hooks_again() -> None:
-    """Ends a ban on saved-tensor hooks, on the calling thread.
-
-    Where hooks are in force, ``torch.func`` imposes the ban before it raises its error. Eager code ends it afterwards;
-    a compiler that traces the same lines does not.
-    """
-    disabled = getattr(_hooks, "_saved_tensors_hooks_get_disabled_error_message", None)
-    if disabled is not None and disabled() is not None:
-        _hooks._saved_tensors_hooks_enable()
 
 
 def hint(number: int | torch.SymInt, default: int = 8192) -> int:
@@ -641,20 +962,15 @@ def library(namespace: str, kind: str = "DEF") -> Any:
     return torch.library.Library(namespace, kind)  # type: ignore[no-untyped-call]  # torch declares no types for it
 
 
-def _if_imported(module: str, name: str) -> Any:
-    """A name of a module; ``None`` where nothing has imported it, so that there is nothing of the kind."""
-    return getattr(sys.modules.get(module), name, None)
+class EmptyGraphModule(GraphModule):
+    """A graph module without anything in it, for code that looks through all modules; ``graph`` is up to subclasses."""
 
+    training = False
+    _parameters = _buffers = _modules = cast(Any, {})  # for all of them one, which stays empty
+    _backward_hooks = _backward_pre_hooks = _forward_hooks = _forward_pre_hooks = cast(Any, {})
 
-def is_fake(kind: type) -> bool:
-    """Whether tensors of this type have no bytes, though their device looks real."""
-    fake = _if_imported("torch._subclasses.fake_tensor", "FakeTensor")
-    return fake is not None and issubclass(kind, fake)
-
-
-def is_plain_fake(value: Tensor) -> bool:
-    """Whether ``value`` is what tracers put in the place of a plain tensor."""
-    return type(value) is Tensor or is_fake(type(value))
+    def __new__(cls, *_: object) -> Self:
+        return object.__new__(cls)  # torch would make a class, with code of its own, for each
 
 
 #: Gives a node a name, or one like it that no other node of its graph has.
@@ -673,31 +989,61 @@ def fake_mode_of(value: Tensor | None) -> AbstractContextManager[object]:
     return getattr(value, "fake_mode", None) or nullcontext()
 
 
-def finish_collective(tensor: Tensor) -> None:
-    """Makes the current stream wait for the functional collective that fills ``tensor``, if it is of that kind.
-
-    Every reader of such a tensor does the same first; it may be done any number of times.
-    """
-    kind = _if_imported("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-    if kind is not None and isinstance(tensor, kind):
-        tensor.trigger_wait()
+# -- modules ----------------------------------------------------------------------------------------------------------
 
 
-def _require_storage_identity() -> None:
-    tensor = torch.empty(1)
-    storage, alias = weakref.ref(tensor.untyped_storage()), tensor.detach()
-    del tensor
-    survives = storage() is alias.untyped_storage()
-    del alias
-    if not survives or storage() is not None:
-        raise ImportError(
-            "eager_offload needs a torch that keeps a storage's Python object exactly as long as the storage; "
-            f"{torch.__version__} does not"
-        )
+def on_module_calls(around: Callable[[Any], Callable[..., Any]]) -> Patch:
+    """What is called for every module. torch's own hooks for all modules cannot put a context around the call."""
+    return Patch(nn.Module, "__call__", around)
 
 
-_require_storage_identity()
+def module_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What is called for ``module`` in place of its own way, such as what ``module.compile()`` has put there."""
+    return module._compiled_call_impl
 
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of ``module`` itself, where it keeps them."""
+    return module._buffers
+
+
+def own_call(module: nn.Module) -> Callable[..., Any]:
+    """What torch calls for ``module`` where nothing has been put in its place: forward and its hooks."""
+    return module._call_impl
+
+
+def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Has ``call`` called for ``module``; ``None`` for the module's own way. Copies and pickles of it leave it out."""
+    if call is None and "_compiled_call_impl" in vars(module):
+        del vars(module)["_compiled_call_impl"]
+    else:
+        vars(module)["_compiled_call_impl"] = call
+
+
+def module_inside(compiled: OptimizedModule) -> nn.Module:
+    """The module that ``torch.compile`` has made ``compiled`` of."""
+    return compiled._orig_mod
+
+
+def offloaded_modules(model: nn.Module) -> list[str]:
+    """The names of the modules in ``model`` that torch's ``offload_wrapper`` stands around: all that is saved inside of
+    them goes to host memory."""
+    wrapper = _if_imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper")
+    return [name for name, module in model.named_modules() if wrapper is not None and isinstance(module, wrapper)]
+
+
+# -- profilers --------------------------------------------------------------------------------------------------------
+
+#: Whether a profiler of torch's runs. Each pack and unpack asks, so it is no function in Python.
+profiler_is_on: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_profiler_enabled", False)
+
+
+def profiled(what: str) -> AbstractContextManager[object]:
+    """A range of the running profiler."""
+    return torch.autograd.profiler.record_function(f"eager_offload::{what}")
+
+
+# -- the compiler -----------------------------------------------------------------------------------------------------
 
 #: Where the names of the compiler are. Importing it takes a second, so nothing does before something is compiled.
 _OF_THE_COMPILER = {
@@ -714,7 +1060,6 @@ _OF_THE_COMPILER = {
     "inductor_config": "torch._inductor.config",
     "inductor_ir": "torch._inductor.ir",
     "make_fallback": "torch._inductor.lowering",
-    "register_lowering": "torch._inductor.lowering",
     "min_cut_rematerialization_partition": "torch._functorch.partitioners",
     "preserve_node_ordering": "torch._inductor.fx_passes.control_dependencies",
 }
@@ -748,10 +1093,13 @@ def configure_inductor(name: str, value: object) -> None:
         entry.default = value
 
 
-def order_recomputed_kernels() -> None:
+def order_recomputed_kernels(is_ours: Callable[[], bool]) -> None:
     """Has a kernel whose loops Inductor computes anew, to fuse it, still come after what changed its inputs in place.
 
     In 2.11 and 2.13 Inductor forgets such changes then, and runs the kernel before the wait for what it reads.
+
+    Args:
+        is_ours: whether the graph that is being compiled has waits.
     """
     scheduler = importlib.import_module("torch._inductor.scheduler")
     node, added = scheduler.SchedulerNode, (scheduler.WeakDep, scheduler.StarDep)
@@ -759,6 +1107,9 @@ def order_recomputed_kernels() -> None:
 
     @functools.wraps(original)
     def recompute_size_and_body(self: Any, *args: Any, **named: Any) -> None:
+        if not is_ours():
+            original(self, *args, **named)
+            return
         extra = [dep for dep in self.read_writes.reads if isinstance(dep, added)]
         original(self, *args, **named)
         reads = self.read_writes
@@ -769,7 +1120,9 @@ def order_recomputed_kernels() -> None:
     node.recompute_size_and_body = recompute_size_and_body
 
 
-def leave_out_of_peak(is_elsewhere: Callable[[Any], bool], read_elsewhere: Callable[[Any], str | None]) -> None:
+def leave_out_of_peak(
+    is_elsewhere: Callable[[Any], bool], read_elsewhere: Callable[[Any], str | None], is_ours: Callable[[], bool]
+) -> None:
     """Has Inductor's estimate of a graph's peak, by which it orders kernels and reuses buffers, leave buffers out.
 
     It takes all that a graph hands over, whatever device it is on, for memory that the graph takes itself.
@@ -777,6 +1130,7 @@ def leave_out_of_peak(is_elsewhere: Callable[[Any], bool], read_elsewhere: Calla
     Args:
         is_elsewhere: whether the buffer that an IR node makes takes no memory of the device.
         read_elsewhere: which input an IR node reads that takes none.
+        is_ours: whether the graph that is being compiled has such buffers.
     """
     memory: Any = importlib.import_module("torch._inductor.memory")
     sizes = getattr(memory, "compute_size_for_scheduler_buffer", None)
@@ -787,11 +1141,15 @@ def leave_out_of_peak(is_elsewhere: Callable[[Any], bool], read_elsewhere: Calla
     @functools.wraps(sizes)
     def compute_size_for_scheduler_buffer(buffers: Any, *args: Any, **named: Any) -> Any:
         found = sizes(buffers, *args, **named)
+        if not is_ours():
+            return found
         return {name: (0, 0) if is_elsewhere(buffers[name].node) else size for name, size in found.items()}
 
     @functools.wraps(freeable)
     def get_freeable_input_buf(nodes: Any, inputs: Any, *args: Any, **named: Any) -> Any:
-        return freeable(nodes, inputs - {read_elsewhere(node.node) for node in nodes}, *args, **named)
+        if is_ours():
+            inputs = inputs - {read_elsewhere(node.node) for node in nodes}
+        return freeable(nodes, inputs, *args, **named)
 
     memory.compute_size_for_scheduler_buffer = compute_size_for_scheduler_buffer
     memory.get_freeable_input_buf = get_freeable_input_buf
@@ -877,51 +1235,44 @@ class _HookInlining:
             self.theirs(fw_module, bw_module, num_inner_fwd_outputs, *rest, **named)
 
 
-def replace_hook_inlining(ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], bool]) -> bool:
+def on_splits(ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], bool]) -> list[Patch]:
     """Has AOTAutograd call ``ours`` with the two graphs of a split, the number of the user's outputs, and which of the
-    inputs are parameters and buffers, as far as this torch says it.
+    inputs are parameters and buffers, as far as this torch says it; nothing where this torch has no such place.
 
-    It stays: other threads may be compiling. ``ours`` returns ``False`` where AOTAutograd is to do what it always does.
-
-    Returns:
-        Whether this torch has such a place.
+    ``ours`` returns ``False`` where AOTAutograd is to do what it always does.
     """
     module = _inlining_module()
-    if module is None:
-        return False
-    theirs = getattr(module, _HOOK_INLINING)
-    if not isinstance(theirs, _HookInlining):
-        setattr(module, _HOOK_INLINING, _HookInlining(ours, theirs))
-    return True
+    return [] if module is None else [Patch(module, _HOOK_INLINING, functools.partial(_HookInlining, ours))]
 
 
-def trace_bans_on_hooks(ours: Callable[[], bool]) -> None:
+def on_bans_of_hooks(ours: Callable[[], bool]) -> list[Patch]:
     """Has Dynamo trace a ban on saved-tensor hooks, as ``torch.func`` imposes one, over hooks that are in force.
 
     Dynamo imposes the ban while it traces, and again whenever the graph runs; torch refuses that where there are hooks,
     since those in force would be called for what a transform saves. Where it does not refuse, they are not called
-    while the ban lasts. It stays: other threads may be compiling.
+    while the ban lasts.
 
     Args:
         ours: whether the hooks in force on the calling thread are such that need not be called.
     """
     try:
         kind: Any = importlib.import_module("torch._dynamo.variables.ctx_manager").DisabledSavedTensorsHooksVariable
-        theirs, ban = kind._call_func, _hooks._saved_tensors_hooks_disable
+        _, ban = kind._call_func, _hooks._saved_tensors_hooks_disable
     except (ImportError, AttributeError):
-        return  # what the table says
-    if getattr(theirs, "__module__", None) == __name__:
-        return
+        return []  # what the table says
 
-    def call(self: Any, tracer: Any, messages: Sequence[str | None]) -> None:
-        (message,) = messages
-        if message is None or not ours():
-            theirs(self, tracer, messages)
-        else:
-            tracer.output.create_node("call_function", ban, (message, False), {})
-            ban(message, False)
+    def around(theirs: Callable[..., None]) -> Callable[..., None]:
+        def call(self: Any, tracer: Any, messages: Sequence[str | None]) -> None:
+            (message,) = messages
+            if message is None or not ours():
+                theirs(self, tracer, messages)
+            else:
+                tracer.output.create_node("call_function", ban, (message, False), {})
+                ban(message, False)
 
-    kind._call_func = call
+        return call
+
+    return [Patch(kind, "_call_func", around)]
 
 
 def has_compiled() -> bool:
@@ -945,63 +1296,3 @@ def hide_from_compilers(function: Callable[..., Any]) -> None:
         frames.set_code_exec_strategy(function.__code__, as_it_is)
     except AttributeError:
         pass  # what the table says
-
-
-def offloaded_modules(model: nn.Module) -> list[str]:
-    """The names of the modules in ``model`` that torch's ``offload_wrapper`` stands around: all that is saved inside of
-    them goes to host memory."""
-    wrapper = _if_imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper")
-    return [name for name, module in model.named_modules() if wrapper is not None and isinstance(module, wrapper)]
-
-
-#: Whether a profiler of torch's runs. Each pack and unpack asks, so it is no function in Python.
-profiler_is_on: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_profiler_enabled", False)
-
-
-def profiled(what: str) -> AbstractContextManager[object]:
-    """A range of the running profiler."""
-    return torch.autograd.profiler.record_function(f"eager_offload::{what}")
-
-
-#: Names the backward that this thread is running, -1 outside.
-current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-
-
-def after_backward(call: Callable[[], None]) -> None:
-    """Has ``call`` called when the backward that this thread is running is over; it must not raise."""
-    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if engine is not None:
-        engine.queue_callback(call)
-
-
-def node_sequence(node: Any) -> int:
-    """When an autograd node was made: its number in the count of the thread that made it."""
-    return int(node._sequence_nr())
-
-
-def cast_from(tensor: Tensor) -> torch.dtype | None:
-    """The dtype that ``tensor`` was cast from and has had the values of since, as far as autograd knows."""
-    node = tensor.grad_fn
-    if node is None or node.name() != "ToCopyBackward0" or version_of(tensor):
-        return None
-    source, number = node.next_functions[0]
-    outputs: Any = getattr(source, "_input_metadata", ())  # what a node is given in backward is what it made in forward
-    return outputs[number].dtype if number < len(outputs) else None
-
-
-def module_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What is called for ``module`` in place of its own way, such as what ``module.compile()`` has put there."""
-    return module._compiled_call_impl
-
-
-def own_call(module: nn.Module) -> Callable[..., Any]:
-    """What torch calls for ``module`` where nothing has been put in its place: forward and its hooks."""
-    return module._call_impl
-
-
-def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Has ``call`` called for ``module``; ``None`` for the module's own way. Copies and pickles of it leave it out."""
-    if call is None and "_compiled_call_impl" in vars(module):
-        del vars(module)["_compiled_call_impl"]
-    else:
-        vars(module)["_compiled_call_impl"] = call

@@ -22,7 +22,7 @@ from eager_offload.compile.aim import text_of
 from eager_offload.compile.hooks import hook_pair
 from eager_offload.config import OffloadConfig, OffloadFields, size_text
 from eager_offload.context import EnteredContext
-from eager_offload.eager import checkpointing
+from eager_offload.eager import checkpointing, foreign
 from eager_offload.eager.captured import CapturedRun
 from eager_offload.eager.coding import check_codecs
 from eager_offload.eager.hooks import Hooks
@@ -122,7 +122,7 @@ class Offload:
         self.pack: Callable[[Tensor], object] = self._hooks.pack
         # Here and not in `with`: torch makes a graph module with a cycle that holds the frames of its callers.
         self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_text)
-        self._serves_compiled_code = False
+        self._serves_compiled_code = self._has_passes = False
         #: What was warned of.
         self._warned: set[str] = set()
         self._skipped = SkippedModules()
@@ -224,7 +224,7 @@ class Offload:
             raise captured("an Offload was entered")
         if not self._serves_compiled_code and compiler_is_loaded():
             self._prepare_for_compiled_code()
-        checkpointing.install()
+        foreign.add_patches(checkpointing.patches())
         context = EnteredContext(self)
         try:
             context.__enter__()
@@ -334,7 +334,8 @@ class Offload:
         if self.config.enabled:
             from eager_offload.compile.inductor import install, with_passes
 
-            install()
+            self._has_passes = True
+            install(self)
             if options := torch_compile_kwargs.get("options"):
                 torch_compile_kwargs["options"] = with_passes(options)
         if isinstance(model, torch.nn.Module):
@@ -461,6 +462,11 @@ class Offload:
             self._hooks.restart()
         self._offloaders.close()
         self._skipped.end()
+        if self._has_passes and self._innermost() is None:
+            from eager_offload.compile.inductor import uninstall
+
+            uninstall(self)
+            self._serves_compiled_code = self._has_passes = False
         if self._forwards and self._innermost() is None:
             self.warn_if_nothing_moved()
 
@@ -499,11 +505,13 @@ class Offload:
         try:
             from eager_offload.compile import aot_hooks, inductor
 
-            inductor.install()
-            installed = aot_hooks.install()
+            inductor.install(self)
+            patches = aot_hooks.patches()
         except (ImportError, AttributeError):  # names of torch that are private, and gone
-            installed = False
-        if not installed:
+            patches = ()
+        foreign.add_patches(patches)
+        self._has_passes |= bool(patches)
+        if not patches:
             # Any other hooks: AOTAutograd leaves these to autograd, which calls them for what a graph saves.
             self._hook_pair = self.pack, active.unpack
             with self._accounts.lock:

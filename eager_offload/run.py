@@ -12,14 +12,14 @@ import os
 import runpy
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from eager_offload._torch import current_autograd_node, top_pack_hook
+from eager_offload._torch import current_autograd_node, on_module_calls, top_pack_hook
 from eager_offload.config import field_from_text
 from eager_offload.errors import ConfigError, OffloadError
 from eager_offload.nothing_moved import why
@@ -89,25 +89,28 @@ def offload_modules(offload: Offload) -> Iterator[None]:
     module that is being called ours are, and where a script or a framework has put on its own, an ``Offload`` among
     them, it is left to these. What checkpointing computes again, in backward, belongs to hooks of torch's.
     """
-    inner = nn.Module.__call__
 
-    def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
-            return inner(self, *arguments, **named)
-        if top_pack_hook() is not None or current_autograd_node() is not None:
-            return inner(self, *arguments, **named)
-        if offload.config.skip and next(self.parameters(), None) is not None:
-            offload.skip_in(self)
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OffloadError):  # in a transform of torch.func, or while a graph is captured
-                stack.enter_context(offload)
-            return inner(self, *arguments, **named)
+    def around(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+            if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
+                return inner(self, *arguments, **named)
+            if top_pack_hook() is not None or current_autograd_node() is not None:
+                return inner(self, *arguments, **named)
+            if offload.config.skip and next(self.parameters(), None) is not None:
+                offload.skip_in(self)
+            with contextlib.ExitStack() as stack:
+                with contextlib.suppress(OffloadError):  # in a transform of torch.func, or while a graph is captured
+                    stack.enter_context(offload)
+                return inner(self, *arguments, **named)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]  # in a process that runs one script
+        return call
+
+    patch = on_module_calls(around)
+    patch.put_on()
     try:
         yield
     finally:
-        nn.Module.__call__ = inner  # type: ignore[method-assign]  # what was there
+        patch.take_off()
 
 
 def _fields(settings: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import eager_offload as eo
-from eager_offload._torch import OTHER_VERSIONS, PRIVATE_NAMES
+from eager_offload._torch import OTHER_VERSIONS, PATCHED, PRIVATE_NAMES
 
 pytestmark = pytest.mark.xdist_group("import")
 
@@ -134,13 +134,25 @@ def test_private_names_of_torch_are_in_one_module() -> None:
 
 
 def test_every_private_name_is_listed_with_the_versions_that_have_it() -> None:
-    """``torch._C._current_autograd_node`` is listed under its last part."""
-    listed = " ".join(name for names in PRIVATE_NAMES.values() for name in names)
-    assert all(name in listed for name in OTHER_VERSIONS)
-    for name in private_names_of_torch(PACKAGE / "_torch.py"):
-        *_, module, last = name.split(".")
-        beginning = ".".join(name.split(".")[:3])  # of what an attribute is asked for
-        assert last in listed or module in listed or beginning in listed, f"{name} is not listed"
+    """``torch._C._current_autograd_node`` is listed under its last part, whatever it is an attribute of."""
+    assert set(OTHER_VERSIONS) <= LISTED
+    parts = {part for name in LISTED for part in name.replace("()", "").split(".")}
+    tree = ast.parse((PACKAGE / "_torch.py").read_text())
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    asked = {node.attr for node in attributes if ast.unparse(node.value) != "self"}
+    asked |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    asked |= {name for _, names in imports(PACKAGE / "_torch.py") for name in names}
+    unlisted = {name for name in asked if name.isidentifier() and private(name)} - parts
+    assert unlisted == {"_eager_offload", "_getframe"}, "what the library puts there itself, and Python's own"
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    patched = [ast.unparse(call.args[1]).strip("'") for call in calls if ast.unparse(call.func) == "Patch"]
+    assert {"__enter__", "__call__"} <= set(patched) & parts
+
+
+def test_what_is_put_into_torch_is_put_there_by_one_module_and_listed_with_how_long() -> None:
+    found = {source.relative_to(PACKAGE).as_posix(): sorted(set(assigned_in_torch(source))) for source in SOURCES}
+    assert {name: assigned for name, assigned in found.items() if assigned and name != "_torch.py"} == {}
+    assert {name for names in PATCHED.values() for name in names} <= LISTED
 
 
 def imports(source: Path) -> Iterator[tuple[str, list[str]]]:
@@ -154,13 +166,25 @@ def imports(source: Path) -> Iterator[tuple[str, list[str]]]:
             yield node.module, [alias.name for alias in node.names]
 
 
-#: Attributes that torch's objects have under such a name.
+def private(dotted: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
+
+
+LISTED = {name for names in PRIVATE_NAMES.values() for name in names}
+#: Attributes that torch's objects have under such a name; of what every subclass has, those that it may set alone.
 OF_OBJECTS = {
-    name.rpartition(".")[2]: name
-    for names in PRIVATE_NAMES.values()
-    for name in names
-    if name.rpartition(".")[0] in ("torch.Tensor", "torch.UntypedStorage", "torch.fx.Node", "torch.fx.Graph")
+    last: name
+    for name in LISTED
+    for owner, _, last in [name.rpartition(".")]
+    if owner.removeprefix("torch.")
+    in (
+        *("Tensor", "UntypedStorage", "nn.Module", "fx.Node", "fx.Graph", "autograd.graph.Node"),
+        *("ops.aten.relu.default", "compile()"),
+    )
+    and private(last)
 }
+#: Those of them that no class of the library has of its own.
+NOT_OURS = {last for last, name in OF_OBJECTS.items() if name.startswith(("torch.nn.Module.", "torch.compile()."))}
 
 
 def private_names_of_torch(source: Path) -> Iterator[str]:
@@ -172,25 +196,41 @@ def private_names_of_torch(source: Path) -> Iterator[str]:
                 yield module
     inner: set[ast.AST] = set()
     for node in ast.walk(ast.parse(source.read_text())):
-        if isinstance(node, ast.Attribute) and node not in inner:
-            inner.update(ast.walk(node))
+        if isinstance(node, ast.Attribute):
             dotted = ast.unparse(node)
-            if dotted.startswith("torch.") and private(dotted):
-                yield dotted
-            elif node.attr in OF_OBJECTS and dotted != f"self.{node.attr}":
+            if node.attr in OF_OBJECTS and dotted != f"self.{node.attr}":
                 yield OF_OBJECTS[node.attr]
-        elif (
-            isinstance(node, ast.Call)
-            and ast.unparse(node.func) == "getattr"
-            and ast.unparse(node.args[0]).startswith("torch")
-            and isinstance(node.args[1], ast.Constant)
-            and private(str(node.args[1].value))
-        ):
-            yield f"{ast.unparse(node.args[0])}.{node.args[1].value}"
+            elif node not in inner and dotted.startswith("torch.") and private(dotted):
+                yield dotted
+            inner.update(ast.walk(node))
+        elif isinstance(node, ast.ClassDef):
+            stored = {name.id for one in node.body for name in ast.walk(one) if isinstance(name, ast.Name)}
+            yield from (OF_OBJECTS[name] for name in stored & NOT_OURS)
+        elif isinstance(node, ast.Call):
+            texts = [str(one.value) for one in node.args if isinstance(one, ast.Constant)]
+            yield from (OF_OBJECTS[text] for text in texts if text in OF_OBJECTS)
+            if ast.unparse(node.func) == "getattr" and ast.unparse(node.args[0]).startswith("torch"):
+                yield from (f"{ast.unparse(node.args[0])}.{text}" for text in texts if private(text))
 
 
-def private(dotted: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
+def assigned_in_torch(source: Path) -> Iterator[str]:
+    """The attributes of torch's modules and classes that a file sets or deletes, dunders included."""
+    tree = ast.parse(source.read_text())
+    theirs = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
+            theirs |= {one.asname or one.name for one in node.names}
+        elif isinstance(node, ast.Import):
+            theirs |= {one.asname for one in node.names if one.asname and one.name.partition(".")[0] == "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            changed, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            changed, name = node.args[0], ast.unparse(node.args[1])
+        else:
+            continue
+        if ast.unparse(changed).partition(".")[0] in theirs:
+            yield f"{ast.unparse(changed)}.{name}"
 
 
 WITHOUT = """

@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
+from functools import cache
 
 from torch.fx import GraphModule
 
-from eager_offload._torch import replace_hook_inlining, trace_bans_on_hooks
+from eager_offload._torch import Patch, on_bans_of_hooks, on_splits
 from eager_offload.active import configuration_on_top
 from eager_offload.compile.aim import aim_of
 from eager_offload.compile.decide import is_whole
@@ -24,7 +25,7 @@ from eager_offload.compile.regions import name_results_of_pair
 from eager_offload.compile.select import Choice, choose, choose_nothing
 from eager_offload.config import OffloadConfig, size_text
 
-__all__ = ["install", "offload_between"]
+__all__ = ["offload_between", "patches"]
 
 #: What was decided about a graph, value by value.
 _logger = logging.getLogger("eager_offload.compile")
@@ -32,16 +33,17 @@ _logger = logging.getLogger("eager_offload.compile")
 _OFFLOADED = "eager_offload_done"
 
 
-def install() -> bool:
-    """Has AOTAutograd offload between forward and backward from now on, where the hooks on top are the library's.
+@cache
+def patches() -> tuple[Patch, ...]:
+    """What has AOTAutograd offload between forward and backward, where the hooks on top are the library's.
 
     Transforms of ``torch.func`` are traced under those as without any: what they save is in the graph, like all else.
 
     Returns:
-        Whether this torch lets it.
+        Nothing where this torch does not let it.
     """
-    trace_bans_on_hooks(lambda: configuration_on_top() is not None)
-    return replace_hook_inlining(_in_place_of_hooks)
+    splits = on_splits(_in_place_of_hooks)
+    return (*splits, *on_bans_of_hooks(lambda: configuration_on_top() is not None)) if splits else ()
 
 
 def _in_place_of_hooks(

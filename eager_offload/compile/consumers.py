@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from eager_offload._torch import OpOverload
+from eager_offload._torch import OpOverload, schema_of
 from eager_offload.codecs.policy import NORMS
 from eager_offload.compile.graphs import tensor_of
 
@@ -183,7 +183,7 @@ def _traced_for(node: Node) -> str:
 
 def _name_of(target: object) -> str:
     """Such as ``aten::mm``, whatever its overload."""
-    return target._schema.name if isinstance(target, OpOverload) else ""
+    return schema_of(target).name if isinstance(target, OpOverload) else ""
 
 
 def _hands_on(node: Node) -> bool:
@@ -192,6 +192,6 @@ def _hands_on(node: Node) -> bool:
         return True  # of several views: of other operators with several results none is asked for here
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
-    schema = node.target._schema
+    schema = schema_of(node.target)
     aliases = [one.alias_info for one in schema.returns]
     return schema.name in _COPIES or (len(aliases) == 1 and aliases[0] is not None and not aliases[0].is_write)

@@ -20,7 +20,7 @@ from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import flop_registry
 
 from eager_offload import active
-from eager_offload._torch import OpOverload, tree_iter, tree_map, without_dispatch_modes
+from eager_offload._torch import OpOverload, schema_of, tree_iter, tree_map, without_dispatch_modes
 from eager_offload.compile import ops
 from eager_offload.compile.graphs import hint
 from eager_offload.config import OffloadConfig
@@ -85,7 +85,7 @@ def traffic_of(call: Call | Node) -> int:
     if isinstance(target, OpOverload) and (_is_view(target) or _name(target) in _UNFILLED):
         return 0
     made = _tensors(result)
-    if not made and not (isinstance(target, OpOverload) and target._schema.is_mutable):
+    if not made and not (isinstance(target, OpOverload) and schema_of(target).is_mutable):
         return 0  # a size, or another number
     read = {id(tensor): tensor for tensor in _tensors((arguments, named))}
     return sum(hint(tensor.numel()) * tensor.itemsize for tensor in [*read.values(), *made])
@@ -149,7 +149,7 @@ def _shape(value: Any) -> Any:
 
 
 def _is_causal(call: Call) -> bool:
-    arguments = call.target._schema.arguments
+    arguments = schema_of(call.target).arguments
     place = next((number for number, one in enumerate(arguments) if one.name == "is_causal"), None)
     if place is None:
         return False
@@ -177,12 +177,12 @@ def _formula(target: Any) -> Any:
 
 @cache
 def _is_view(target: Any) -> bool:
-    returns = target._schema.returns
+    returns = schema_of(target).returns
     return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
 
 
 def _name(target: Any) -> str:
-    name: str = target._schema.name.partition("::")[2]
+    name: str = schema_of(target).name.partition("::")[2]
     return name
 
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from eager_offload._torch import HigherOrderOperator, hint, share_calling_convention, weak_storage
+from eager_offload._torch import HigherOrderOperator, hint, schema_of, share_calling_convention, weak_storage
 
 __all__ = [
     "CalledRegion",
@@ -197,7 +197,7 @@ def mutated_storages(graph: Graph) -> set[object]:
 
 def written_by(node: Node) -> list[object]:
     """Names the storages that ``node`` writes to."""
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    schema = schema_of(node.target) if node.op == "call_function" else None
     if schema is None or not schema.is_mutable:
         return []
     found: list[object] = []
@@ -219,7 +219,7 @@ def undeclared_aliases(graph: Graph) -> set[object]:
     """
     found: set[object] = set()
     for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+        schema = schema_of(node.target) if node.op == "call_function" else None
         if schema is None or schema.name.partition("::")[0] in _KNOWN_TO_COMPILERS:
             continue
         results = node.meta.get("val")
@@ -255,7 +255,7 @@ def counts_from_the_beginning(node: Node) -> bool:
     if isinstance(node.target, HigherOrderOperator):
         regions = (_region_of(given) for given in node.all_input_nodes)
         return any(counts_from_the_beginning(one) for region in regions if region is not None for one in region.nodes)
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     _, _, name = schema.name.partition("::") if schema is not None else ("", "", "")
     return name.startswith("as_strided") or name.endswith("storage_offset")
 
@@ -263,7 +263,7 @@ def counts_from_the_beginning(node: Node) -> bool:
 def _may_be_a_view_of(node: Node, given: Node) -> bool:
     if node.op != "call_function":
         return False
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     if node.target is operator.getitem or (schema and any(one.alias_info is not None for one in schema.returns)):
         return True
     key = storage_of(node)

@@ -13,13 +13,13 @@ pair for an equal configuration would compile everything anew.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
 from eager_offload import active
-from eager_offload._torch import hide_from_compilers
+from eager_offload._torch import EmptyGraphModule, hide_from_compilers
 from eager_offload.compile.aim import key_of
 from eager_offload.compile.revision import revision
 from eager_offload.tiers.forking import ForkSafeLock
@@ -27,21 +27,11 @@ from eager_offload.tiers.forking import ForkSafeLock
 __all__ = ["HookPair", "hook_pair"]
 
 
-_NOTHING: Any = {}
-
-
-class _Hook(GraphModule):
+class _Hook(EmptyGraphModule):
     """A graph module that makes its graph when it is asked for it. It is small: each configuration has its own."""
 
     text: str
     config_text: str
-    # Of a module, for code that looks through all modules: there is nothing in it.
-    training = False
-    _parameters = _buffers = _modules = _NOTHING
-    _backward_hooks = _backward_pre_hooks = _forward_hooks = _forward_pre_hooks = _NOTHING
-
-    def __new__(cls, text: str) -> Self:
-        return object.__new__(cls)  # torch would make a class, with code of its own, for each
 
     def __init__(self, text: str) -> None:
         object.__setattr__(self, "text", text)

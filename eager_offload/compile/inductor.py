@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
+from weakref import WeakSet
 
 from torch.fx import Graph, GraphModule
 
@@ -38,8 +39,9 @@ from eager_offload.compile.regions import keep_operands, name_results
 from eager_offload.compile.revision import revision
 from eager_offload.config import OffloadConfig
 from eager_offload.runtime.base import Direction
+from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = ["OrderTransfers", "Partitioner", "install", "with_passes"]
+__all__ = ["OrderTransfers", "Partitioner", "install", "uninstall", "with_passes"]
 
 
 class Partitioner(CustomPartitionerFn):
@@ -142,14 +144,37 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
         return [each for one in several for each in (one._inner_passes() if isinstance(one, OrderTransfers) else [one])]
 
 
-def install() -> None:
-    """Has Inductor run the passes from now on. Where nothing is to be offloaded they change nothing."""
-    present = inductor_config.post_grad_custom_post_pass
-    if not isinstance(present, OrderTransfers):
-        configure_inductor("post_grad_custom_post_pass", OrderTransfers(present))
-    splits = inductor_config.custom_partitioner_fn
-    if not isinstance(splits, Partitioner):
-        configure_inductor("custom_partitioner_fn", Partitioner(splits))
+_users: WeakSet[object] = WeakSet()
+_lock = ForkSafeLock()
+
+
+def install(user: object) -> None:
+    """Has Inductor run the passes from now on. Where nothing is to be offloaded they change nothing.
+
+    They stay when a context is left: a backward may be compiled behind it. They go with the last ``user``.
+    """
+    with _lock.lock:
+        _users.add(user)
+        present = inductor_config.post_grad_custom_post_pass
+        if not isinstance(present, OrderTransfers):
+            configure_inductor("post_grad_custom_post_pass", OrderTransfers(present))
+        splits = inductor_config.custom_partitioner_fn
+        if not isinstance(splits, Partitioner):
+            configure_inductor("custom_partitioner_fn", Partitioner(splits))
+
+
+def uninstall(user: object) -> None:
+    """``user`` needs them no more. What others have put around ours meanwhile stays."""
+    with _lock.lock:
+        _users.discard(user)
+        if _users:
+            return
+        present = inductor_config.post_grad_custom_post_pass
+        if isinstance(present, OrderTransfers):
+            configure_inductor("post_grad_custom_post_pass", present.inner)
+        splits = inductor_config.custom_partitioner_fn
+        if isinstance(splits, Partitioner):
+            configure_inductor("custom_partitioner_fn", splits.inner)
 
 
 def with_passes(options: Mapping[str, Any], text: str | None = None) -> dict[str, Any]:

@@ -19,31 +19,24 @@ Inductor estimates the peak of a graph, orders kernels by it, and keeps a buffer
 allows. The host tensors that a forward returns, or a backward is given, would be most of such a peak, so that every
 buffer of a layer would stay for the next layer: the sum of what each part of a layer needs, in place of the most that
 one does. But they take no memory of the device, and where they stand for a disk none of the host.
-
-[Note: one node for each call]
-Inductor has two nodes for an operator that it has no kernel for, the call and the tensor that it returns, asks the
-dispatcher for that tensor once more, and makes a class to write the arguments of each call with. A layer has dozens of
-these operations, and that was a twelfth of what it takes to compile one. So calls of them are nodes of their own kind.
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.fx import Node
 
 from eager_offload._torch import (
-    OpOverload,
     V,
     channels_last_strides,
-    inductor_config,
     inductor_ir,
     leave_out_of_peak,
     make_fallback,
     order_recomputed_kernels,
-    register_lowering,
     remember_updaters,
 )
 from eager_offload.compile import ops
@@ -59,57 +52,23 @@ def install_lowerings() -> None:
     """Tells Inductor how to call the operations, for as long as the process lives."""
     for operation, prepared in ((ops.offload, _for_offload), (ops.reload, _as_it_is), (ops.wait_tensor, _for_wait)):
         make_fallback(operation, prepared, warn=False)  # type: ignore[no-untyped-call]  # torch's
-        register_lowering(operation, type_promotion_kind=None)(partial(_lowered, operation))
-    order_recomputed_kernels()  # or a reload might be read before it is waited for
+    order_recomputed_kernels(_is_ours)  # or a reload might be read before it is waited for
     remember_updaters()
-    leave_out_of_peak(_is_host_tensor, _host_tensor_read)
+    leave_out_of_peak(_is_host_tensor, _host_tensor_read, _is_ours)
 
 
-class _Written:
-    """An argument that is written as it is."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
+#: The graphs that Inductor has, or is about to have, kernels of in which one of the operations is.
+_with_transfers: WeakSet[Any] = WeakSet()
 
 
-class _Call(inductor_ir.FallbackKernel):
-    """See [Note: one node for each call]."""
-
-    @classmethod
-    def create(cls, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        with V.graph.fake_mode:
-            result, tensors, others, unflatten, symbols = cls.process_kernel(ops.FAKES[kernel], *args, **kwargs)
-        device = cls.find_device(tensors, result)
-        layout = inductor_ir.NoneLayout(device=device) if result is None else cls.tensor_to_layout(result)
-        call = cls(layout, kernel, tensors, others, unflatten, kwargs=kwargs, unbacked_bindings=symbols)
-        if result is None:
-            return None
-        if inductor_config.assume_unaligned_fallback_output or any(map(inductor_ir.is_unaligned, tensors)):
-            V.graph.unaligned_buffers.add(call.get_name())
-        return call
-
-    def codegen_args(self) -> list[str]:
-        tensors = [_Written(one.codegen_reference()) for one in self.inputs]
-        args, kwargs = self.unflatten_args(tensors, self.constant_args)
-        self.kwargs.update(kwargs)
-        return [V.graph.wrapper_code.val_to_arg_str(one) for one in args]
-
-    def codegen(self, wrapper: Any) -> None:
-        inductor_ir.ExternKernelAlloc.codegen(self, wrapper)
-        self.codegen_unbacked_symbol_defs(wrapper)
-
-
-def _lowered(operation: OpOverload, *args: Any, **named: Any) -> Any:
-    kind = inductor_ir.FallbackKernel if V.graph.cpp_wrapper else _Call
-    found = kind.create(operation, *args, **named)
-    return None if found is None else inductor_ir.TensorBox.create(found)
+def _is_ours() -> bool:
+    """Whether the graph that is being compiled moves anything."""
+    return V.graph in _with_transfers
 
 
 def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:
     """See [Note: the strides of a host tensor]."""
+    _with_transfers.add(V.graph)
     value = node.meta.get("val")
     if isinstance(source, inductor_ir.TensorBox) and isinstance(value, Tensor):
         source.realize()  # or each reader that needs it in memory would compute it again
@@ -123,6 +82,7 @@ def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:
 
 def _for_wait(node: Node, tensor: Any, /, *keepalive: Any, **named: Any) -> Arguments:
     """See [Note: the keepalive is what was read] and [Note: the memory of a slot is no buffer]."""
+    _with_transfers.add(V.graph)
     read = _source_of(tensor)
     if read is not None:
         V.graph.never_reuse_buffers.add(tensor.get_name())
@@ -131,6 +91,7 @@ def _for_wait(node: Node, tensor: Any, /, *keepalive: Any, **named: Any) -> Argu
 
 
 def _as_it_is(node: Node, /, *arguments: Any, **named: Any) -> Arguments:
+    _with_transfers.add(V.graph)
     return arguments, named
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from eager_offload._torch import OptimizedModule
+from eager_offload._torch import OptimizedModule, module_inside
 
 __all__ = ["OffloadedModule", "serve"]
 
@@ -34,7 +34,7 @@ class OffloadedModule(OptimizedModule):
         self._offload_calls(offload)
 
     def __reduce__(self) -> Any:
-        return type(self), (self._orig_mod, self.dynamo_ctx, self.eager_offload)
+        return type(self), (module_inside(self), self.dynamo_ctx, self.eager_offload)
 
     def _offload_calls(self, offload: Around) -> None:
         vars(self)["eager_offload"] = offload  # what is set on such a module is set on the one inside

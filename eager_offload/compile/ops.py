@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.library import register_fake
 
 from eager_offload import active
-from eager_offload._torch import OpOverload, below_autograd, keep_side_effects, library
+from eager_offload._torch import below_autograd, keep_side_effects, library
 from eager_offload.codecs.seeds import SEEDS
 from eager_offload.compile import host_tensors
 from eager_offload.compile.geometry import spread
@@ -154,21 +154,15 @@ def _without_autograd(operation: Callable[..., object]) -> Callable[..., object]
     return run
 
 
-#: What they return, by shapes alone.
-FAKES: dict[OpOverload, Callable[..., object]] = {
-    offload: _fake_offload,
-    reload: _fake_reload,
-    wait_tensor: _fake_wait_tensor,
-}
-for _name, _operation, _real in (
-    ("offload", offload, _offload),
-    ("reload", reload, _reload),
-    ("wait_tensor", wait_tensor, _wait_tensor),
+for _name, _operation, _real, _fake in (
+    ("offload", offload, _offload, _fake_offload),
+    ("reload", reload, _reload, _fake_reload),
+    ("wait_tensor", wait_tensor, _wait_tensor, _fake_wait_tensor),
 ):
     _library.impl(_name, _real, "CompositeExplicitAutograd")
     _library.impl(_name, _without_autograd(_operation), "Autograd")
     for _bit in ("Conjugate", "Negative"):  # torch would hand over a copy with other strides than the graph knows
         _library.impl(_name, torch.library.fallthrough_kernel, _bit)
-    register_fake(f"eager_offload::{_name}", FAKES[_operation], lib=_library)
+    register_fake(f"eager_offload::{_name}", _fake, lib=_library)
 _library.impl("draw_seed", _draw_seed, "CompositeExplicitAutograd")
 register_fake("eager_offload::draw_seed", _fake_draw_seed, lib=_library)

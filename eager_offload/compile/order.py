@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 import torch
 from torch.fx import Graph, Node
 
-from eager_offload._torch import HigherOrderOperator, OpOverload, OrderedSet, preserve_node_ordering
+from eager_offload._torch import HigherOrderOperator, OpOverload, OrderedSet, preserve_node_ordering, schema_of
 from eager_offload.compile import ops
 from eager_offload.compile.cost import Estimate, counts_flops
 from eager_offload.compile.graphs import first_use, nbytes_of, on_a_copy, positions, storage_of, tensor_of, written_by
@@ -155,13 +155,13 @@ def _fuses(node: Node) -> bool:
         # What is called whole, as a region is, has kernels of its own; the rest calculates with sizes, or takes one of
         # several results.
         return not isinstance(node.target, HigherOrderOperator)
-    schema = node.target._schema
+    schema = schema_of(node.target)
     return schema.name.startswith(("aten::", "prims::")) and not schema.is_mutable and not counts_flops(node)
 
 
 def _computes(node: Node) -> bool:
     """Whether ``node`` runs anything: no view does."""
-    return isinstance(node.target, OpOverload) and not any(one.alias_info for one in node.target._schema.returns)
+    return isinstance(node.target, OpOverload) and not any(one.alias_info for one in schema_of(node.target).returns)
 
 
 def _waits(graph: Graph, operation: OpOverload) -> dict[Node, Node]:

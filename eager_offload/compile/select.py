@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from eager_offload._torch import is_plain_fake
+from eager_offload._torch import is_plain_fake, schema_of
 from eager_offload.codecs import Codec, CodecPolicy, Gather
 from eager_offload.compile.aim import Aim, aim_of
 from eager_offload.compile.coding import codec_for
@@ -445,7 +445,7 @@ def _require_aliases(graph: Graph) -> None:
 
 
 def _makes_a_view(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    schema = schema_of(node.target) if node.op == "call_function" else None
     if schema is None or not node.args or schema.name in _MAY_COPY or len(schema.returns) != 1:
         return False
     alias = schema.returns[0].alias_info

@@ -20,7 +20,7 @@ changed: it reads the policies off its nodes (``compile/policies.py``). Outside 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeGuard
 
 import torch
@@ -29,11 +29,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from eager_offload import active, marks
 from eager_offload._torch import (
+    Patch,
     checkpoint_is_traced,
-    checkpoint_modes,
     checkpoint_store_key,
     is_wrapper,
-    replace_checkpoint_modes,
+    on_checkpoints,
+    schema_of,
     sharing_versions,
     storage_key,
     version_of,
@@ -42,21 +43,11 @@ from eager_offload.eager.handles import KeptTensor
 from eager_offload.errors import SavedTensorModifiedError
 from eager_offload.stats import KeepReason
 
-__all__ = ["install"]
+__all__ = ["patches"]
 
 _OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 #: In a mode's store: whether what has such a policy is in it.
 _TRAVELS = "eager_offload"
-_is_installed = False
-
-
-def install() -> None:
-    """Has torch's selective checkpointing use the modes of this module from now on."""
-    global _is_installed
-    if not _is_installed:
-        _is_installed = True
-        if (modes := checkpoint_modes()) is not None:
-            replace_checkpoint_modes(_caching(modes.caching), _cached(modes.cached))
 
 
 class Travelling:
@@ -159,7 +150,7 @@ def _is_stored(policy: object, func: Any, args: object, kwargs: object) -> bool:
     """Whether the results of an operator go into a store although torch's mode would not put them there."""
     if policy not in _OFFLOADS or checkpoint_is_traced(func, args, kwargs):
         return False
-    schema = func._schema
+    schema = schema_of(func)
     return not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
 
 
@@ -186,3 +177,9 @@ def _with_handles(offload: active.Owner, entry: Any, policy: CheckpointPolicy, t
 
 def _has_storage(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout is torch.strided and not is_wrapper(value)
+
+
+@cache
+def patches() -> tuple[Patch, ...]:
+    """What has torch's selective checkpointing use the modes of this module."""
+    return tuple(on_checkpoints(_caching, _cached))

@@ -7,26 +7,53 @@ that are pushed through torch's private functions cannot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from typing import TypeAlias
+from collections.abc import Callable, Container, Iterable
 
 from torch.autograd.graph import saved_tensors_hooks
 
 from eager_offload import active
-from eager_offload._torch import HookFunctions, checkpoint_hooks, replace_hooks, top_pack_hook
+from eager_offload._torch import (
+    HookFunctions,
+    Patch,
+    checkpoint_hooks,
+    on_entering_hooks,
+    replace_hooks,
+    top_pack_hook,
+)
 from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = ["ours", "watch"]
-
-_Enter: TypeAlias = Callable[[saved_tensors_hooks], None]
+__all__ = ["add_patches", "ours", "watch"]
 
 _lock = ForkSafeLock()
 _watchers = 0
-#: What stands in the class while a context watches, and what it took the place of.
-_installed: _Enter | None = None
-_replaced: _Enter = saved_tensors_hooks.__enter__
-#: Ours around `_replaced`, made once: it refers to itself, and one for each `with` would be garbage in a cycle.
-_wrapper: _Enter | None = None
+
+
+def _watching(replaced: Callable[[saved_tensors_hooks], None]) -> Callable[[saved_tensors_hooks], None]:
+    def enter(hooks: saved_tensors_hooks) -> None:
+        # Checkpointing hides what it will recompute, by design, and shows its inputs to the hooks outside.
+        if enter is _entering.active and not isinstance(hooks, (ours, *checkpoint_hooks)):
+            innermost = active.current()
+            if innermost is not None:
+                innermost.saw_foreign_hooks()
+        replaced(hooks)
+
+    return enter
+
+
+_entering = on_entering_hooks(_watching)
+#: What is in torch while any context is entered, on whichever thread.
+_patches = [_entering]
+
+
+def add_patches(patches: Iterable[Patch]) -> None:
+    """They too are to be there from now on, while any context is."""
+    if any(patch not in _patches for patch in patches):
+        with _lock.lock:
+            for patch in patches:
+                if patch not in _patches:
+                    _patches.append(patch)
+                    if _watchers:
+                        patch.put_on()
 
 
 class watch:
@@ -36,30 +63,25 @@ class watch:
         self._counted = False
 
     def __enter__(self) -> None:
-        global _watchers, _installed, _replaced, _wrapper
+        global _watchers
         with _lock.lock:
             _watchers += 1
             self._counted = True
             if _watchers == 1:
-                current = saved_tensors_hooks.__enter__  # torch's own, or what another library has put in its place
-                if _wrapper is None or current is not _replaced:
-                    _replaced, _wrapper = current, _watching(current)
-                _installed = _wrapper
-                saved_tensors_hooks.__enter__ = _installed  # type: ignore[method-assign]  # until the last watcher ends
+                for patch in _patches:
+                    patch.put_on()
 
     def __exit__(self, *_: object) -> None:
         """Ends it, as far as it had begun; may be called again."""
-        global _watchers, _installed
+        global _watchers
         with _lock.lock:
             if not self._counted:
                 return
             self._counted = False
             _watchers -= 1
             if _watchers == 0:
-                # What has wrapped ours meanwhile goes on calling it; it only calls on, from then on.
-                if saved_tensors_hooks.__enter__ is _installed:
-                    saved_tensors_hooks.__enter__ = _replaced  # type: ignore[method-assign]  # what was there
-                _installed = None
+                for patch in _patches:
+                    patch.take_off()
 
 
 class ours(saved_tensors_hooks):
@@ -102,15 +124,3 @@ class ours(saved_tensors_hooks):
                 del hooks[number]
 
         replace_hooks(take_off)
-
-
-def _watching(replaced: _Enter) -> _Enter:
-    def enter(hooks: saved_tensors_hooks) -> None:
-        # Checkpointing hides what it will recompute, by design, and shows its inputs to the hooks outside.
-        if enter is _installed and not isinstance(hooks, (ours, *checkpoint_hooks)):
-            innermost = active.current()
-            if innermost is not None:
-                innermost.saw_foreign_hooks()
-        replaced(hooks)
-
-    return enter

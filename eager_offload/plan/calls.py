@@ -13,7 +13,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from eager_offload._torch import tree_iter
+from eager_offload._torch import schema_of, tree_iter
 from eager_offload.compile.cost import Call
 from eager_offload.plan.blocks import Block, Blocks
 from eager_offload.plan.numbers import state_of_others
@@ -195,7 +195,7 @@ def _written(target: Any) -> list[tuple[int, str]]:
     """Their places and names."""
     return [
         (place, one.name)
-        for place, one in enumerate(target._schema.arguments)
+        for place, one in enumerate(schema_of(target).arguments)
         if (one.alias_info is not None and one.alias_info.is_write) or one.name in _STATISTICS
     ]
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import tree_iter, tree_map
+from eager_offload._torch import own_buffers, tree_iter, tree_map
 from eager_offload.codecs import CodecPolicy
 from eager_offload.errors import ConfigError
 from eager_offload.plan.numbers import numbers_put_back
@@ -120,7 +120,7 @@ def _put_back(parts: Sequence[nn.Module], given: Sequence[Tensor]) -> Iterator[N
     """Gradients, parameters and buffers are what they were, bit for bit, and the same tensors."""
     leaves = [one for one in (*_own(parts), *given) if one.is_leaf]
     gradients = [one.grad for one in leaves]
-    owners = [(module._buffers, dict(module._buffers)) for part in parts for module in part.modules()]
+    owners = [(own := own_buffers(module), dict(own)) for part in parts for module in part.modules()]
     numbers = [(one, one.detach().clone()) for one in _own(parts)]
     for leaf in leaves:
         leaf.grad = None

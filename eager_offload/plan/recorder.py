@@ -21,6 +21,7 @@ from eager_offload._torch import (
     current_autograd_node,
     is_fake,
     node_sequence,
+    schema_of,
     storage_key,
     weak_storage,
     without_dispatch_modes,
@@ -194,7 +195,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             result = func(*args, **named)
             self._unwritten += time.perf_counter() - began
             return result
-        if func._schema.name == "aten::mkldnn_rnn_layer":
+        if schema_of(func).name == "aten::mkldnn_rnn_layer":
             workspace = torch.empty(_workspace_bytes(func, args), dtype=torch.uint8)
             block = self._blocks.add(workspace, len(self._ops), self._module())
             assert block is not None, "it has bytes"
@@ -217,7 +218,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             known = "generator" in named
         if known and all(_may_be_known(one) and (one.numel() <= 1 or not is_random) for one in made):
             return self._compute(func, args, named)
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             storages = (one.untyped_storage() for one in tensors if not is_fake(type(one)))
             self._stale.update((storage_key(one), weak_storage(one)) for one in storages)
         return result
@@ -242,7 +243,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             self._blocks.add(one, op, module)
         nbytes = traffic_of(call)
         if nbytes:
-            name = call.target._schema.name.removeprefix("aten::")
+            name = schema_of(call.target).name.removeprefix("aten::")
             self._ops.append(Op(name, module, flops_of(call), nbytes, is_single(call)))
             self.seconds.append(self._unwritten)
             self._unwritten = 0.0
@@ -356,12 +357,12 @@ def _may_be_known(tensor: Tensor) -> bool:
 
 def _result_of(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """What ``func`` returns for tensors that may be fake."""
-    if func._schema.name == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
+    if schema_of(func).name == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
         # torch's rule for tensors without bytes takes bfloat16 alone, its kernels others too.
         left, right = (one.to(torch.bfloat16) for one in args[:2])
         return func(left, right, *args[2:], **named).to(args[0].dtype)
     result = func(*args, **named)
-    if func._schema.name == "aten::mkldnn_rnn_layer_backward" and result[3] is not None and result[3] is result[4]:
+    if schema_of(func).name == "aten::mkldnn_rnn_layer_backward" and result[3] is not None and result[3] is result[4]:
         # The gradients of two biases are two tensors, as of the kernel so of torch's cache of rules; of the rule one.
         result = (*result[:4], torch.empty_like(result[3]), *result[5:])
     return result
@@ -379,12 +380,12 @@ def _workspace_bytes(func: OpOverload[..., Any], args: tuple[Any, ...]) -> int:
 
 def _draws(call: Call) -> bool:
     """Whether an operator writes two values at most."""
-    return str(call.target._schema.name) == "aten::bernoulli_"
+    return str(schema_of(call.target).name) == "aten::bernoulli_"
 
 
 def _scales(call: Call) -> bool:
     """Whether it multiplies each number by the same one."""
-    name = str(call.target._schema.name)
+    name = str(schema_of(call.target).name)
     return name in ("aten::div_", "aten::mul_") and not isinstance(call.arguments[1], Tensor)
 
 
@@ -392,9 +393,9 @@ def _drawing_from(
     generator: torch.Generator, func: OpOverload[..., Any], named: dict[str, Any]
 ) -> tuple[OpOverload[..., Any], dict[str, Any]]:
     """``func`` and what it is given by name, so that it draws from ``generator``; as they are where it takes none."""
-    names = [one.name for one in func._schema.arguments]
+    names = [one.name for one in schema_of(func).arguments]
     for overload in (func, *(getattr(func.overloadpacket, one) for one in func.overloadpacket.overloads())):
-        theirs = [one.name for one in overload._schema.arguments]
+        theirs = [one.name for one in schema_of(overload).arguments]
         if "generator" in theirs and [one for one in theirs if one != "generator"] == [
             *filter("generator".__ne__, names)
         ]:
@@ -413,7 +414,7 @@ _QUESTIONS = {
 
 def _lacking_numbers(func: OpOverload[..., Any], error: Exception) -> str | None:
     """What an operator does for which tensors without numbers do not do; ``None`` for an error with any tensors."""
-    name = func._schema.name.removeprefix("aten::")
+    name = schema_of(func).name.removeprefix("aten::")
     what = _QUESTIONS.get(type(error).__name__)
     if what is None and (isinstance(error, NotImplementedError) or is_of_fakes(error)):
         return f"calls {name}, which cannot be traced ({type(error).__name__}: {error})"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eager_offload._torch import OpOverload
+from eager_offload._torch import OpOverload, schema_of
 
 __all__ = ["Operand", "Signature", "signature_of", "tensors_in"]
 
@@ -59,7 +59,7 @@ def signature_of(func: OpOverload[..., Any]) -> Signature:
     """The signature of ``func``, worked out once."""
     signature = _signatures.get(func)
     if signature is None:
-        schema = func._schema
+        schema = schema_of(func)
         in_place_view = torch.Tag.inplace_view in func.tags
         name = schema.name.rpartition("::")[2]
         marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]

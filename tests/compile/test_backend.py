@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 
 import eager_offload as eo
 from eager_offload import _torch
+from eager_offload.compile import aot_hooks
 from eager_offload.compile.backend import eager_offload as backend
 from eager_offload.compile.inductor import OrderTransfers, Partitioner, with_passes
 
@@ -234,6 +235,7 @@ def test_a_compiler_that_inlines_no_hooks_is_offloaded_around_its_graphs(
     one = model()
     expected = step(one, list(one.parameters()))
     monkeypatch.setattr(_torch, "_HOOK_INLINING", "no_such_name")
+    monkeypatch.setattr(aot_hooks, "patches", aot_hooks.patches.__wrapped__)  # which has not asked yet
     compiled = torch.compile(one, backend="aot_eager")
     with pytest.warns(RuntimeWarning, match="does not let saved-tensor hooks into compiled graphs"), offload:
         results = step(compiled, list(one.parameters()))
@@ -283,13 +285,14 @@ def test_what_is_installed_wraps_what_was_there(monkeypatch: pytest.MonkeyPatch)
 
     from eager_offload.compile.inductor import install
 
-    install()
+    user = Count()
+    install(user)
     mine = config.post_grad_custom_post_pass
-    install()
+    install(user)
     assert config.post_grad_custom_post_pass is mine, "once is enough"
     theirs = Count()
     with config.patch(post_grad_custom_post_pass=theirs):
-        install()
+        install(user)
         wrapped = config.post_grad_custom_post_pass
         assert isinstance(wrapped, OrderTransfers)
         assert wrapped.inner is theirs

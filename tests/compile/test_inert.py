@@ -1,0 +1,175 @@
+"""What the library puts into torch does nothing where there is no ``Offload``, and goes where it can."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.variables.ctx_manager as banning
+import torch._functorch._aot_autograd.graph_compile as splitting
+import torch.utils.checkpoint as checkpointing
+from torch._inductor import config, memory, scheduler
+from torch._inductor.virtualized import V
+from torch.autograd.graph import saved_tensors_hooks
+
+import eager_offload as eo
+from eager_offload import _torch
+from eager_offload.compile import inductor, lowering
+from eager_offload.compile.inductor import OrderTransfers, Partitioner
+
+pytestmark = pytest.mark.xdist_group("inert")
+
+
+def patched_for_contexts() -> dict[str, object]:
+    return {
+        "hooks": saved_tensors_hooks.__enter__,
+        "caching": checkpointing._CachingTorchDispatchMode,
+        "cached": checkpointing._CachedTorchDispatchMode,
+        "splits": splitting.maybe_inline_graph_saved_tensors_hooks,
+        "bans": banning.DisabledSavedTensorsHooksVariable._call_func,
+    }
+
+
+def make_offload(path: Path, **fields: Any) -> eo.Offload:
+    return eo.Offload(disk_path=path, min_bytes=0, keep_last_bytes=0, **fields)
+
+
+def test_what_is_there_for_contexts_goes_with_the_last_of_them(tmp_path: Path) -> None:
+    before, one, other = patched_for_contexts(), make_offload(tmp_path), make_offload(tmp_path)
+    for _ in range(2):
+        one.__enter__()
+        ours = patched_for_contexts()
+        assert not {name for name in before if ours[name] is before[name]}
+        other.__enter__()
+        one.__exit__(None, None, None)
+        assert patched_for_contexts() == ours, "the other one is still in force"
+        with pytest.raises(ZeroDivisionError), one:
+            raise ZeroDivisionError
+        other.__exit__(None, None, None)
+        assert patched_for_contexts() == before
+    for each in (one, other):
+        each.close()
+
+
+def test_what_others_put_around_ours_stays_and_does_as_without_contexts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[object] = []
+    monkeypatch.setattr(splitting, "maybe_inline_graph_saved_tensors_hooks", lambda *given: called.append(given))
+    offload = make_offload(tmp_path)
+    with offload:
+        ours = splitting.maybe_inline_graph_saved_tensors_hooks
+        theirs = lambda *given: ours(*given)  # noqa: E731  # a function as good as any
+        splitting.maybe_inline_graph_saved_tensors_hooks = theirs
+    assert splitting.maybe_inline_graph_saved_tensors_hooks is theirs
+    theirs("forward", "backward", 1, None)
+    assert called == [("forward", "backward", 1, None)]
+    offload.close()
+
+
+def test_what_an_interrupt_has_left_there_is_not_put_around_itself() -> None:
+    place, made = SimpleNamespace(it=min), list[object]()
+    patch = _torch.Patch(place, "it", lambda theirs: made.append(theirs) or max)
+    for _ in range(2):
+        patch.put_on()  # and again, where it was not taken off
+    assert (place.it, made) == (max, [min])
+    patch.take_off()
+    assert place.it is min
+
+
+def test_options_of_inductor_go_back_when_the_last_offload_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inductor, "_users", weakref.WeakSet())  # those of other tests may be open
+    inductor.uninstall(Graph())
+    before = config.post_grad_custom_post_pass, config.custom_partitioner_fn
+    assert not isinstance(before[0], OrderTransfers)
+    one, other = make_offload(tmp_path), make_offload(tmp_path)
+    for _ in range(2):
+        for each in (one, other):
+            with each:
+                pass
+        one.close()
+        assert isinstance(config.post_grad_custom_post_pass, OrderTransfers), "a backward is compiled after its context"
+        assert isinstance(config.custom_partitioner_fn, Partitioner)
+        other.close()
+        assert (config.post_grad_custom_post_pass, config.custom_partitioner_fn) == before
+
+
+def test_passes_leave_a_graph_of_no_offload_as_it_is() -> None:
+    graph = torch.fx.symbolic_trace(lambda x: x.sin().cos()).graph
+    before = [str(node) for node in graph.nodes]
+    OrderTransfers()(graph)
+    assert [str(node) for node in graph.nodes] == before
+
+
+def test_kernels_of_a_graph_without_transfers_are_ordered_as_torch_orders_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, is_ours, done = scheduler.SchedulerNode, [False], list[str]()
+    monkeypatch.setattr(node, "recompute_size_and_body", lambda self: done.append("theirs"))
+    _torch.order_recomputed_kernels(lambda: is_ours[0])
+    reads: Any = SimpleNamespace(reads=[], rename=lambda names: reads)
+    kernel: Any = SimpleNamespace(
+        read_writes=reads, mutation_renames={}, set_read_writes=lambda given: done.append("ours")
+    )
+    node.recompute_size_and_body(kernel)
+    assert done == ["theirs"]
+    is_ours[0] = True
+    node.recompute_size_and_body(kernel)
+    assert done == ["theirs", "theirs", "ours"]
+
+
+def test_memory_of_a_graph_without_transfers_is_estimated_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_ours, sizes, nodes = [False], {"a": (8, 8)}, [SimpleNamespace(node="reload")]
+    monkeypatch.setattr(memory, "compute_size_for_scheduler_buffer", lambda buffers: sizes)
+    monkeypatch.setattr(memory, "get_freeable_input_buf", lambda nodes, inputs: inputs)
+    _torch.leave_out_of_peak(lambda node: True, lambda node: "host", lambda: is_ours[0])
+    estimated: Any = memory
+    for inputs, expected, size in ({"x", "host"}, {"x", "host"}, 8), ({"x", "host"}, {"x"}, 0):
+        found = estimated.compute_size_for_scheduler_buffer({"a": SimpleNamespace(node=None)})
+        assert found == {"a": (size, size)}
+        assert estimated.get_freeable_input_buf(nodes, inputs) == expected
+        is_ours[0] = True
+
+
+@pytest.mark.long
+def test_inductor_asks_of_the_graph_that_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    known = lowering._is_ours
+
+    def is_ours() -> bool:
+        asked.append(known())
+        return asked[-1]
+
+    for name in ("compute_size_for_scheduler_buffer", "get_freeable_input_buf"):
+        monkeypatch.setattr(memory, name, getattr(memory, name))  # goes back behind the test
+    lowering.install_lowerings()
+    _torch.leave_out_of_peak(lowering._is_host_tensor, lowering._host_tensor_read, is_ours)
+    x, offload = torch.randn(32, 32, requires_grad=True), make_offload(tmp_path)
+    with config.patch(force_disable_caches=True):
+        with offload:
+            loss = torch.compile(lambda x: (x.exp() @ x).sum())(x)
+        loss.backward()
+        assert asked
+        assert all(asked)
+        asked.clear()
+        torch.compile(lambda x: (x.sin() @ x).sum())(x).backward()
+        assert asked
+        assert not any(asked)
+    offload.close()
+
+
+def test_only_a_graph_that_has_one_of_our_operators_is_known_to_have_transfers() -> None:
+    one, other = Graph(), Graph()
+    with V.set_graph_handler(one):
+        lowering._as_it_is(torch.fx.Graph().placeholder("x"))
+        assert lowering._is_ours()
+    with V.set_graph_handler(other):
+        assert not lowering._is_ours()
+
+
+class Graph:
+    """In place of one of Inductor's."""
