@@ -81,13 +81,11 @@ def offload_between(
         insert_into_pair(ours, theirs, num_outputs, choice, config)
     except Exception as error:  # [Note: a graph that cannot be offloaded]
         _warn(error)
-        choice = choose_nothing(forward.graph, num_outputs)
-    else:
-        forward.graph, backward.graph = ours, theirs
+        ours, theirs = forward.graph, backward.graph
+        choice = choose_nothing(ours, num_outputs)
     _log(choice)
-    insert_report(forward.graph, choice, config)
-    forward.recompile()
-    backward.recompile()
+    insert_report(ours, choice, config)
+    forward.graph, backward.graph = ours, theirs  # which compiles both
 
 
 def _log(choice: Choice) -> None:
