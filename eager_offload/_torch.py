@@ -140,7 +140,9 @@ PRIVATE_NAMES = {
         "torch._inductor.memory.compute_size_for_scheduler_buffer",
         "torch._inductor.memory.get_freeable_input_buf",
     ),
-    "compiling takes longer: the values of graphs are computed anew": ("torch._inductor.fx_utils.FakeTensorUpdater",),
+    "compiling takes longer: the values of graphs are computed anew": (
+        "torch._inductor.fx_utils.FakeTensorUpdater.__init__",
+    ),
     "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
     "not told of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
     "what should go to the CPU is recomputed": (
