@@ -28,11 +28,10 @@ TINY = "--layers 1 --width 64 --sequence 64 --min-bytes 4KiB --window 128KiB"
 SMALL = f"{TINY} --heads 2 --batch 2"
 #: Those that need what this torch lacks.
 NO_GRAPHS = {} if hasattr(torch.accelerator, "Graph") else {"capture": "this torch captures nothing on such a device"}
-#: What each is run with to be short; ``--quick`` besides.
+#: What each is run with to be short; ``--quick`` besides. Not ``compile_time``, which compiles for minutes.
 RUNS = [
     "capture --virtual",
     f"codecs {TINY} --layers 2 --window 1MiB --speed-bytes 65536",
-    "compile_time",
     "compiled_coverage --width 64 --heads 4 --batch 2 --sequence 64 --min-bytes 4KiB",
     "compiled_passes --nodes 150 --rounds 1",
     "compiled_simulate --layers 2 --tokens 8k,32k --jitter 0",
