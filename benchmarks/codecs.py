@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, console, disk, table
+from benchmarks.common import MIB, Report, Spread, console, drive, table
 from benchmarks.options import command_line, parse, positive
 from benchmarks.training import hash_gradients
 from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Narrow, TensorMeta
@@ -311,19 +311,16 @@ def show(
     console.print(shown)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = options_of(arguments)
-    report = Report("codecs", options)
-    report.environment["disk"] = disk(options.disk_path)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     trained = {name: train(report, name, options) for name in options.models}
     speeds = measure_speeds(report, options)
     errors = measure_errors(options.rows)
     show(trained, speeds, errors)
     found = {"trained": trained, "speeds": speeds, "errors": errors}
-    return report.finish(found, found)
+    return found, found
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+def options_of() -> argparse.Namespace:
     parser = command_line(
         __doc__,
         layers=4,
@@ -341,8 +338,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="compiled ones too")
     parser.add_argument("--repeats", type=positive, default=21)
     parser.add_argument("--rows", type=positive, default=1024, help="of 512 numbers, of what is rounded for a gradient")
-    return parse(parser, arguments, layers=2, steps=3, repeats=5, rows=64, compiled=False)
+    return parse(parser, layers=2, steps=3, repeats=5, rows=64, compiled=False)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("codecs", options_of(), run, on_disk=True))

@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -38,6 +38,7 @@ __all__ = [
     "Spread",
     "console",
     "disk",
+    "drive",
     "environment",
     "table",
 ]
@@ -130,6 +131,34 @@ class Report:
             sign = "<=" if limit.most else ">="
             shown.add_row(limit.what, f"{limit.measured:,.3f}", f"{sign} {limit.bound:,g}", verdict)
         console.print(shown)
+
+
+def drive(
+    name: str,
+    options: argparse.Namespace,
+    measure: Callable[[Report, argparse.Namespace], tuple[object, object]],
+    *,
+    prepare: Callable[[argparse.Namespace], object] = lambda options: None,
+    work: Callable[[str, argparse.Namespace], Any] | None = None,
+    on_disk: bool = False,
+) -> int:
+    """Runs a benchmark and returns the exit status.
+
+    Args:
+        measure: sets limits, shows what was found, and returns all samples and a summary of them.
+        prepare: is called first of all.
+        work: what a process with ``--worker`` does in its place; the dataclass that it returns is printed.
+        on_disk: whether the disk of spill files is a part of the environment.
+    """
+    prepare(options)
+    if work is not None and options.worker is not None:
+        if (found := work(options.worker, options)) is not None:
+            print(json.dumps(dataclasses.asdict(found)), flush=True)
+        return 0
+    report = Report(name, options)
+    if on_disk:
+        report.environment["disk"] = disk(options.disk_path)
+    return report.finish(*measure(report, options))
 
 
 def table(first: str, *others: str) -> Table | PlainTable:

@@ -27,7 +27,7 @@ import torch._inductor.config as inductor_config
 from torch._inductor.utils import fresh_cache
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, console, table
+from benchmarks.common import MIB, Report, Spread, console, drive, table
 from benchmarks.llama import Config, Llama
 from benchmarks.options import command_line, parse
 
@@ -97,13 +97,11 @@ def sample(variant: str, layers: int) -> Sample:
     return Sample(variant, first.clock - later.clock, first.processor - later.processor, moved)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = options_of(arguments)
-    report = Report("compile_time", options)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     for variant in VARIANTS:
         sample(variant, 1)  # imports, and what is made once in a process
     samples = [sample(variant, options.layers) for _ in range(options.rounds) for variant in VARIANTS]
-    return report.finish([asdict(one) for one in samples], judge(report, samples))
+    return [asdict(one) for one in samples], judge(report, samples)
 
 
 def judge(report: Report, samples: list[Sample]) -> dict[str, object]:
@@ -125,9 +123,9 @@ def judge(report: Report, samples: list[Sample]) -> dict[str, object]:
     return summary
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    return parse(command_line(__doc__, layers=8, rounds=4), arguments, layers=1, rounds=1)
+def options_of() -> argparse.Namespace:
+    return parse(command_line(__doc__, layers=8, rounds=4), layers=1, rounds=1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("compile_time", options_of(), run))

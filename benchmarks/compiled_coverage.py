@@ -4,7 +4,7 @@
     python -m benchmarks.compiled_coverage --layers 32
 
 A GPT with one projection for queries, keys and values, and a Llama with three, are traced with fake tensors and split
-by both of AOTAutograd's partitioners. Counted are the storages of saved values that nobody outside of the graph holds:
+by both of AOTAutograd's partitioners. Counted are the storages of saved values that nothing outside of the graph holds:
 no input, no output and no gradient shares them. A storage is freed if every saved value in it moves. Beside it stands
 what the rule of torch's own pass for offloading activations frees, where this torch has one.
 """
@@ -28,34 +28,17 @@ from torch.fx import GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, console, table
+from benchmarks.common import MIB, Report, console, drive, table
 from benchmarks.options import command_line, parse
 from eager_offload.compile import choose
 from eager_offload.compile.graphs import hint, nbytes_of, outputs_of, storage_of, tensor_of
 
-#: Of the bytes that nobody outside holds, at least so much is freed,
+from lm.model import Block
+
+#: Of the bytes that nothing outside holds, at least so much is freed,
 LEAST_COVERAGE = 0.95
 #: and for one byte that is freed at most so many travel.
 MOST_MOVED = 1.01
-
-
-class Fused(nn.Module):
-    """A GPT's block: queries, keys and values are views of one projection."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        parts = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, -1)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
 class Separate(nn.Module):
@@ -79,7 +62,7 @@ class Separate(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-MODELS: dict[str, type[nn.Module]] = {"GPT": Fused, "Llama": Separate}
+MODELS: dict[str, type[nn.Module]] = {"GPT": Block, "Llama": Separate}
 #: Inductor hands decomposed graphs to the one; the other is what ``aot_eager`` uses.
 PARTITIONERS: dict[str, Callable[..., Any]] = {
     "min-cut": min_cut_rematerialization_partition,
@@ -94,7 +77,7 @@ class Coverage:
     model: str
     partitioner: str
     saved_values: int
-    #: That the graph saves and nobody outside holds.
+    #: That the graph saves and nothing outside holds.
     total_bytes: int
     #: Of those, what our choice frees, and what travels for it.
     freed_bytes: int
@@ -178,7 +161,7 @@ def _freed(storages: dict[object, list[Node]], moving: set[Node]) -> int:
 def _torchs_choice(
     saved: Sequence[Any], outputs: Sequence[object], num_outputs: int, static: Sequence[Node]
 ) -> set[Node] | None:
-    """What torch's own rule takes of ``saved``, once somebody has marked all of it."""
+    """What torch's own rule takes of ``saved``, once all of it is marked."""
     try:
         from torch._functorch._activation_offloading.activation_offloading import can_offload
     except ImportError:
@@ -195,9 +178,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     return parse(parser, arguments, layers=1)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(arguments)
-    report = Report("compiled_coverage", options)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     found = [measure(name, partitioner, options) for name in MODELS for partitioner in PARTITIONERS]
     shown = table("model, partitioner", "saved values", "MiB", "freed", "moved/freed", "torch frees", "moved/freed")
     for one in found:
@@ -213,12 +194,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if one.torch_freed_bytes and one.torch_moved_bytes
             else "-",
         )
-        report.at_least(f"{title}: freed, of the bytes that nobody else holds", one.freed, LEAST_COVERAGE)
+        report.at_least(f"{title}: freed, of the bytes that nothing else holds", one.freed, LEAST_COVERAGE)
         report.at_most(f"{title}: bytes moved for each that is freed", one.moved_bytes / one.freed_bytes, MOST_MOVED)
     console.print(shown)
     summary = {f"{one.model}, {one.partitioner}": {"freed": one.freed} for one in found}
-    return report.finish(found, summary)
+    return found, summary
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("compiled_coverage", options_of(), run))

@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 
 import eager_offload as eo
-from benchmarks.common import Report, Spread, console, table
+from benchmarks.common import Report, Spread, console, drive, table
 from benchmarks.options import command_line, listed, parse, positive
 from benchmarks.simulation.graphs import Halves, halves_of
 from benchmarks.simulation.model import Shape
@@ -149,10 +149,7 @@ def show(found: dict[int, list[Sample]]) -> None:
     console.print(shown)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = options_of(arguments)
-    torch.set_num_threads(1)
-    report = Report("compiled_passes", options)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     found: dict[int, list[Sample]] = {}
     for count in options.nodes:
         halves = halves_with(count)
@@ -160,14 +157,14 @@ def main(arguments: list[str] | None = None) -> int:
         found[count] = [sample(halves) for _ in range(options.rounds)]
     summary = judge(report, found)
     show(found)
-    return report.finish({count: [asdict(one) for one in samples] for count, samples in found.items()}, summary)
+    return {count: [asdict(one) for one in samples] for count, samples in found.items()}, summary
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+def options_of() -> argparse.Namespace:
     parser = command_line(__doc__, rounds=5)
     parser.add_argument("--nodes", type=listed(positive), default="1000,3000,10000")
-    return parse(parser, arguments, nodes=[300, 900], rounds=2)
+    return parse(parser, nodes=[300, 900], rounds=2)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("compiled_passes", options_of(), run, prepare=lambda _: torch.set_num_threads(1)))

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 import eager_offload as eo
-from benchmarks.common import Report, Spread, console, table
+from benchmarks.common import Report, Spread, console, drive, table
 from benchmarks.options import command_line, named, parse, positive
 from benchmarks.simulate import GIB, LARGE, LIMIT, SEQUENCES
 from benchmarks.simulation.device import H200
@@ -161,7 +161,7 @@ class Simulation:
 
     def _perturbed(self, seed: int) -> Callable[[Node], float]:
         estimate, jitter = roofline(self.truth), self.options.jitter
-        # By name: the same operator takes the same time, whoever has put transfers around it.
+        # By name: the same operator takes the same time, whatever has put transfers around it.
         return lambda node: estimate(node) * (1 + random.Random(f"{seed} {node.name}").uniform(-jitter, jitter))
 
     def _ordered(self, forward: Graph, backward: Graph, kinds: dict[object, Kind]) -> Ordered:
@@ -238,10 +238,8 @@ def show(found: dict[str, dict[str, tuple[Ordered, list[Step]]]]) -> None:
     console.print(shown)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = options_of(arguments)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     torch.set_num_threads(1)
-    report = Report("compiled_simulate", options)
     found: dict[str, dict[str, tuple[Ordered, list[Step]]]] = {}
     summary: dict[str, object] = {}
     for name in options.tokens:
@@ -258,10 +256,10 @@ def main(arguments: list[str] | None = None) -> int:
         name: {who: [asdict(step) for step in steps] for who, (_, steps) in ways.items()}
         for name, ways in found.items()
     }
-    return report.finish(samples, summary)
+    return samples, summary
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+def options_of() -> argparse.Namespace:
     parser = command_line(__doc__, layers=LARGE.layers)
     parser.add_argument("--tokens", type=named(SEQUENCES), default=",".join(SEQUENCES))
     parser.add_argument("--steps", type=positive, default=5, help="each with other operator times")
@@ -272,8 +270,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the jitter")
     parser.add_argument("--window-tensors", type=float, default=5.0, help="both windows, in largest saved tensors")
     parser.add_argument("--window", help="both windows, in bytes instead")
-    return parse(parser, arguments, steps=2, layers=4)
+    return parse(parser, steps=2, layers=4)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("compiled_simulate", options_of(), run))

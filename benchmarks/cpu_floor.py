@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, console, table
-from benchmarks.options import command_line, parse, speeds
+from benchmarks.common import MIB, Report, Spread, console, drive, table
+from benchmarks.options import MODEL, command_line, parse, speeds
 from benchmarks.throttle import ThrottledTier
 from benchmarks.training import hash_gradients, language_model, on_a_quiet_cpu, one_batch, windows
 from eager_offload.tiers.base import Tier
@@ -248,10 +248,7 @@ def show(timed: list[Timed], summary: dict[str, dict[str, Spread]]) -> None:
     console.print(shown)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = options_of(arguments)
-    on_a_quiet_cpu(options)
-    report = Report("cpu_floor", options)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     tier = DiskTier(None if options.disk_path is None else [options.disk_path], None)
     bandwidth = tier.measure()
     tier.close()
@@ -260,25 +257,14 @@ def main(arguments: list[str] | None = None) -> int:
     summary = judge(report, timed, compared)
     show(timed, summary)
     samples = {"steps": [asdict(one) for one in timed], "floors": [asdict(one) for one in compared]}
-    return report.finish(samples, summary)
+    return samples, summary
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(
-        __doc__,
-        rounds=5,
-        layers=8,
-        width=768,
-        heads=12,
-        sequence=1024,
-        batch=4,
-        threads=2,
-        window="64MiB",
-        min_bytes="1MiB",
-    )
+def options_of() -> argparse.Namespace:
+    parser = command_line(__doc__, rounds=5, threads=2, **MODEL)
     parser.add_argument("--ratios", type=speeds, default="0.5,1,2", help="links, in multiples of the free point")
-    return parse(parser, arguments, rounds=1)
+    return parse(parser, rounds=1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("cpu_floor", options_of(), run, prepare=on_a_quiet_cpu))

@@ -26,9 +26,9 @@ from statistics import median
 import torch
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, console, disk, table
-from benchmarks.options import command_line, named, parse
-from benchmarks.processes import reset_peak, run_worker, status_bytes, turns
+from benchmarks.common import MIB, Report, Spread, console, drive, table
+from benchmarks.options import MODEL, command_line, named, parse
+from benchmarks.processes import release_or_refuse, reset_peak, run_worker, status_bytes, turns
 from benchmarks.training import language_model
 
 from lm.data import Batch, batches, read_text
@@ -116,8 +116,8 @@ class Run:
 def train(name: str, options: argparse.Namespace) -> Run:
     """Trains in this process."""
     variant = VARIANTS[name]
-    if variant.release and not eo.release_freed_memory():
-        raise SystemExit("benchmarks.cpu_train: this C library has no mallopt, so its memory cannot be compared")
+    if variant.release:
+        release_or_refuse("cpu_train")
     torch.set_num_threads(options.threads)
     # What Inductor makes of an embedding's gradient adds up in the order of its threads, with or without offload.
     torch.use_deterministic_algorithms(variant.compiled)
@@ -248,13 +248,7 @@ def show(runs: list[Run], summary: dict[str, dict[str, Spread]]) -> None:
     console.print(times)
 
 
-def main() -> int:
-    options = options_of()
-    if options.worker is not None:
-        print(json.dumps(asdict(train(options.worker, options))))
-        return 0
-    report = Report("cpu_train", options)
-    report.environment["disk"] = disk(options.disk_path)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     runs: list[Run] = []
     for number, name, shown in turns(options.rounds, options.variants):
         run = run_in_process(name, number)
@@ -265,31 +259,17 @@ def main() -> int:
         )
     summary = judge(report, runs, options)
     show(runs, summary)
-    return report.finish([asdict(run) for run in runs], summary)
+    return [asdict(run) for run in runs], summary
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(
-        __doc__,
-        rounds=5,
-        steps=3,
-        layers=8,
-        width=768,
-        heads=12,
-        sequence=1024,
-        batch=4,
-        threads=2,
-        window="64MiB",
-        min_bytes="1MiB",
-    )
+def options_of() -> argparse.Namespace:
+    parser = command_line(__doc__, workers=VARIANTS, rounds=5, steps=3, threads=2, **MODEL)
     known = named(VARIANTS, ";")
     parser.add_argument("--variants", type=known, default=";".join(VARIANTS), help="with semicolons between")
     parser.add_argument("--small-window", default="16MiB", help="of the variant with small windows")
     parser.add_argument("--drop-gradients", action="store_true", help="zero_grad(set_to_none=True) before each step")
-    parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
-    return parse(parser, arguments, rounds=1, steps=1)
+    return parse(parser, rounds=1, steps=1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("cpu_train", options_of(), run, work=train, on_disk=True))

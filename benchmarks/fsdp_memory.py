@@ -29,9 +29,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, console, disk, table
+from benchmarks.common import MIB, Report, Spread, console, drive, table
 from benchmarks.options import command_line, parse, positive
-from benchmarks.processes import reset_peak, run_worker, status_bytes, turns
+from benchmarks.processes import release_or_refuse, reset_peak, run_worker, status_bytes, turns
 from benchmarks.training import language_model, windows
 
 from lm.data import Batch, batches, read_text
@@ -83,8 +83,7 @@ def sharded(model: LanguageModel) -> nn.Module:
 def train(name: str, options: argparse.Namespace) -> Run:
     """Trains in this process, with the others of its run."""
     by_ranks, offloads = VARIANTS[name]
-    if not eo.release_freed_memory():
-        raise SystemExit("benchmarks.fsdp_memory: this C library has no mallopt, so its memory cannot be compared")
+    release_or_refuse("fsdp_memory")
     torch.set_num_threads(1)
     rank = dist.get_rank() if by_ranks else 0
     model: nn.Module = language_model(options)
@@ -195,13 +194,7 @@ def show(runs: list[Run], summary: dict[str, dict[str, Spread]]) -> None:
     console.print(parts)
 
 
-def main() -> int:
-    options = options_of()
-    if options.worker is not None:
-        work(options.worker, options)
-        return 0
-    report = Report("fsdp_memory", options)
-    report.environment["disk"] = disk(options.disk_path)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     runs: list[Run] = []
     for number, name, shown in turns(options.rounds, list(VARIANTS)):
         runs += run_in_processes(name, number, options)
@@ -211,12 +204,13 @@ def main() -> int:
         )
     summary = judge(report, runs)
     show(runs, summary)
-    return report.finish([asdict(run) for run in runs], summary)
+    return [asdict(run) for run in runs], summary
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+def options_of() -> argparse.Namespace:
     parser = command_line(
         __doc__,
+        workers=VARIANTS,
         rounds=3,
         steps=2,
         layers=8,
@@ -228,11 +222,9 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         min_bytes="1MiB",
     )
     parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
-    return parse(parser, arguments, rounds=1, steps=1)
+    return parse(parser, rounds=1, steps=1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("fsdp_memory", options_of(), run, work=work, on_disk=True))

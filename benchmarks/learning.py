@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import eager_offload as eo
-from benchmarks.common import Report, console, disk, table
+from benchmarks.common import Report, console, drive, table
 from benchmarks.options import command_line, parse
 from eager_offload.config import parse_size
 from eager_offload.simulation.simulated import SimulatedRuntime
@@ -154,10 +154,7 @@ def run(program: str, where: str, number: int, options: argparse.Namespace) -> l
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = options_of(arguments)
-    report = Report("learning", options)
-    report.environment["disk"] = disk(options.disk_path)
+def measure(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     steps = [
         step
         for number in range(options.rounds)
@@ -189,13 +186,13 @@ def main(arguments: list[str] | None = None) -> int:
                         report.at_most(f"{most} learnt step, above the first", round(learnt - first, 6), 0)
             shown.add_row(f"{program}, {where}", *cells)
     console.print(shown)
-    return report.finish([asdict(step) for step in steps], {})
+    return [asdict(step) for step in steps], {}
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+def options_of() -> argparse.Namespace:
     parser = command_line(__doc__, rounds=5, layers=6, width=256, sequence=256, window="8MiB", min_bytes="256KiB")
-    return parse(parser, arguments, rounds=1)
+    return parse(parser, rounds=1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("learning", options_of(), measure, on_disk=True))

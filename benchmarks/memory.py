@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, console, disk, table
-from benchmarks.options import command_line, listed, parse
+from benchmarks.common import MIB, Report, console, disk, drive, table
+from benchmarks.options import MODEL, command_line, listed, parse
 from benchmarks.training import hash_gradients, language_model, one_batch, windows
 
 #: The least part of the offloaded bytes that has to be freed, and the most room that they may take.
@@ -172,25 +172,21 @@ def show(results: list[Found]) -> None:
     console.print(shown)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = options_of(arguments)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     warnings.filterwarnings("ignore", message=".*copies within host memory.*")
-    report = Report("memory", options)
     if "disk" in options.tiers:
         report.environment["disk"] = disk(options.disk_path)
     none, *results = [measure(tier, options) for tier in (None, *options.tiers)]
     summary = {found.tier: judge(report, none, found) for found in results}
     show([none, *results])
-    return report.finish([asdict(found) for found in (none, *results)], summary)
+    return [asdict(found) for found in (none, *results)], summary
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(
-        __doc__, layers=8, width=768, heads=12, sequence=1024, batch=4, window="64MiB", min_bytes="1MiB"
-    )
+def options_of() -> argparse.Namespace:
+    parser = command_line(__doc__, **MODEL)
     parser.add_argument("--tiers", type=listed(str), default="host,disk")
-    return parse(parser, arguments, layers=2)
+    return parse(parser, layers=2)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("memory", options_of(), run))

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, console, disk, table
-from benchmarks.options import command_line, parse, positive
+from benchmarks.common import MIB, Report, Spread, console, drive, table
+from benchmarks.options import MODEL, command_line, parse, positive
 from benchmarks.training import language_model, one_batch, windows
 from eager_offload.eager.handles import KeptTensor, SavedView
 from eager_offload.eager.hooks import Hooks
@@ -213,11 +213,8 @@ def seconds_of_stats(offload: eo.Offload, calls: int = 200) -> float:
     return (time.thread_time() - began) / calls
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = options_of(arguments)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     eo.release_freed_memory()
-    report = Report("observe", options)
-    report.environment["disk"] = disk(options.disk_path)
     training = Training(options)
     for _ in range(2):  # code is loaded; then the library knows the step
         training.step()
@@ -263,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not stats.bytes_in:
         raise SystemExit("benchmarks.observe: nothing came back from the disk, so nothing was measured")
     training.offload.close()
-    return report.finish({"counted": [asdict(c) for c in counted], "pairs": [asdict(one) for one in pairs]}, summary)
+    return {"counted": [asdict(c) for c in counted], "pairs": [asdict(one) for one in pairs]}, summary
 
 
 def show(summary: dict[str, Any]) -> None:
@@ -284,22 +281,12 @@ def show(summary: dict[str, Any]) -> None:
     console.print(shown)
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(
-        __doc__,
-        layers=8,
-        width=768,
-        heads=12,
-        sequence=512,
-        batch=4,
-        threads=2,
-        window="64MiB",
-        min_bytes="1MiB",
-    )
+def options_of() -> argparse.Namespace:
+    parser = command_line(__doc__, threads=2, **MODEL | {"sequence": 512})
     parser.add_argument("--pairs", type=positive, default=6)
     smaller = {"pairs": 2, "layers": 2, "width": 192, "sequence": 256, "min_bytes": "64KiB", "window": "1MiB"}
-    return parse(parser, arguments, **smaller)
+    return parse(parser, **smaller)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("observe", options_of(), run, on_disk=True))

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["accelerator_or_message", "command_line", "listed", "named", "parse", "positive", "speeds"]
+__all__ = ["MODEL", "accelerator_or_message", "command_line", "listed", "named", "parse", "positive", "speeds"]
 
 T = TypeVar("T")
 
+#: The model that several of them train on a CPU, and its windows.
+MODEL: dict[str, int | str] = {
+    "layers": 8,
+    "width": 768,
+    "heads": 12,
+    "sequence": 1024,
+    "batch": 4,
+    "window": "64MiB",
+    "min_bytes": "1MiB",
+}
 #: What several benchmarks take by the same name, and what their help says of it; numbers but for those of ``_TEXTS``.
 _SHARED = {
     "rounds": None,
@@ -38,11 +48,14 @@ def positive(text: str) -> int:
     return value
 
 
-def command_line(doc: str | None, **shared: int | str) -> argparse.ArgumentParser:
+def command_line(
+    doc: str | None, *, workers: Collection[str] | None = None, **shared: int | str
+) -> argparse.ArgumentParser:
     """A parser with ``--quick``, ``--check``, ``--output`` and ``--disk-path``, and with the options ``shared``.
 
     Args:
         doc: of the benchmark; its first line describes it.
+        workers: what processes of its own measure, each of which is told by ``--worker`` and ``--round``.
         **shared: defaults of those of ``_SHARED`` that it takes.
     """
     parser = argparse.ArgumentParser(
@@ -51,6 +64,9 @@ def command_line(doc: str | None, **shared: int | str) -> argparse.ArgumentParse
     for name, default in shared.items():
         kind: Callable[[str], Any] = str if name in _TEXTS else positive
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=_SHARED[name])
+    if workers is not None:
+        parser.add_argument("--worker", choices=workers, help=argparse.SUPPRESS)
+        parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument(
         "--quick", action="store_true", help="a short run, to see that it works; its numbers mean little"
     )

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import eager_offload as eo
 from benchmarks.common import ROOT, console
 
-__all__ = ["reset_peak", "run_worker", "status_bytes", "turns"]
+__all__ = ["release_or_refuse", "reset_peak", "run_worker", "status_bytes", "turns"]
 
 #: Of the environment, what changes how the C library and torch's CPU allocator work.
 _ALLOCATION = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE")
@@ -43,6 +44,12 @@ def run_worker(benchmark: str, name: str, command: Sequence[str], **environment:
     if ended.stderr.strip():
         console.print(ended.stderr.strip(), style="yellow", markup=False)
     return ended.stdout
+
+
+def release_or_refuse(benchmark: str) -> None:
+    """Has freed memory go back to the system, without which peaks say nothing."""
+    if not eo.release_freed_memory():
+        raise SystemExit(f"benchmarks.{benchmark}: this C library has no mallopt, so its memory cannot be compared")
 
 
 def status_bytes(field: str) -> int:

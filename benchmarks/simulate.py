@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import eager_offload as eo
-from benchmarks.common import Report, Spread, console, table
+from benchmarks.common import Report, Spread, console, drive, table
 from benchmarks.options import command_line, named, parse, positive
 from benchmarks.simulation.device import H200, Op, OperatorClock, Scale
 from benchmarks.simulation.model import Shape, Stack
@@ -272,10 +272,7 @@ def show_waits(name: str, step: Step) -> None:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = options_of(arguments)
-    torch.set_num_threads(1)
-    report = Report("simulate", options)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     found, summary = {}, {}
     for name in options.tokens:
         simulation = Simulation(SEQUENCES[name], options)
@@ -285,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.waits:
         for name, steps in found.items():
             show_waits(name, steps[-1])
-    return report.finish({name: [asdict(step) for step in steps] for name, steps in found.items()}, summary)
+    return {name: [asdict(step) for step in steps] for name, steps in found.items()}, summary
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -303,4 +300,4 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("simulate", options_of(), run, prepare=lambda _: torch.set_num_threads(1)))

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import cpu_floor, simulate
-from benchmarks.common import MIB, Report, Spread, console, table
+from benchmarks.common import MIB, Report, Spread, console, drive, table
 from benchmarks.options import command_line, parse, positive, speeds
 from benchmarks.simulate import GIB, SEQUENCES, Simulation
 from benchmarks.training import on_a_quiet_cpu
@@ -127,10 +127,7 @@ def show(found: list[Found]) -> None:
     console.print(shown)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = options_of(arguments)
-    on_a_quiet_cpu(options)
-    report = Report("slowdown", options)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     on_clock, kinds = simulated(options)
     found, others = on_the_cpu(options)
     found = [*on_clock, *found]
@@ -141,10 +138,10 @@ def main(arguments: list[str] | None = None) -> int:
             report.at_most(f"free, {one.where}: longer by", one.slowdown, LIMIT)
     show(found)
     summary = {f"{one.where}: {one.setting}": Spread.of([one.slowdown]) for one in found}
-    return report.finish([asdict(one) for one in found], summary)
+    return [asdict(one) for one in found], summary
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+def options_of() -> argparse.Namespace:
     parser = command_line(
         __doc__,
         layers=8,
@@ -160,11 +157,11 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", choices=SEQUENCES, default="32k", help="of the simulated model's sequence")
     parser.add_argument("--steps", type=positive, default=100, help="from which is learnt what stays")
     parser.add_argument("--measured", type=positive, default=16, help="steps; the last ones")
-    options = parse(parser, arguments, steps=4, measured=2)
+    options = parse(parser, steps=4, measured=2)
     if options.quick:
         options.links = options.links[:1]
     return options
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("slowdown", options_of(), run, prepare=on_a_quiet_cpu))

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, console, disk, table
+from benchmarks.common import MIB, Report, Spread, console, drive, table
 from benchmarks.options import command_line, named, parse
 from benchmarks.processes import reset_peak, run_worker, status_bytes, turns
 
@@ -278,8 +278,9 @@ class Run:
         return self.peak_bytes - self.base_bytes
 
 
-def train(name: str, malloc: str, offloads: bool, options: argparse.Namespace) -> Run:
+def train(name: str, options: argparse.Namespace) -> Run:
     """Trains in this process."""
+    malloc, offloads = options.worker_malloc, options.offload
     if malloc == "released" and not eo.release_freed_memory():
         raise SystemExit("benchmarks.small_models: this C library has no mallopt: choose --malloc default")
     torch.set_num_threads(options.threads)
@@ -359,13 +360,7 @@ def judge(report: Report, runs: list[Run], options: argparse.Namespace) -> dict[
     return summary
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = options_of(arguments)
-    if options.worker is not None:
-        print(json.dumps(asdict(train(options.worker, options.worker_malloc, options.offload, options))))
-        return 0
-    report = Report("small_models", options)
-    report.environment["disk"] = disk(options.disk_path)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     runs: list[Run] = []
     for number, (name, malloc), shown in turns(options.rounds, list(product(options.models, options.malloc))):
         pair = [run_in_process(name, malloc, offloads, number) for offloads in (False, True)]
@@ -373,20 +368,18 @@ def main(arguments: list[str] | None = None) -> int:
         plain, ours = (run.above_bytes / MIB for run in pair)
         console.print(f"{shown}  {name + ', ' + malloc:<30} {plain:>6,.0f} -> {ours:>6,.0f} MiB  {ours / plain:.3f}")
     summary = judge(report, runs, options)
-    return report.finish([asdict(run) for run in runs], summary)
+    return [asdict(run) for run in runs], summary
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(__doc__, rounds=3, steps=4, threads=1)
+def options_of() -> argparse.Namespace:
+    parser = command_line(__doc__, workers=MODELS, rounds=3, steps=4, threads=1)
     many = "with semicolons between"
     parser.add_argument("--models", type=named(MODELS, ";"), default=";".join(MODELS), help=many)
     parser.add_argument("--malloc", type=named(MALLOC, ";"), default=";".join(MALLOC), help=many)
-    parser.add_argument("--worker", choices=MODELS, help=argparse.SUPPRESS)
     parser.add_argument("--worker-malloc", choices=MALLOC, default=MALLOC[0], help=argparse.SUPPRESS)
     parser.add_argument("--offload", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
-    return parse(parser, arguments, rounds=1, steps=2)
+    return parse(parser, rounds=1, steps=2)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("small_models", options_of(), run, work=train, on_disk=True))

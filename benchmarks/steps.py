@@ -11,26 +11,24 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
-import threading
 import time
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from statistics import linear_regression
 
-import psutil
 import torch
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, console, disk, table
+from benchmarks.common import MIB, Report, console, disk, drive, table
 from benchmarks.options import command_line, listed, parse
 from benchmarks.training import language_model, windows
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.base import release_idle_slots
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.host import HostTier
+from tools.soak.census import counted
 
 from lm.data import batches, read_text
 
@@ -51,9 +49,7 @@ class Sample:
     events: int
     handles: int
     slots: int
-    #: Python's, and the operating system's.
     threads: int
-    system_threads: int
     descriptors: int
     #: All objects that Python's collector follows.
     objects: int
@@ -64,7 +60,7 @@ class Sample:
     resident_bytes: int
 
 
-#: What has to be the same in every sample. Threads of the system come and go with torch's own pools.
+#: What has to be the same in every sample.
 CONSTANT = ("events", "handles", "slots", "threads", "descriptors", "used_bytes", "held_bytes", "arena_bytes")
 
 
@@ -75,27 +71,26 @@ def sample(step: int, began: float, offload: eo.Offload) -> Sample:
     (tier,) = offloader.tiers
     assert isinstance(tier, HostTier | DiskTier)
     tier.poll()  # what dead slots leave behind is taken up at the next call, which is this one
-    objects = gc.get_objects()
-    kinds = Counter(type(one).__name__ for one in objects if str(type(one).__module__).startswith("eager_offload."))
-    process = psutil.Process()
+    found, kinds = counted(), Counter[str]()
+    for what, number in found.items():
+        kinds[what.rpartition(".")[2] if what.startswith("objects: eager_offload.") else ""] += number
     return Sample(
         step=step,
         seconds=time.perf_counter() - began,
         events=sum(kinds[name] for name in EVENTS),
         handles=sum(kinds[name] for name in HANDLES),
         slots=sum(kinds[name] for name in SLOTS),
-        threads=threading.active_count(),
-        system_threads=process.num_threads(),
-        descriptors=len(os.listdir("/proc/self/fd")),
-        objects=len(objects),
+        threads=found["threads"],
+        descriptors=found["descriptors"],
+        objects=len(gc.get_objects()),
         used_bytes=tier.used_bytes,
         held_bytes=tier.held_bytes,
         arena_bytes=host_runtime().arena.held_bytes,
-        resident_bytes=process.memory_info().rss,
+        resident_bytes=found["resident memory"],
     )
 
 
-def run(tier: str, options: argparse.Namespace) -> list[Sample]:
+def train(tier: str, options: argparse.Namespace) -> list[Sample]:
     """Trains and samples."""
     model = language_model(options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -160,27 +155,25 @@ def show(tier: str, samples: list[Sample]) -> None:
     console.print(shown)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = options_of(arguments)
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     warnings.filterwarnings("ignore", message=".*copies within host memory.*")
-    report = Report("steps", options)
     if "disk" in options.tiers:
         report.environment["disk"] = disk(options.disk_path)
     samples, summary = {}, {}
     for tier in options.tiers:
-        samples[tier] = run(tier, options)
+        samples[tier] = train(tier, options)
         show(tier, samples[tier])
         summary[tier] = judge(report, tier, samples[tier])
-    return report.finish({tier: [asdict(one) for one in found] for tier, found in samples.items()}, summary)
+    return {tier: [asdict(one) for one in found] for tier, found in samples.items()}, summary
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+def options_of() -> argparse.Namespace:
     parser = command_line(
         __doc__, steps=1000, layers=2, width=64, heads=2, sequence=128, window="256KiB", min_bytes="4KiB"
     )
     parser.add_argument("--tiers", type=listed(str), default="disk,host")
-    return parse(parser, arguments, steps=100)
+    return parse(parser, steps=100)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("steps", options_of(), run))

@@ -48,7 +48,7 @@ def move_machine_code() -> Callable[[bool], None] | None:
     """Names a new directory for it, for this process and those that it starts, before torch is imported.
 
     Returns:
-        What ends the run, told whether all tests have passed; ``None`` where whoever runs the tests, or the process
+        What ends the run, told whether all tests have passed; ``None`` where the environment, or the process
         that started this one, has named a directory.
     """
     if _DIRECTORY in os.environ:

@@ -114,7 +114,7 @@ def _what_lives_on_is_not_looked_through() -> None:
 
 @pytest.fixture(autouse=True)
 def _the_environment_says_nothing() -> Iterator[None]:
-    """Whoever runs the tests may have the library's variables set; a test sets those that it means, for itself."""
+    """A developer may have the library's variables set; a test sets those that it means, for itself."""
     with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs in the middle
         for name in [name for name in os.environ if name.startswith("EAGER_OFFLOAD")]:
             patch.delenv(name)

@@ -12,7 +12,7 @@ The seed is new in each run, and stands in its first lines and, where something 
     TESTS_SEED=1234 make test-full     the choice of another run
     TESTS_WHOLE=1 make test-full       every case of every sampled test
 
-Whoever names a single test (``pytest tests/test_one.py::test_this``) runs all of its cases.
+A run that names a single test (``pytest tests/test_one.py::test_this``) takes all of its cases.
 """
 
 from __future__ import annotations

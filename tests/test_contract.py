@@ -170,7 +170,7 @@ def test_h29_one_object_in_several_threads(users_backend: Backend) -> None:
     assert stats.saved_bytes == 3 * 3 * 4 * NBYTES
 
 
-def test_leaving_in_a_thread_that_did_not_enter_is_an_error_and_harms_nobody(users_backend: Backend) -> None:
+def test_leaving_in_a_thread_that_did_not_enter_is_an_error_and_harms_nothing(users_backend: Backend) -> None:
     offload, x, caught = users_backend.offload(), leaf(N), list[BaseException]()
 
     def leave() -> None:

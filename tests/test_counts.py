@@ -297,7 +297,7 @@ def test_what_is_on_its_way_stays_within_the_window_and_a_full_one_stalls(window
     offload, x = disk.offload(max_inflight_bytes=window), leaf(N)
     allowed = max(window // NBYTES, 1) * NBYTES
     with disk.gate() as gate:
-        gate_keeper = threading.Thread(target=open_when_somebody_waits, args=(gate, offload))
+        gate_keeper = threading.Thread(target=open_when_the_host_waits, args=(gate, offload))
         gate_keeper.start()
         with offload:
             loss = chain(x)
@@ -327,7 +327,7 @@ def test_time_goes_on_where_a_reset_comes_in_the_middle_of_a_step(disk: DiskBack
     assert offload.stats().seconds == 0
 
 
-def open_when_somebody_waits(gate: Gate, offload: eo.Offload) -> None:
+def open_when_the_host_waits(gate: Gate, offload: eo.Offload) -> None:
     gate.wait_until_reached()
     out = host_runtime().transfer_stream(torch.device("cpu"), Direction.OUT)
     assert isinstance(out, TransferThread)

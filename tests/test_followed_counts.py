@@ -1,4 +1,4 @@
-"""What stays in a forward that follows a plan is counted later, many together: whoever looks sees what it is."""
+"""What stays in a forward that follows a plan is counted later, many together: every reader of the stats sees it."""
 
 from __future__ import annotations
 

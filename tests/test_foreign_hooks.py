@@ -198,7 +198,7 @@ def test_the_innermost_of_ours_is_told_and_the_outer_one_again_after_it(make: Ca
     assert outer.stats().foreign_hooks == 2
 
 
-def test_torchs_class_is_changed_only_while_somebody_watches(make: Callable[..., eo.Offload]) -> None:
+def test_torchs_class_is_changed_only_while_an_offload_watches(make: Callable[..., eo.Offload]) -> None:
     first, second = make(), make()
     seen: list[bool] = []
     entered, leave = threading.Event(), threading.Event()

@@ -112,7 +112,7 @@ def test_what_someone_else_keeps_alive_is_not_taken_again_but_now_and_then_to_se
     assert taken[:2] == [0, 16]
     assert len(taken) == 3
     for _ in range(20):
-        last = school.step([10, 20], [1, 0])  # nobody keeps it any more
+        last = school.step([10, 20], [1, 0])  # the program keeps it no more
     assert last[1] is Advice.LEAVE
 
 

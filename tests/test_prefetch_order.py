@@ -241,7 +241,7 @@ def test_a_jump_brings_what_comes_before_the_place_it_leads_to() -> None:
     assert order.unpacked(8) == Plan(drop=[8], bring=[6])
 
 
-def test_h19_promises_that_nobody_takes_up_are_given_up_once_they_are_overdue_and_room_is_needed() -> None:
+def test_h19_promises_that_are_not_taken_up_are_given_up_once_they_are_overdue_and_room_is_needed() -> None:
     order, patience = PrefetchOrder(2), PrefetchOrder.PATIENCE
     packed(order, [(1, 1), (2, 1), (3, 1)], sequence=1)
     packed(order, [(storage, 1) for storage in range(100, 140)], sequence=2, first=10)
@@ -268,7 +268,7 @@ def test_promises_along_the_order_are_not_overdue_as_long_as_it_is_followed() ->
 
 @pytest.mark.parametrize("limit", [1, 6, 30, 60, 100])
 @pytest.mark.parametrize("seed", range(4))
-def test_h50_an_order_that_nobody_knows_brings_hardly_anything_twice(limit: int, seed: int) -> None:
+def test_h50_an_unknown_order_brings_hardly_anything_twice(limit: int, seed: int) -> None:
     order, saves, resident, brought = PrefetchOrder(limit), 120, set[int](), 0
     packed(order, [(storage, 1) for storage in range(1, saves + 1)])
     for position in shuffled(saves, seed):
@@ -300,7 +300,7 @@ def test_h50_an_order_is_followed_again_once_it_is_one() -> None:
 
 
 class Counting(dict[Any, Any]):
-    """Counts how often somebody looks something up."""
+    """Counts how often something is looked up."""
 
     steps = 0
 

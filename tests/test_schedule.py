@@ -155,7 +155,7 @@ def test_what_leaves_at_the_exit_does_so_however_often_it_is_saved_again() -> No
     assert line.due(None) == 1
 
 
-def test_h37_what_is_saved_again_leaves_after_its_last_save_or_when_nobody_knows_of_one_any_more() -> None:
+def test_h37_what_is_saved_again_leaves_after_its_last_save_or_when_none_is_known_any_more() -> None:
     line = ResidentQueue(0)
     line.push(1, 4, packed_at=7, last_save=3)
     line.push(2, 4, packed_at=7, urgent=True, last_save=5)

@@ -32,7 +32,7 @@ def activation(*size: int) -> Tensor:
 
 
 class Odd(Tensor):
-    """A subclass, of which nobody knows what its storage means."""
+    """A subclass, of which the library cannot know what its storage means."""
 
 
 def nested() -> Tensor:
@@ -156,7 +156,7 @@ NO_PARAMETERS: list[tuple[str, Callable[[], Tensor]]] = [
     ("a cast of an activation", lambda: activation(8).to(torch.bfloat16)),
     ("a cast of a cast of an activation", lambda: activation(8).to(torch.float64).to(torch.bfloat16)),
     ("a frozen weight's cast", lambda: cast_by_autocast(FROZEN, torch.bfloat16)),
-    ("its data, of which nobody knows whose they are", lambda: WEIGHT.data),
+    ("its data, of which it cannot be told whose they are", lambda: WEIGHT.data),
     ("its data again", lambda: WEIGHT.detach()),
 ]
 

@@ -8,38 +8,17 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from eager_offload import Offload
 from eager_offload.runtime import transfer_threads
-from eager_offload.runtime.base import Direction
-from eager_offload.runtime.host import HostRuntime, TransferThread
+from eager_offload.runtime.host import HostRuntime
+from tests import test_host_runtime
+from tests.test_host_runtime import raising, stream
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def runtime() -> Iterator[HostRuntime]:
-    runtime = HostRuntime()
-    yield runtime
-    for direction in Direction:
-        stream(runtime, direction).close()
-
-
-def stream(runtime: HostRuntime, direction: Direction = Direction.OUT) -> TransferThread:
-    transfer = runtime.transfer_stream(CPU, direction)
-    assert isinstance(transfer, TransferThread)
-    return transfer
-
-
-def raising(error: BaseException) -> Callable[[], None]:
-    def operation() -> None:
-        raise error
-
-    return operation
+runtime = test_host_runtime.runtime
 
 
 # -- the life of a thread -------------------------------------------------------------------------------------------
@@ -142,7 +121,7 @@ def test_h28_the_threads_end_before_the_interpreter_does_with_what_they_are_at()
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "[] ['eager_offload-out', 'eager_offload-write']\n", "")
 
 
-def test_h40_a_poll_waits_for_nobody_who_is_inside() -> None:
+def test_h40_a_poll_waits_for_no_thread_that_is_inside() -> None:
     offload = Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
     with offload:
         loss = torch.randn(64, 64, requires_grad=True).sin().sin().sum()
@@ -251,7 +230,7 @@ def test_work_that_comes_in_the_moment_of_going_idle_is_done(
     assert ran == list(range(500))
 
 
-def test_a_thread_that_dozes_is_not_woken_by_work_but_by_whoever_waits_for_it(
+def test_a_thread_that_dozes_is_not_woken_by_work_but_by_a_thread_that_waits_for_it(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_threads, "_DOZE_SECONDS", 3600.0)
@@ -261,7 +240,7 @@ def test_a_thread_that_dozes_is_not_woken_by_work_but_by_whoever_waits_for_it(
         while not out._dozes:
             pass
         first = out.submit(lambda: ran.append(None))
-        assert out._bell.empty(), "nobody rang"
+        assert out._bell.empty(), "it was not rung"
         assert not runtime.query(first)
         runtime.synchronize(first)
         assert ran == [number, None]
@@ -305,7 +284,7 @@ def test_h10_an_interrupt_while_a_thread_starts_leaves_one_thread_at_the_queue(
     assert ran == ["first", 0, 1, 2, 3, 4]
 
 
-def test_h10_what_was_enqueued_when_an_interrupt_kept_a_thread_from_starting_is_done_for_whoever_waits(
+def test_h10_what_was_enqueued_when_an_interrupt_kept_a_thread_from_starting_is_done_for_a_thread_that_waits(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, ran = stream(runtime), []
@@ -348,7 +327,7 @@ def test_a_failure_outlives_the_thread_that_it_happened_on(runtime: HostRuntime)
     runtime.synchronize(out.record())
 
 
-def test_retiring_does_not_wait_for_the_work_of_somebody_who_came_later(runtime: HostRuntime) -> None:
+def test_retiring_does_not_wait_for_the_work_of_a_thread_that_came_later(runtime: HostRuntime) -> None:
     out = stream(runtime)
     reached, first, second = threading.Event(), threading.Event(), threading.Event()
     out.submit(lambda: (reached.set(), first.wait()))
@@ -468,7 +447,7 @@ def test_h28_a_fork_in_the_middle_of_a_transfer_leaves_the_child_with_streams_th
             assert runtime.query(over), "what was over is over"
             runtime.synchronize(over)
             for event in pending[:2]:
-                assert runtime.query(event), "nobody is left who could finish it"
+                assert runtime.query(event), "no thread is left that could finish it"
                 try:
                     runtime.synchronize(event)
                 except OffloadError as error:

@@ -18,7 +18,7 @@ from torch import Tensor
 import eager_offload as eo
 from benchmarks.common import MIB, Report, console, table
 from benchmarks.planning.large import worker
-from benchmarks.processes import reset_peak, status_bytes
+from benchmarks.processes import release_or_refuse, reset_peak, status_bytes
 
 from lm.data import batches, read_text
 from lm.model import LanguageModel
@@ -47,8 +47,7 @@ class OnCpu:
 
 def on_cpu(part: float, options: argparse.Namespace) -> OnCpu:
     """Trains in this process."""
-    if not eo.release_freed_memory():
-        raise SystemExit("benchmarks.planning: this C library has no mallopt, so its memory cannot be compared")
+    release_or_refuse("planning")
     torch.manual_seed(0)
     model = LanguageModel(
         options.cpu_layers, options.cpu_width, options.cpu_heads, options.sequence, checkpointing=False

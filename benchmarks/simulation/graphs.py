@@ -32,7 +32,7 @@ class Halves:
     num_outputs: int
 
     def saved(self) -> list[Node]:
-        """What the forward leaves to the backward, and nobody else has."""
+        """What the forward leaves to the backward, and nothing else holds."""
         inputs = {storage_of(node) for node in self.forward.graph.find_nodes(op="placeholder")}
         return [
             node
@@ -113,7 +113,7 @@ def peak_bytes(graph: Graph, held: Sequence[str] = (), host: Container[object] =
 
 
 def _other_results(node: Node) -> list[int]:
-    """Bytes of results that nobody takes out of a tuple; they go at once."""
+    """Bytes of results that are never taken out of a tuple; they go at once."""
     values = node.meta.get("val")
     if not isinstance(values, list | tuple):
         return []

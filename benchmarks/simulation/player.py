@@ -34,7 +34,7 @@ class Played:
     compute_seconds: float = 0.0
     bytes_out: int = 0
     bytes_back: int = 0
-    #: The most bytes that had started and nobody had waited for, of two or more transfers and of a single one.
+    #: The most bytes that had started and were not waited for, of two or more transfers and of a single one.
     together: dict[Kind, int] = field(default_factory=lambda: {Kind.OUT: 0, Kind.BACK: 0})
     alone: dict[Kind, int] = field(default_factory=lambda: {Kind.OUT: 0, Kind.BACK: 0})
 

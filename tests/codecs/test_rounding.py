@@ -375,7 +375,7 @@ def test_a_storage_is_packed_for_its_strictest_consumer(backend: Backend, plans:
 
 
 @pytest.mark.parametrize("has_left", [False, True])
-def test_a_save_that_nobody_expected_is_exact(backend: Backend, plans: bool, has_left: bool) -> None:
+def test_a_save_that_was_not_expected_is_exact(backend: Backend, plans: bool, has_left: bool) -> None:
     """Where the copy has started, it takes the storage anew; else that travels as it is for all."""
 
     def growing(around: Any, *, grown: bool) -> list[Any]:

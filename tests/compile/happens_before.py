@@ -95,7 +95,7 @@ def _pinned(dependencies: object, operator: Callable[..., Any], *inputs: Tensor)
 
 
 def _has_bytes(value: object) -> bool:
-    """Not the host tensors: whoever saves them only keeps them."""
+    """Not the host tensors: the graph that saves them only keeps them."""
     return isinstance(value, Tensor) and bytes_of(value) is None
 
 
@@ -139,12 +139,12 @@ def labels(graph: Graph) -> list[str]:
 
 
 def peak_flying(graph: Graph) -> tuple[int, int]:
-    """The most bytes of offloads that have started and nobody has waited for: of two or more at a time, and of one."""
+    """The most bytes of offloads that have started and were not waited for: of two or more at a time, and of one."""
     return _peaks(graph, ops.offload, lambda node: node.args[0])
 
 
 def peak_open(graph: Graph) -> tuple[int, int]:
-    """The most bytes of reloads that have started and nobody has waited for: of two or more at a time, and of one."""
+    """The most bytes of reloads that have started and were not waited for: of two or more at a time, and of one."""
     return _peaks(graph, ops.reload, lambda node: node)
 
 

@@ -8,7 +8,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from eager_offload import _torch
 from eager_offload.compile import aot_hooks
 from eager_offload.compile.backend import eager_offload as backend
 from eager_offload.compile.inductor import OrderTransfers, Partitioner, with_passes
+from tests.threads import on_a_thread
 
 pytestmark = pytest.mark.xdist_group("backend")
 
@@ -213,20 +213,14 @@ def test_what_another_thread_compiles_is_ordered_as_well(where: str, plain: list
         with offload:
             ran.append(compiled(x))
 
-    in_thread(forward) if where == "forward" else forward()
+    on_a_thread(forward) if where == "forward" else forward()
     y = ran.pop()
     loss = y.square().sum()
-    in_thread(loss.backward) if where == "backward" else loss.backward()
+    on_a_thread(loss.backward) if where == "backward" else loss.backward()
     gradients = [one.grad for one in (x, *one.parameters())]
     assert_equal([y.detach(), *(gradient for gradient in gradients if gradient is not None)], plain)
     assert "unpinned" not in offload.stats(synchronize=True).demotions
     del y, loss
-
-
-def in_thread(call: Callable[[], object]) -> None:
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
 
 
 def test_a_compiler_that_inlines_no_hooks_is_offloaded_around_its_graphs(

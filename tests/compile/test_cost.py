@@ -66,7 +66,7 @@ def test_a_convolution_counts() -> None:
     assert flops_of(nodes["aten.convolution.default"]) == 2 * (4 * 4) * 3 * 2 * 3 * 3
 
 
-def test_transfers_and_memory_that_nobody_fills_take_no_time() -> None:
+def test_transfers_and_memory_that_is_not_filled_take_no_time() -> None:
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         return ops.reload(ops.offload(x), CPU), torch.empty_like(x)
 

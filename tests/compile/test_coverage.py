@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from benchmarks.compiled_coverage import LEAST_COVERAGE, MODELS, MOST_MOVED, PARTITIONERS, main, measure, options_of
+from benchmarks.compiled_coverage import LEAST_COVERAGE, MODELS, MOST_MOVED, PARTITIONERS, measure, options_of
 
 SMALL = ["--layers", "2", "--width", "64", "--heads", "4", "--batch", "2", "--sequence", "64", "--min-bytes", "4KiB"]
 
 
 @pytest.mark.parametrize("partitioner", PARTITIONERS)
 @pytest.mark.parametrize("model", MODELS)
-def test_nearly_all_that_nobody_else_holds_is_freed(model: str, partitioner: str) -> None:
+def test_nearly_all_that_nothing_else_holds_is_freed(model: str, partitioner: str) -> None:
     found = measure(model, partitioner, options_of(SMALL))
     assert found.freed >= LEAST_COVERAGE
     assert found.moved_bytes <= MOST_MOVED * found.freed_bytes
@@ -22,12 +19,3 @@ def test_nearly_all_that_nobody_else_holds_is_freed(model: str, partitioner: str
     assert "layout" not in found.kept_bytes
     if found.torch_freed_bytes is not None:
         assert found.torch_freed_bytes < 0.7 * found.freed_bytes
-
-
-@pytest.mark.long
-def test_the_benchmark_leaves_a_file_with_its_limits(tmp_path: Path) -> None:
-    output = tmp_path / "coverage.json"
-    assert main([*SMALL, "--quick", "--check", "--output", str(output)]) == 0
-    content = json.loads(output.read_text())
-    assert len(content["limits"]) == 2 * len(MODELS) * len(PARTITIONERS)
-    assert all(limit["met"] for limit in content["limits"])

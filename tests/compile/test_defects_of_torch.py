@@ -149,7 +149,7 @@ def test_3_what_aliases_an_output_is_taken() -> None:
 def test_4_backward_asks_for_sizes_that_it_does_not_have() -> None:
     _, backward = graphs_of_torch(deep, *two_leaves(), dynamic=True)
     (size,) = {tuple(map(type, reload.args[2])) for reload in calls(backward, "reload")}
-    # A number of the trace in place of a node of the graph: what is made of it names what nobody defines.
+    # A number of the trace in place of a node of the graph: what is made of it names what is not defined.
     assert torch.SymInt in size
 
 

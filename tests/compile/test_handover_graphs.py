@@ -56,7 +56,7 @@ def test_a_graph_that_is_kept_can_be_differentiated_again(backend: str) -> None:
         (again,) = torch.autograd.grad(loss, x)
         return [loss, first, x.grad, weight.grad, again]
 
-    # Inductor refuses a second backward of buffers that it may reuse; that is off where somebody wants one.
+    # Inductor refuses a second backward of buffers that it may reuse; that is off where a program wants one.
     with torch._functorch.config.patch(donated_buffer=False):
         compare(step, backend)
 
@@ -259,7 +259,7 @@ def test_h35_a_region_that_is_compiled_once_for_all_blocks(backend: str, after: 
 def test_h35_the_sanitizer_finds_a_source_that_is_written_over(
     monkeypatch: pytest.MonkeyPatch, violations: list[str]
 ) -> None:
-    """What happens where nobody says what regions hand back; whatever the gradients are, as they depend on a race."""
+    """What happens where no pass says what regions hand back; whatever the gradients are, as they depend on a race."""
     monkeypatch.setattr(inductor, "name_results", lambda graph: None)
     monkeypatch.setattr(aot_hooks, "name_results_of_pair", lambda forward, backward, num_outputs: None)
     offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)

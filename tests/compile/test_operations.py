@@ -22,7 +22,7 @@ from eager_offload.engine.offloader import Census
 from eager_offload.tiers.base import Slot, Tier
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import DiskBackend, assert_balanced
-from tests.test_counts import open_when_somebody_waits
+from tests.test_counts import open_when_the_host_waits
 
 CPU = torch.device("cpu")
 NOTHING = Census(*[0] * len(Census._fields))
@@ -44,7 +44,7 @@ def offload(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[eo.Offlo
 
 
 def first_on_host() -> bool:
-    """Whether nobody in this process has been told yet that the host tier saves nothing on a CPU."""
+    """Whether the user of this process is still to be told that the host tier saves nothing on a CPU."""
     from eager_offload.engine import offloaders
 
     return not offloaders._warned_of_host_tier.is_set()
@@ -81,7 +81,7 @@ def test_what_comes_back_is_what_left(layout: Callable[[Tensor], Tensor], wait: 
     host = ops.offload(source, config=offload.config_text, wait=wait)
     if not wait:
         ops.wait_tensor(host, source)
-    assert torch.equal(host, expected), "whoever reads the host tensor finds the bytes"
+    assert torch.equal(host, expected), "a reader of the host tensor finds the bytes"
     source.zero_() if layout is not LAYOUTS["broadcast"] else source[0].zero_()
     back = ops.reload(host, CPU, config=offload.config_text, wait=wait)
     if not wait:
@@ -148,7 +148,7 @@ def test_a_reload_before_the_wait_for_its_offload_says_so(offload: eo.Offload) -
 
 
 @pytest.mark.parametrize("lost", ["offload", "reload"])
-def test_a_transfer_that_nobody_waits_for_leaves_nothing(lost: str, offload: eo.Offload) -> None:
+def test_a_transfer_that_is_not_waited_for_leaves_nothing(lost: str, offload: eo.Offload) -> None:
     source = torch.randn(64, 64)
     host = ops.offload(source, config=offload.config_text, wait=lost != "offload")
     if lost == "reload":
@@ -330,7 +330,7 @@ def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
         offload.__enter__()
         source = torch.randn(64, 64)
         with disk.gate() as gate:
-            gate_keeper = threading.Thread(target=open_when_somebody_waits, args=(gate, offload))
+            gate_keeper = threading.Thread(target=open_when_the_host_waits, args=(gate, offload))
             gate_keeper.start()
             host = ops.offload(source, config=offload.config_text, region="")
             gate_keeper.join()

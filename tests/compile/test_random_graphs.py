@@ -145,7 +145,7 @@ def runs(function: Function) -> bool:
 def compiles(function: Function, backend: str) -> bool:
     """Whether torch compiles it by itself, to something that gives the same each time.
 
-    Some chains of views that are changed in place it refuses. Some kernels of Inductor's read what nobody wrote.
+    Some chains of views that are changed in place it refuses. Some kernels of Inductor's read what was never written.
     """
     times = 10 if backend == "inductor" else 1
     try:

@@ -66,7 +66,7 @@ def test_memory_is_used_again_as_soon_as_the_waits_allow(late: bool, offload: eo
     if late:
         ops.wait_tensor(back, host)
     assert torch.equal(back * 1, program.make(1))
-    back.fill_(7)  # it belongs to whoever asked
+    back.fill_(7)  # it belongs to the caller
     assert torch.equal(program.come_back(host, late=False), program.make(1))
     stats = offload.stats(synchronize=True)
     assert (stats.bytes_out, stats.bytes_in) == (x.nbytes, 2 * x.nbytes)
@@ -137,7 +137,7 @@ def test_a_slot_is_written_again_after_its_last_read() -> None:
     assert any(entry.event in reads for entry in waits), "no slot was used again while it was being read"
 
 
-def test_the_memory_of_a_target_belonged_to_somebody_before(offload: eo.Offload) -> None:
+def test_the_memory_of_a_target_belonged_to_another_before(offload: eo.Offload) -> None:
     program = Program(offload)
     hosts = []
     for seed in range(4):
@@ -154,7 +154,7 @@ def test_the_memory_of_a_target_belonged_to_somebody_before(offload: eo.Offload)
 
 
 @pytest.mark.parametrize("lost", ["offload", "reload"])
-def test_ends_of_a_transfer_that_nobody_waits_for_outlive_it(lost: str, backend: Backend, offload: eo.Offload) -> None:
+def test_ends_of_a_transfer_that_is_not_waited_for_outlive_it(lost: str, backend: Backend, offload: eo.Offload) -> None:
     program = Program(offload)
     x = program.make(1)
     host = program.leave(x, late=lost == "offload")
@@ -163,7 +163,7 @@ def test_ends_of_a_transfer_that_nobody_waits_for_outlive_it(lost: str, backend:
     nbytes = x.nbytes
     del x, host
     gc.collect()
-    if isinstance(backend, SimulatedBackend):  # where nothing is carried out before somebody waits for it
+    if isinstance(backend, SimulatedBackend):  # where nothing is carried out before the host waits for it
         assert offloader_of(offload).census().used_bytes == nbytes, (
             "what is written or read is not free to be used again"
         )

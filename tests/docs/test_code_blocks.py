@@ -35,7 +35,7 @@ _LANGUAGES = {"python", "bash", "yaml", "toml", "json", "text"}
 _WITH_CODE = [pytest.param(page, id=name(page)) for page in PAGES if blocks(page, "python")]
 #: Started by others than us, and taken as they are.
 _LAUNCHERS = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
-#: What a page calls the program of whoever reads it.
+#: What a page calls the program of its reader.
 _READERS = {"train.py"}
 _PLAIN = {"git", "cd", "export", "less", "cat"}
 
@@ -142,7 +142,7 @@ def assert_is_there(words: list[str], written: set[str]) -> None:
             assert importlib.util.find_spec(rest[1]), f"no such module: {rest[1]}"
         assert_scripts(rest, written)
     else:
-        assert program in _PLAIN, f"nobody has said what {program!r} is: add it to this test, or say `text`"
+        assert program in _PLAIN, f"it is not said what {program!r} is: add it to this test, or say `text`"
 
 
 def assert_scripts(words: list[str], written: set[str]) -> None:

@@ -192,7 +192,7 @@ def test_pages_fit_a_phone_and_a_desktop_in_both_schemes(site: Path, tmp_path: P
         for page, (device, width), dark in product(pages, WIDTHS.items(), (False, True)):
             events = browser.open(address + page, width, dark=dark)
             where = f"{page}, {device}, {'dark' if dark else 'light'}"
-            assert_asks_nobody_else(events, address, where)
+            assert_asks_no_other_site(events, address, where)
             wide = browser.run("document.documentElement.scrollWidth")
             assert wide <= width, f"{where}: {wide} pixels wide"
             assert browser.run("[...document.images].every(image => image.naturalWidth > 0)"), where
@@ -209,7 +209,7 @@ def test_pages_fit_a_phone_and_a_desktop_in_both_schemes(site: Path, tmp_path: P
     assert colours[False] != colours[True]
 
 
-def assert_asks_nobody_else(events: list[dict[str, Any]], address: str, where: str) -> None:
+def assert_asks_no_other_site(events: list[dict[str, Any]], address: str, where: str) -> None:
     asked = 0
     for event in events:
         assert event["method"] not in ("Runtime.exceptionThrown", "Network.loadingFailed"), (where, event)

@@ -197,7 +197,7 @@ class RecordingGraph:
         machine.note("reset")
         if capture is not None:
             assert self._pool not in machine.workspaces.values(), "a workspace keeps the memory of the graph"
-            machine.workspaces.pop(capture.origin, None)  # whoever works there
+            machine.workspaces.pop(capture.origin, None)  # of what works there
         self.capture = None
 
     def replay(self) -> None:

@@ -50,7 +50,7 @@ class TrainingAccelerator(RecordingAccelerator):
         super().__init__(devices, can_register=can_register)
         #: The runtime under test; hand it to ``Offload``.
         self.runtime = AcceleratorRuntime(self, probe_bytes=1 << 16)
-        # Here a copy is over when somebody waits for it: held back, most would be cancelled, and their order not seen.
+        # Here a copy is over when the host waits for it: held back, most would be cancelled, and their order not seen.
         setattr(self.runtime, "holds_copies_back", False)  # noqa: B010  # of its class otherwise
         self.haste = haste
         self._random = random.Random(seed)

@@ -6,7 +6,6 @@ import abc
 import itertools
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from eager_offload import Offload
 from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRuntime
 from eager_offload.runtime.base import Event
+from tests.threads import on_a_thread
 
 __all__ = ["DeviceMachine", "Machine", "keep_busy"]
 
@@ -99,20 +99,12 @@ class Machine(abc.ABC):
 
     def in_thread(self, work: Callable[[], object]) -> None:
         """Runs ``work`` in a thread of its own and raises what it raised."""
-        caught: list[BaseException] = []
 
-        def run() -> None:
-            try:
-                with self.watching():
-                    work()
-            except BaseException as error:
-                caught.append(error)
+        def watched() -> None:
+            with self.watching():
+                work()
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        if caught:
-            raise caught[0]
+        on_a_thread(watched)
 
     def meet(self, *streams: torch.Stream) -> None:
         """Each of ``streams`` waits for all of them, as a program does that changes streams."""
@@ -154,7 +146,7 @@ class Machine(abc.ABC):
 
     @abc.abstractmethod
     def allocated_bytes(self) -> int | None:
-        """Bytes of all tensors on the device, or ``None`` where nobody knows."""
+        """Bytes of all tensors on the device, or ``None`` where torch does not say."""
 
     @abc.abstractmethod
     def _make(self, fields: dict[str, Any]) -> Offload: ...

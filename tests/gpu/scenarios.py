@@ -338,7 +338,7 @@ def h18_slots_are_used_again_while_reloads_from_them_are_only_enqueued(machine: 
     same(machine, program)
 
 
-def h19_what_nobody_asked_for_goes(machine: Machine) -> None:
+def h19_what_was_not_asked_for_goes(machine: Machine) -> None:
     gc.collect()
     machine.finish()
     before = machine.allocated_bytes()
@@ -538,7 +538,7 @@ SCENARIOS: list[Scenario] = [
     h16_the_source_is_dropped_and_its_memory_painted_over,
     h17_backward_begins_while_every_copy_out_still_runs,
     h18_slots_are_used_again_while_reloads_from_them_are_only_enqueued,
-    h19_what_nobody_asked_for_goes,
+    h19_what_was_not_asked_for_goes,
     h20_backward_asks_in_another_order,
     h29_two_threads_with_an_offload_each,
     h30_two_devices_in_one_model,

@@ -277,7 +277,7 @@ def test_handles_name_pools_until_they_are_released() -> None:
     graphs.release_graph_pool_handle(one)
     graphs.release_graph_pool_handle(one)
     assert graphs.capture_pool_for_handle(one) is None
-    assert pool.buffer_count == 1, "somebody holds it"
+    assert pool.buffer_count == 1, "the test holds it"
     there = weakref.ref(pool)
     del pool
     gc.collect()

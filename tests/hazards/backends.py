@@ -25,6 +25,7 @@ from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import release_idle_slots
 from eager_offload.tiers.disk import DiskSlot
 from tests.sampling import run_seed
+from tests.threads import on_a_thread
 
 __all__ = [
     "Backend",
@@ -92,24 +93,16 @@ class Backend(abc.ABC):
 
     def in_thread(self, work: Callable[[], object]) -> None:
         """Runs ``work`` in a thread of its own and raises what it raised."""
-        caught: list[BaseException] = []
         threads = torch.get_num_threads()
 
-        def run() -> None:
+        def watched() -> None:
             # OpenMP has a number for each thread, and torch's own reaches a new one late: a first operator, such as
             # linear, may be split among all cores, and its sums have other bits.
             torch.set_num_threads(threads)
-            try:
-                with self.watching():
-                    work()
-            except BaseException as error:
-                caught.append(error)
+            with self.watching():
+                work()
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        if caught:
-            raise caught[0]
+        on_a_thread(watched)
 
     @abc.abstractmethod
     def watching(self) -> AbstractContextManager[object]:
@@ -204,7 +197,7 @@ class CheckedBackend(Backend):
 
     @contextmanager
     def gate(self) -> Iterator[Gate]:
-        # Nothing to hold back: a copy runs only when somebody waits for it.
+        # Nothing to hold back: a copy runs only when a thread waits for it.
         yield Gate()
 
     def assert_nothing_is_held(self) -> None:

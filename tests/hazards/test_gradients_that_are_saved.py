@@ -1,6 +1,6 @@
 """H34: backward returns a saved tensor as the gradient, and what becomes ``.grad`` is changed in place afterwards: by a
-hook, by clipping, by accumulation. Nobody else may see that, and no later backward may take it for a change of what was
-saved.
+hook, by clipping, by accumulation. No other code may see that, and no later backward may take it for a change of what
+was saved.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def named(case: NamedTuple) -> str:
 @pytest.mark.sampled(5, quick=True)
 @pytest.mark.parametrize("keeps", KEPT)
 @pytest.mark.parametrize("case", SAVED, ids=named)
-def test_h34_what_becomes_the_gradient_is_seen_by_nobody_else(case: Saved, keeps: str, backend: Backend) -> None:
-    backend.sources_change = True  # a gradient that autograd has taken and nobody else asks for
+def test_h34_what_becomes_the_gradient_is_seen_by_nothing_else(case: Saved, keeps: str, backend: Backend) -> None:
+    backend.sources_change = True  # a gradient that autograd has taken and the program does not ask for
 
     def program(around: Around) -> object:
         weights = [(case.of().detach() * (1 + i)).requires_grad_() for i in range(2)]
@@ -168,7 +168,7 @@ def test_h34_what_backward_changes_in_place_is_still_found(regime: Any, keeps: s
 
 
 def test_h34_two_gradients_that_autograd_adds_up_change_nothing_that_is_saved(backend: Backend) -> None:
-    """Autograd adds into the first, in place, if nobody else has it."""
+    """Autograd adds into the first, in place, if it holds the only reference."""
 
     def program(around: Around) -> object:
         w, x = leaf(SIDE, SIDE), made(3)

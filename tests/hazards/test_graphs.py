@@ -1,4 +1,4 @@
-"""H02, H03, H08, H20: many graphs at once, backward more than once, and in orders that nobody foresaw."""
+"""H02, H03, H08, H20: many graphs at once, backward more than once, and in orders that were not foreseen."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_h20_a_wrong_hint_leaves_nothing_resident(regime: Regime, backend: Backe
 @pytest.mark.sampled(5, quick=True)
 @pytest.mark.parametrize("retained", [False, True])
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
-def test_h50_an_order_that_nobody_knows_reads_hardly_more_than_is_asked_for(
+def test_h50_an_unknown_order_reads_hardly_more_than_is_asked_for(
     share: float, retained: bool, backend: Backend
 ) -> None:
     saves, size = 96, 16 * 16 * 4

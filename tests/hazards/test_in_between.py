@@ -232,7 +232,7 @@ def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(mon
     assert resident[:2] == [3 * nbytes, nbytes], "but for what is needed now"
 
 
-def test_h19_what_nobody_takes_up_makes_room_for_what_is_needed(backend: Backend) -> None:
+def test_h19_what_is_not_taken_up_makes_room_for_what_is_needed(backend: Backend) -> None:
     nbytes = 32 * 32 * 4
     offload = backend.offload(prefetch_bytes=2 * nbytes)
     x = torch.randn(32, 32, requires_grad=True)

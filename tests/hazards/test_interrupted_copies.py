@@ -85,7 +85,7 @@ def test_h18_earlier_uses_of_a_slot_are_in_force_when_its_copy_never_began() -> 
     assert read in again.fences
 
 
-def test_h18_a_slot_knows_of_a_copy_that_nobody_took_note_of() -> None:
+def test_h18_a_slot_knows_of_a_copy_that_was_not_noted() -> None:
     scene = Scene(enqueues=True)
     for _ in range(2):  # the second time an event of the first is over
         slot = scene.slot()

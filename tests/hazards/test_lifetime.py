@@ -132,7 +132,7 @@ def test_h09_a_thousand_dropped_graphs(backend: Backend) -> None:
         assert storages.alive == 0
         stats = assert_settled(offload)
     assert_moved(stats)
-    assert stats.released_bytes == stats.offloaded_bytes, "nobody asked for anything"
+    assert stats.released_bytes == stats.offloaded_bytes, "backward asked for nothing"
     assert stats.bytes_in == 0
 
 

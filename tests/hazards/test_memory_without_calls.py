@@ -1,4 +1,4 @@
-"""H40: memory goes back when its use is over, although nobody calls the library any more.
+"""H40: memory goes back when its use is over, although the program calls the library no more.
 
 Nothing here asks for stats, packs, unpacks or enters a context between what ends the use and what is asserted.
 """
@@ -150,7 +150,7 @@ def slabs_of(runtime: object) -> Iterator[Slabs]:
         runtime.arena._allocate_slab = slabs._allocate
 
 
-def test_h40_targets_that_nobody_will_ask_for_go_with_their_graph_and_their_memory_with_them(disk: Backend) -> None:
+def test_h40_targets_that_will_not_be_asked_for_go_with_their_graph_and_their_memory_with_them(disk: Backend) -> None:
     offload = disk.offload()
     with slabs_of(disk.runtime) as slabs, Transfers(disk.runtime) as transfers:
         half = h = x = leaf(SIDE, SIDE)

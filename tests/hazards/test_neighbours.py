@@ -25,7 +25,7 @@ Around: TypeAlias = AbstractContextManager[Any]
 
 
 class Doubling(saved_tensors_hooks):
-    """Hooks of somebody else, made the usual way."""
+    """Hooks of another library, made the usual way."""
 
     def __init__(self) -> None:
         super().__init__(lambda tensor: tensor.detach().clone(), lambda tensor: tensor)
@@ -70,7 +70,7 @@ def test_h24_a_forward_in_which_nothing_could_be_seen_is_counted_and_told_of_onc
 
     def step() -> None:
         with offload:
-            push(lambda tensor: tensor.detach(), lambda tensor: tensor)  # nobody sees it coming this way
+            push(lambda tensor: tensor.detach(), lambda tensor: tensor)  # past what the library has wrapped
             try:
                 loss = (x * 2).tanh().exp().sum()
             finally:

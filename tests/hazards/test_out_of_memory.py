@@ -255,7 +255,7 @@ def full_while(alive: Callable[[], bool], runtime: Runtime, monkeypatch: pytest.
 
 
 def saved(backend: Backend, around: Around, offload: Offload, count: int) -> tuple[list[Any], list[Tensor]]:
-    """Handles of tensors that nobody else holds, and their values."""
+    """Handles of tensors that they alone hold, and their values."""
     with around:
         tensors = [leaf(32, 32, seed=seed, grad=False) * 1 for seed in range(count)]
         values = [tensor.tolist() for tensor in tensors]

@@ -78,7 +78,7 @@ def trains(offload, seed=0):
     return True
 
 def hold_transfers_back():
-    # From here on no copy ends. A simulated one runs in whoever waits for it: nobody does.
+    # From here on no copy ends. A simulated one runs in the thread that waits for it: none does.
     if backend == "disk":
         DiskSlot.write = lambda slot, tensor: threading.Event().wait()
 
@@ -192,7 +192,7 @@ WITH_COPIES_IN_FLIGHT = {
     "with nothing but the graphs": Life(IN_FLIGHT + "del offload"),
 }
 
-OFFLOADS_THAT_NOBODY_CLOSED = """
+OFFLOADS_LEFT_OPEN = """
     offloads = [make() for _ in range(4)]
     assert all(trains(offload) for offload in offloads)
     losses = [forward(offload) for offload in offloads for _ in range(3)]
@@ -288,7 +288,7 @@ A_DATA_LOADER = """
 LIVES = {
     **KILLED,
     **WITH_COPIES_IN_FLIGHT,
-    "with offloads that nobody closed": Life(OFFLOADS_THAT_NOBODY_CLOSED),
+    "with offloads that were not closed": Life(OFFLOADS_LEFT_OPEN),
     "a forked child trains on": Life(under_check(FORK)),
     "a fork in the middle of a transfer does not hang": Life(IN_THE_MIDDLE_OF_A_TRANSFER),
     "a child is told that its parent's bytes are not its own": Life(under_check(THE_PARENTS_BYTES)),
@@ -297,7 +297,7 @@ LIVES = {
 #: What happens in a transfer thread, which a simulated device has none of.
 FOR_THE_DISK = {"a fork in the middle of a transfer does not hang"}
 #: What ends without a word.
-QUIET = {*WITH_COPIES_IN_FLIGHT, "with offloads that nobody closed"}
+QUIET = {*WITH_COPIES_IN_FLIGHT, "with offloads that were not closed"}
 
 
 @pytest.mark.xdist_group("processes")

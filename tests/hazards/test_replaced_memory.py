@@ -1,7 +1,7 @@
 """H36: a storage whose memory is replaced while its copy runs.
 
 ``share_memory_()`` (which a queue of ``torch.multiprocessing`` calls) and ``resize_()`` of a storage give it other
-memory with the same values and free the old one at once, whoever reads that.
+memory with the same values and free the old one at once, whatever is still reading it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:eager_offload. tier="host" on a 
 
 
 class Reader:
-    """Holds back whoever has taken the address of a source and is about to read there."""
+    """Holds back the thread that has taken the address of a source and is about to read there."""
 
     def __init__(self) -> None:
         self._reached, self._opened = threading.Event(), threading.Event()
@@ -72,7 +72,7 @@ class Memory:
         self._pages[:] = b"\x07" * (COUNT + PAGE)
 
     def give_to_the_system(self) -> None:
-        """The source has given them up: nobody has them."""
+        """The source has given them up: no tensor has them."""
         self._pages = None
 
 

@@ -186,7 +186,7 @@ def test_h26_a_graph_keeps_what_no_tier_takes_where_there_is_room(machine: Small
 # -- real limits ----------------------------------------------------------------------------------------------------
 
 #: Trains on batches that the process holds anyway, so that whatever is offloaded comes on top. It says when it is about
-#: to, and waits for a line: whoever reads it may set a limit then, to less than half of what offloading asks for.
+#: to, and waits for a line: the test that reads it may set a limit then, to less than half of what offloading asks for.
 PROGRAM = """
 import os, resource, sys, warnings
 from pathlib import Path

@@ -159,7 +159,7 @@ def test_h14_a_saved_tensor_is_read_on_other_streams(
 
 
 def test_h14_what_is_packed_meanwhile_is_read_on_another_stream() -> None:
-    """A later forward pushes out what an earlier one has saved, and nobody but the library orders that pack."""
+    """A later forward pushes out what an earlier one has saved, and only the library orders that pack."""
     weight = leaf(32, 32, seed=2)
     exact = leaf(32, 32).sin().detach()
     with SimulatedBackend() as backend:
@@ -230,7 +230,7 @@ def test_h14_a_step_that_is_followed_is_read_on_another_stream(backend: Backend)
 
 
 def test_h15_the_stream_is_noted_before_any_other_is_entered(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks for the current stream while a transfer stream is current is told the wrong one."""
+    """Code that asks for the current stream while a transfer stream is current is told the wrong one."""
     runtime, entered, asked = backend.runtime, threading.local(), []
     enter, current = runtime.enter, runtime.current_stream
     transfers = {runtime.transfer_stream(leaf(1).device, direction) for direction in Direction}

@@ -109,7 +109,7 @@ def gated(around: Around) -> Tensor:
 
 
 def test_h37_what_is_saved_again_in_each_step_leaves_once_when_that_is_known(backend: Backend) -> None:
-    """In the first step nobody knows that it is saved again, so it is taken anew."""
+    """In the first step the library does not know that it is saved again, so it is taken anew."""
     expected, offload = gated(nullcontext()), backend.offload(step_plans="auto")
     moved = []
     for _ in range(4):

@@ -206,7 +206,7 @@ def test_h06_a_frozen_base_with_trained_adapters(backend: Backend) -> None:
 
 @pytest.mark.long
 def test_h06_the_unsharded_weights_of_fsdp2(tmp_path: Any) -> None:
-    """The all-gathered weight is a leaf that nobody could have listed beforehand, and its storage is resized."""
+    """The all-gathered weight is a leaf that no list of parameters could have had, and its storage is resized."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 

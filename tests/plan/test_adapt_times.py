@@ -139,7 +139,7 @@ def test_below_the_users_record_a_plan_that_is_right_is_not_made_anew(
 
 
 def test_a_step_that_another_forward_comes_between_is_not_measured(half: eo.Plan) -> None:
-    """Two forwards, then two backwards: nobody knows whose time it was."""
+    """Two forwards, then two backwards: the library cannot tell whose time it was."""
     model, x = wide()
     stage = Stage(other(0.5))
     everything = plan_for(MACHINE, half.device_budget, "max")

@@ -1,4 +1,4 @@
-"""Planning inside of a ``with offload:``, and beside other threads: nobody notices."""
+"""Planning inside of a ``with offload:``, and beside other threads: neither notices."""
 
 from __future__ import annotations
 

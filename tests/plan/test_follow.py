@@ -155,7 +155,7 @@ def test_a_workspace_whose_size_a_kernel_knows_is_decided_anew_and_counted(tmp_p
         assert stats.bytes_out > 0
 
 
-def test_where_nothing_has_to_move_nothing_does_and_nobody_is_warned(model: nn.Module, tmp_path: Path) -> None:
+def test_where_nothing_has_to_move_nothing_does_and_there_is_no_warning(model: nn.Module, tmp_path: Path) -> None:
     plan = eo.plan(model, wide()[1], device=slow(), config=CONFIG)
     offload = on_disk(tmp_path, plan=plan)
     with warnings.catch_warnings():

@@ -329,7 +329,7 @@ class Around(nn.Module):
     "how",
     [counts, grows, rebinds, tells, draws, draws_of_its_own, runs_out, marked, lambda module, x: module.norm(x)],
 )
-def test_modules_that_would_do_another_thing_or_of_which_somebody_has_decided_are_not_computed_again(how: Any) -> None:
+def test_modules_that_would_do_another_thing_or_of_which_the_user_has_decided_are_not_computed_again(how: Any) -> None:
     x = torch.randn(64, 32)
 
     def planned(model: nn.Module) -> eo.Plan:

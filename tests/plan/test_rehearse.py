@@ -241,7 +241,7 @@ def test_where_no_step_plan_can_say_it_there_is_none() -> None:
         eo.Offload(plan=plan)
 
 
-def test_a_mark_on_a_tensor_of_somebody_elses_changes_no_plan() -> None:
+def test_a_mark_on_a_tensor_of_another_program_changes_no_plan() -> None:
     model, x = wide()
     unmarked = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
     marked = eo.keep(torch.ones(4))

@@ -105,7 +105,7 @@ class Routed(nn.Module):
         (lambda y: y.detach().numpy(), "asks for the numbers of a tensor"),
     ],
 )
-def test_a_question_for_numbers_that_nobody_has_is_an_error_that_names_the_module(
+def test_a_question_for_numbers_that_are_missing_is_an_error_that_names_the_module(
     question: Callable[[Tensor], object], said: str
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Routed(question)))

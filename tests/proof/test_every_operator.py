@@ -42,7 +42,7 @@ MODIFIED = "a saved tensor was modified"
 #: Of the tensors that autograd saves, those that are not expected to move.
 EXPECTED_TO_STAY = ("small", "parameter", "layout", "device")
 
-#: Operators that read memory which nobody has written, so that autograd alone differs from one run to the next. They
+#: Operators that read memory which was never written, so that autograd alone differs from one run to the next. They
 #: run with such memory filled.
 READ_UNWRITTEN_MEMORY = {
     "linalg.lstsq": "torch hands gelsy of LAPACK pivots that were never set",
@@ -333,7 +333,7 @@ def samples_of(op: OpInfo, dtype: torch.dtype, choose: Choose) -> Sequence[Sampl
 
 def verdict(operator: Operator, sample: SampleInput, step: Step, plain: Run) -> str:
     if any(run(operator, sample, step=step).differences(plain) for _ in range(20)):
-        return "autograd alone is not reproducible here either: does the operator read memory that nobody has written?"
+        return "autograd alone is not reproducible here either: does the operator read memory that was never written?"
     return "autograd alone gives the same every time"
 
 

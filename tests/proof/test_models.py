@@ -73,7 +73,7 @@ def trained(case: Case) -> Program:
         for step in range(STEPS):
             for micro in range(case.micro_batches):
                 with offload, torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-                    # Nobody else holds the batch: what somebody holds stays, once that is learnt.
+                    # The loop does not hold the batch: what it holds stays, once that is learnt.
                     loss = model(*model.batch(10 * step + micro)) / case.micro_batches
                 loss.backward()
                 losses.append(loss.detach())

@@ -171,7 +171,7 @@ class TwiceRead(nn.Module):
 
 
 class Measured(nn.Module):
-    """Saves a tensor for a number that nobody differentiates, then writes where no version counter sees it."""
+    """Saves a tensor for a number that is not differentiated, then writes where no version counter sees it."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ def kill() -> None:
 
 
 def wait() -> None:
-    """Until somebody ends it: the other ranks stand in a collective meanwhile."""
+    """Until the launcher ends it: the other ranks stand in a collective meanwhile."""
     print("waits", flush=True)
     signal.pause()
 
@@ -86,7 +86,7 @@ def train(ranks: Ranks, strategy: str, way: str, where: str) -> None:
             (ranks.directory / f"pid.{ranks.rank}").write_text(str(os.getpid()))
             ranks.at_once()
         loss.backward()
-    raise AssertionError("nobody failed")
+    raise AssertionError("no rank failed")
 
 
 def an_error_in_backward(ranks: Ranks) -> None:

@@ -27,7 +27,7 @@ def trained(ranks: Ranks, offload: eo.Offload) -> eo.Offload:
 
 
 def budgets_are_divided(ranks: Ranks) -> None:
-    """What nobody set is worked out for one of so many processes, on the word of the launcher."""
+    """What the user has not set is worked out for one of so many processes, on the word of the launcher."""
     assert local_ranks() == ranks.size
     alone = System(environ={})
     assert {limit.sharers for limit in host_headroom().limits if limit.kind == "memory"} == {ranks.size}

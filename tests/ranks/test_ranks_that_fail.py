@@ -12,7 +12,7 @@ from tests.ranks.launch import launch, started, torchrun
 
 
 def assert_nothing_is_left(directory: Path, output: str) -> None:
-    assert "nobody failed" not in output
+    assert "no rank failed" not in output
     for rank in range(2):
         pid = int((directory / f"pid.{rank}").read_text())  # it was there, and had moved bytes
         assert not psutil.pid_exists(pid), output

@@ -6,6 +6,7 @@ Four layers: what every layer saves of the same tensor, a mask say, is treated o
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -47,131 +48,91 @@ class Architecture(NamedTuple):
     adapted: tuple[str, ...]
 
 
-def llama(**config: Any) -> PreTrainedModel:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_DECODER, **config))
+def of(model: str, config: str, **fields: Any) -> Callable[..., PreTrainedModel]:
+    """What builds a ``transformers`` model of so named a configuration with these fields, and with others besides."""
+    return lambda **others: getattr(transformers, model)(getattr(transformers, config)(**deepcopy(fields), **others))
 
 
-def qwen3(**config: Any) -> PreTrainedModel:
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_DECODER, head_dim=WIDTH // HEADS, **config))
-
-
-def qwen3_experts(**config: Any) -> PreTrainedModel:
-    return transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(
-            **_DECODER,
-            head_dim=WIDTH // HEADS,
-            moe_intermediate_size=WIDTH,
-            num_experts=4,
-            num_experts_per_tok=2,
-            output_router_logits=True,
-            **config,
-        )
-    )
-
-
-def mixtral(**config: Any) -> PreTrainedModel:
-    narrow = _DECODER | {"intermediate_size": WIDTH}
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**narrow, num_local_experts=4, num_experts_per_tok=2, **config)
-    )
-
-
-def gemma2(**config: Any) -> PreTrainedModel:
-    return transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**_DECODER, head_dim=WIDTH // HEADS, sliding_window=TOKENS // 2, **config)
-    )
-
-
-def gemma3(**config: Any) -> PreTrainedModel:
-    return transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(
-            **_DECODER,
-            head_dim=WIDTH // HEADS,
-            sliding_window=TOKENS // 2,
-            layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
-            **config,
-        )
-    )
-
-
-def gpt2(**config: Any) -> PreTrainedModel:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=WORDS,
-            n_positions=TOKENS,
-            n_embd=WIDTH,
-            n_layer=LAYERS,
-            n_head=HEADS,
-            bos_token_id=0,
-            eos_token_id=0,
-            **config,
-        )
-    )
-
-
-def bert(**config: Any) -> PreTrainedModel:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**_TEXT, **config))
-
-
-def t5(**config: Any) -> PreTrainedModel:
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=WORDS,
-            d_model=WIDTH,
-            d_kv=WIDTH // HEADS,
-            d_ff=2 * WIDTH,
-            num_layers=LAYERS,
-            num_heads=HEADS,
-            decoder_start_token_id=0,
-            **config,
-        )
-    )
-
-
-def vit(**config: Any) -> PreTrainedModel:
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(**_STACK, image_size=PIXELS, patch_size=PATCH, num_labels=10, **config)
-    )
-
-
-def whisper(**config: Any) -> PreTrainedModel:
-    return transformers.WhisperForConditionalGeneration(
-        transformers.WhisperConfig(
-            vocab_size=WORDS,
-            num_mel_bins=MEL_BINS,
-            d_model=WIDTH,
-            encoder_layers=LAYERS,
-            decoder_layers=LAYERS,
-            encoder_attention_heads=HEADS,
-            decoder_attention_heads=HEADS,
-            encoder_ffn_dim=2 * WIDTH,
-            decoder_ffn_dim=2 * WIDTH,
-            max_source_positions=TOKENS,
-            max_target_positions=TOKENS,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-            **config,
-        )
-    )
-
-
-def mamba(**config: Any) -> PreTrainedModel:
-    return transformers.MambaForCausalLM(
-        transformers.MambaConfig(vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=LAYERS, state_size=8, **config)
-    )
-
-
-def clip(**config: Any) -> PreTrainedModel:
-    return transformers.CLIPModel(
-        transformers.CLIPConfig(
-            text_config={**_TEXT, "bos_token_id": 0, "eos_token_id": 2},
-            vision_config={**_STACK, "image_size": PIXELS, "patch_size": PATCH},
-            projection_dim=WIDTH,
-            **config,
-        )
-    )
+llama = of("LlamaForCausalLM", "LlamaConfig", **_DECODER)
+qwen3 = of("Qwen3ForCausalLM", "Qwen3Config", **_DECODER, head_dim=WIDTH // HEADS)
+qwen3_experts = of(
+    "Qwen3MoeForCausalLM",
+    "Qwen3MoeConfig",
+    **_DECODER,
+    head_dim=WIDTH // HEADS,
+    moe_intermediate_size=WIDTH,
+    num_experts=4,
+    num_experts_per_tok=2,
+    output_router_logits=True,
+)
+mixtral = of(
+    "MixtralForCausalLM",
+    "MixtralConfig",
+    **_DECODER | {"intermediate_size": WIDTH},
+    num_local_experts=4,
+    num_experts_per_tok=2,
+)
+_gemma: dict[str, Any] = {**_DECODER, "head_dim": WIDTH // HEADS, "sliding_window": TOKENS // 2}
+gemma2 = of("Gemma2ForCausalLM", "Gemma2Config", **_gemma)
+gemma3 = of(
+    "Gemma3ForCausalLM",
+    "Gemma3TextConfig",
+    **_gemma,
+    layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+)
+gpt2 = of(
+    "GPT2LMHeadModel",
+    "GPT2Config",
+    vocab_size=WORDS,
+    n_positions=TOKENS,
+    n_embd=WIDTH,
+    n_layer=LAYERS,
+    n_head=HEADS,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+bert = of("BertForMaskedLM", "BertConfig", **_TEXT)
+t5 = of(
+    "T5ForConditionalGeneration",
+    "T5Config",
+    vocab_size=WORDS,
+    d_model=WIDTH,
+    d_kv=WIDTH // HEADS,
+    d_ff=2 * WIDTH,
+    num_layers=LAYERS,
+    num_heads=HEADS,
+    decoder_start_token_id=0,
+)
+vit = of("ViTForImageClassification", "ViTConfig", **_STACK, image_size=PIXELS, patch_size=PATCH, num_labels=10)
+whisper = of(
+    "WhisperForConditionalGeneration",
+    "WhisperConfig",
+    vocab_size=WORDS,
+    num_mel_bins=MEL_BINS,
+    d_model=WIDTH,
+    encoder_layers=LAYERS,
+    decoder_layers=LAYERS,
+    encoder_attention_heads=HEADS,
+    decoder_attention_heads=HEADS,
+    encoder_ffn_dim=2 * WIDTH,
+    decoder_ffn_dim=2 * WIDTH,
+    max_source_positions=TOKENS,
+    max_target_positions=TOKENS,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    decoder_start_token_id=1,
+)
+mamba = of(
+    "MambaForCausalLM", "MambaConfig", vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=LAYERS, state_size=8
+)
+clip = of(
+    "CLIPModel",
+    "CLIPConfig",
+    text_config={**_TEXT, "bos_token_id": 0, "eos_token_id": 2},
+    vision_config={**_STACK, "image_size": PIXELS, "patch_size": PATCH},
+    projection_dim=WIDTH,
+)
 
 
 def words() -> Batch:

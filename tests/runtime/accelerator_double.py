@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ class DoubleMachine(Machine):
         runtime = LoggedAccelerator(self.double)
         runtime.attach(self.checker, self.double)
         self.double.log = self.checker
-        super().__init__(runtime, DEVICE)
+        super().__init__(runtime, DEVICE, self.double)
         self._order = order
         self._streams = [self.compute, self.out, self.back]
 
@@ -52,15 +51,6 @@ class DoubleMachine(Machine):
         stream = self.double.stream(DEVICE)
         self._streams.append(stream)
         return stream
-
-    @contextmanager
-    def selected(self, stream: torch.Stream) -> Iterator[None]:
-        before = self.double.current_stream(stream.device)
-        self.double.set_stream(stream)
-        try:
-            yield
-        finally:
-            self.double.set_stream(before)
 
     def empty(self, nbytes: int, stream: torch.Stream) -> Tensor:
         with self.selected(stream):

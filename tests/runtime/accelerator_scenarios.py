@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,13 +34,18 @@ Scenario: TypeAlias = "Callable[[Machine], list[Outcome]]"
 
 
 class Machine(abc.ABC):
-    """A device, its runtime, and a user who computes on it."""
+    """A device, its runtime, and a user who computes on it.
+
+    Args:
+        api: torch's functions of accelerators, or what stands in for them.
+    """
 
     #: The size of every tensor that travels.
     nbytes: int
 
-    def __init__(self, runtime: AcceleratorRuntime, device: torch.device) -> None:
+    def __init__(self, runtime: AcceleratorRuntime, device: torch.device, api: Any = torch.accelerator) -> None:
         self.runtime = runtime
+        self.api = api
         self.device = device
         self.tier = HostTier(Arena(runtime.host_buffer), budget=1 << 30)
         #: The names of all waits that a scenario asked for.
@@ -52,10 +57,15 @@ class Machine(abc.ABC):
     def side_stream(self) -> torch.Stream:
         """A stream of the user's own."""
 
-    @abc.abstractmethod
     @contextmanager
     def selected(self, stream: torch.Stream) -> Iterator[None]:
         """The user computes on ``stream`` inside."""
+        before = self.api.current_stream(stream.device)
+        self.api.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.api.set_stream(before)
 
     @abc.abstractmethod
     def empty(self, nbytes: int, stream: torch.Stream) -> Tensor:

@@ -70,7 +70,7 @@ def test_scenario_without_one_of_its_waits_is_reported(scenario: Scenario, edge:
     assert machine.checker.violations
 
 
-#: Waits without which an order exists that gives wrong bytes. The other waits guard memory that nobody happens to use
+#: Waits without which an order exists that gives wrong bytes. The other waits guard memory that is not in use
 #: in their scenario; those only the checker sees.
 DECISIVE = {
     "h16_source_is_dropped_and_its_block_painted_over": {"the source is written", "the copy out is over"},
@@ -221,7 +221,7 @@ def test_streams_are_named_by_identity_not_by_object(double: RecordingAccelerato
     assert one != runtime.current_stream(DEVICE)
 
 
-def test_transfer_streams_are_created_once_whoever_asks_first(
+def test_transfer_streams_are_created_once_whichever_thread_asks_first(
     double: RecordingAccelerator, runtime: AcceleratorRuntime
 ) -> None:
     start = threading.Barrier(8)

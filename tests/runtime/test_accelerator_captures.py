@@ -34,6 +34,7 @@ from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import assert_identical, leaf
 from tests.runtime.accelerator_double import DEVICE, NBYTES, host_slot, selection
+from tests.threads import on_a_thread
 
 if not hasattr(torch.Stream, "is_capturing"):
     pytest.skip("this torch does not say of a stream whether it is being captured", allow_module_level=True)
@@ -55,24 +56,6 @@ def double() -> RecordingAccelerator:
 @pytest.fixture
 def runtime(double: RecordingAccelerator) -> AcceleratorRuntime:
     return AcceleratorRuntime(double)
-
-
-def on_a_thread(call: Callable[[], object]) -> Any:
-    """What ``call`` returns or raises on a thread of its own."""
-    found: list[object] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
 
 
 def here(call: Callable[[], object]) -> Any:
@@ -490,7 +473,7 @@ def test_h52_a_thread_trains_while_another_captures(
 def test_h52_what_is_around_a_capture_asks_the_driver_for_nothing_inside(
     training: TrainingAccelerator, mode: CaptureMode
 ) -> None:
-    """Graphs of before go in it, what it saves stays, and an ``Offload`` that nobody uses goes as well."""
+    """Graphs of before go in it, what it saves stays, and an ``Offload`` out of use goes as well."""
     runtime = training.runtime
     offload, dropped = Offload(runtime=runtime, **EVERYTHING), Offload(runtime=runtime, **EVERYTHING)
     with training.computing_on(training.side_stream()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -58,15 +57,6 @@ class DeviceMachine(Machine):
     def again(self) -> None:
         """The next scenario takes the side streams of the last one, for which there is memory in the cache by now."""
         self._taken = 0
-
-    @contextmanager
-    def selected(self, stream: torch.Stream) -> Iterator[None]:
-        before = torch.accelerator.current_stream(stream.device)
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
 
     def empty(self, nbytes: int, stream: torch.Stream) -> Tensor:
         with self.selected(stream):

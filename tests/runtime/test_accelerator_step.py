@@ -248,7 +248,7 @@ EDGES = {
     Edge("in", "compute"): "a reload comes after the kernels of the last owner of its target",
     Edge("compute", "in"): "compute comes after the reload of what it reads",
     Edge("host", "out"): "a source goes, and a reload comes, after the copy out",
-    Edge("host", "in"): "a target that nobody asked for goes after its copy",
+    Edge("host", "in"): "a target that was not asked for goes after its copy",
 }
 #: Of the program's own: it changes streams.
 OWN = Edge("compute", "compute")
@@ -327,7 +327,7 @@ def test_a_step_without_one_kind_of_edge_is_reported(edge: Edge) -> None:
 def test_a_step_without_a_single_edge_is_reported(edge: Edge) -> None:
     """One instance alone: not its neighbours, which may order the same by chance.
 
-    The host asks twice about a target that nobody wanted, so that no single answer is needed.
+    The host asks twice about a target that backward did not ask for, so that no single answer is needed.
     """
     for number in reversed(range(len(WRITTEN_DOWN))):
         recording, edges = written_down(number)

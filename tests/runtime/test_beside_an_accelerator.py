@@ -1,4 +1,4 @@
-"""What an accelerator changes for tensors on the CPU, and what a graph that somebody captures on it does to a step.
+"""What an accelerator changes for tensors on the CPU, and what a graph that the program captures on it does to a step.
 
 Here torch only says that there is one, or the recording double is; ``tests/virtual_device`` has one.
 """
@@ -54,7 +54,7 @@ def expected() -> tuple[Tensor, ...]:
 # -- tensors on the CPU -----------------------------------------------------------------------------------------------
 
 
-def test_h51_tensors_on_the_cpu_stay_where_nobody_has_named_a_disk(
+def test_h51_tensors_on_the_cpu_stay_where_the_user_has_named_no_disk(
     monkeypatch: pytest.MonkeyPatch, expected: tuple[Tensor, ...]
 ) -> None:
     says_there_is(monkeypatch, CUDA)
@@ -84,7 +84,7 @@ def test_h51_tensors_on_the_cpu_stay_where_nobody_has_named_a_disk(
         (None, {"tier": "auto"}),
     ],
 )
-def test_h51_tensors_on_the_cpu_move_where_somebody_has_or_there_is_nothing_else(
+def test_h51_tensors_on_the_cpu_move_where_the_user_has_or_there_is_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     expected: tuple[Tensor, ...],
@@ -105,7 +105,7 @@ def test_h51_tensors_on_the_cpu_move_where_somebody_has_or_there_is_nothing_else
     offload.close()
 
 
-# -- somebody captures a graph ----------------------------------------------------------------------------------------
+# -- the program captures a graph -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_newer_torch_is_asked_about_a_stream(monkeypatch: pytest.MonkeyPatch) 
     assert [_torch.is_capturing(index) for index in (0, 1)] == [False, True]
 
 
-def test_a_device_that_nobody_uses_yet_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_not_in_use_yet_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(index: int | None) -> object:
         raise AssertionError("the question starts the device")
 

@@ -66,7 +66,7 @@ class Graph:
 
     log: list[Entry]
     before: list[set[int]] = field(default_factory=list)
-    #: Waits for an event that nobody had recorded.
+    #: Waits for an event that had not been recorded.
     for_nothing: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -226,7 +226,7 @@ def test_h25_memory_stays_bounded_over_many_steps() -> None:
     assert max(sizes) < 1000
 
 
-def test_h25_an_event_that_nobody_holds_is_forgotten() -> None:
+def test_h25_an_event_that_nothing_holds_is_forgotten() -> None:
     checker = Checker()
     event = Event()
     checker.write(Recorded(MAIN, event))

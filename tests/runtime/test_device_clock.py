@@ -39,7 +39,7 @@ def test_the_first_copies_and_some_later_ones_tell_how_long_they_took(machine: D
     assert [copies[number] for number in timed] == pytest.approx([NBYTES / machine.double.rate] * len(timed))
 
 
-def test_a_copy_tells_when_it_ran_once_somebody_wants_to_know(machine: DoubleMachine) -> None:
+def test_a_copy_tells_when_it_ran_once_it_is_asked(machine: DoubleMachine) -> None:
     runtime = machine.runtime
     use_up_timed_copies(machine)
     assert runtime.hops(offload(machine)) == ()
@@ -102,7 +102,7 @@ def test_moments_of_a_stream_tell_what_lies_between_once_they_are_past(machine: 
     runtime.wait(machine.compute, copied)
     after = runtime.moment(machine.compute)
     assert runtime.is_past(before)
-    assert not runtime.is_past(after), "nobody waits for it"
+    assert not runtime.is_past(after), "no thread waits for it"
     assert runtime.seconds_between(before, after) is None
     machine.finish()
     assert runtime.is_past(after)

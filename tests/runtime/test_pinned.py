@@ -167,7 +167,7 @@ def test_h28_a_forked_child_gives_back_nothing_of_its_parents(
 
 
 class Counted:
-    """Hands out pages that nobody touches, and adds up what torch's allocator would have taken for them."""
+    """Hands out pages that are never touched, and adds up what torch's allocator would have taken for them."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

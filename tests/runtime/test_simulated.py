@@ -140,7 +140,7 @@ def test_bytes_that_only_the_slot_can_reach_travel_both_ways(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("how", ["wait", "synchronize"])
-def test_h27_a_failed_transfer_is_raised_by_whoever_waits_for_it(rig: Rig, how: str) -> None:
+def test_h27_a_failed_transfer_is_raised_where_it_is_waited_for(rig: Rig, how: str) -> None:
     source, slot = torch.randn(16), DistantSlot(64)
     slot.failing = True
     before = rig.runtime.record(rig.out)
@@ -249,7 +249,7 @@ def test_targets_have_the_alignment_offset_that_was_asked_for(rig: Rig, alignmen
     assert (target.data_ptr() % 64, target.numel(), target.dtype) == (alignment_offset, 100, torch.uint8)
 
 
-def test_host_buffers_are_page_aligned_and_nobodys_device_memory(rig: Rig) -> None:
+def test_host_buffers_are_page_aligned_and_no_device_memory(rig: Rig) -> None:
     with rig.runtime.checked() as checker:
         buffer = rig.runtime.host_buffer(5000)
         assert checker.entries == 0

@@ -384,7 +384,7 @@ def test_staging_memory_for_reloads_is_waited_for_rather_than_exceeded() -> None
 # -- interrupts -----------------------------------------------------------------------------------------------------
 
 
-def test_h10_room_outlives_a_copy_that_nobody_knows_of(
+def test_h10_room_outlives_a_copy_that_was_not_noted(
     double: TrainingAccelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staging = double.runtime._staging

@@ -1,4 +1,4 @@
-"""Machines made of files, for whoever looks up limits; and real control groups, where a test may make one."""
+"""Machines made of files, for code that looks up limits; and real control groups, where a test may make one."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_h26_a_framework_may_say_it_where_no_launcher_does() -> None:
 def test_h26_ranks_started_by_hand_that_meet_on_this_machine_are_all_on_it(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     assert local_ranks({"MASTER_ADDR": "localhost"}) == 1
-    dist.init_process_group("fake", store=store, rank=0, world_size=6)  # as of six, of which nobody talks
+    dist.init_process_group("fake", store=store, rank=0, world_size=6)  # as of six, none of which talks
     try:
         assert local_ranks({"MASTER_ADDR": "localhost"}) == 6
         assert local_ranks({"MASTER_ADDR": "node7"}) == 1
@@ -206,14 +206,14 @@ def test_h26_a_version_1_limit_that_counts_swap_as_well_is_a_limit(machine: Fake
     assert host_headroom(machine.system).nbytes == 4 * GIB
 
 
-def test_h26_a_version_1_ancestor_that_does_not_count_its_children_binds_nobody(machine: FakeMachine) -> None:
+def test_h26_a_version_1_ancestor_that_does_not_count_its_children_binds_no_process(machine: FakeMachine) -> None:
     machine.belongs_to("/a/b", version=1)
     machine.set_group_v1("/sys/fs/cgroup/memory/a", most=GIB, hierarchical=False)
     machine.set_group_v1("/sys/fs/cgroup/memory/a/b", most=8 * GIB)
     assert host_headroom(machine.system).nbytes == 8 * GIB
 
 
-def test_h26_a_group_in_which_nothing_can_be_read_binds_nobody(machine: FakeMachine) -> None:
+def test_h26_a_group_in_which_nothing_can_be_read_binds_no_process(machine: FakeMachine) -> None:
     machine.belongs_to("/../outside", version=2)
     assert host_headroom(machine.system).binding.kind == "memory"
     machine.write("proc/self/mountinfo", "")

@@ -77,7 +77,7 @@ def test_a_node_that_does_not_exist_is_refused_and_nothing_changes() -> None:
     assert int(slab.fill_(1).sum()) == MIB
 
 
-def test_a_processor_whose_system_calls_nobody_knows_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_whose_system_calls_are_unknown_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numa, "_MBIND", {})
     assert not prefer_node(anonymous_slab(PAGE).data_ptr(), PAGE, 0)
 

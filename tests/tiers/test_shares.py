@@ -126,7 +126,7 @@ def test_closing_the_last_offload_gives_all_memory_back() -> None:
     assert before > 0 or sum(one.held_bytes for one in shared) == 0
 
 
-def test_a_tier_that_nobody_closed_takes_its_arena_with_it(system: System) -> None:
+def test_a_tier_that_was_not_closed_takes_its_arena_with_it(system: System) -> None:
     tier = HostTier(Arena(system, slab_bytes=MIB, idle_bytes=64 * MIB), 8 * MIB)
     reserve(tier, 3 * MIB)
     assert len(system.alive) == 1

@@ -21,7 +21,7 @@ KIB = 1 << 10
 
 
 class FakeClock:
-    """Time that passes when somebody sleeps, or when a test says so."""
+    """Time that passes when a thread sleeps, or when a test says so."""
 
     def __init__(self) -> None:
         self.now = 100.0

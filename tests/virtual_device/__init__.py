@@ -25,8 +25,8 @@ It is registered as PrivateUse1 and is called ``virtual``. What a GPU does in ha
                 refuses in a capture raise and invalidate it, as its mode has it. ``torch.accelerator.Graph`` drives all
                 of this, from torch 2.13 on
 
-So a wait that is missing shows as wrong bits, whoever forgot it. Nothing here owns what is enqueued on it: a block that
-is given back too early has a new owner while the old one still computes.
+So a wait that is missing shows as wrong bits, in any code. Nothing here owns what is enqueued on it: a block that is
+given back too early has a new owner while the old one still computes.
 
 What it does not model: copy engines that several streams share, access from one device to the other's memory, kernels
 of a compiler (Inductor), layouts other than strided, and a generator of its own. Of graphs: captures over both devices,
@@ -114,7 +114,7 @@ class VirtualDevice:
 
     @property
     def graphs_alive(self) -> int:
-        """How many graphs, or captures of one, somebody holds; one that runs is held by its stream."""
+        """How many graphs, or captures of one, are held; one that runs is held by its stream."""
         return int(self._extension.graphs_alive())
 
     def sleep(self, seconds: float, device: int | None = None) -> None:
@@ -123,7 +123,7 @@ class VirtualDevice:
 
     @contextmanager
     def held(self, device: int | None = None) -> Iterator[None]:
-        """The stream that is current on entering stands still inside, where nobody may wait for it."""
+        """The stream that is current on entering stands still inside, where the host may not wait for it."""
         gate = self._extension.hold(torch.accelerator.current_device_index() if device is None else device)
         try:
             yield
@@ -134,7 +134,7 @@ class VirtualDevice:
     def held_link(self) -> Iterator[tuple[Any, Any]]:
         """Copies to the host stand still inside; yields two gates.
 
-        The first ``is_open`` when a copy stands still; they go on once somebody has called the second's ``open``.
+        The first ``is_open`` when a copy stands still; they go on once the test has called the second's ``open``.
         """
         reached, opened = self._extension.hold_link(True)
         try:
@@ -203,7 +203,7 @@ def _device_module(extension: Any) -> types.ModuleType:
     module: Any = types.ModuleType(f"torch.{NAME}")
     module.is_available = lambda: True
     module.is_initialized = lambda: True
-    module._lazy_init = lambda: None  # without it torch takes the device for one that nobody has used yet
+    module._lazy_init = lambda: None  # without it torch takes the device for one that is not in use yet
     module.device_count = lambda: extension.DEVICES
     module.current_device = torch.accelerator.current_device_index
     module.set_device = torch.accelerator.set_device_index
@@ -214,7 +214,7 @@ def _device_module(extension: Any) -> types.ModuleType:
     module.stream = _selected
     module._sleep = lambda cycles: extension.sleep(torch.accelerator.current_device_index(), cycles / _CYCLES)
     module._is_in_bad_fork = lambda: False
-    # Its random numbers come from the CPU's generator, which whoever seeds or saves that sees to.
+    # Its random numbers come from the CPU's generator, which a program that seeds or saves that sees to.
     module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)
     module.set_rng_state = lambda state, device=None: None

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.proof.models.base import VOCABULARY, Batch, Trainee, tokens
-from tests.proof.models.llama import WIDTH, Attention, RmsNorm, rotations
+from tests.proof.models.llama import WIDTH, Block, RmsNorm, rotations
 
 __all__ = ["MixtureOfExperts"]
 
@@ -36,21 +36,11 @@ class Experts(nn.Module):
         return mixed.view_as(x)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm, self.attention, self.mlp_norm, self.mlp = RmsNorm(), Attention(), RmsNorm(), Experts()
-
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), turns)
-        return x + self.mlp(self.mlp_norm(x))
-
-
 class MixtureOfExperts(Trainee):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(Experts) for _ in range(LAYERS))
         self.norm, self.head = RmsNorm(), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def batch(self, seed: int) -> Batch:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.proof.models.base import VOCABULARY, Batch, Trainee, tokens
 
-__all__ = ["WIDTH", "Attention", "Llama", "RmsNorm", "rotations"]
+__all__ = ["WIDTH", "Block", "Llama", "RmsNorm", "rotations"]
 
 WIDTH, HEADS, KV_HEADS, LENGTH, LAYERS = 32, 4, 2, 24, 2
 HEAD = WIDTH // HEADS
@@ -62,9 +64,9 @@ class SwiGlu(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, mlp: Callable[[], nn.Module] = SwiGlu) -> None:
         super().__init__()
-        self.attention_norm, self.attention, self.mlp_norm, self.mlp = RmsNorm(), Attention(), RmsNorm(), SwiGlu()
+        self.attention_norm, self.attention, self.mlp_norm, self.mlp = RmsNorm(), Attention(), RmsNorm(), mlp()
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turns)

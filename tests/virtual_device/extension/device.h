@@ -53,7 +53,7 @@ class Point {
 };
 using PointPtr = std::shared_ptr<Point>;
 
-// What stands in the way: somebody has come to it; it is open.
+// What stands in the way: a copy has come to it; it is open.
 struct Barrier {
   PointPtr reached, opened;
 };
@@ -82,7 +82,7 @@ class Worker {
   // being captured the work becomes a node of the graph, and nothing runs.
   void enqueue(Work work);
   PointPtr record();
-  // The same for whoever must not raise: nobody hears of an earlier error of the device here.
+  // The same for callers that must not raise: an earlier error of the device is not reported here.
   void enqueue_quietly(Work work);
   PointPtr record_quietly();
   void wait_for(PointPtr point);

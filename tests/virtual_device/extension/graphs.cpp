@@ -13,7 +13,7 @@
 #include <thread>
 #include <unordered_map>
 
-#if __has_include(<ATen/core/GraphImplInterface.h>) // torch 2.13 on; before it nobody can begin a capture
+#if __has_include(<ATen/core/GraphImplInterface.h>) // torch 2.13 on; before it no program can begin a capture
 #include <ATen/core/GraphImplInterface.h>
 #define VIRTUAL_DEVICE_HAS_GRAPHS
 #endif

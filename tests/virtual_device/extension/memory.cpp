@@ -37,7 +37,7 @@ std::size_t round_up(std::size_t nbytes, std::size_t unit) {
 
 // -- the address ranges ---------------------------------------------------------------------------------------------
 
-// The memory of one device. `base` is what tensors say; nobody may touch it. `work` is where the workers find the bytes.
+// The memory of one device. `base` is what tensors say; no code may touch it. `work` is where the workers find the bytes.
 struct Range {
   int file = -1;
   std::byte* base = nullptr;
@@ -79,14 +79,14 @@ void tell_of_touch(int number, siginfo_t* info, void*) {
       }
     }
   }
-  sigaction(number, &earlier, nullptr); // on return the access fails again, and whoever came before us hears of it
+  sigaction(number, &earlier, nullptr); // on return the access fails again, and the earlier handler hears of it
 }
 
 // -- device memory --------------------------------------------------------------------------------------------------
 
 struct Block {
   int device, stream;
-  c10::MempoolId_t pool; // {0, 0}: nobody's
+  c10::MempoolId_t pool; // {0, 0}: no pool's
   bool small;
   std::size_t offset, size, requested = 0;
   bool used = false;
@@ -378,7 +378,7 @@ class Allocator final : public c10::DeviceAllocator {
           OutOfMemoryError, false, "virtual device ", device, " out of memory. Tried to allocate ", nbytes, " bytes; ",
           memory.stats.allocated_bytes[0].current, " of ", memory.capacity, " bytes are allocated");
     }
-    // By the stream that the block belongs to: whoever uses it on another one has to come after this.
+    // By the stream that the block belongs to: work on another one has to come after this.
     paint(*block, nbytes, Kind::kAllocate);
     return {ranges()[device].base + block->offset, block, &free_block, where};
   }
@@ -601,7 +601,7 @@ int unregister_host(std::uintptr_t pointer) {
   if (found == host_ranges().end() || !found->second.registered) {
     return kNotRegistered;
   }
-  if (!rests(found->second)) { // a GPU would read or write pages that are somebody else's by now
+  if (!rests(found->second)) { // a GPU would read or write pages that are another tensor's by now
     fail(current_device(), "host memory was unregistered while a copy used it");
   }
   host_ranges().erase(found);

@@ -56,7 +56,7 @@ bool is_ours(const at::Tensor& tensor) {
 }
 
 // The same bytes as the workers see them: a CPU tensor that owns nothing. So a block that is given back too early is
-// handed out again under whoever still reads it, as on a GPU.
+// handed out again under an operator that still reads it, as on a GPU.
 at::Tensor as_workers_see(const at::Tensor& tensor) {
   const at::Tensor seen = at::from_blob(
       for_workers(tensor.data_ptr()), tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));

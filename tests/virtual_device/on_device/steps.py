@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.virtual_device import NAME
+from eager_offload.graphs import make_graphed_callable
+from eager_offload.runtime.accelerator import accelerator_runtime
+from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import capturing
 
-__all__ = ["BATCH", "Step", "captured", "inputs"]
+__all__ = ["BATCH", "Step", "assert_captures", "captured", "graphs_alive", "inputs"]
 
 BATCH, TOKENS, WIDTH, HEADS = 2, 8, 16, 2
 
@@ -32,6 +35,23 @@ class Block(nn.Module):
         h = nn.functional.scaled_dot_product_attention(*parts, dropout_p=0.1, is_causal=True)
         x = x + self.dropout(self.out(h.transpose(1, 2).reshape(x.shape)))
         return x + self.dropout(self.down(nn.functional.gelu(self.up(x))))
+
+
+def assert_captures() -> None:
+    """A capture works, and its replay is right."""
+    x = torch.ones(4, device=NAME)
+    graph = make_graphed_callable(lambda: x + 1)
+    graph.launch()
+    assert graph.result.tolist() == [2.0] * 4
+
+
+def graphs_alive(virtual: VirtualDevice) -> int:
+    """Those that are held; one that has gone while it ran is let go of at the next launch, pack or unpack."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    accelerator_runtime().poll()
+    gc.collect()
+    return virtual.graphs_alive
 
 
 class Step:

@@ -42,7 +42,7 @@ class after_an_evaluation:
 
 
 @pytest.mark.parametrize("used_more_before", [False, True])
-def test_the_states_of_an_optimizer_that_nobody_named_make_less_stay(used_more_before: bool) -> None:
+def test_the_states_of_an_optimizer_that_was_not_named_make_less_stay(used_more_before: bool) -> None:
     expected = Training().steps(24, nullcontext())
     training = Training()
     free = planned(training, None)

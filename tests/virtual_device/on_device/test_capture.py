@@ -1,4 +1,4 @@
-"""A graph is captured by somebody else, on the stream that a program computes on: the library does not spoil it."""
+"""A graph is captured by the program, on the stream that a program computes on: the library does not spoil it."""
 
 from __future__ import annotations
 

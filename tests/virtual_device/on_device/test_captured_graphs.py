@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -41,9 +40,10 @@ from eager_offload.graphs import (
     release_graph_pool_handle,
 )
 from eager_offload.runtime.accelerator import accelerator_runtime
+from tests.threads import on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import nodes_of, violations
-from tests.virtual_device.on_device.steps import BATCH, TOKENS, WIDTH, Step, inputs
+from tests.virtual_device.on_device.steps import BATCH, TOKENS, WIDTH, Step, assert_captures, graphs_alive, inputs
 
 if not hasattr(torch.accelerator, "Graph"):
     pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
@@ -60,22 +60,6 @@ def _nothing_is_left(virtual: VirtualDevice) -> Iterator[None]:
     assert capture_status() is CaptureStatus.NONE
     assert virtual.graphs_alive <= alive or graphs_alive(virtual) <= alive  # to collect garbage takes long
     assert_captures()
-
-
-def graphs_alive(virtual: VirtualDevice) -> int:
-    """Those that somebody holds; one that has gone while it ran is let go of at the next launch, pack or unpack."""
-    gc.collect()
-    torch.accelerator.synchronize()
-    accelerator_runtime().poll()
-    gc.collect()
-    return virtual.graphs_alive
-
-
-def assert_captures() -> None:
-    x = torch.ones(4, device=NAME)
-    graph = make_graphed_callable(lambda: x + 1)
-    graph.launch()
-    assert graph.result.tolist() == [2.0] * 4
 
 
 class Trained:
@@ -305,7 +289,7 @@ def test_a_graph_goes_with_the_object_that_has_it_and_is_captured_in_it(virtual:
     assert gone() is None
 
 
-def test_a_graph_that_goes_in_a_capture_of_somebody_else_does_not_spoil_it(virtual: VirtualDevice) -> None:
+def test_a_graph_that_goes_in_a_capture_of_another_program_does_not_spoil_it(virtual: VirtualDevice) -> None:
     x, foreign, other = torch.zeros(4, device=NAME), torch.accelerator.Graph(), torch.Stream(device=NAME)
     graph = make_graphed_callable(lambda: x + 1)
     with other, virtual.held():
@@ -350,23 +334,6 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
 }
 
 
-def on_a_thread(call: Callable[[], object]) -> object:
-    found: list[object] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:
-            found.append(error)
-
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
-
-
 @pytest.fixture(scope="module")
 def given() -> dict[str, Any]:
     runtime, x, pool = accelerator_runtime(), torch.ones(4, device=NAME), CapturePool(64)
@@ -408,7 +375,7 @@ def test_what_is_refused_in_a_capture_leaves_it_valid(given: dict[str, Any], nam
 
 @pytest.mark.parametrize("mode", CaptureMode)
 def test_no_driver_is_asked_about_events_in_a_capture(virtual: VirtualDevice, mode: CaptureMode) -> None:
-    """Older ones are over, its own are not; of one that is recorded beside it nobody knows. Side streams join by it."""
+    """Older ones are over, its own are not; one recorded beside it is unknown. Side streams join by it."""
     runtime, other, out = accelerator_runtime(), torch.Stream(device=NAME), torch.zeros(4, device=NAME)
     beside = torch.Stream(device=NAME)
     with virtual.slow_compute(0.01):
@@ -483,7 +450,7 @@ def test_captures_of_threads_do_not_get_into_each_others_way() -> None:
         on_a_thread(lambda: capture(CaptureMode.THREAD_LOCAL, 1))
 
 
-def test_a_process_ends_in_silence_with_a_graph_that_nobody_has_let_go_of() -> None:
+def test_a_process_ends_in_silence_with_a_graph_that_is_still_held() -> None:
     program = (
         "from tests.virtual_device import NAME, install; install(); import torch\n"
         "from eager_offload.graphs import graph as module, make_graphed_callable\n"

@@ -33,7 +33,6 @@ from eager_offload.graphs import (
     ScheduleMismatchError,
     capture_status,
     capture_step,
-    make_graphed_callable,
 )
 from eager_offload.graphs import graph as of_graphs
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
@@ -41,7 +40,7 @@ from eager_offload.runtime.base import Direction, Event
 from eager_offload.stats import KeepReason
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import nodes_of, violations
-from tests.virtual_device.on_device.steps import Block, inputs
+from tests.virtual_device.on_device.steps import Block, assert_captures, graphs_alive, inputs
 
 if not hasattr(torch.accelerator, "Graph"):
     pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
@@ -57,10 +56,7 @@ def _nothing_is_left(virtual: VirtualDevice) -> Iterator[None]:
     yield
     assert torch.accelerator.current_stream() == stream
     assert capture_status() is CaptureStatus.NONE
-    x = torch.ones(4, device=NAME)
-    graph = make_graphed_callable(lambda: x + 1)
-    graph.launch()
-    assert graph.result.tolist() == [2.0] * 4
+    assert_captures()
 
 
 def offloads(**fields: Any) -> Offload:
@@ -124,15 +120,6 @@ class Training:
             self.rate.update(rate)
             found.append(one(x.to(NAME), y.to(NAME)).cpu())
         return found + self.state()
-
-
-def graphs_alive(virtual: VirtualDevice) -> int:
-    """Those that somebody holds; one that has gone while it ran is let go of at the next launch, pack or unpack."""
-    gc.collect()
-    torch.accelerator.synchronize()
-    accelerator_runtime().poll()
-    gc.collect()
-    return virtual.graphs_alive
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -661,7 +648,7 @@ def test_another_thread_offloads_meanwhile_on_the_streams_of_the_process(
 
     def step(x: Tensor) -> tuple[Tensor, ...]:
         found = chain(x)
-        if capture_status().is_capturing and mode is not CaptureMode.GLOBAL:  # in which nobody may wait
+        if capture_status().is_capturing and mode is not CaptureMode.GLOBAL:  # in which no thread may wait
             thread = Thread(target=train)
             thread.start()
             thread.join()

@@ -181,7 +181,7 @@ def test_a_graph_has_memory_of_its_own(virtual: VirtualDevice) -> None:
     assert kept.unique().tolist() == [4.0]
     graph.reset()
     torch.accelerator.empty_cache()
-    assert torch.accelerator.memory_reserved() == outside + kept.nbytes  # it is somebody's
+    assert torch.accelerator.memory_reserved() == outside + kept.nbytes  # a tensor has it
     del kept
     torch.accelerator.empty_cache()
     assert torch.accelerator.memory_reserved() == outside

@@ -178,7 +178,7 @@ def the_sources_stay_until_their_copies_are_over(patch: pytest.MonkeyPatch) -> N
 
 
 def the_keepalive_of_targets(patch: pytest.MonkeyPatch) -> None:
-    """Nobody else holds what was to be written by reloads that were abandoned."""
+    """The program does not hold what was to be written by reloads that were abandoned."""
 
     def enqueue(
         self: DeviceOffloader, table: dict[Transfer, object], transfer: Transfer, *rest: Any, **named: Any
