@@ -49,7 +49,7 @@ class Owner(Protocol):
 
     config: OffloadConfig
     #: Names the configuration in graphs.
-    config_text: str
+    config_key: str
     #: What the saved-tensor hooks of eager code do with a tensor.
     pack: Callable[[Tensor], Any]
 
@@ -114,7 +114,7 @@ _pack_hooks: dict[int, str] = {}
 
 def entered(context: Context) -> None:
     """The calling thread goes into a ``with``."""
-    _latest[context.offload.config_text] = weakref.ref(context.offload)
+    _latest[context.offload.config_key] = weakref.ref(context.offload)
     thread.contexts.append(context)
 
 
@@ -158,7 +158,7 @@ def packing(text: str) -> Owner:
     The innermost ``with`` is the one whose hooks autograd calls.
     """
     contexts = thread.contexts
-    if contexts and (offload := contexts[-1].offload).config_text == text:
+    if contexts and (offload := contexts[-1].offload).config_key == text:
         return offload
     return _innermost(text) or _entered_last(text) or serving(text)
 
@@ -214,7 +214,7 @@ def configuration_on_top() -> str | None:
 def _innermost(text: str) -> Owner | None:
     """The innermost of the configuration ``text`` whose ``with`` the calling thread is in."""
     for context in reversed(thread.contexts):
-        if context.offload.config_text == text:
+        if context.offload.config_key == text:
             return context.offload
     return None
 

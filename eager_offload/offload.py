@@ -114,14 +114,14 @@ class Offload:
         #: What is in force: the switch of the environment comes before the field.
         self.config = config.switched()
         #: Names the configuration in graphs.
-        self.config_text = self.config.to_text()
+        self.config_key = self.config.to_text()
         self._accounts = Accounts()
         self._offloaders = Offloaders(self.config, self._accounts, runtime, around_tier)
         self._hooks = Hooks(self.config, self._accounts, self._offloaders)
         #: What the saved-tensor hooks of eager code do with a tensor.
         self.pack: Callable[[Tensor], object] = self._hooks.pack
         # Here and not in `with`: torch makes a graph module with a cycle that holds the frames of its callers.
-        self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_text)
+        self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_key)
         self._serves_compiled_code = self._has_passes = False
         #: What was warned of.
         self._warned: set[str] = set()
@@ -148,7 +148,7 @@ class Offload:
         if isinstance(plan, ComputedPlan):
             self._accounts.counters.expect(plan)
             self._hooks.computed = plan
-            self._hook_pair = hook_pair(text_of(self.config_text, plan))
+            self._hook_pair = hook_pair(text_of(self.config_key, plan))
             if not plan.step_plans:
                 if plan.is_small:
                     self._warned.add("nothing")  # moves, as the plan has said

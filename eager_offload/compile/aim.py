@@ -47,39 +47,39 @@ class Aim:
         return self.budget is None and self.slowdown is None
 
 
-def text_of(config_text: str, plan: ComputedPlan) -> str:
+def text_of(config_key: str, plan: ComputedPlan) -> str:
     """The text of a configuration with what a plan was made for."""
     made_for = {"budget": plan.device_budget, "policy": plan.policy, "machine": asdict(plan.machine)}
-    return f"{config_text}\n{json.dumps(made_for, sort_keys=True)}"
+    return f"{config_key}\n{json.dumps(made_for, sort_keys=True)}"
 
 
 def aim_of(text: str) -> Aim | None:
     """What the decisions for a configuration's text are made for; ``None``: what is the newest stays, as far as
     ``keep_last_bytes`` says, and all else moves that may."""
-    config_text, _, planned = text.partition("\n")
+    config_key, _, planned = text.partition("\n")
     if planned:
         made_for = json.loads(planned)
         policy, machine = made_for["policy"], Machine(**made_for["machine"])
         if policy == "least":
             return Aim(made_for["budget"], None, machine)
         return Aim(None, 0.0 if policy == "free" else None, machine)
-    config = OffloadConfig.from_text(config_text)
+    config = OffloadConfig.from_text(config_key)
     if config.device_budget is None and config.slowdown is None:
         return None
     budget = config.device_budget
-    return Aim(_free(config_text) if budget == "auto" else cast("int | None", budget), config.slowdown)
+    return Aim(_free(config_key) if budget == "auto" else cast("int | None", budget), config.slowdown)
 
 
 def key_of(text: str) -> str:
     """What compilers key on what they have made for that text."""
-    config_text, _, _ = text.partition("\n")
-    if '"device_budget": "auto"' not in config_text:
+    config_key, _, _ = text.partition("\n")
+    if '"device_budget": "auto"' not in config_key:
         return text
-    return f"{text}\n{_free(config_text)}"
+    return f"{text}\n{_free(config_key)}"
 
 
 @cache
-def _free(config_text: str) -> int | None:
+def _free(config_key: str) -> int | None:
     """What ``device_budget="auto"`` comes to in this process; ``None`` where the device does not tell.
 
     It is found once, so that all graphs have the same.
@@ -89,7 +89,7 @@ def _free(config_text: str) -> int | None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     try:
         with without_dispatch_modes():
-            runtime = active.packing(config_text).offloader_of(device).runtime
+            runtime = active.packing(config_key).offloader_of(device).runtime
             memory = runtime.memory(device)
             if memory is None:
                 return None

@@ -21,7 +21,7 @@ from torch.fx import Graph
 from eager_offload import active
 from eager_offload._torch import EmptyGraphModule, hide_from_compilers
 from eager_offload.compile.aim import key_of
-from eager_offload.compile.revision import revision
+from eager_offload.compile.cache_key import cache_key
 from eager_offload.tiers.forking import ForkSafeLock
 
 __all__ = ["HookPair", "hook_pair"]
@@ -31,11 +31,11 @@ class _Hook(EmptyGraphModule):
     """A graph module that makes its graph when it is asked for it. It is small: each configuration has its own."""
 
     text: str
-    config_text: str
+    config_key: str
 
     def __init__(self, text: str) -> None:
         object.__setattr__(self, "text", text)
-        object.__setattr__(self, "config_text", text.partition("\n")[0])
+        object.__setattr__(self, "config_key", text.partition("\n")[0])
 
     @property  # type: ignore[misc]  # it is never set
     def graph(self) -> Graph:
@@ -43,15 +43,15 @@ class _Hook(EmptyGraphModule):
         graph = Graph()
         call = graph.call_function(offloads, (graph.placeholder("tensor"), self.text))
         graph.output(call)
-        call.meta["is_wrapped"], call.meta["user_cache_hash"] = True, f"{revision()} {key_of(self.text)}"
+        call.meta["is_wrapped"], call.meta["user_cache_hash"] = True, f"{cache_key()} {key_of(self.text)}"
         return graph
 
 
 class PackHook(_Hook):
-    """Packs by the configuration ``config_text``."""
+    """Packs by the configuration ``config_key``."""
 
     def __call__(self, tensor: Tensor) -> object:
-        return active.packing(self.config_text).pack(tensor)
+        return active.packing(self.config_key).pack(tensor)
 
 
 class UnpackHook(_Hook):

@@ -25,6 +25,7 @@ from eager_offload.active import configuration_on_top
 from eager_offload.compile import ops
 from eager_offload.compile.aim import key_of
 from eager_offload.compile.aot_hooks import offload_between
+from eager_offload.compile.cache_key import cache_key
 from eager_offload.compile.cost import bandwidth_of, machine_of, roofline
 from eager_offload.compile.graphs import has_sparse_values
 from eager_offload.compile.insert import insert_asynchronous_in_place
@@ -36,7 +37,6 @@ from eager_offload.compile.order import (
     sink_waits_in_place,
 )
 from eager_offload.compile.regions import keep_operands, name_results
-from eager_offload.compile.revision import revision
 from eager_offload.config import OffloadConfig
 from eager_offload.runtime.base import Direction
 from eager_offload.tiers.forking import ForkSafeLock
@@ -81,7 +81,7 @@ class Partitioner(CustomPartitionerFn):
             # One without an identity has to be asked anew each time. The compiler takes None for an identity like
             # any other, so there is another one at each look into what it keeps.
             theirs = uuid4().hex if theirs is None else theirs
-        return revision(), None if self.text is None else key_of(self.text), theirs
+        return cache_key(), None if self.text is None else key_of(self.text), theirs
 
 
 class OrderTransfers(CustomInferenceAwareGraphPass):
@@ -123,7 +123,7 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
     def uuid(self) -> object:
         # A pass without an identity has the compiler keep nothing, and one around it must not hide that.
         theirs = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._inner_passes()]
-        return None if None in theirs else (revision(), *theirs)
+        return None if None in theirs else (cache_key(), *theirs)
 
     def _place(self, graph: Graph) -> None:
         reloads = graph.find_nodes(op="call_function", target=ops.reload)

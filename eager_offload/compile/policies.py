@@ -22,10 +22,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from eager_offload.compile.graphs import tensor_of
 from eager_offload.marks import REGION_NOTE, Mark, mark_of
 
-__all__ = ["Wish", "is_in_region", "strongest", "wish_of"]
+__all__ = ["OffloadPolicy", "is_in_region", "policy_of", "strongest"]
 
 
-class Wish(IntEnum):
+class OffloadPolicy(IntEnum):
     """What was asked of a value; of several the largest counts."""
 
     NONE = 0
@@ -36,27 +36,27 @@ class Wish(IntEnum):
     STAY = 3
 
 
-_POLICIES: dict[object, Wish] = {
-    CheckpointPolicy.MUST_CPU_OFFLOAD: Wish.MOVE,
-    CheckpointPolicy.PREFER_CPU_OFFLOAD: Wish.MOVE_IF_LARGE,
+_POLICIES: dict[object, OffloadPolicy] = {
+    CheckpointPolicy.MUST_CPU_OFFLOAD: OffloadPolicy.MOVE,
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: OffloadPolicy.MOVE_IF_LARGE,
 }
-_MARKS = {Mark.KEEP: Wish.STAY, Mark.PREFER: Wish.MOVE}
+_MARKS = {Mark.KEEP: OffloadPolicy.STAY, Mark.PREFER: OffloadPolicy.MOVE}
 
 
-def wish_of(node: Node) -> Wish:
+def policy_of(node: Node) -> OffloadPolicy:
     """What was asked of the value that ``node`` makes."""
-    wish = _POLICIES.get(node.meta.get("recompute"), Wish.NONE)
+    policy = _POLICIES.get(node.meta.get("recompute"), OffloadPolicy.NONE)
     should = node.meta.get("should_offload")
     if should is not None:
-        wish = max(wish, Wish.MOVE if should else Wish.STAY)
+        policy = max(policy, OffloadPolicy.MOVE if should else OffloadPolicy.STAY)
     value = tensor_of(node)
     mark = None if value is None else mark_of(value.untyped_storage())
-    return wish if mark is None else max(wish, _MARKS[mark])
+    return policy if mark is None else max(policy, _MARKS[mark])
 
 
-def strongest(nodes: Iterable[Node]) -> Wish:
+def strongest(nodes: Iterable[Node]) -> OffloadPolicy:
     """What was asked of values that share a storage."""
-    return max(map(wish_of, nodes), default=Wish.NONE)
+    return max(map(policy_of, nodes), default=OffloadPolicy.NONE)
 
 
 def is_in_region(node: Node) -> bool:

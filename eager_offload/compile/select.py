@@ -34,7 +34,7 @@ from eager_offload.compile.graphs import (
     tensor_of,
     undeclared_aliases,
 )
-from eager_offload.compile.policies import Wish, is_in_region, strongest
+from eager_offload.compile.policies import OffloadPolicy, is_in_region, strongest
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 from eager_offload.plan.predict import Prediction
@@ -230,15 +230,15 @@ def choose_among(
     free: list[Group] = []
     movable: dict[object, Movable] = {}
     for key, members in by_storage.items():
-        wish = strongest(sharing[key])
-        reason = _reason_to_stay(members, wish, any(saved[node].in_region for node in members), config)
+        policy = strongest(sharing[key])
+        reason = _reason_to_stay(members, policy, any(saved[node].in_region for node in members), config)
         groups = []
         if reason is None and key in from_the_beginning:
             groups = _whole_groups(members, [*members, *sharing[key]])
         elif reason is None:
             groups = _groups(members, sharing[key])
         groups = [_coded(group, config.codec_policy, _readers(group, saved, sharing[key][0])) for group in groups]
-        is_firm = wish in (Wish.MOVE, Wish.MOVE_IF_LARGE)
+        is_firm = policy in (OffloadPolicy.MOVE, OffloadPolicy.MOVE_IF_LARGE)
         (firm if is_firm else free).extend(groups)
         moving = {node for group in groups for node in group.members}
         if moving.issuperset(members):  # else moving it frees nothing
@@ -284,15 +284,17 @@ def _decided(
     return decided(problem, names, aim)
 
 
-def _reason_to_stay(members: Sequence[Node], wish: Wish, in_region: bool, config: OffloadConfig) -> KeepReason | None:
+def _reason_to_stay(
+    members: Sequence[Node], policy: OffloadPolicy, in_region: bool, config: OffloadConfig
+) -> KeepReason | None:
     nbytes = nbytes_of(members[0].meta["val"])
     if nbytes == 0:
         return KeepReason.SMALL
-    if wish is Wish.STAY:
+    if policy is OffloadPolicy.STAY:
         return KeepReason.MARKED
     if in_region:
         return KeepReason.REGION
-    if nbytes < config.size("min_bytes") and wish is not Wish.MOVE:
+    if nbytes < config.size("min_bytes") and policy is not OffloadPolicy.MOVE:
         return KeepReason.SMALL
     return None
 

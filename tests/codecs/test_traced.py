@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eager_offload import codecs
 from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Gather, Identity, Narrow, TensorMeta
-from eager_offload.compile.revision import _sources
+from eager_offload.compile.cache_key import _sources
 
 NUMBERS = torch.randn(24, 100, generator=torch.Generator().manual_seed(0))
 MASK = NUMBERS > 0.3

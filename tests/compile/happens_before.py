@@ -38,7 +38,7 @@ __all__ = [
 CPU = torch.device("cpu")
 #: What every graph here is made for.
 FIELDS: dict[str, Any] = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0}
-CONFIG = Offload(**FIELDS).config_text
+CONFIG = Offload(**FIELDS).config_key
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch.fx import GraphModule
 
 import eager_offload as eo
 from eager_offload._torch import CustomPartitionerFn, min_cut_rematerialization_partition
+from eager_offload.compile.cache_key import cache_key
 from eager_offload.compile.hooks import hook_pair
 from eager_offload.compile.inductor import OrderTransfers, Partitioner
-from eager_offload.compile.revision import revision
 from tests.compiler_caches import give_machine_code, take_machine_code
 
 _PROGRAM = """
@@ -110,30 +110,30 @@ def test_what_was_made_serves_the_same_in_another_process_and_nothing_else(tmp_p
     take_machine_code(tmp_path)
 
 
-def test_the_revision_knows_the_sources() -> None:
-    text = revision()
+def test_the_cache_key_knows_the_sources() -> None:
+    text = cache_key()
     assert text.startswith(f"eager_offload {eo.__version__} ")
     assert str(Partitioner().uuid()).count(text) == str(OrderTransfers().uuid()).count(text) == 1
     (call,) = [node for node in hook_pair("{}").pack.graph.nodes if node.op == "call_function"]
     assert text in call.meta["user_cache_hash"]
 
 
-#: Says the revision of the package in each place, in a fork of a process that has torch and nothing of the package.
+#: Says the cache key of the package in each place, in a fork of a process that has torch and nothing of the package.
 _REVISIONS = """
 import os, sys
 import torch
 for place in sys.argv[1:]:
     if os.fork() == 0:
         sys.path.insert(0, place)
-        import eager_offload.compile.revision as one
-        print(one.revision(), one.__file__.startswith(place), flush=True)
+        import eager_offload.compile.cache_key as one
+        print(one.cache_key(), one.__file__.startswith(place), flush=True)
         os._exit(0)
     os.wait()
 """
 
 
 @pytest.mark.long
-def test_a_changed_source_is_another_revision_in_a_folder_and_in_an_archive(tmp_path: Path) -> None:
+def test_a_changed_source_is_another_cache_key_in_a_folder_and_in_an_archive(tmp_path: Path) -> None:
     package = Path(eo.__file__).parent
 
     def copied(name: str) -> Path:

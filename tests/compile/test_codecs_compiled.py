@@ -30,8 +30,8 @@ from eager_offload.compile import (
     insert_synchronous_joint,
     ops,
 )
+from eager_offload.compile.cache_key import _sources
 from eager_offload.compile.coding import codec_for, insert_pack, insert_unpack
-from eager_offload.compile.revision import _sources
 from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.tensors import coded
 from tests.compile.compiled import BOTH, Compile, compare, compiler, fresh_compiler, results_of, same_results, step_of

@@ -120,16 +120,16 @@ def test_the_bandwidth_is_that_of_the_offload_that_is_active() -> None:
     runtime = SimulatedRuntime(out_bandwidth=7.0, in_bandwidth=9.0)
     offload = eo.Offload(runtime=runtime, tier="host")
     with offload:
-        assert bandwidth_of(CPU, Direction.OUT, offload.config_text) == 7.0
-        assert bandwidth_of(CPU, Direction.IN, offload.config_text) == 9.0
+        assert bandwidth_of(CPU, Direction.OUT, offload.config_key) == 7.0
+        assert bandwidth_of(CPU, Direction.IN, offload.config_key) == 9.0
     offload.close()
 
 
 def test_the_bandwidth_of_a_disk_is_measured_once_and_counted_nowhere(tmp_path: Path) -> None:
     offload = eo.Offload(tier="disk", disk_path=tmp_path)
     with offload:
-        back = bandwidth_of(CPU, Direction.IN, offload.config_text)
-        assert back == bandwidth_of(CPU, Direction.IN, offload.config_text) > 1e4
+        back = bandwidth_of(CPU, Direction.IN, offload.config_key)
+        assert back == bandwidth_of(CPU, Direction.IN, offload.config_key) > 1e4
     assert offload.stats().disk_bytes_peak == 0
     offload.close()
 
@@ -150,7 +150,7 @@ def test_what_is_measured_while_a_compiler_traces_is_the_machine_and_not_the_tra
     monkeypatch.setattr(cost, "_least_seconds", note)
     offload = eo.Offload(tier="disk", disk_path=tmp_path, min_bytes=5)
     with FakeTensorMode(), offload:
-        assert bandwidth_of(CPU, Direction.OUT, offload.config_text) != cost._UNKNOWN_BANDWIDTH
+        assert bandwidth_of(CPU, Direction.OUT, offload.config_key) != cost._UNKNOWN_BANDWIDTH
         cost._measured()
     offload.close()
     assert kinds == [Tensor, Tensor]
@@ -167,5 +167,5 @@ def test_a_link_that_cannot_be_measured_has_a_bandwidth_all_the_same(
     monkeypatch.setattr(runtime, "bandwidth", full)
     offload = eo.Offload(runtime=runtime, tier="host", min_bytes=3)
     with offload:
-        assert bandwidth_of(CPU, direction, offload.config_text) > 0
+        assert bandwidth_of(CPU, direction, offload.config_key) > 0
     offload.close()

@@ -190,9 +190,9 @@ def test_no_kernel_computes_into_what_an_offload_returned() -> None:
     offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
-        host = ops.offload(x.sin(), config=offload.config_text)
+        host = ops.offload(x.sin(), config=offload.config_key)
         product = x @ weight
-        again = ops.reload(host, x.device, config=offload.config_text)
+        again = ops.reload(host, x.device, config=offload.config_key)
         result = (again.cos() @ product) @ weight
         return (result.sin() @ weight) @ result
 

@@ -78,12 +78,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_what_comes_back_is_what_left(layout: Callable[[Tensor], Tensor], wait: bool, offload: eo.Offload) -> None:
     source = layout(torch.randn(32, 48, generator=torch.Generator().manual_seed(0)))
     expected, phase = source.clone(), source.data_ptr() % 64
-    host = ops.offload(source, config=offload.config_text, wait=wait)
+    host = ops.offload(source, config=offload.config_key, wait=wait)
     if not wait:
         ops.wait_tensor(host, source)
     assert torch.equal(host, expected), "a reader of the host tensor finds the bytes"
     source.zero_() if layout is not LAYOUTS["broadcast"] else source[0].zero_()
-    back = ops.reload(host, CPU, config=offload.config_text, wait=wait)
+    back = ops.reload(host, CPU, config=offload.config_key, wait=wait)
     if not wait:
         ops.wait_tensor(back, host)
     assert torch.equal(back, expected)
@@ -97,7 +97,7 @@ def test_what_comes_back_is_what_left(layout: Callable[[Tensor], Tensor], wait: 
 
 def test_a_view_of_a_host_tensor_brings_back_a_view_of_the_whole(offload: eo.Offload) -> None:
     source = torch.randn(8, 6)
-    host = ops.offload(source, config=offload.config_text)
+    host = ops.offload(source, config=offload.config_key)
     view = ops.reload(host[2:5].t(), CPU)
     assert torch.equal(view, source[2:5].t())
     assert view.stride() == source[2:5].t().stride()
@@ -106,7 +106,7 @@ def test_a_view_of_a_host_tensor_brings_back_a_view_of_the_whole(offload: eo.Off
 
 def test_a_host_tensor_can_be_asked_for_again_and_again(offload: eo.Offload) -> None:
     source = torch.randn(64, 64)
-    host = ops.offload(source, config=offload.config_text)
+    host = ops.offload(source, config=offload.config_key)
     first, second = ops.reload(host, CPU), ops.reload(host, CPU)
     first.zero_()
     assert torch.equal(second, source)
@@ -116,14 +116,14 @@ def test_a_host_tensor_can_be_asked_for_again_and_again(offload: eo.Offload) -> 
 
 
 def test_what_is_never_asked_for_counts_as_released(offload: eo.Offload) -> None:
-    ops.offload(torch.randn(64, 64), config=offload.config_text)
+    ops.offload(torch.randn(64, 64), config=offload.config_key)
     gc.collect()
     assert offload.stats(synchronize=True).released_bytes == 64 * 64 * 4
 
 
 def test_a_copy_of_a_host_tensor_holds_the_bytes_itself(offload: eo.Offload) -> None:
     source = torch.randn(64, 64)
-    copy = ops.offload(source, config=offload.config_text).clone()
+    copy = ops.offload(source, config=offload.config_key).clone()
     assert torch.equal(ops.reload(copy, CPU), source)
     back = ops.reload(copy, CPU, wait=False)
     ops.wait_tensor(back, copy)
@@ -134,14 +134,14 @@ def test_a_copy_of_a_host_tensor_holds_the_bytes_itself(offload: eo.Offload) -> 
 def test_a_wait_without_a_transfer_says_what_to_pair(again: bool, offload: eo.Offload) -> None:
     tensor = torch.randn(4, 4)
     if again:
-        tensor = ops.offload(tensor, config=offload.config_text)
+        tensor = ops.offload(tensor, config=offload.config_key)
     with pytest.raises(eo.OffloadError, match=r"no transfer is pending: pair it.*offload.*reload.*wait=False"):
         ops.wait_tensor(tensor)
 
 
 def test_a_reload_before_the_wait_for_its_offload_says_so(offload: eo.Offload) -> None:
     source = torch.randn(4, 4)
-    host = ops.offload(source, config=offload.config_text, wait=False)
+    host = ops.offload(source, config=offload.config_key, wait=False)
     with pytest.raises(eo.OffloadError, match="before the offload was waited for"):
         ops.reload(host, CPU)
     ops.wait_tensor(host, source)
@@ -150,7 +150,7 @@ def test_a_reload_before_the_wait_for_its_offload_says_so(offload: eo.Offload) -
 @pytest.mark.parametrize("lost", ["offload", "reload"])
 def test_a_transfer_that_is_not_waited_for_leaves_nothing(lost: str, offload: eo.Offload) -> None:
     source = torch.randn(64, 64)
-    host = ops.offload(source, config=offload.config_text, wait=lost != "offload")
+    host = ops.offload(source, config=offload.config_key, wait=lost != "offload")
     if lost == "reload":
         ops.reload(host, CPU, wait=False)
     del host
@@ -160,14 +160,14 @@ def test_a_transfer_that_is_not_waited_for_leaves_nothing(lost: str, offload: eo
 
 def test_an_input_that_requires_grad_is_refused(offload: eo.Offload) -> None:
     with pytest.raises(eo.OffloadError, match=r"has no gradient.*torch\.no_grad\(\)"):
-        ops.offload(torch.randn(4, requires_grad=True), config=offload.config_text)
+        ops.offload(torch.randn(4, requires_grad=True), config=offload.config_key)
     with torch.no_grad():
-        ops.offload(torch.randn(4, requires_grad=True), config=offload.config_text)
+        ops.offload(torch.randn(4, requires_grad=True), config=offload.config_key)
 
 
 def test_a_sparse_tensor_is_refused(offload: eo.Offload) -> None:
     with pytest.raises(eo.OffloadError, match="strided"):
-        ops.offload(torch.eye(4).to_sparse(), config=offload.config_text)
+        ops.offload(torch.eye(4).to_sparse(), config=offload.config_key)
 
 
 def test_outside_of_every_context_one_for_the_process_serves(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_thread_that_has_the_hooks_is_served_by_the_one_that_was_entered_last(
 
     def run() -> None:
         with torch.autograd.graph.saved_tensors_hooks(*offload._hook_pair):
-            ops.offload(source, config=offload.config_text)
+            ops.offload(source, config=offload.config_key)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -206,7 +206,7 @@ def test_memory_that_the_system_does_not_map_is_copied(tmp_path: Path, monkeypat
     one = eo.Offload(tier="disk", disk_path=tmp_path)
     one.__enter__()
     source = torch.randn(64, 64)
-    host = ops.offload(source, config=one.config_text)
+    host = ops.offload(source, config=one.config_key)
     one.__exit__(None, None, None)
     assert torch.equal(ops.reload(host, CPU), source)
     assert one.stats(synchronize=True).kept_bytes == {"budget": source.nbytes}
@@ -222,7 +222,7 @@ def test_a_conjugate_whose_write_fails_is_what_it_was(tmp_path: Path) -> None:
     one.__enter__()
     source = torch.randn(8, 8, dtype=torch.complex64).conj()
     with pytest.warns(RuntimeWarning, match="failed"):
-        host = moved(source, one.config_text, wait=False)
+        host = moved(source, one.config_key, wait=False)
     one.__exit__(None, None, None)
     assert torch.equal(ops.reload(host, CPU), source)
     del host
@@ -233,7 +233,7 @@ def test_an_interrupt_while_a_reload_is_waited_for_lets_the_copy_go_on(
     offload: eo.Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = torch.randn(64, 64)
-    host = ops.offload(source, config=offload.config_text)
+    host = ops.offload(source, config=offload.config_key)
     back = ops.reload(host, CPU, wait=False)
 
     def interrupted(*_: object, **__: object) -> None:
@@ -261,17 +261,17 @@ def test_outside_of_every_context_what_an_interrupt_has_crashed_is_replaced(
     with monkeypatch.context() as patch:
         patch.setattr(one.offloader_of(CPU), "reserve", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            ops.offload(source, config=one.config_text)
-    assert torch.equal(ops.reload(ops.offload(source, config=one.config_text), CPU), source)
+            ops.offload(source, config=one.config_key)
+    assert torch.equal(ops.reload(ops.offload(source, config=one.config_key), CPU), source)
     stats = one.stats(synchronize=True)
     assert stats.bytes_out == stats.bytes_in == source.nbytes
     assert stats.is_approximate
-    active._standing.pop(one.config_text)
+    active._standing.pop(one.config_key)
     one.close()
 
 
 def test_another_thread_has_its_own_innermost_context(offload: eo.Offload) -> None:
-    text, found = offload.config_text, list[eo.Offload]()
+    text, found = offload.config_key, list[eo.Offload]()
     thread = threading.Thread(target=lambda: found.append(active.serving(text)))
     thread.start()
     thread.join()
@@ -332,7 +332,7 @@ def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
         with disk.gate() as gate:
             gate_keeper = threading.Thread(target=open_when_the_host_waits, args=(gate, offload))
             gate_keeper.start()
-            host = ops.offload(source, config=offload.config_text, region="")
+            host = ops.offload(source, config=offload.config_key, region="")
             gate_keeper.join()
         offload.__exit__(None, None, None)
         stats = offload.stats(synchronize=True)
@@ -349,11 +349,11 @@ def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: 
     one.__enter__()
     source = torch.full((1 << 26,), 3.0)  # 256 MiB
     with pytest.warns(RuntimeWarning, match="no room"), at_most(1 << 26), pytest.raises(eo.CapacityError) as caught:
-        moved(source, one.config_text, wait)
+        moved(source, one.config_key, wait)
     assert str(source.nbytes) in str(caught.value)
     assert "raise host_budget or disk_budget" in str(caught.value)
     del caught
-    host = moved(source[:64], one.config_text, wait)
+    host = moved(source[:64], one.config_key, wait)
     back = ops.reload(host, CPU)
     assert torch.equal(back, source[:64])
     del host
@@ -383,7 +383,7 @@ def test_bytes_that_cannot_leave_are_copied(what: str, reason: str, wait: bool, 
     source = torch.randn(64, 64)
     expected = source.clone()
     with pytest.warns(RuntimeWarning, match="no room|failed"):
-        host = moved(source, one.config_text, wait)
+        host = moved(source, one.config_key, wait)
     one.__exit__(None, None, None)
     source.zero_()
     back = ops.reload(host, CPU, wait=wait)
@@ -404,7 +404,7 @@ def test_bytes_that_cannot_leave_are_copied(what: str, reason: str, wait: bool, 
 def test_bytes_that_do_not_come_back_raise(wait: bool, tmp_path: Path) -> None:
     one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "read"))
     one.__enter__()
-    host = ops.offload(torch.randn(64, 64), config=one.config_text)
+    host = ops.offload(torch.randn(64, 64), config=one.config_key)
     one.__exit__(None, None, None)
     with pytest.raises(eo.TransferError, match="on purpose"):
         ops.wait_tensor(ops.reload(host, CPU, wait=wait), host)
@@ -423,8 +423,8 @@ def moved(source: Tensor, text: str, wait: bool) -> Tensor:
 
 @pytest.mark.parametrize("source", [torch.randn(4, 6), torch.randn(4, 6).t(), torch.randn(3), torch.empty(0, 2)])
 def test_torch_finds_no_fault_with_offload_and_reload(source: Tensor, offload: eo.Offload) -> None:
-    opcheck(ops.offload, (source,), {"config": offload.config_text})
-    opcheck(ops.reload, (ops.offload(source, config=offload.config_text), CPU))
+    opcheck(ops.offload, (source,), {"config": offload.config_key})
+    opcheck(ops.reload, (ops.offload(source, config=offload.config_key), CPU))
     opcheck(ops.reload, (source, CPU))
 
 

@@ -17,7 +17,7 @@ def text() -> Iterator[str]:
     """The configuration of an ``Offload`` that is active while the test runs."""
     offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
     with offload:
-        yield offload.config_text
+        yield offload.config_key
     assert offload.stats(synchronize=True).bytes_out > 0
     offload.close()
 

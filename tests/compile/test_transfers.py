@@ -35,7 +35,7 @@ class Program:
     """Moves tensors as a compiled graph does, whose compiler uses memory again as soon as it may."""
 
     def __init__(self, offload: eo.Offload) -> None:
-        self.text = offload.config_text
+        self.text = offload.config_key
         self.expected: dict[int, Tensor] = {}
 
     def make(self, seed: int, rows: int = 24) -> Tensor:

@@ -75,7 +75,7 @@ def test_h47_what_left_by_a_thread_comes_back_without_one(offload: Offload, monk
 
 def test_h47_a_graph_moves_its_tensors_without_threads(offload: Offload, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_threads(monkeypatch)
-    config, x = offload.config_text, leaf(SIDE, SIDE, grad=False)
+    config, x = offload.config_key, leaf(SIDE, SIDE, grad=False)
     sources = [x * n for n in range(1, 4)]
     with offload:
         with pytest.warns(RuntimeWarning, match="starts no thread for transfers"):

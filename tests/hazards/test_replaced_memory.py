@@ -258,7 +258,7 @@ def test_h36_a_graph_waits_for_a_source_whose_memory_was_replaced_and_keeps_its_
     expected = source.tensor.clone()
     offload = Offload(tier="disk", min_bytes=0)
     with reader.before(SpillFile, "write"), offload:
-        host = ops.offload(source.tensor, config=offload.config_text, wait=False)
+        host = ops.offload(source.tensor, config=offload.config_key, wait=False)
         reader.wait()
         source.tensor.share_memory_()
         source.give_to_another()
@@ -266,7 +266,7 @@ def test_h36_a_graph_waits_for_a_source_whose_memory_was_replaced_and_keeps_its_
         with pytest.warns(RuntimeWarning, match="replaced while it was copied"):
             ops.wait_tensor(host, source.tensor)
         source.tensor.zero_()
-        assert torch.equal(ops.reload(host, torch.device("cpu"), config=offload.config_text, wait=True), expected)
+        assert torch.equal(ops.reload(host, torch.device("cpu"), config=offload.config_key, wait=True), expected)
         del host
     assert assert_settled(offload).demotions == {"write_failed": 1}
     offload.close()

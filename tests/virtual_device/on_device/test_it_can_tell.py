@@ -231,7 +231,7 @@ def graph(seed: int, offload: Offload | None) -> list[Tensor]:
     for _ in range(2 * LAYERS):
         h = (x @ x).tanh()
         if offload is not None:
-            host = ops.offload(h, config=offload.config_text, wait=False)
+            host = ops.offload(h, config=offload.config_key, wait=False)
             x = h.sin()
             ops.wait_tensor(host, h)
             saved.append(host)
@@ -241,7 +241,7 @@ def graph(seed: int, offload: Offload | None) -> list[Tensor]:
         del h
     for kept in reversed(saved):
         if offload is not None:
-            h = ops.reload(kept, device, config=offload.config_text, wait=False)
+            h = ops.reload(kept, device, config=offload.config_key, wait=False)
             x = x.cos()
             ops.wait_tensor(h, kept)
         else:

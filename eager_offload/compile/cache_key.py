@@ -9,7 +9,7 @@ from functools import cache
 
 from eager_offload.config import VERSION
 
-__all__ = ["revision"]
+__all__ = ["cache_key"]
 
 #: Beside the modules of this package: what decides which bytes move, and what the operations in a graph mean.
 _OTHERS = (
@@ -20,7 +20,7 @@ _OTHERS = (
 
 
 @cache
-def revision() -> str:
+def cache_key() -> str:
     """Another one for each version of the library, and for each change of a source that decides what is compiled.
 
     Compilers key on it what they keep. Where there are no sources to read it is the version alone.
