@@ -419,7 +419,7 @@ def with_a_late_share(plan: StepPlan, owner: int, number: int) -> StepPlan:
     for place, save in enumerate(saves):
         if save.fate is Fate.OFFLOAD:
             saves[place] = dataclasses.replace(save, slot=len(slots))
-            slots.append(save.storage_nbytes)
+            slots.append(save.slot_nbytes)
     return StepPlan(tuple(saves), tuple(Ask(ask.save) for ask in plan.asks), (), tuple(slots))
 
 
