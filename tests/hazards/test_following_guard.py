@@ -369,6 +369,38 @@ def test_h54_what_was_packed_and_did_not_arrive_is_not_shared_whatever_its_plan_
         backend.assert_nothing_is_held()
 
 
+def test_h54_what_shares_a_storage_that_stays_is_counted_with_it(backend: Backend) -> None:
+    """A plan has it share what has begun to leave; here that has stayed by then."""
+
+    def step(around: Around, *, is_given_up: bool = False) -> list[Tensor | None]:
+        x = leaf(SIDE, SIDE)
+        with around:
+            h = x * 2
+            y, values = h.sin(), h.detach().clone()
+            if is_given_up:
+                h.untyped_storage().resize_(0)
+            y = y.exp()
+            if is_given_up:
+                h.untyped_storage().resize_(values.nbytes)
+                h.data.copy_(values)
+            loss = (y.cos() + h.cos()).sum()
+        del h, y
+        loss.backward()
+        return [loss.detach(), x.grad]
+
+    first, expected = backend.offload(step_plans=True), step(nullcontext())
+    for _ in range(2):
+        assert_identical(expected, step(Settled(first)))
+    plan = first.step_plan()
+    assert plan is not None
+    offload = backend.offload(step_plans=True, plan=with_a_late_share(plan, 0, 3))
+    assert_identical(expected, step(Settled(offload), is_given_up=True))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+    assert stats.kept_bytes["layout"] == 2 * SIDE * SIDE * 4
+    assert stats.bytes_out > 0
+
+
 # -- of what stays ----------------------------------------------------------------------------------------------------
 
 
