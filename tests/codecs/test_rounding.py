@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import warnings
@@ -28,6 +29,7 @@ from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.tensors import coded
 from tests.hazards.backends import Backend, DiskBackend, Gate, assert_settled, offloader_of
 from tests.hazards.programs import Settled, assert_identical, leaf
+from tests.hazards.test_following import with_a_late_share
 from tests.hazards.wrappers import two as wrapped_two
 
 ROWS, WIDTH = 32, 64
@@ -662,6 +664,34 @@ def test_what_shares_a_followed_storage_in_another_way_finds_it_exact(users_back
     stats = assert_settled(offload)
     assert stats.followed_forwards > 1
     assert stats.plan_misses == {"maker": 1}
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. the step plan that was given does not fit")
+def test_what_has_no_maker_is_no_share_of_what_is_rounded_whatever_its_plan_says(users_backend: Backend) -> None:
+    """The plan was changed by hand: none that is recorded has a maker for what needs no gradient."""
+
+    def second(given: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda y: given(y) * leaf(ROWS, WIDTH, seed=3)
+
+    def apart(y: Tensor) -> Tensor:
+        return leaf(ROWS, WIDTH, seed=4, grad=False)
+
+    recorded = users_backend.offload(codec=BOTH_READ, step_plans=True)
+    steps(recorded, lambda around: two_readers(around, second(apart)), 4)
+    plan = recorded.step_plan()
+    assert plan is not None
+    ((owner, coded),) = ((number, save.coded) for number, save in enumerate(plan.saves) if save.coded is not None)
+    changed = with_a_late_share(plan, owner, len(plan.saves) - 1)
+    *others, last = changed.saves
+    saves = (*others, dataclasses.replace(last, coded=coded))
+    offload = users_backend.offload(codec=BOTH_READ, plan=dataclasses.replace(changed, saves=saves))
+    for given in (apart, Tensor.detach):
+        expected = two_readers(nullcontext(), second(given))
+        assert_identical(expected, two_readers(Settled(offload), second(given)))
+        gc.collect()
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {"maker": 1})
+    assert stats.bytes_out > 0
 
 
 @pytest.mark.parametrize("other", [torch.atan2, torch.mul], ids=["another model", "the same"])

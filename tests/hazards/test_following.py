@@ -361,7 +361,10 @@ def begun_at_once(plan: StepPlan) -> StepPlan:
     return StepPlan(tuple(saves), plan.asks, (), plan.slots)
 
 
-def test_h54_what_is_not_final_yet_does_not_leave_although_its_plan_says_so(backend: Backend) -> None:
+@pytest.mark.parametrize("is_saved_before", [False, True])
+def test_h54_what_is_not_final_yet_does_not_leave_although_its_plan_says_so(
+    is_saved_before: bool, backend: Backend
+) -> None:
     """The sequence number is asked at each start, whatever was written down."""
 
     def noisy(around: AbstractContextManager[Any]) -> Tensor:
@@ -369,6 +372,10 @@ def test_h54_what_is_not_final_yet_does_not_leave_although_its_plan_says_so(back
         torch.manual_seed(0)
         with around:
             y = x * 2
+            if is_saved_before:
+                noise = torch.ones(1024, 1024)
+                y = torch._C._nn.rrelu_with_noise(y * noise, noise, training=True)
+                del noise
             for _ in range(3):
                 y = torch.rrelu(y, training=True)
             loss = y.sin().sum()
@@ -419,7 +426,7 @@ def with_a_late_share(plan: StepPlan, owner: int, number: int) -> StepPlan:
     for place, save in enumerate(saves):
         if save.fate is Fate.OFFLOAD:
             saves[place] = dataclasses.replace(save, slot=len(slots))
-            slots.append(save.storage_nbytes)
+            slots.append(save.slot_nbytes)
     return StepPlan(tuple(saves), tuple(Ask(ask.save) for ask in plan.asks), (), tuple(slots))
 
 

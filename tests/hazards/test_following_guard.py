@@ -18,7 +18,9 @@ from torch import Tensor, nn
 import eager_offload as eo
 from eager_offload import CodecPolicy, Offload, OffloadStats
 from eager_offload.eager.handles import SavedView
-from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of, saves_of
+from eager_offload.tiers.disk import DiskSlot
+from tests.codecs.test_rounding import failing_behind
+from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, offloader_of, saves_of
 from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
 from tests.hazards.test_following import deep, with_a_late_share
 from tests.hazards.test_streams import Streams
@@ -242,6 +244,10 @@ def test_h54_bits_of_another_type_are_not_rounded_with_what_they_share(backend: 
     assert stats.packed_bytes["bf16"] > 0
 
 
+#: A program, and what has copies that have begun arrive in the midst of it.
+Written: TypeAlias = Callable[[Tensor, Callable[[], object]], Tensor]
+
+
 class _Alias(torch.autograd.Function):
     """The same bytes under another version counter."""
 
@@ -276,17 +282,35 @@ def of_another_version_counter(x: Tensor, arrive: Callable[[], object]) -> Tenso
     return y + alias.hypot_(noise(SIDE, SIDE))
 
 
+def of_a_later_version(x: Tensor, arrive: Callable[[], object]) -> Tensor:
+    """The same in two versions of one counter: the first save has a handle for as long, and nothing asks for it."""
+    h = (x * 2).add_(1)
+    y = scaling(x * 3, h, read=unread)
+    result = h.hypot_(noise(SIDE, SIDE))
+    result.register_hook(lambda gradient: (gradient, y)[0])
+    return result
+
+
 @pytest.mark.parametrize(
-    ("program", "number"),
-    [(written_meanwhile, 3), (without_gradient, 2), (of_another_version_counter, 2)],
+    ("program", "number", "recorded"),
+    [
+        (written_meanwhile, 3, written_meanwhile),
+        (without_gradient, 2, without_gradient),
+        (of_another_version_counter, 2, of_another_version_counter),
+        (of_a_later_version, 2, of_another_version_counter),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_whatever_its_plan_says(
-    program: Callable[[Tensor, Callable[[], object]], Tensor], number: int, backend: Backend
+    program: Written, number: int, recorded: Written, backend: Backend
 ) -> None:
-    """Save ``number`` of the program is of the storage that its first save has begun to copy."""
+    """Save ``number`` of the program is of the storage that its first save has begun to copy.
 
-    def step(offload: Offload) -> list[Tensor | None]:
+    Args:
+        recorded: has the same saves, and the plan that is changed.
+    """
+
+    def step(offload: Offload, program: Written) -> list[Tensor | None]:
         x = leaf(SIDE, SIDE)
         with Settled(offload):
             loss = program(x, lambda: offload.stats(synchronize=True)).sum()
@@ -294,19 +318,87 @@ def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_whatever_its_plan_s
         return [loss.detach(), x.grad]
 
     backend.sources_change = True
-    alone, first = (backend.offload(step_plans=plans) for plans in (False, True))
-    expected = step(alone)
+    first, alone = (backend.offload(step_plans=plans) for plans in (True, False))
+    expected = step(backend.offload(step_plans=False), recorded)
     for _ in range(2):
-        assert_identical(expected, step(first))
+        assert_identical(expected, step(first, recorded))
     plan = first.step_plan()
     assert plan is not None
     offload = backend.offload(step_plans=True, plan=with_a_late_share(plan, 0, number))
+    expected = step(alone, program)
     with pytest.warns(RuntimeWarning, match="does not fit this model"):
-        assert_identical(expected, step(offload))
+        assert_identical(expected, step(offload, program))
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (1, {"share": 1})
     assert counted(stats) == counted(assert_settled(alone))
     assert_moved(stats)
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. (offloading failed|the step plan that was given does not fit)")
+def test_h54_what_was_packed_and_did_not_arrive_is_not_shared_whatever_its_plan_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It stays as it was then, and its source may have been written since."""
+
+    def step(offload: Offload, arrive: Callable[[], object] = lambda: None) -> list[Tensor | None]:
+        x = leaf(SIDE, SIDE)
+        with Settled(offload):
+            h = (x * 2).bfloat16().float()
+            y = h.sin().exp().cos()
+            arrive()
+            offload.stats(synchronize=True)
+            h.data.mul_(2)
+            loss = (y + h.cos()).sum()
+        del h, y
+        loss.backward()
+        return [loss.detach(), x.grad]
+
+    with DiskBackend() as backend:
+        first = backend.offload(step_plans=True, codec="lossless")
+        expected = step(first)
+        assert_identical(expected, step(first))
+        plan = first.step_plan()
+        assert plan is not None
+        offload = backend.offload(step_plans=True, codec="lossless", plan=with_a_late_share(plan, 0, 3))
+        with backend.gate() as gate, monkeypatch.context() as patch:
+            patch.setattr(DiskSlot, "write", failing_behind(gate))
+            assert_identical(expected, step(offload, gate.open))
+        stats = assert_settled(offload)
+        assert (stats.followed_forwards, stats.plan_misses) == (1, {"share": 1})
+        assert stats.kept_bytes["failed"] > 0
+        backend.assert_nothing_is_held()
+
+
+def test_h54_what_shares_a_storage_that_stays_is_counted_with_it(backend: Backend) -> None:
+    """A plan has it share what has begun to leave; here that has stayed by then."""
+
+    def step(around: Around, *, is_given_up: bool = False) -> list[Tensor | None]:
+        x = leaf(SIDE, SIDE)
+        with around:
+            h = x * 2
+            y, values = h.sin(), h.detach().clone()
+            if is_given_up:
+                h.untyped_storage().resize_(0)
+            y = y.exp()
+            if is_given_up:
+                h.untyped_storage().resize_(values.nbytes)
+                h.data.copy_(values)
+            loss = (y.cos() + h.cos()).sum()
+        del h, y
+        loss.backward()
+        return [loss.detach(), x.grad]
+
+    first, expected = backend.offload(step_plans=True), step(nullcontext())
+    for _ in range(2):
+        assert_identical(expected, step(Settled(first)))
+    plan = first.step_plan()
+    assert plan is not None
+    offload = backend.offload(step_plans=True, plan=with_a_late_share(plan, 0, 3))
+    assert_identical(expected, step(Settled(offload), is_given_up=True))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+    assert stats.kept_bytes["layout"] == 2 * SIDE * SIDE * 4
+    assert stats.bytes_out > 0
 
 
 # -- of what stays ----------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ _HELD = "the thread that reads or writes a disk slot holds it, so that its range
 
 _NO_STORAGE = "of every other layout that reaches it, to ask for the storage or its address has raised before"
 
+_OWN_QUEUE = "a storage of a run is packed and its copy started by that run alone, which has one queue"
+
 #: By path, kind and what is taken out.
 _EQUIVALENT = {
     (
@@ -31,6 +33,11 @@ _EQUIVALENT = {
         "not address or address % tensor.itemsize or tensor.layout is not torch.strided or tensor.is_nested"
         "  without  tensor.layout is not torch.strided",
     ): _NO_STORAGE,
+    (
+        "eager_offload/eager/following.py",
+        "guard",
+        "followed.started == (self.queue, sequence, version_of(tensor))  without  self.queue",
+    ): _OWN_QUEUE,
 }
 
 

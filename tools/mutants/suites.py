@@ -71,6 +71,8 @@ _FIRST: dict[str, list[str]] = {
     "eager/follow": [
         "tests/hazards/test_following.py",
         "tests/hazards/test_following_guard.py",
+        "tests/test_followed_counts.py",
+        "tests/codecs/test_rounding.py",
         "tests/hazards/test_out_of_memory.py",
     ],
     "eager/handles": ["tests/hazards/test_versions.py", "tests/hazards/test_lifetime.py"],
