@@ -182,7 +182,7 @@ class StepPlan:
             content = json.loads(Path(path).read_text("utf-8"))
             plan = cls._from_dict(content)
             plan.check()
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{os.fspath(path)!r} holds no step plan that this version can read: {error}") from error
         return plan
 

@@ -198,6 +198,13 @@ def test_a_plan_that_was_put_together_by_hand_is_refused_as_a_file_is(fields: di
         eo.Offload(plan=dataclasses.replace(plan(), **fields))
 
 
+def test_a_file_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "nested.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(eo.ConfigError, match="holds no step plan"):
+        StepPlan.load(path)
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)))
 def test_any_other_file_is_refused(tmp_path_factory: pytest.TempPathFactory, content: object) -> None:

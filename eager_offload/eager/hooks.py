@@ -334,7 +334,9 @@ class Hooks:
     def followed(self, device: torch.device | None) -> StepPlan | None:
         """The plan that was followed last on ``device``, or where that is ``None`` on any."""
         for saves in list(self._saves.values()):
-            if saves.plans.last is not None and device in (None, saves.device):
+            own = saves.device
+            is_meant = device is None or (device.type == own.type and len({device.index, own.index} - {None}) < 2)
+            if saves.plans.last is not None and is_meant:
                 return saves.plans.last
         return None
 

@@ -550,8 +550,8 @@ class StepPlans:
         """The plan that the user has given is not this model's: a warning will say so."""
         self._given = None
         self._unfit = (
-            f"the step plan that was given does not fit this model: the first forward differs from it ({what}). It "
-            "is decided as any first one; gradients are the same. Give the plan of a step like this one, or none"
+            f"the step plan that was given does not fit this model: a forward differs from it ({what}). Its rest "
+            "is decided as that of any first one; gradients are the same. Give the plan of a step like this one, or none"
         )
         if what == "more" and given.is_computed:
             self._unfit += (

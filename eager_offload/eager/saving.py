@@ -606,13 +606,14 @@ class SavedTensors:
             return run
 
     def _slots(self, known: KnownPlan) -> list[Slot] | None:
-        """Room in the first tier for all that a plan offloads; ``None`` where there is none."""
+        """Room for all that a plan offloads; ``None`` where no tier has it."""
         plans = self.plans
         for tier in self.offloader.tiers:  # with what the last step has given back
             tier.release_idle()
         with suppress(IndexError):  # there is none, or another thread was faster
             slots = known.idle.pop()
-            self.offloader.tiers[0].note_reuse(sum(known.plan.slots))
+            for tier in self.offloader.tiers:
+                tier.note_reuse(sum(slot.nbytes for slot in slots if slot.tier == tier.name))
             return slots
         for run in plans.runs:
             if run.is_mostly_gone:  # a program may keep a little of each step, a metric say

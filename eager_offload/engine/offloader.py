@@ -197,30 +197,31 @@ class DeviceOffloader:
         """Whether ``nbytes`` more may be on their way out. A storage larger than the window may, alone."""
         return not (self._out or self._held_back) or self.inflight_bytes + nbytes <= self.max_inflight_bytes
 
-    def room(self, nbytes: int, tier: Tier | None = None) -> Slot | None:
-        """Room in ``tier``, by default the first one; ``None`` where it has none."""
-        tier = self.tiers[0] if tier is None else tier
-        slot = tier.reserve(nbytes)
-        return tier.reserve(nbytes) if slot is None and release_idle_slots() else slot
-
-    def reserve(self, nbytes: int, *, fallback: str | None = None) -> Slot | None:
-        """Room in the first tier that has it; ``None``, and counted, where none has.
-
-        Args:
-            fallback: what becomes of the bytes then, for the warning; ``None``: they stay where they are.
-        """
-        counters, first = self.accounts.counters, self.tiers[0]
+    def room(self, nbytes: int) -> Slot | None:
+        """Room in the first tier that has it; ``None`` where none has."""
+        first = self.tiers[0]
         for tier in self.tiers:
-            slot = self.room(nbytes, tier)
+            slot = tier.reserve(nbytes)
+            if slot is None and release_idle_slots():
+                slot = tier.reserve(nbytes)
             if slot is not None:
-                if tier is not first and counters.demote(f"{first.name}_to_{tier.name}"):
+                if tier is not first and self.accounts.counters.demote(f"{first.name}_to_{tier.name}"):
                     reason, remedy = first.shortage
                     self.warn(
                         f"the {first.name} tier is full: saved tensors go to the {tier.name} tier as well. The reason: "
                         f"{reason}. To change that, {remedy}"
                     )
                 return slot
-        if counters.demote("budget"):
+        return None
+
+    def reserve(self, nbytes: int, *, fallback: str | None = None) -> Slot | None:
+        """The same, but counted and warned of where none has.
+
+        Args:
+            fallback: what becomes of the bytes then, for the warning; ``None``: they stay where they are.
+        """
+        slot = self.room(nbytes)
+        if slot is None and self.accounts.counters.demote("budget"):
             names = " and ".join(tier.name for tier in self.tiers)
             why = "; ".join(f"{tier.name}: {tier.shortage.reason}" for tier in self.tiers)
             cures = [tier.shortage.remedy for tier in self.tiers]
@@ -231,7 +232,7 @@ class DeviceOffloader:
                 f"no room for {nbytes} bytes in the {names} tier: {fallback or f'they stay on {self.device}'}. "
                 f"The reason: {why}. To change that, {cure}"
             )
-        return None
+        return slot
 
     def offload(
         self,

@@ -20,6 +20,7 @@ import eager_offload as eo
 from eager_offload import Offload
 from eager_offload.eager.plans import KnownPlan
 from eager_offload.step_plan import Ask, Fate, Save, StepPlan
+from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
 from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
 from tests.sampling import search
@@ -192,7 +193,7 @@ def test_h54_a_forward_without_room_for_its_slots_follows_nothing_and_is_counted
     offload = backend.offload(step_plans=True)
     step(Settled(offload), FIRST, 0)
     with monkeypatch.context() as full:
-        full.setattr(offloader_of(offload), "room", lambda nbytes, tier=None: None)
+        full.setattr(offloader_of(offload), "room", lambda nbytes: None)
         assert_identical(step(nullcontext(), FIRST, 1), step(Settled(offload), FIRST, 1))
     assert offload.step_plan() is None, "none was followed"
     assert misses(offload) == ["room"]
@@ -201,6 +202,20 @@ def test_h54_a_forward_without_room_for_its_slots_follows_nothing_and_is_counted
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (1, {"room": 1})
     assert stats.bytes_out > 0
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. the host tier is full")
+def test_h54_a_step_that_spills_to_disk_is_followed(tmp_path: Path) -> None:
+    with RecordedBackend() as backend:
+        fields: dict[str, Any] = {"tier": "auto", "host_budget": 4 * SIDE * SIDE * 4, "disk_path": tmp_path}
+        offload = backend.offload(step_plans=True, verify=True, **fields)
+        for seed in range(5):
+            assert_identical(step(nullcontext(), FIRST, seed), step(Settled(offload), FIRST, seed))
+        stats = assert_settled(offload)
+        assert stats.host_bytes_peak > 0
+        assert stats.disk_bytes_peak > 0
+        assert (stats.followed_forwards, stats.plan_misses) == (4, {})
+        assert stats.demotions["host_to_disk"] > 0
 
 
 def test_h54_steps_of_which_too_much_is_decided_anew_say_so_once(backend: Backend) -> None:
