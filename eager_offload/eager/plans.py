@@ -551,7 +551,7 @@ class StepPlans:
         self._given = None
         self._unfit = (
             f"the step plan that was given does not fit this model: a forward differs from it ({what}). Its rest "
-            "is decided as that of any first one; gradients are the same. Give the plan of a step like this one, or none"
+            "is decided as any first one is; gradients are the same. Give the plan of a step like this one, or none"
         )
         if what == "more" and given.is_computed:
             self._unfit += (
