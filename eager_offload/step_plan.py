@@ -28,6 +28,8 @@ __all__ = ["Ask", "Coded", "ComputedPlan", "Fate", "Save", "StepPlan", "StepReco
 
 #: The form of the file that ``StepPlan.save`` writes.
 _FORMAT = 1
+#: So often a save may be asked for: more are of a backward that runs over one graph again and again.
+_MOST_ASKS = 4
 
 
 class Fate(StrEnum):
@@ -97,7 +99,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One unpack."""
+    """One unpack. A save may have several: a function that looks at ``saved_tensors`` twice, or a second backward."""
 
     save: int
     bring: tuple[int, ...] = ()
@@ -145,6 +147,11 @@ class StepPlan:
     def decided_bytes(self) -> int:
         """Bytes of the saves that are decided anew."""
         return sum(save.nbytes for save in self.saves if save.fate is _DECIDE)
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether a save is asked for more than once."""
+        return len({ask.save for ask in self.asks}) < len(self.asks)
 
     @property
     def newest_bytes(self) -> int:
@@ -225,8 +232,8 @@ class StepPlan:
         followed = {number for number, save in enumerate(self.saves) if save.owner >= 0}
         storages = {save.owner for save in self.saves} - {-1}
         asked = {ask.save for ask in self.asks}
-        if not asked <= followed or len(asked) < len(self.asks):
-            raise ConfigError("an unpack is of a save that is not followed, or is there twice")
+        if not asked <= followed:
+            raise ConfigError("an unpack is of a save that is not followed")
         for ask in self.asks:
             if not storages >= {*ask.bring, *ask.drop} or self.saves[ask.save].owner in ask.drop:
                 raise ConfigError(f"the unpack of save {ask.save} brings or drops what it cannot")
@@ -448,6 +455,8 @@ class StepRecorder:
         "_released",
         "_saves",
         "_started",
+        "_times_asked",
+        "is_asked_over",
         "is_early",
         "is_void",
         "looks_again",
@@ -457,7 +466,9 @@ class StepRecorder:
         #: Whether what the program has kept alive is taken, to see whether it still does.
         self.looks_again = looks_again
         self._saves: list[_Recorded] = []
-        self._asked: dict[int, _Unpacked] = {}
+        self._asked: list[_Unpacked] = []
+        # How often each save was asked for, by name.
+        self._times_asked: Counter[int] = Counter()
         # By the name of a storage: how its copy started, how many saves there were when its source had gone, and why
         # it stayed.
         self._started: dict[int, _Started] = {}
@@ -470,6 +481,8 @@ class StepRecorder:
         self._needed: set[int] = set()
         #: Whether something happened that no plan can say.
         self.is_void = False
+        #: Whether that is a save that was asked for over and over.
+        self.is_asked_over = False
         #: Whether forwards of its kind are to do otherwise than it, once more is known of them.
         self.is_early = False
 
@@ -533,9 +546,12 @@ class StepRecorder:
             keep: as in ``Ask``.
             kept: why its storage has stayed; ``None`` where it has left.
         """
-        if name in self._asked:
-            self.is_void = True  # a second backward
-        self._asked[name] = _Unpacked(name, tuple(bring), tuple(drop), keep)
+        if self.is_void:
+            return  # it would grow with each backward
+        self._times_asked[name] += 1
+        if self._times_asked[name] > _MOST_ASKS:
+            self.is_void = self.is_asked_over = True
+        self._asked.append(_Unpacked(name, tuple(bring), tuple(drop), keep))
         if kept is not None:
             self._kept[owner] = kept
 
@@ -550,7 +566,7 @@ class StepRecorder:
         numbers: dict[int, int] = {}  # by name, of those that are followed
         owners = {one.name: one.owner for one in self._saves}
         # A graph may be dropped while others are made: no slot is reserved for what none asks for.
-        self._needed = {owners[name] for name in self._asked if name in owners}
+        self._needed = {owners[name] for name in self._times_asked if name in owners}
         slots: list[int] = []
         for number, one in enumerate(self._saves):
             save = self._save(number, one, saves, numbers, len(slots))
@@ -595,7 +611,7 @@ class StepRecorder:
         found: list[tuple[int, tuple[int, ...], tuple[int, ...], bool]] = []
         bring: list[int] = []
         drop: list[int] = []
-        for asked in self._asked.values():
+        for asked in self._asked:
             if asked.bring:
                 bring += [numbers[name] for name in asked.bring if name in numbers]
             if asked.drop:
@@ -606,5 +622,5 @@ class StepRecorder:
                 others = tuple([one for one in drop if one != owner]) if drop else ()
                 found.append((number, tuple(bring), others, asked.keep))
                 bring, drop = [], []
-        last = {saves[number].owner: number for number, *_ in found}
-        return [Ask(*ask, last[saves[ask[0]].owner] == ask[0]) for ask in found]
+        last = {saves[number].owner: rank for rank, (number, *_) in enumerate(found)}
+        return [Ask(*ask, last[saves[ask[0]].owner] == rank) for rank, ask in enumerate(found)]

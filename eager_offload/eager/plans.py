@@ -359,6 +359,8 @@ class StepPlans:
             recording.turn.settle(None)
             return
         plan = recording.plan()
+        if recording.is_asked_over:
+            self._accounts.counters.plan_misses["twice"] = 1
         if plan is not None and plan.decided_bytes * _MOST_DECIDED > plan.totals.saved - plan.totals.kept:
             self._accounts.counters.plan_misses["decided"] = 1
             plan = None
