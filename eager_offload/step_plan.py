@@ -24,7 +24,7 @@ from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine
 from eager_offload.stats import KeepReason, Relief
 
-__all__ = ["Ask", "Coded", "ComputedPlan", "Fate", "Save", "StepPlan", "StepRecorder", "Totals"]
+__all__ = ["SAID", "Ask", "Coded", "ComputedPlan", "Fate", "Save", "StepPlan", "StepRecorder", "Totals"]
 
 #: The form of the file that ``StepPlan.save`` writes.
 _FORMAT = 1
@@ -48,6 +48,8 @@ class Fate(StrEnum):
 # To ask the class for its member takes longer than to compare.
 _KEEP, _SHARE, _OFFLOAD, _DECIDE = Fate
 _NEWEST = KeepReason.NEWEST
+#: Reasons that a user gives, which are looked at each time.
+SAID = (KeepReason.REGION, KeepReason.MARKED)
 
 
 class Coded(NamedTuple):
@@ -67,7 +69,7 @@ class Save:
 
     fate: Fate
     reason: KeepReason | None = None
-    """Why it stays; ``None`` where it does not."""
+    """Why it stays; ``None`` where it does not. Of one that is decided anew: why it did, where a user has said so."""
     nbytes: int = 0
     """Bytes of the tensor as saved."""
     storage_nbytes: int = 0
@@ -145,8 +147,13 @@ class StepPlan:
 
     @property
     def decided_bytes(self) -> int:
-        """Bytes of the saves that are decided anew."""
-        return sum(save.nbytes for save in self.saves if save.fate is _DECIDE)
+        """Bytes of the saves that are decided anew, but for those that stayed since a user has said so."""
+        return sum(save.nbytes for save in self.saves if save.fate is _DECIDE and save.reason is None)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of the saves that leave, or may."""
+        return sum(save.nbytes for save in self.saves if save.fate is not _KEEP and save.reason not in SAID)
 
     @property
     def asks_again(self) -> bool:
@@ -497,7 +504,7 @@ class StepRecorder:
         return [one.name for one in self._saves]
 
     def keep(self, nbytes: int, requires_grad: bool, reason: KeepReason | None, storage_nbytes: int = 0) -> None:
-        """A save that stays for ``reason``; ``None``: it is to be decided anew each time."""
+        """A save that stays for ``reason``; ``None``, and what a user has said: it is to be decided anew each time."""
         self._saves.append(_Recorded(nbytes, requires_grad, reason, storage_nbytes=storage_nbytes))
 
     def take(
@@ -586,7 +593,7 @@ class StepRecorder:
         nbytes, grad, whole = one.nbytes, one.requires_grad, one.storage_nbytes
         kept, start = self._kept.get(one.name), self._started.get(one.name)
         if one.name < 0:
-            if one.reason is not None:
+            if one.reason not in (None, *SAID):
                 return Save(_KEEP, one.reason, nbytes, whole, requires_grad=grad)
         elif one.owner in self._alive and whole:
             return Save(_KEEP, KeepReason.ALIVE, nbytes, whole, requires_grad=grad)
@@ -604,7 +611,8 @@ class StepRecorder:
             return Save(_OFFLOAD, None, nbytes, whole, one.autograd_bytes, grad, number, slots, saved, release, coded)
         elif kept is _NEWEST:
             return Save(_KEEP, kept, nbytes, whole, one.autograd_bytes, grad, number)
-        return Save(_DECIDE, None, nbytes, requires_grad=grad)
+        reason = one.reason or self._kept.get(one.owner)
+        return Save(_DECIDE, reason if reason in SAID else None, nbytes, requires_grad=grad)
 
     def _asks(self, saves: Sequence[Save], numbers: Mapping[int, int]) -> list[Ask]:
         """The unpacks of saves that are followed; what another one has set off, the next of these does."""
