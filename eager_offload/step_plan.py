@@ -24,10 +24,12 @@ from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine
 from eager_offload.stats import KeepReason, Relief
 
-__all__ = ["Ask", "Coded", "ComputedPlan", "Fate", "Save", "StepPlan", "StepRecorder", "Totals"]
+__all__ = ["SAID", "Ask", "Coded", "ComputedPlan", "Fate", "Save", "StepPlan", "StepRecorder", "Totals"]
 
 #: The form of the file that ``StepPlan.save`` writes.
 _FORMAT = 1
+#: So often a save may be asked for: more are of a backward that runs over one graph again and again.
+_MOST_ASKS = 4
 
 
 class Fate(StrEnum):
@@ -46,6 +48,8 @@ class Fate(StrEnum):
 # To ask the class for its member takes longer than to compare.
 _KEEP, _SHARE, _OFFLOAD, _DECIDE = Fate
 _NEWEST = KeepReason.NEWEST
+#: Reasons that a user gives, which are looked at each time.
+SAID = (KeepReason.REGION, KeepReason.MARKED)
 
 
 class Coded(NamedTuple):
@@ -65,7 +69,7 @@ class Save:
 
     fate: Fate
     reason: KeepReason | None = None
-    """Why it stays; ``None`` where it does not."""
+    """Why it stays; ``None`` where it does not. Of one that is decided anew: why it did, where a user has said so."""
     nbytes: int = 0
     """Bytes of the tensor as saved."""
     storage_nbytes: int = 0
@@ -97,7 +101,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One unpack."""
+    """One unpack. A save may have several: a function that looks at ``saved_tensors`` twice, or a second backward."""
 
     save: int
     bring: tuple[int, ...] = ()
@@ -143,8 +147,18 @@ class StepPlan:
 
     @property
     def decided_bytes(self) -> int:
-        """Bytes of the saves that are decided anew."""
-        return sum(save.nbytes for save in self.saves if save.fate is _DECIDE)
+        """Bytes of the saves that are decided anew, but for those that stayed since a user has said so."""
+        return sum(save.nbytes for save in self.saves if save.fate is _DECIDE and save.reason is None)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of the saves that leave, or may."""
+        return sum(save.nbytes for save in self.saves if save.fate is not _KEEP and save.reason not in SAID)
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether a save is asked for more than once."""
+        return len({ask.save for ask in self.asks}) < len(self.asks)
 
     @property
     def newest_bytes(self) -> int:
@@ -225,8 +239,8 @@ class StepPlan:
         followed = {number for number, save in enumerate(self.saves) if save.owner >= 0}
         storages = {save.owner for save in self.saves} - {-1}
         asked = {ask.save for ask in self.asks}
-        if not asked <= followed or len(asked) < len(self.asks):
-            raise ConfigError("an unpack is of a save that is not followed, or is there twice")
+        if not asked <= followed:
+            raise ConfigError("an unpack is of a save that is not followed")
         for ask in self.asks:
             if not storages >= {*ask.bring, *ask.drop} or self.saves[ask.save].owner in ask.drop:
                 raise ConfigError(f"the unpack of save {ask.save} brings or drops what it cannot")
@@ -448,6 +462,8 @@ class StepRecorder:
         "_released",
         "_saves",
         "_started",
+        "_times_asked",
+        "is_asked_over",
         "is_early",
         "is_void",
         "looks_again",
@@ -457,7 +473,9 @@ class StepRecorder:
         #: Whether what the program has kept alive is taken, to see whether it still does.
         self.looks_again = looks_again
         self._saves: list[_Recorded] = []
-        self._asked: dict[int, _Unpacked] = {}
+        self._asked: list[_Unpacked] = []
+        # How often each save was asked for, by name.
+        self._times_asked: Counter[int] = Counter()
         # By the name of a storage: how its copy started, how many saves there were when its source had gone, and why
         # it stayed.
         self._started: dict[int, _Started] = {}
@@ -470,6 +488,8 @@ class StepRecorder:
         self._needed: set[int] = set()
         #: Whether something happened that no plan can say.
         self.is_void = False
+        #: Whether that is a save that was asked for over and over.
+        self.is_asked_over = False
         #: Whether forwards of its kind are to do otherwise than it, once more is known of them.
         self.is_early = False
 
@@ -484,7 +504,7 @@ class StepRecorder:
         return [one.name for one in self._saves]
 
     def keep(self, nbytes: int, requires_grad: bool, reason: KeepReason | None, storage_nbytes: int = 0) -> None:
-        """A save that stays for ``reason``; ``None``: it is to be decided anew each time."""
+        """A save that stays for ``reason``; ``None``, and what a user has said: it is to be decided anew each time."""
         self._saves.append(_Recorded(nbytes, requires_grad, reason, storage_nbytes=storage_nbytes))
 
     def take(
@@ -533,9 +553,12 @@ class StepRecorder:
             keep: as in ``Ask``.
             kept: why its storage has stayed; ``None`` where it has left.
         """
-        if name in self._asked:
-            self.is_void = True  # a second backward
-        self._asked[name] = _Unpacked(name, tuple(bring), tuple(drop), keep)
+        if self.is_void:
+            return  # it would grow with each backward
+        self._times_asked[name] += 1
+        if self._times_asked[name] > _MOST_ASKS:
+            self.is_void = self.is_asked_over = True
+        self._asked.append(_Unpacked(name, tuple(bring), tuple(drop), keep))
         if kept is not None:
             self._kept[owner] = kept
 
@@ -550,7 +573,7 @@ class StepRecorder:
         numbers: dict[int, int] = {}  # by name, of those that are followed
         owners = {one.name: one.owner for one in self._saves}
         # A graph may be dropped while others are made: no slot is reserved for what none asks for.
-        self._needed = {owners[name] for name in self._asked if name in owners}
+        self._needed = {owners[name] for name in self._times_asked if name in owners}
         slots: list[int] = []
         for number, one in enumerate(self._saves):
             save = self._save(number, one, saves, numbers, len(slots))
@@ -570,7 +593,7 @@ class StepRecorder:
         nbytes, grad, whole = one.nbytes, one.requires_grad, one.storage_nbytes
         kept, start = self._kept.get(one.name), self._started.get(one.name)
         if one.name < 0:
-            if one.reason is not None:
+            if one.reason not in (None, *SAID):
                 return Save(_KEEP, one.reason, nbytes, whole, requires_grad=grad)
         elif one.owner in self._alive and whole:
             return Save(_KEEP, KeepReason.ALIVE, nbytes, whole, requires_grad=grad)
@@ -588,14 +611,15 @@ class StepRecorder:
             return Save(_OFFLOAD, None, nbytes, whole, one.autograd_bytes, grad, number, slots, saved, release, coded)
         elif kept is _NEWEST:
             return Save(_KEEP, kept, nbytes, whole, one.autograd_bytes, grad, number)
-        return Save(_DECIDE, None, nbytes, requires_grad=grad)
+        reason = one.reason or self._kept.get(one.owner)
+        return Save(_DECIDE, reason if reason in SAID else None, nbytes, requires_grad=grad)
 
     def _asks(self, saves: Sequence[Save], numbers: Mapping[int, int]) -> list[Ask]:
         """The unpacks of saves that are followed; what another one has set off, the next of these does."""
         found: list[tuple[int, tuple[int, ...], tuple[int, ...], bool]] = []
         bring: list[int] = []
         drop: list[int] = []
-        for asked in self._asked.values():
+        for asked in self._asked:
             if asked.bring:
                 bring += [numbers[name] for name in asked.bring if name in numbers]
             if asked.drop:
@@ -606,5 +630,5 @@ class StepRecorder:
                 others = tuple([one for one in drop if one != owner]) if drop else ()
                 found.append((number, tuple(bring), others, asked.keep))
                 bring, drop = [], []
-        last = {saves[number].owner: number for number, *_ in found}
-        return [Ask(*ask, last[saves[ask[0]].owner] == ask[0]) for ask in found]
+        last = {saves[number].owner: rank for rank, (number, *_) in enumerate(found)}
+        return [Ask(*ask, last[saves[ask[0]].owner] == rank) for rank, ask in enumerate(found)]

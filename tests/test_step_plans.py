@@ -90,15 +90,31 @@ def test_what_stayed_for_a_reason_that_may_pass_is_decided_anew_with_all_that_sh
     assert made.asks == (Ask(4, bring=(4,)),), "what its unpack has set off, the next one does"
 
 
-@pytest.mark.parametrize("what", ["nothing was asked for", "a second backward", "something that no plan can say"])
+@pytest.mark.parametrize("what", ["nothing was asked for", "backward over and over", "something that no plan can say"])
 def test_there_is_no_plan_where(what: str) -> None:
     recorder = recorded()
     if what != "nothing was asked for":
         recorder.asked(2, 2, bring=[], drop=[], keep=False, kept=None)
-    if what == "a second backward":
+    for _ in range(4 if what == "backward over and over" else 0):
         recorder.asked(2, 2, bring=[], drop=[], keep=False, kept=None)
     recorder.is_void |= what == "something that no plan can say"
     assert recorder.plan() is None
+
+
+def test_what_is_asked_for_twice_is_asked_for_the_last_time_once() -> None:
+    recorder = recorded()
+    recorder.asked(1, 0, bring=[], drop=[], keep=True, kept=None)
+    for _ in range(4):
+        recorder.asked(0, 0, bring=[0], drop=[0, 2], keep=False, kept=None)
+    recorder.asked(2, 2, bring=[], drop=[], keep=False, kept=KeepReason.NEWEST)
+    made = recorder.plan()
+    assert made is not None
+    again = Ask(0, bring=(0,), drop=(4,), last=False)
+    assert made.asks == (Ask(2, keep=True, last=False), *[again] * 3, dataclasses.replace(again, last=True), Ask(4))
+    assert made.asks_again
+    assert not plan().asks_again
+    assert not recorder.is_asked_over
+    made.check()
 
 
 def test_a_file_holds_a_plan_and_what_it_prints_is_a_table(tmp_path: Path) -> None:
@@ -146,7 +162,6 @@ def broken() -> list[Any]:
             for name in ("slot", "start")
         ),
         pytest.param(dataclasses.replace(good, asks=(Ask(1),)), id="an unpack of what is not followed"),
-        pytest.param(dataclasses.replace(good, asks=(Ask(0), Ask(0))), id="an unpack twice"),
         pytest.param(dataclasses.replace(good, asks=(Ask(0, bring=(9,)),)), id="a reload of what is not there"),
         pytest.param(
             dataclasses.replace(good, saves=(saves[2], *saves[1:])), id="a share of a storage that comes later"

@@ -41,7 +41,7 @@ from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import is_parameter, logical_bytes, reason_to_stay
 from eager_offload.stats import Accounts, KeepReason
-from eager_offload.step_plan import ComputedPlan, StepPlan
+from eager_offload.step_plan import SAID, ComputedPlan, StepPlan
 
 __all__ = ["Hooks", "Packed", "ThreadState"]
 
@@ -355,7 +355,7 @@ class Hooks:
     def _record(self, recorder: Recording, tensor: Tensor, handle: Packed) -> None:
         nbytes, requires_grad = logical_bytes(tensor), tensor.requires_grad
         with self._accounts.lock:
-            if isinstance(handle, SavedView):
+            if isinstance(handle, SavedView) and not self._is_preferred(tensor, handle):
                 storage, saves = handle.storage, self._saves.get(tensor.device)
                 is_own, is_whole = storage.forward is handle.forward, storage.footprint.whole
                 whole = storage.footprint.nbytes if is_whole else 0
@@ -373,10 +373,16 @@ class Hooks:
                 if reason in _FOLLOWED and (reason is not KeepReason.SMALL or whole == nbytes):
                     recorder.keep(nbytes, requires_grad, reason, whole)
                 else:
-                    recorder.keep(nbytes, requires_grad, None)
-            if (marks.any_marks() and self.thread.step is None) or recorder.saves > _MOST_SAVES:
+                    recorder.keep(nbytes, requires_grad, reason if reason in SAID else None)
+            if recorder.saves > _MOST_SAVES:
                 recorder.is_void = True
                 self.thread.recorder = None
+
+    def _is_preferred(self, tensor: Tensor, handle: SavedView) -> bool:
+        """Whether a tensor leaves for a mark alone: whether there is one is looked at in each step that follows."""
+        if not marks.any_marks() or handle.shares or self.thread.step is not None:
+            return False
+        return _mark_of(tensor) is Mark.PREFER and reason_to_stay(tensor, self._min_bytes) is not None
 
     def leave(self, *, waits: bool, is_outermost: bool) -> None:
         """A context is left: every operator has run, so all that has to leave does.

@@ -42,7 +42,7 @@ _ALIKE = 3
 #: So many forwards at most follow none since others that began alike have differed.
 _LONGEST_PAUSE = 64
 #: At most one byte in so many of what may leave is decided anew: a plan knows when to bring the rest back, and what is
-#: decided anew has the room that this leaves.
+#: decided anew has the room that this leaves. What stays since a user has said so takes none.
 _MOST_DECIDED = 8
 #: After so many recordings in a row that no plan can say, one forward in sixteen is recorded.
 _MOST_IN_VAIN = 4
@@ -359,7 +359,9 @@ class StepPlans:
             recording.turn.settle(None)
             return
         plan = recording.plan()
-        if plan is not None and plan.decided_bytes * _MOST_DECIDED > plan.totals.saved - plan.totals.kept:
+        if recording.is_asked_over:
+            self._accounts.counters.plan_misses["twice"] = 1
+        if plan is not None and plan.decided_bytes * _MOST_DECIDED > plan.leaving_bytes:
             self._accounts.counters.plan_misses["decided"] = 1
             plan = None
         if plan is not None and not exact.isdisjoint(_kinds(plan)):

@@ -35,7 +35,7 @@ class WarmUp:
         found = []
         for recording in self._recordings:
             plan = recording.whole_plan()
-            if plan is None:
+            if plan is None or plan.asks_again:
                 raise CaptureStateError(
                     "a warm-up did what no step plan can say, so a capture cannot follow it: it saved tensors in a "
                     "dispatch mode, such as that of selective checkpointing, or of two devices, or ran backward of a "

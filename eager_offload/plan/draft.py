@@ -49,11 +49,11 @@ def draft(problem: Problem, moves: Moves) -> StepPlan | None:
     if any(ask.op < program.forward_ops for ask in program.asks):
         return None  # a backward inside of forward
     plan = _Draft(problem, moves).plan()
-    if plan is None:
+    if plan is None or plan.asks_again:  # a save that is asked for twice, whose handle has gone in between
         return None
     try:
         plan.check()
-    except ConfigError:  # a graph that is asked twice, or one that asks for what it has not saved
+    except ConfigError:  # one that asks for what it has not saved
         return None
     return plan
 

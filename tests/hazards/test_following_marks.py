@@ -1,0 +1,167 @@
+"""H54: what a user has said of tensors comes before a plan, and keeps no step from following one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor
+
+import eager_offload as eo
+from eager_offload.stats import KeepReason
+from eager_offload.step_plan import Fate
+from tests.hazards.backends import Backend, assert_settled
+from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
+
+Around: TypeAlias = AbstractContextManager[Any]
+SIDE = 16
+SIZE = SIDE * SIDE * 4
+
+
+def unmarked(h: Tensor) -> Tensor:
+    return h
+
+
+def step(
+    around: Around,
+    mark: Callable[[Tensor], Tensor] = unmarked,
+    region: Callable[[], Around] = nullcontext,
+    regions: int = 1,
+) -> Tensor | None:
+    """A chain in which one tensor may be marked, which two operators save, and some may be saved in a region."""
+    x = leaf(SIDE, SIDE)
+    with around:
+        y = x * 2
+        for _ in range(4):
+            y = y.sin().exp()
+        h = mark(y * 3)
+        y = h.sin() + h.cos()
+        del h
+        for _ in range(regions):
+            with region():
+                y = y.sin()
+        for _ in range(4):
+            y = y.cos().exp()
+        loss = y.sum()
+    del y
+    loss.backward()
+    return x.grad
+
+
+def test_h54_a_mark_on_what_no_step_saves_keeps_none_from_following(backend: Backend) -> None:
+    offload, expected = backend.offload(step_plans=True), step(nullcontext())
+    aside = [eo.keep(torch.zeros(4)), eo.prefer_offload(torch.zeros(4))]
+    for _ in range(6):
+        assert_identical(expected, step(Settled(offload)))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses, len(aside)) == (5, {}, 2)
+    assert_moved(stats)
+
+
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+def test_h54_what_each_forward_marks_stays_in_each(regime: Regime, backend: Backend) -> None:
+    offload, expected = backend.offload(step_plans=True, **regime.fields), step(nullcontext())
+    for count in range(1, 7):
+        assert_identical(expected, step(regime.around(offload), eo.keep))
+        assert offload.stats().kept_bytes["marked"] == 2 * SIZE * count
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (5, {})
+    assert stats.bytes_out > 0
+    plan = offload.step_plan()
+    assert plan is not None
+    assert [save.reason for save in plan.saves if save.fate is Fate.DECIDE] == [KeepReason.MARKED] * 2
+    assert "decide (marked)" in str(plan)
+
+
+def test_h54_what_each_forward_prefers_leaves_in_each(backend: Backend) -> None:
+    """Where nothing else does, since all the rest is among the newest."""
+    offload, expected = backend.offload(step_plans=True, keep_last_bytes=64 * SIZE), step(nullcontext())
+    for count in range(1, 7):
+        assert_identical(expected, step(Settled(offload), eo.prefer_offload))
+        assert offload.stats().bytes_out == SIZE * count
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (5, {})
+
+
+def test_h54_what_is_small_and_was_preferred_once_stays_when_it_is_not(backend: Backend) -> None:
+    """The plan is of a step in which a mark had it leave."""
+
+    def step(around: Around, *, is_preferred: bool) -> Tensor | None:
+        x, small = leaf(SIDE, SIDE), leaf(4, 4)
+        with around:
+            y = x * 2
+            for _ in range(4):
+                y = y.sin().exp()
+            h = small * 3
+            if is_preferred:
+                eo.prefer_offload(h)
+            loss = h.sin().sum() + y.sum()
+        del y, h
+        loss.backward()
+        return x.grad
+
+    offload = backend.offload(step_plans=True, min_bytes=SIZE)
+    for is_preferred in (True, True, False, True):
+        offload.reset_stats()
+        expected = step(nullcontext(), is_preferred=is_preferred)
+        assert_identical(expected, step(Settled(offload), is_preferred=is_preferred))
+        stats = offload.stats()
+        assert stats.kept_bytes.get("small", 0) == (0 if is_preferred else 64)
+        assert stats.bytes_out == stats.offloaded_bytes == 5 * SIZE + (64 if is_preferred else 0)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+    assert_moved(assert_settled(offload))
+
+
+@pytest.mark.parametrize("how", ["mark", "region"])
+def test_h54_what_a_plan_has_as_said_leaves_where_it_is_not(how: str, backend: Backend) -> None:
+    said: dict[str, Any] = {"mark": eo.keep} if how == "mark" else {"region": eo.no_offload, "regions": 6}
+    silent = {} if how == "mark" else {"regions": 6}
+    offload, expected = backend.offload(step_plans=True), step(nullcontext(), **silent)
+    for fields in (said, said, silent):
+        offload.reset_stats()
+        assert_identical(expected, step(Settled(offload), **fields))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+    assert {reason for reason, nbytes in stats.kept_bytes.items() if nbytes} <= {"small", "newest"}
+    assert_moved(stats)
+
+
+def test_h54_a_region_around_much_of_what_is_saved_keeps_no_step_from_following(backend: Backend) -> None:
+    """What stays takes no room of what is decided anew, so it is no part of what may be."""
+    offload, expected = backend.offload(step_plans=True), step(nullcontext(), regions=6)
+    for count in range(1, 7):
+        assert_identical(expected, step(Settled(offload), region=eo.no_offload, regions=6))
+        assert offload.stats().kept_bytes["region"] == 6 * SIZE * count
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (5, {})
+    assert stats.bytes_out > 0
+
+
+def test_h54_a_mark_between_a_save_and_its_copy_is_decided_anew(backend: Backend) -> None:
+    """The sigmoid saves its result, which is marked and saved again then."""
+
+    def step(around: Around) -> Tensor | None:
+        x = leaf(SIDE, SIDE)
+        with around:
+            y = x * 2
+            for _ in range(3):
+                y = y.sin().exp()
+            y = eo.keep(y.sigmoid()).cos()
+            for _ in range(3):
+                y = y.sin().exp()
+            loss = y.sum()
+        del y
+        loss.backward()
+        return x.grad
+
+    offload, expected = backend.offload(step_plans=True), step(nullcontext())
+    for _ in range(6):
+        offload.reset_stats()
+        assert_identical(expected, step(Settled(offload)))
+        assert offload.stats().kept_bytes["marked"] >= SIZE
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+    assert_moved(stats, 0.7)

@@ -1,0 +1,170 @@
+"""H54: what is asked for more than once is followed as often as it was, and no bit is another where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor
+
+import eager_offload as eo
+from eager_offload import CodecPolicy
+from eager_offload.codecs import BF16
+from tests.hazards.backends import Backend, assert_settled, offloader_of
+from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
+from tests.hazards.test_following import deep
+
+Around: TypeAlias = AbstractContextManager[Any]
+SIDE = 16
+
+
+class LooksTwice(torch.autograd.Function):
+    """A product whose backward looks at ``saved_tensors`` for each gradient: each time all of them are unpacked."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient * ctx.saved_tensors[1], gradient * ctx.saved_tensors[0]
+
+
+def function(around: Around) -> Tensor | None:
+    x = leaf(SIDE, SIDE)
+    with around:
+        y = x * 2
+        for _ in range(3):
+            y = LooksTwice.apply(y.sin(), y.cos())
+        loss = y.sum()
+    del y
+    loss.backward()
+    return x.grad
+
+
+def backwards(around: Around, count: int = 2) -> Tensor | None:
+    x = leaf(SIDE, SIDE)
+    loss = deep(x, around, 4)
+    for _ in range(count):
+        loss.backward(retain_graph=True)
+    return x.grad
+
+
+def graph_of_gradients(around: Around) -> Tensor | None:
+    x = leaf(SIDE, SIDE)
+    loss = deep(x, around, 4)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    gradient.square().sum().backward()
+    return x.grad
+
+
+def graph_of_gradients_inside(around: Around) -> Tensor | None:
+    """What backward saves is of the same forward."""
+    x = leaf(SIDE, SIDE)
+    with around:
+        loss = deep(x, nullcontext(), 4)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        penalty = gradient.square().sum()
+        del gradient
+    penalty.backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+@pytest.mark.parametrize("step", [function, backwards, graph_of_gradients, graph_of_gradients_inside])
+def test_h54_a_save_that_is_asked_for_twice_is_followed(
+    step: Callable[[Around], Tensor | None], regime: Regime, backend: Backend
+) -> None:
+    offload, expected = backend.offload(step_plans=True, **regime.fields), step(nullcontext())
+    for _ in range(6):
+        assert_identical(expected, step(regime.around(offload)))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (5, {})
+    assert stats.bytes_out > 0
+    plan = offload.step_plan()
+    assert plan is not None
+    assert plan.asks_again
+
+
+@pytest.mark.parametrize("step", [function, backwards])
+def test_h54_a_plan_that_asks_twice_begins_a_run(
+    step: Callable[[Around], Tensor | None], backend: Backend, tmp_path: Path
+) -> None:
+    recorded, expected = backend.offload(step_plans=True), step(nullcontext())
+    for _ in range(2):
+        step(Settled(recorded))
+    plan = recorded.step_plan()
+    assert plan is not None
+    plan.save(tmp_path / "plan.json")
+    offload = backend.offload(plan=eo.StepPlan.load(tmp_path / "plan.json"))
+    assert_identical(expected, step(Settled(offload)))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+    assert_moved(stats)
+
+
+@pytest.mark.parametrize(("first", "later", "misses"), [(1, 2, {"order": 1}), (2, 1, {}), (2, 3, {"order": 1})])
+def test_h54_another_number_of_backwards_is_exact(
+    first: int, later: int, misses: dict[str, int], backend: Backend
+) -> None:
+    offload = backend.offload(step_plans=True)
+    for count in (first, first, later, first):
+        assert_identical(backwards(nullcontext(), count), backwards(Settled(offload), count))
+    stats = assert_settled(offload)
+    assert stats.followed_forwards >= 2
+    assert stats.plan_misses == misses
+    assert offloader_of(offload).census().resident_bytes == 0
+    assert_moved(stats)
+
+
+def test_h54_a_backward_over_and_over_is_followed_by_none_and_says_so_once(backend: Backend) -> None:
+    offload, expected = backend.offload(step_plans=True), backwards(nullcontext(), 5)
+    for _ in range(3):
+        assert_identical(expected, backwards(Settled(offload), 5))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (0, {"twice": 1})
+    assert_moved(stats)
+
+
+def test_h54_what_is_changed_between_two_backwards_raises(backend: Backend) -> None:
+    offload = backend.offload(step_plans=True)
+    for changes in (False, False, True):
+        x = leaf(SIDE, SIDE)
+        with Settled(offload):
+            y = x * 2
+            loss = y.sin().exp().sum()
+        loss.backward(retain_graph=True)
+        if not changes:
+            del y
+            loss.backward()
+            continue
+        y.add_(1)
+        with pytest.raises(eo.SavedTensorModifiedError, match="modified by an inplace operation"):
+            loss.backward()
+    assert offload.stats().followed_forwards == 2
+    del loss, y
+    assert_moved(assert_settled(offload), 0.6)
+
+
+def test_h54_what_was_rounded_has_the_same_numbers_the_second_time(backend: Backend) -> None:
+    def step(around: Around) -> list[Tensor]:
+        x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
+        with around:
+            loss = ((x * 2).sin() * (w * 3).cos()).sum()
+        return [*torch.autograd.grad(loss, [x, w], retain_graph=True), *torch.autograd.grad(loss, [x, w])]
+
+    found = []
+    for step_plans in (False, True):
+        offload = backend.offload(codec=CodecPolicy().rule("MulBackward0", BF16()), step_plans=step_plans)
+        found.append([step(Settled(offload)) for _ in range(5)])
+        stats = assert_settled(offload)
+        assert (stats.followed_forwards > 0, stats.plan_misses) == (step_plans, {})
+        assert stats.coded_bytes
+    assert_identical(found[0], found[1])
+    for gradients in found[1]:
+        assert_identical(gradients[:2], gradients[2:])
