@@ -10,6 +10,7 @@ import torch
 from eager_offload._torch import autograd_sequence, weak_storage
 from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import Keeper, Reload, SavedStorage, StorageRecord
+from eager_offload.eager.ownership import pass_on
 from eager_offload.eager.plans import KnownPlan
 from eager_offload.engine.offloader import REFUSED, DeviceOffloader
 from eager_offload.engine.transfer import AWAY, COUNTED, KEPT, WAITING, CountedBytes, Transfer
@@ -127,7 +128,8 @@ class FollowedStorage(SavedStorage, CountedBytes):
         saved.aliases, saved.footprint, saved.alignment_offset = self.aliases, self.footprint, self.alignment_offset
         saved.coding, saved.packed = self.coding, self.packed
         saved.origin, saved.root, saved.stream, saved.saves = self.origin, self.root, self.stream, self.saves
-        saved.slot, saved.reload, saved.returned, saved.given = self.slot, self.reload, self.returned, self.given
+        saved.slot, saved.reload, saved.returned = self.slot, self.reload, self.returned
+        pass_on(self, saved)
         saved.started, saved.times_saved, saved.saved_anew = self.started, 1, False
         saved.forward, saved.number = forward, len(forward.notes.sizes)
         saved.first = saved.number
