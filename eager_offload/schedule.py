@@ -204,6 +204,9 @@ class PrefetchOrder:
         self.promised_bytes = 0
         #: Bytes that forwards which follow a plan have promised: they have the same room.
         self.followed_bytes = 0
+        #: How many times something was asked for, and by which of these some promise of those forwards is expected.
+        self.unpacks = 0
+        self.followed_due = sys.maxsize
         self._uses: dict[int, _Use] = {}
         self._newest: dict[int, int] = {}  # of each sequence
         self._promised: OrderedDict[int, int] = OrderedDict()  # position -> the unpack by which it is expected
@@ -211,7 +214,6 @@ class PrefetchOrder:
         self._holders: dict[int, tuple[int, int]] = {}
         self._next: int | None = None  # the position that the walk comes to next
         self._lost = False  # whether the chains have changed under the walk
-        self._unpacks = 0
         self._expected: dict[int, int | None] = {}  # of each sequence that was asked for: what the chain leads to
         self._misses = 0
         self._follows_no_order = False
@@ -256,9 +258,20 @@ class PrefetchOrder:
         del self._uses[position]
         return dropped
 
+    @property
+    def is_late(self) -> bool:
+        """Whether some promise of a forward that follows a plan may be overdue."""
+        return self.followed_due + self.PATIENCE < self.unpacks
+
+    def make_room(self, nbytes: int) -> list[int]:
+        """For ``nbytes`` that a forward which follows a plan promises: the storages of promises that are given up."""
+        plan = Plan()
+        self._make_room(nbytes, plan)
+        return plan.drop
+
     def promise(self, position: int) -> None:
         """A save that was just added is asked for soon, as a plan has said that is not followed any more."""
-        self._promise(position, self._unpacks)
+        self._promise(position, self.unpacks)
         self._lost = True
 
     def arrange(self, sequence: int, positions: Iterable[int]) -> None:
@@ -289,7 +302,7 @@ class PrefetchOrder:
 
     def unpacked(self, position: int) -> Plan:
         """The use at ``position`` is asked for now."""
-        self._unpacks += 1
+        self.unpacks += 1
         use, plan = self._uses[position], Plan()
         self._judge(position, use)
         promised = position in self._promised
@@ -335,7 +348,7 @@ class PrefetchOrder:
     def _expect_all_by_now(self) -> None:
         """The order has jumped: what was promised along the old one is due at once, and late soon."""
         for position, due in self._promised.items():
-            self._promised[position] = min(due, self._unpacks)
+            self._promised[position] = min(due, self.unpacks)
 
     def _look_ahead(self, plan: Plan, asked: int) -> None:
         """Promises what comes next; ``asked`` is how many times the save that was asked for was."""
@@ -351,7 +364,7 @@ class PrefetchOrder:
                 brought = use.storage not in self._holders
                 if brought and not self._make_room(use.nbytes, plan):
                     return
-                self._promise(position, self._unpacks + len(self._promised) + 1)
+                self._promise(position, self.unpacks + len(self._promised) + 1)
                 if brought:
                     plan.bring.append(use.storage)
             self._next = use.before
@@ -374,7 +387,7 @@ class PrefetchOrder:
             oldest = next(iter(self._promised.items()), None)
             if oldest is None:
                 return self.limit > 0 == self.followed_bytes
-            if self._follows_no_order or oldest[1] + self.PATIENCE >= self._unpacks:
+            if self._follows_no_order or oldest[1] + self.PATIENCE >= self.unpacks:
                 return False
             dropped = self._unpromise(oldest[0])
             if dropped is not None:

@@ -398,3 +398,24 @@ def test_a_storage_weighs_what_it_did_when_it_was_promised() -> None:
         order.unpacked(position)
     assert order.promised_bytes == 0
     assert not order.holds(7)
+
+
+def test_what_follows_a_plan_has_the_room_of_promises_that_are_overdue() -> None:
+    order = PrefetchOrder(4)
+    packed(order, [(0, 2), (1, 2), (2, 2)])
+    assert order.unpacked(3).bring == [1, 0]
+    order.unpacks += PrefetchOrder.PATIENCE + 1  # those of a forward that follows a plan
+    assert order.make_room(2) == []
+    order.unpacks += 1
+    assert order.make_room(2) == [1]
+    assert order.make_room(2) == [], "for which there is room"
+    assert order.promised_bytes == 2
+
+
+def test_a_promise_of_a_plan_is_late_once_patience_has_ended() -> None:
+    order = PrefetchOrder(4)
+    order.followed_due = 3
+    order.unpacks = 3 + PrefetchOrder.PATIENCE
+    assert not order.is_late
+    order.unpacks += 1
+    assert order.is_late

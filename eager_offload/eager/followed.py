@@ -10,9 +10,10 @@ import torch
 from eager_offload._torch import autograd_sequence, weak_storage
 from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import Keeper, Reload, SavedStorage, StorageRecord
+from eager_offload.eager.ownership import pass_on
 from eager_offload.eager.plans import KnownPlan
 from eager_offload.engine.offloader import REFUSED, DeviceOffloader
-from eager_offload.engine.transfer import AWAY, COUNTED, KEPT, WAITING, CountedBytes, Transfer
+from eager_offload.engine.transfer import COUNTED, KEPT, WAITING, CountedBytes, Transfer
 from eager_offload.errors import OffloadError
 from eager_offload.learning import Forward
 from eager_offload.runtime.base import ALIGNMENT, Stream
@@ -21,7 +22,7 @@ from eager_offload.stats import Counters, KeepReason
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = ["FollowedStorage", "RunRecord"]
+__all__ = ["FollowedRecord", "FollowedStorage", "RunRecord"]
 
 
 def _unknown() -> None:
@@ -31,7 +32,7 @@ def _unknown() -> None:
 class FollowedStorage(SavedStorage, CountedBytes):
     """A storage that was offloaded or is to be, as a step plan says. It knows its run by that's record alone."""
 
-    __slots__ = (*COUNTED, "adopted", "packed_at", "promised", "run")
+    __slots__ = (*COUNTED, "adopted", "packed_at", "run")
 
     def __init__(
         self,
@@ -55,8 +56,6 @@ class FollowedStorage(SavedStorage, CountedBytes):
         self.given = ()
         #: What it is as a storage of an unknown step, once its run is over.
         self.adopted: SavedStorage | None = None
-        #: The bytes of it that an unpack which comes soon needs on the device; 0 where none does.
-        self.promised = 0
         self.packed_at = autograd_sequence()
         self.root = _unknown
 
@@ -69,9 +68,10 @@ class FollowedStorage(SavedStorage, CountedBytes):
     def stay(self, reason: KeepReason) -> None:
         if self.state is WAITING:
             self.saves.offloader.resident_bytes -= self.footprint.nbytes
-            self.run.waiting_bytes -= self.footprint.nbytes
-        if self.state is not KEPT:
-            self.run.kept_bytes += self.device_bytes
+            self.run.waits_no_more(self.number)
+        if self.state is not KEPT and not self.is_gone:
+            self.run.kept[self.number] = self.device_bytes
+            self.run.unsettled.setdefault(self.number, 0)
         super().stay(reason)
 
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
@@ -88,38 +88,29 @@ class FollowedStorage(SavedStorage, CountedBytes):
             self.slot = None
             self.stay(KeepReason.FAILED)
             return
-        if self.promised and self.reload is None and not self.is_gone and self.coding is None:
+        if self.number in run.promised and self.reload is None and not self.is_gone and self.coding is None:
             assert self.slot is not None
             back = Transfer(self.slot, transfer.nbytes, transfer.counters)
             back.event = transfer.event
             self.saves.offloader.hold(back.nbytes)
-            run.returning[back] = None
+            run.returning[self.number] = back
             self.reload = Reload(self.source_bytes(), back)
         self.arrive()
         if not (self.is_gone or self.asked):
-            run.unasked[self.counters] = run.unasked.get(self.counters, 0) + self.logical_bytes
+            run.unasked[self.number] = self.counters
+            run.unsettled.setdefault(self.number, 0)  # it may have been asked for last, or its run be over
         self.packed = None
         self.release_source()
 
-    def unpromise(self) -> None:
-        """No unpack that comes soon needs it on the device."""
-        self.run.promised_bytes -= self.promised
-        self.saves.order.followed_bytes -= self.promised
-        self.promised = 0
-
     def forget(self) -> None:
-        """It is asked for the last time, or taken over by the engine: the run's record counts it no more."""
-        self.unpromise()
-        run = self.run
-        run.autograd_bytes -= self.autograd_bytes
-        if self.state is KEPT:
-            run.kept_bytes -= self.device_bytes
-        elif self.state is WAITING:
-            run.waiting_bytes -= self.footprint.nbytes
-        elif self.state is AWAY and not self.asked:
-            run.unasked[self.counters] -= self.logical_bytes
-        if self.reload is not None:
-            run.returning.pop(self.reload.transfer, None)
+        """It is taken over by an unknown step: the run's record counts it no more."""
+        run, number = self.run, self.number
+        run.unpromise(number)
+        run.unsettled.pop(number, None)
+        run.kept.pop(number, None)
+        run.unasked.pop(number, None)
+        run.returning.pop(number, None)
+        run.waits_no_more(number)
 
     def as_unknown(self, key: int, name: Hashable, forward: Forward) -> SavedStorage:
         """The same as a storage of an unknown step, in the state that it is in; ``forward`` saves it next."""
@@ -127,7 +118,8 @@ class FollowedStorage(SavedStorage, CountedBytes):
         saved.aliases, saved.footprint, saved.alignment_offset = self.aliases, self.footprint, self.alignment_offset
         saved.coding, saved.packed = self.coding, self.packed
         saved.origin, saved.root, saved.stream, saved.saves = self.origin, self.root, self.stream, self.saves
-        saved.slot, saved.reload, saved.returned, saved.given = self.slot, self.reload, self.returned, self.given
+        saved.slot, saved.reload, saved.returned = self.slot, self.reload, self.returned
+        pass_on(self, saved)
         saved.started, saved.times_saved, saved.saved_anew = self.started, 1, False
         saved.forward, saved.number = forward, len(forward.notes.sizes)
         saved.first = saved.number
@@ -147,24 +139,37 @@ class FollowedStorage(SavedStorage, CountedBytes):
         """What was brought back is not expected any more; a copy on its way holds its target."""
         if self.reload is not None:
             self.saves.offloader.release(self.reload.transfer)
-            self.run.returning.pop(self.reload.transfer, None)
+            self.run.returning.pop(self.number, None)
             self.reload = None
 
 
+class FollowedRecord(FinalizerRecord[FollowedStorage]):
+    """A weak reference to a storage of a run. What that still counts when it dies, the run's record knows by number."""
+
+    __slots__ = ("number", "run")
+    number: int
+    run: RunRecord
+
+
 class RunRecord(FinalizerRecord[object]):
-    """A weak reference to a run, and what is to be settled once its last handle is gone. It holds no bytes."""
+    """A weak reference to a run, and what is to be settled once its last handle is gone. It holds no bytes.
+
+    What a storage counts is here, by its number, so that it can be settled when it dies, which may be long before.
+    """
 
     __slots__ = (
-        "autograd_bytes",
         "counters",
+        "due",
         "is_spoiled",
-        "kept_bytes",
+        "kept",
         "known",
-        "promised_bytes",
+        "promised",
         "returning",
         "saves",
         "slots",
         "unasked",
+        "unsettled",
+        "waiting",
         "waiting_bytes",
     )
     #: Those of its device; weak, since their offloader holds the record.
@@ -175,16 +180,21 @@ class RunRecord(FinalizerRecord[object]):
     slots: list[Slot | None]
     #: Whether these are not to be used again.
     is_spoiled: bool
-    #: Bytes that are counted as alive because of it, those of them that stay, and those that are yet to leave.
-    autograd_bytes: int
-    kept_bytes: int
+    #: Bytes that are counted as alive because of each storage that something is counted of.
+    unsettled: dict[int, int]
+    #: Bytes of those that stay.
+    kept: dict[int, int]
+    #: Those that are yet to leave, and their bytes together.
+    waiting: set[int]
     waiting_bytes: int
-    #: Those that are on the device since an unpack comes soon, or are to be: see ``PrefetchOrder.followed_bytes``.
-    promised_bytes: int
-    #: Bytes that have left and were not asked for, by where they are counted.
-    unasked: dict[Counters, int]
+    #: Bytes of those that are on the device since an unpack comes soon, or are to be: see
+    #: ``PrefetchOrder.followed_bytes``; and of each, by which unpack of the device that comes.
+    promised: dict[int, int]
+    due: list[int]
+    #: Where those are counted that have left and were not asked for.
+    unasked: dict[int, Counters]
     #: Copies back that the device's bytes are held for.
-    returning: dict[Transfer, None]
+    returning: dict[int, Transfer]
 
     def on_finalized(self) -> None:
         saves = self.saves()
@@ -198,21 +208,40 @@ class RunRecord(FinalizerRecord[object]):
         """Whatever it still counts is gone; ``offloader`` is ``None`` where that was closed, and is gone too."""
         if offloader is not None and offloader.is_crashed:
             return
-        live = self.counters.live
-        live.without_offload -= self.autograd_bytes
-        live.kept -= self.kept_bytes
-        for counters, nbytes in self.unasked.items():
-            counters.released_bytes += nbytes
         if offloader is not None:
-            offloader.resident_bytes -= self.waiting_bytes
             for transfer in offloader.held_back():
                 storage = transfer.record
                 if isinstance(storage, FollowedStorage) and storage.run is self and offloader.cancel(transfer):
                     storage.is_gone = True
                     storage.stay(KeepReason.NEWEST)
-            for transfer in self.returning:
+        for number in list(self.unsettled):
+            self.forget(number, offloader)
+
+    def forget(self, number: int, offloader: DeviceOffloader | None) -> None:
+        """A storage has died, or counts no more: what it still counted is gone."""
+        live = self.counters.live
+        live.without_offload -= self.unsettled.pop(number)
+        live.kept -= self.kept.pop(number, 0)
+        if (counters := self.unasked.pop(number, None)) is not None:
+            counters.released_bytes += self.known.plan.saves[number].nbytes
+        self.unpromise(number)
+        transfer, waiting = self.returning.pop(number, None), self.waits_no_more(number)
+        if offloader is not None:
+            offloader.resident_bytes -= waiting
+            if transfer is not None:
                 offloader.release(transfer)
-        if (saves := self.saves()) is not None:
-            saves.order.followed_bytes -= self.promised_bytes
-        self.waiting_bytes = self.autograd_bytes = self.kept_bytes = self.promised_bytes = 0
-        self.returning, self.unasked = {}, {}
+
+    def waits_no_more(self, number: int) -> int:
+        """The copy of a storage has started, or will not: returns the bytes that had waited for it."""
+        if number not in self.waiting:
+            return 0
+        self.waiting.remove(number)
+        nbytes = self.known.plan.saves[number].storage_nbytes
+        self.waiting_bytes -= nbytes
+        return nbytes
+
+    def unpromise(self, number: int) -> None:
+        """No unpack that comes soon needs a storage on the device."""
+        nbytes, saves = self.promised.pop(number, 0), self.saves()
+        if saves is not None:
+            saves.order.followed_bytes -= nbytes

@@ -16,6 +16,7 @@ up but asked each time, here as there: versions, the autograd sequence number, w
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from eager_offload import marks
 from eager_offload._torch import autograd_sequence, version_of, weak_storage
 from eager_offload.eager.coding import Coding, kind_of
 from eager_offload.eager.device_budget import DeviceBudget
-from eager_offload.eager.followed import FollowedStorage, RunRecord
+from eager_offload.eager.followed import FollowedRecord, FollowedStorage, RunRecord
 from eager_offload.eager.handles import Keeper, KeptTensor, Reload, Returned, SavedView, what_stays_of
 from eager_offload.eager.packing import let_go, packed, unpacked, unpacked_at_once
 from eager_offload.eager.plans import KnownPlan, Staying, StepPlans, Turn
@@ -64,6 +65,9 @@ class Adopter(Keeper, Protocol):
 
     def adopt(self, run: Run) -> None:
         """From here on the step is unknown. The lock is held."""
+
+    def make_room(self, nbytes: int) -> None:
+        """Ends promises that are overdue, so that a run may promise ``nbytes``. The lock is held."""
 
     def adopt_view(self, view: SavedView, run: Run) -> None:
         """A handle of a run that is over is as one of an unknown step. The lock is held."""
@@ -143,6 +147,7 @@ class Run:
         "_due",
         "_has_one_stream",
         "_keep",
+        "_note_end",
         "_offloader",
         "_only_staying",
         "_saves",
@@ -180,6 +185,7 @@ class Run:
         self._saves, self._asks = known.plan.saves, known.plan.asks
         self._staying, self._only_staying, self._starts = known.staying, known.only_staying, known.starts
         self.keeper, self._offloader, self._keep = keeper, keeper.offloader, keep
+        self._note_end = keeper.offloader.numbered.append
         #: How many tensors were packed and unpacked.
         self.packed = self.asked = 0
         #: How many of the first saves are counted, if they stay and are counted later.
@@ -198,8 +204,9 @@ class Run:
         self.record = record = RunRecord(self, self._offloader.finalized.append)
         record.saves, record.counters = weakref.ref(keeper), self._offloader.accounts.counters
         record.known, record.slots = known, slots
-        record.autograd_bytes = record.kept_bytes = record.waiting_bytes = record.promised_bytes = 0
-        record.unasked, record.returning, record.is_spoiled = {}, {}, False
+        record.unsettled, record.kept, record.unasked, record.returning = {}, {}, {}, {}
+        record.promised, record.due, record.waiting = {}, [0] * len(self._saves), set()
+        record.waiting_bytes, record.is_spoiled = 0, False
         self._offloader.records.add(record)
 
     @property
@@ -350,9 +357,11 @@ class Run:
             followed.root = weakref.ref(root_of(tensor))
         counters, record = offloader.accounts.counters, self.record
         followed.save(counters, save.nbytes, _NEWEST, save.storage_nbytes, save.autograd_bytes)
-        record.autograd_bytes += save.autograd_bytes
+        record.unsettled[number] = save.autograd_bytes
+        record.waiting.add(number)
         record.waiting_bytes += save.storage_nbytes
-        self._storages[number] = weakref.ref(followed)
+        self._storages[number] = known = FollowedRecord(followed, self._note_end)
+        known.number, known.run = number, record
         offloader.hold(save.storage_nbytes)
         return self._view(followed, tensor, number)
 
@@ -470,6 +479,7 @@ class Run:
         if storage.coding is not None and (slot := self._start_packed(storage, slot, storage.coding)) is None:
             return
         transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage, source)
+        self.record.waiting.discard(storage.number)  # `waits_no_more`, which would be a call
         self.record.waiting_bytes -= storage.footprint.nbytes
         whole = source if self._offloader.runtime.copies_storages else storage.source_bytes()
         self._offloader.offload(whole, slot, self.stream, transfer, computed=computed)
@@ -491,7 +501,7 @@ class Run:
             return storage.slot
         transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage)
         transfer.codec, transfer.holds = coding.codec.name, found.holds
-        self.record.waiting_bytes -= storage.footprint.nbytes
+        self.record.waits_no_more(storage.number)
         source = storage.aliases[0].untyped_storage()
         offloader.offload(found.packed, slot, self.stream, transfer, keepalive=source)
         if found.holds is None:
@@ -521,20 +531,20 @@ class Run:
             if tensor is None and storage.reload is None:
                 self._bring(storage, "reload")
             self.asked = rank + 1
+            record, order = self.record, self.keeper.order
+            order.unpacks += 1
             if (budget := self.keeper.budget) is not None:
                 if rank == 0:  # all that has to leave has begun to
                     budget.look(self.keeper.kept_newest())
                 elif budget.note_call() or self.asked == len(self._asks):
                     budget.look()
-            self._settle(storage, resident=tensor is not None, last=ask.last)
-            ahead = self._ahead
+            ahead, reload = self._ahead, storage.reload  # which may be given up meanwhile, if more of it was expected
             if not ask.keep:
-                if promised := storage.promised:  # `unpromise`, which would be a call
-                    self.record.promised_bytes -= promised
-                    self.keeper.order.followed_bytes -= promised
-                    storage.promised = 0
+                if promised := record.promised.pop(storage.number, 0):  # `unpromise`, which would be a call
+                    order.followed_bytes -= promised
                 elif ahead and storage.number in ahead:
                     ahead.remove(storage.number)
+            self._settle(storage, resident=tensor is not None, last=ask.last)
             for number in ask.drop:
                 self._expect_no_more(number)
             if ask.bring or ahead:
@@ -544,10 +554,9 @@ class Run:
             if self.asked == len(self._asks):
                 self.keeper.plans.done(self.known)
             if tensor is not None:
-                if not storage.promised:
+                if storage.number not in record.promised:
                     storage.drop_reload()
                 return tensor
-            reload = storage.reload
             assert reload is not None
             if offloader.runtime.query(reload.transfer.event):  # so that the host waits for nothing with the lock held
                 return self._wait_for(view, storage, reload, ask, is_there=True)
@@ -583,7 +592,7 @@ class Run:
                 serves = None if ask.last else Returned(weak_storage(source), first_byte)
                 if reload.is_packed:
                     storage.returned = serves
-                if not storage.promised:
+                if storage.number not in self.record.promised:
                     self._hand_over(storage, reload, serves)
                 return tensor
         except BaseException:
@@ -594,7 +603,8 @@ class Run:
     def _hand_over(self, storage: FollowedStorage, reload: Reload, returned: Returned | None) -> None:
         """The library holds a reload no more."""
         self._offloader.release(reload.transfer)
-        self.record.returning.pop(reload.transfer, None)
+        if self.record.returning.get(storage.number) is reload.transfer:
+            del self.record.returning[storage.number]
         if storage.reload is reload:
             storage.reload = None
             storage.returned = storage.returned if returned is None else returned
@@ -613,25 +623,28 @@ class Run:
             layout = storage.target_layout
         back = self._offloader.reload(storage.slot, layout, self.stream, what)
         storage.reload = Reload(*back, storage.coding is not None)
-        self.record.returning[storage.reload.transfer] = None
+        self.record.returning[storage.number] = storage.reload.transfer
 
     def _settle(self, storage: FollowedStorage, *, resident: bool, last: bool) -> None:
         """Settles what became of a storage that is asked for, the first time; ``last``: autograd lets go of it now."""
-        record = self.record
+        record, number = self.record, storage.number
         if storage.state is AWAY:
             if not storage.asked:
-                record.unasked[storage.counters] -= storage.logical_bytes
+                record.unasked.pop(number, None)
                 storage.ask(resident=resident)
         else:
             self._settle_present(storage)
         if last:
             live = record.counters.live
             live.without_offload -= storage.autograd_bytes
-            record.autograd_bytes -= storage.autograd_bytes
             storage.autograd_bytes = 0
+            if number in record.promised:  # which ends later
+                record.unsettled[number] = 0
+            else:
+                record.unsettled.pop(number, None)
             if storage.state is KEPT:
                 live.kept -= storage.device_bytes
-                record.kept_bytes -= storage.device_bytes
+                record.kept.pop(number, None)
                 storage.device_bytes = 0
 
     def _settle_present(self, storage: FollowedStorage) -> None:
@@ -651,18 +664,28 @@ class Run:
 
         The room is that of all forwards of the device: see ``PrefetchOrder``.
         """
-        ahead, order = self._ahead, self.keeper.order
+        ahead, order, record = self._ahead, self.keeper.order, self.record
         ahead += numbers
         while ahead:
-            storage = self._storages[ahead[0]]()
-            if storage is not None and not storage.promised:
+            number = ahead[0]
+            storage = self._storages[number]()
+            if storage is not None and number not in record.promised:
                 nbytes = storage.moved
                 held = order.promised_bytes + order.followed_bytes
                 if held + nbytes > order.limit and (held or not order.limit):
-                    return
-                storage.promised = nbytes
-                self.record.promised_bytes += nbytes
+                    if not order.promised_bytes and order.followed_due + order.PATIENCE >= order.unpacks:
+                        return  # nothing is overdue
+                    self.keeper.make_room(nbytes)
+                    held = order.promised_bytes + order.followed_bytes
+                    if held + nbytes > order.limit and (held or not order.limit):
+                        return
+                record.promised[number] = nbytes
+                record.due[number] = due = order.unpacks - self.asked + self.known.last_asks[number]
+                if number not in record.unsettled:
+                    record.unsettled[number] = 0
                 order.followed_bytes += nbytes
+                if due < order.followed_due:
+                    order.followed_due = due
             ahead.popleft()
             if storage is None or storage.state is not AWAY or storage.reload is not None:
                 continue
@@ -679,7 +702,7 @@ class Run:
             self._ahead.remove(number)
         storage = self._storages[number]()
         if storage is not None:
-            storage.unpromise()
+            self.record.unpromise(number)
             storage.drop_reload()
 
     # -- the end ----------------------------------------------------------------------------------------------------
@@ -689,6 +712,18 @@ class Run:
         for weak in self._storages:
             if (storage := weak()) is not None:
                 storage.drop_reload()
+
+    def give_up(self, before: int) -> int:
+        """Ends the promises that were due before that unpack of the device; by which one the next is, if any.
+
+        The lock is held.
+        """
+        promised, due = self.record.promised, self.record.due
+        for number in [number for number in promised if due[number] < before]:
+            self.record.unpromise(number)
+            if (storage := self._storages[number]()) is not None:
+                storage.drop_reload()
+        return min((due[number] for number in promised), default=sys.maxsize)
 
     def miss(self, what: str) -> None:
         """The step differs from the plan by ``what``. The lock is held."""

@@ -29,7 +29,7 @@ from eager_offload._torch import after_backward, asker_may_return_it, current_ba
 from eager_offload.errors import reentered
 from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = ["Owner", "own_until_taken"]
+__all__ = ["Owner", "own_until_taken", "pass_on"]
 
 
 class Owner(Protocol):
@@ -59,6 +59,18 @@ def own_until_taken(owner: Owner, tensor: Tensor) -> None:
             after_backward(partial(_end, backward))
         owner.given = (*owner.given, tensor)
         _owners.setdefault(backward, []).append(weakref.ref(owner))
+
+
+def pass_on(owner: Owner, heir: Owner) -> None:
+    """What ``owner`` owns ``heir`` owns as well, which takes its place, until the same backwards are over."""
+    heir.given = ()
+    if not owner.given:
+        return
+    with _lock.lock:
+        heir.given = owner.given
+        for owners in _owners.values():
+            if any(ref() is owner for ref in owners):
+                owners.append(weakref.ref(heir))
 
 
 def _end(backward: int) -> None:

@@ -79,6 +79,9 @@ class Following(Protocol):
     def drop_reloads(self) -> None:
         """Lets go of what was brought back early."""
 
+    def give_up(self, before: int) -> int:
+        """Ends the promises that were due before that unpack of the device; by which one the next is, if any."""
+
 
 class Turn:
     """One forward among those of a thread, in the order in which they begin."""
@@ -172,6 +175,10 @@ class KnownPlan:
         self.layouts = [Layout(save.storage_nbytes) for save in plan.saves]
         #: The saves at which sources have gone: a run looks there whether they may go.
         self.releases = frozenset(save.release for save in plan.saves if save.fate is Fate.OFFLOAD)
+        #: By number of a first save: which unpack is the last of its storage; the first one where there is none.
+        self.last_asks = [0] * len(plan.saves)
+        for rank, ask in enumerate(plan.asks):
+            self.last_asks[plan.saves[ask.save].owner] = rank
         self.shared = frozenset(save.owner for save in plan.saves if save.fate is Fate.SHARE)
         #: Slots of runs that are gone, a list for each.
         self.idle: deque[list[Slot]] = deque(maxlen=_MOST_READY)

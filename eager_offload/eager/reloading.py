@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import torch
@@ -55,6 +56,8 @@ class Reloading:
             if not offloader.is_crashed:
                 self._note_asked(saved, resident=reload is None)
                 self._expect(view, stream)
+                if self.order.is_late:
+                    self._give_up()
                 plan = self.order.unpacked(view.position)
                 if view.forward.recorder is not None:
                     self._record(view.forward.recorder, view, plan)
@@ -96,6 +99,20 @@ class Reloading:
         if saved is not None and saved.reload is not None:
             self._offloader.release(saved.reload.transfer)
             saved.reload = saved.record.reload = None
+
+    def make_room(self, nbytes: int) -> None:
+        """Ends promises that are overdue, so that a forward which follows a plan may promise. The lock is held."""
+        if self.order.is_late:
+            self._give_up()
+        for key in self.order.make_room(nbytes):
+            self.drop(self._offloading.storage(key))
+
+    def _give_up(self) -> None:
+        """Ends the promises of forwards that follow a plan which were not taken up for so long."""
+        order = self.order
+        order.followed_due = min(
+            (run.give_up(order.unpacks - order.PATIENCE) for run in self._plans.runs), default=sys.maxsize
+        )
 
     def _drop_all_but(self, needed: int) -> None:
         for run in self._plans.runs:

@@ -626,6 +626,10 @@ class SavedTensors:
             slots.append(slot)
         return slots
 
+    def make_room(self, nbytes: int) -> None:
+        """Ends promises that are overdue, so that a run may promise ``nbytes``. The lock is held."""
+        self._reloading.make_room(nbytes)
+
     def whole_of(self, tensor: Tensor) -> SavedStorage | None:
         """The saved storage that ``tensor`` is a part of, where that was to leave whole. The lock is held."""
         storage = tensor.untyped_storage()
@@ -647,7 +651,7 @@ class SavedTensors:
         if view.run is None:
             return
         followed = cast(FollowedStorage, view.storage)
-        saved, is_promised = followed.adopted, followed.promised > 0
+        saved, is_promised = followed.adopted, followed.number in run.record.promised
         if saved is None:
             saved = self._adopt_storage(followed, run)
         nbytes, forward = saved.footprint.nbytes, run.forward

@@ -124,6 +124,8 @@ class DeviceOffloader:
         #: What is known of everything that has a living owner, and of what has died since the last poll.
         self.records: set[Any] = set()
         self.finalized: deque[Any] = deque()
+        #: The same of what one record knows of by their numbers, as long as something of them is counted.
+        self.numbered: deque[Any] = deque()
         #: Slots that are kept ready for a step, between two of them.
         self.idle_slots: list[IdleSlots] = []
         self._held_back: dict[Transfer, _HeldBack] = {}
@@ -472,6 +474,11 @@ class DeviceOffloader:
             self._start_held_back()
         while back and runtime.query((transfer := next(iter(back))).event):
             self.take_up(transfer)  # a failure is raised where a wait comes; if none does it harms nothing
+        numbered = self.numbered
+        while numbered:  # most were settled when they were asked for the last time, which takes no call
+            one = numbered.popleft()
+            if one.number in one.run.unsettled and not self.is_crashed:
+                one.run.forget(one.number, self)
         while self._deferred and not self._warns_later:
             self.warn(self._deferred.popleft())
 

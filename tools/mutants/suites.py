@@ -71,6 +71,7 @@ _FIRST: dict[str, list[str]] = {
     "eager/follow": [
         "tests/hazards/test_following.py",
         "tests/hazards/test_following_guard.py",
+        "tests/hazards/test_following_alive.py",
         "tests/test_followed_counts.py",
         "tests/codecs/test_rounding.py",
         "tests/hazards/test_out_of_memory.py",
