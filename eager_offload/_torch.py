@@ -1022,8 +1022,8 @@ def leave_out_of_peak(
     memory.get_freeable_input_buf = get_freeable_input_buf
 
 
-#: What Inductor recomputes the values of a graph with.
-_updaters: weakref.WeakKeyDictionary[Graph, Any] = weakref.WeakKeyDictionary()
+#: What Inductor recomputes the values of a graph with. It holds the graph, so nothing here holds either.
+_updaters: weakref.WeakKeyDictionary[Graph, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def remember_updaters() -> None:
@@ -1036,7 +1036,7 @@ def remember_updaters() -> None:
     @functools.wraps(original)
     def __init__(self: Any, given: Any) -> None:  # a graph in 2.11, its module later
         original(self, given)
-        _updaters[getattr(given, "graph", given)] = self
+        _updaters[getattr(given, "graph", given)] = weakref.ref(self)
 
     updater.__init__ = __init__
 
@@ -1047,7 +1047,8 @@ def same_values(graph: Graph) -> Iterator[None]:
 
     Inductor does that for each node with other arguments, and for what depends on it as far as memory may be shared.
     """
-    updater = _updaters.get(graph)
+    known = _updaters.get(graph)
+    updater = None if known is None else known()
     if updater is None:
         yield
         return

@@ -393,3 +393,13 @@ def test_values_that_transfers_leave_as_they_are_are_not_computed_anew(
         step(offload.compile(inner), list(inner.parameters()))
     assert copies
     assert set(copies) <= set(updated), "what a pass before has made is"
+
+
+def test_no_graph_outlives_its_compilation(offload: eo.Offload) -> None:
+    inner = model()
+    with inductor_config.patch(fx_graph_cache=False):
+        step(offload.compile(inner), list(inner.parameters()))
+    del inner
+    torch._dynamo.reset()
+    gc.collect()
+    assert not list(_torch._updaters)
