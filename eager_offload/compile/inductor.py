@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
-from weakref import WeakSet
 
 from torch.fx import Graph, GraphModule
 
@@ -39,6 +38,7 @@ from eager_offload.compile.order import (
 from eager_offload.compile.regions import keep_operands, name_results
 from eager_offload.config import OffloadConfig
 from eager_offload.runtime.base import Direction
+from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
 
 __all__ = ["OrderTransfers", "Partitioner", "install", "uninstall", "with_passes"]
@@ -144,7 +144,7 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
         return [each for one in several for each in (one._inner_passes() if isinstance(one, OrderTransfers) else [one])]
 
 
-_users: WeakSet[object] = WeakSet()
+_users: Living[object] = Living()  # whose callbacks are in C: an `Offload` may go in the midst of anything
 _lock = ForkSafeLock()
 
 

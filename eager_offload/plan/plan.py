@@ -6,7 +6,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +53,6 @@ class FixedWay(NamedTuple):
     step_seconds: float
 
 
-@dataclass(frozen=True)
 class Plan(PlanFields, ComputedPlan):
     """What a step of a model is to move on a device, and what comes of it; :func:`eager_offload.plan` makes one.
 
