@@ -360,8 +360,8 @@ class Run:
         record.unsettled[number] = save.autograd_bytes
         record.waiting.add(number)
         record.waiting_bytes += save.storage_nbytes
-        self._storages[number] = known = FollowedRecord(followed, self._note_end)
-        known.number, known.run = number, record
+        self._storages[number] = weak = FollowedRecord(followed, self._note_end)
+        weak.number, weak.run = number, record
         offloader.hold(save.storage_nbytes)
         return self._view(followed, tensor, number)
 
