@@ -260,7 +260,7 @@ def test_h15_the_stream_is_noted_before_any_other_is_entered(backend: Backend, m
             y = (leaf(64) * gathered).sum()
         y.backward()
         del y, gathered, step
-    assert len(asked) > 10
+    assert len(asked) > 5, "where compute has one stream, a step that follows a plan asks once"
     assert transfers.isdisjoint(asked)
     assert_moved(assert_settled(offload))
 
