@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 from eager_offload.step_plan import StepRecorder
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = ["Advice", "Forward", "ForwardRecord", "Kind", "Lesson", "Lessons", "Link", "Notes"]
+__all__ = ["Advice", "Forward", "ForwardRecord", "Kind", "Lesson", "Lessons", "Link", "Notes", "readers_of"]
 
 #: How many lessons are remembered: the forwards of one step may differ, of a generator and a discriminator say.
 _MOST_LESSONS = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -17,7 +17,7 @@ from eager_offload.eager.adapting import Adapting
 from eager_offload.eager.coding import codings_of
 from eager_offload.eager.measuring import StepMeasures
 from eager_offload.errors import warn
-from eager_offload.learning import Kind
+from eager_offload.learning import Kind, Notes, readers_of
 from eager_offload.runtime.base import Layout
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import Footprint
@@ -388,17 +388,16 @@ class StepPlans:
             return
         self._given = self.add(plan, is_computed=computed is not None)
 
-    def read(self, recording: Recording, readers: Mapping[int, Set[str]]) -> None:
+    def read(self, recording: Recording, notes: Notes) -> None:
         """A forward that was recorded is over, and its backward: the plan that was given may round, or does not fit.
 
         Args:
-            readers: who has asked for each storage, by the recorder's name of its first save.
+            notes: of the same forward, which say by the recorder's names what has asked for each storage.
         """
-        given, plan = self._unread, recording.plan()
-        if given is None or plan is None:
+        if (given := self._unread) is None or (plan := recording.plan()) is None:
             return
         self._unread = None
-        known, names = KnownPlan(given, self._codecs), recording.names
+        known, names, readers = KnownPlan(given, self._codecs), recording.names, readers_of(notes)
         if not given.is_like(plan):
             self._given = known
             self.missed(known, "size")

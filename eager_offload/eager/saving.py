@@ -36,7 +36,7 @@ from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.errors import OffloadError, PrecisionError
 from eager_offload.kernels.codecs import CODECS
 from eager_offload.kernels.workspace import Workspaces
-from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Kind, Lessons, Link, readers_of
+from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Kind, Lessons, Link
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Layout, Stream
 from eager_offload.runtime.host import HostRuntime
@@ -558,7 +558,7 @@ class SavedTensors:
         out = self.offloader.out_rate.value
         self._lessons.learn(record.notes, None if out is None else Link(out, self.offloader.in_rate.value or out))
         if (recording := cast(Recording | None, record.recorder)) is not None:
-            self.plans.read(recording, readers_of(record.notes))
+            self.plans.read(recording, record.notes)
             self.plans.learn(recording, self._exact_kinds)
 
     # -- forwards that follow a plan ----------------------------------------------------------------------------------
