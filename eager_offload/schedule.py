@@ -263,6 +263,11 @@ class PrefetchOrder:
         """Whether some promise of a forward that follows a plan may be overdue."""
         return self.followed_due + self.PATIENCE < self.unpacks
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more may be promised. A storage larger than the limit may, alone, unless that is 0."""
+        held = self.promised_bytes + self.followed_bytes
+        return held + nbytes <= self.limit or self.limit > 0 == held
+
     def make_room(self, nbytes: int) -> list[int]:
         """For ``nbytes`` that a forward which follows a plan promises: the storages of promises that are given up."""
         plan = Plan()
@@ -383,11 +388,9 @@ class PrefetchOrder:
         A storage larger than the limit may be promised, alone, as it may leave alone: where activations are that large,
         the walk would stop at each of them, and every one would come late. With a limit of 0 nothing is promised.
         """
-        while self.promised_bytes + self.followed_bytes + nbytes > self.limit:
+        while not self.has_room(nbytes):
             oldest = next(iter(self._promised.items()), None)
-            if oldest is None:
-                return self.limit > 0 == self.followed_bytes
-            if self._follows_no_order or oldest[1] + self.PATIENCE >= self.unpacks:
+            if oldest is None or self._follows_no_order or oldest[1] + self.PATIENCE >= self.unpacks:
                 return False
             dropped = self._unpromise(oldest[0])
             if dropped is not None:

@@ -671,13 +671,11 @@ class Run:
             storage = self._storages[number]()
             if storage is not None and number not in record.promised:
                 nbytes = storage.moved
-                held = order.promised_bytes + order.followed_bytes
-                if held + nbytes > order.limit and (held or not order.limit):
-                    if not order.promised_bytes and order.followed_due + order.PATIENCE >= order.unpacks:
+                if not order.has_room(nbytes):
+                    if not (order.promised_bytes or order.is_late):
                         return  # nothing is overdue
                     self.keeper.make_room(nbytes)
-                    held = order.promised_bytes + order.followed_bytes
-                    if held + nbytes > order.limit and (held or not order.limit):
+                    if not order.has_room(nbytes):
                         return
                 record.promised[number] = nbytes
                 record.due[number] = due = order.unpacks - self.asked + self.known.last_asks[number]
