@@ -477,7 +477,7 @@ class DeviceOffloader:
         numbered = self.numbered
         while numbered:  # most were settled when they were asked for the last time, which takes no call
             one = numbered.popleft()
-            if one.number in one.run.unsettled and not self.is_crashed:
+            if not self.is_crashed and one.number in one.run.unsettled:
                 one.run.forget(one.number, self)
         while self._deferred and not self._warns_later:
             self.warn(self._deferred.popleft())
