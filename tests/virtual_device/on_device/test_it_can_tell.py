@@ -300,3 +300,54 @@ def test_without_it_most_graphs_differ(
 ) -> None:
     take_out(monkeypatch)
     assert graphs_that_differ(virtual, regime, runs) > 0.6 * runs
+
+
+# -- a source whose block is another stream's -------------------------------------------------------------------------
+
+
+def train_on_two_streams(around: AbstractContextManager[object]) -> list[Tensor]:
+    """Saves, on one stream, what another one has computed, on which nothing is saved: its operators go on."""
+    x = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(7)).to(NAME).requires_grad_()
+    side, main, total = torch.Stream(device=NAME), torch.accelerator.current_stream(), torch.zeros((), device=NAME)
+    with around:
+        for _ in range(2 * LAYERS):
+            side.wait_stream(main)
+            with side:
+                h = x * 2
+            main.wait_stream(side)
+            total = total + h.sin().sum()
+            del h
+            with side:
+                for _ in range(2):
+                    torch.full((WIDTH, WIDTH), 3.0, device=NAME)  # in the block of `h`, if that is free
+    torch.accelerator.synchronize()
+    (gradient,) = torch.autograd.grad(total, x)
+    torch.accelerator.synchronize()
+    return [gradient.cpu()]
+
+
+@pytest.mark.parametrize("lets_go", [False, True])
+def test_that_the_current_stream_waits_for_a_copy_does_not_free_its_source(
+    virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch, lets_go: bool
+) -> None:
+    """To let go of it then looks safe for what has a ``grad_fn``, is no view and was not written since: it is not."""
+
+    def query(self: AcceleratorRuntime, event: Event) -> bool:
+        assert isinstance(event, AcceleratorEvent)
+        stream = event.recorded_on
+        if stream is not None and stream == self.transfer_stream(stream.device, Direction.OUT):
+            event.wait_on(torch.accelerator.current_stream())
+            return True
+        return intact(self, event)
+
+    wanted, intact = train_on_two_streams(nullcontext()), AcceleratorRuntime.query
+    if lets_go:
+        monkeypatch.setattr(AcceleratorRuntime, "query", query)
+        monkeypatch.setattr(AcceleratorRuntime, "synchronize", lambda *_: None)
+    offload = Offload(tier="host", keep_last_bytes=0, min_bytes=0)
+    monkeypatch.setattr(AcceleratorRuntime, "holds_copies_back", False)
+    with late_copies(virtual):
+        found = train_on_two_streams(offload)
+    assert offload.stats().bytes_in > 0
+    assert all(map(torch.equal, wanted, found)) is not lets_go
+    offload.close()
