@@ -2,28 +2,29 @@
 
 Numbers only, like ``schedule.py``: saves are counted from 0 in each forward, sizes are bytes, times are seconds.
 
-[Note: lessons and step plans]
+[Note: what is learnt, and step plans]
 A step plan holds the order of need and what is kept alive as well, but for a forward that follows it, and all of what
-was done in one. Lessons are for forwards that follow none: all with ``step_plans=False``, the first ones with "auto",
-those that are decided anew, and those of which no plan can be made. This module alone
+was done in one. What is learnt here is for forwards that follow none: all with ``step_plans=False``, the first ones
+with "auto", those that are decided anew, and those of which no plan can be made. This module alone
 
     has such a forward expect its saves in the order of need, and leave alone what the program keeps alive
     knows how long after its pack each storage is asked for, so what the link cannot bring in time stays
-    spreads what is to stay over the forward, where a limit of the slowdown says how many bytes (``Lessons.keep``)
+    spreads what is to stay over the forward, where a limit of the slowdown says how many bytes
+        (``LearnedForwards.keep``)
     has a storage that is saved again wait for its last save, and a forward that fits into the newest bytes stay
     knows which nodes ask for what may be rounded, so that a codec may
     counts forwards that are alike: after how many of them "auto" has one recorded
 
-and what a recorder writes down is what these have led to. A forward that follows a plan takes no notes.
+and what a recorder writes down is what these have led to. A forward that follows a plan logs nothing.
 
-[Note: a lesson is a hint]
-    Forward   takes notes while a forward is packed and its graph unpacked; dies with the last handle of that graph
-    Notes     what it leaves behind
-    Lesson    what follows from them, for a forward that begins alike
-A forward whose saves have the sizes and the sharing of a lesson, one after the other, follows it. At the first save
-that differs it stops, and what is saved from there on is treated as if nothing had ever been learnt; at the first
-unpack that is out of order the rest is expected in the reverse of packing again. So a lesson that does not fit costs
-time at most, and shapes that change with every step are learnt and forgotten without ever being trusted.
+[Note: what is learnt is a hint]
+    Forward          logs its saves while it is packed and its graph unpacked; dies with the last handle of that graph
+    SaveLog          what it leaves behind
+    LearnedForward   what follows from that, for a forward that begins alike
+A forward whose saves have the sizes and the sharing of a learnt one, one after the other, follows that. At the first
+save that differs it stops, and what is saved from there on is treated as if nothing had ever been learnt; at the first
+unpack that is out of order the rest is expected in the reverse of packing again. So what does not fit costs time at
+most, and shapes that change with every step are learnt and forgotten without ever being trusted.
 """
 
 from __future__ import annotations
@@ -37,10 +38,20 @@ from typing import Any, NamedTuple
 from eager_offload.step_plan import StepRecorder
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = ["Advice", "Forward", "ForwardRecord", "Kind", "Lesson", "Lessons", "Link", "Notes", "readers_of"]
+__all__ = [
+    "Decision",
+    "Forward",
+    "ForwardRecord",
+    "Kind",
+    "LearnedForward",
+    "LearnedForwards",
+    "Link",
+    "SaveLog",
+    "readers_of",
+]
 
-#: How many lessons are remembered: the forwards of one step may differ, of a generator and a discriminator say.
-_MOST_LESSONS = 8
+#: How many are remembered: the forwards of one step may differ, of a generator and a discriminator say.
+_MOST_LEARNED = 8
 #: A storage that the program kept alive is taken in every so many forwards, to see whether it still does.
 _LOOK_AGAIN = 16
 #: Saves of one forward: a context that is never left, with a graph that is never whole, would fill the memory.
@@ -56,7 +67,7 @@ class Kind(NamedTuple):
     """The node of the operator that made the tensor; empty for none."""
 
 
-class Advice(Enum):
+class Decision(Enum):
     """What is to become of a storage that is saved now."""
 
     UNKNOWN = auto()
@@ -72,7 +83,7 @@ class Advice(Enum):
 
 
 @dataclass(slots=True)
-class Notes:
+class SaveLog:
     """What happened to one forward's saves; lists are by number of save."""
 
     sizes: list[int] = field(default_factory=list)
@@ -107,65 +118,65 @@ class Link:
         return (ahead + nbytes) / self.out + nbytes / self.back
 
 
-class Lesson:
-    """What follows from the notes of a forward whose graph is gone."""
+class LearnedForward:
+    """What follows from the log of a forward whose graph is gone."""
 
-    def __init__(self, notes: Notes, link: Link | None, room: int = 0, times: int = 1) -> None:
+    def __init__(self, log: SaveLog, link: Link | None, room: int = 0, times: int = 1) -> None:
         #: How many forwards were like it.
         self.times = times
-        self.sizes = notes.sizes
-        self.owners = notes.owners
-        self.notes, self._link, self._room = notes, link, room
+        self.sizes = log.sizes
+        self.owners = log.owners
+        self.log, self._link, self._room = log, link, room
         #: Saves of storages that the program keeps alive.
-        self.alive = notes.alive
-        self.advice = _advice(notes, link, room)
+        self.alive = log.alive
+        self.decisions = _decisions(log, link, room)
         #: The last save before backward of each storage that is saved more than once, by the first one.
-        owners = notes.owners[: notes.before_backward]
+        owners = log.owners[: log.before_backward]
         self.last_saves = {owner: number for number, owner in enumerate(owners) if owner != number}
         #: By the first save of a storage, its readers; no entry where they are not known of all of its saves.
-        self.readers = readers_of(notes)
+        self.readers = readers_of(log)
         #: The saves that are to be asked for, in that order.
-        self.order = [number for number in notes.asked_at if notes.owners[number] not in notes.alive]
+        self.order = [number for number in log.asked_at if log.owners[number] not in log.alive]
 
     @property
     def movable_bytes(self) -> int:
         """Bytes of the storages that may leave."""
-        return sum(self.sizes[number] for number in _taken_saves(self.notes))
+        return sum(self.sizes[number] for number in _taken_saves(self.log))
 
     def keep(self, nbytes: int, newest: int) -> None:
-        """So many bytes are to stay, as ``Lessons.keep`` says."""
-        self.advice = _advice(self.notes, self._link, self._room)
-        stays = _spread([(number, self.sizes[number]) for number in _taken_saves(self.notes)], nbytes, newest)
-        for number in _taken_saves(self.notes):
-            self.advice[number] = Advice.STAY if number in stays else Advice.LEAVE
+        """So many bytes are to stay, as ``LearnedForwards.keep`` says."""
+        self.decisions = _decisions(self.log, self._link, self._room)
+        stays = _spread([(number, self.sizes[number]) for number in _taken_saves(self.log)], nbytes, newest)
+        for number in _taken_saves(self.log):
+            self.decisions[number] = Decision.STAY if number in stays else Decision.LEAVE
 
     def has(self, number: int, owner: int, kind: Kind | None) -> bool:
         """Whether save ``number`` is of the storage that save ``owner`` has taken, and of this ``kind``."""
-        return number < len(self.owners) and self.owners[number] == owner and self.notes.kinds.get(number) == kind
+        return number < len(self.owners) and self.owners[number] == owner and self.log.kinds.get(number) == kind
 
     def readers_of(self, owner: int, number: int, kind: Kind) -> frozenset[str]:
         """Readers of the storage of save ``owner``, which save ``number`` of this ``kind`` takes; none: not known."""
-        return self.readers.get(owner, frozenset()) if self.notes.kinds.get(number) == kind else frozenset()
+        return self.readers.get(owner, frozenset()) if self.log.kinds.get(number) == kind else frozenset()
 
     def fits(self, number: int, nbytes: int, owner: int) -> bool:
         """Whether save ``number`` of a forward is as it was in the one that this was learnt from."""
         return number < len(self.sizes) and self.sizes[number] == nbytes and self.owners[number] == owner
 
 
-def readers_of(notes: Notes) -> dict[int, frozenset[str]]:
+def readers_of(log: SaveLog) -> dict[int, frozenset[str]]:
     """Who has asked for each storage, by its first save; without those of which that is not known of every save."""
     found: dict[int, set[str]] = {}
-    if notes.kinds:
-        for number, owner in enumerate(notes.owners):
-            readers = notes.readers.get(number) if number in notes.kinds else None
-            is_alike = number in notes.kinds and notes.kinds[number].dtype == notes.kinds.get(owner, ("", ""))[1]
+    if log.kinds:
+        for number, owner in enumerate(log.owners):
+            readers = log.readers.get(number) if number in log.kinds else None
+            is_alike = number in log.kinds and log.kinds[number].dtype == log.kinds.get(owner, ("", ""))[1]
             found.setdefault(owner, set()).update(readers if readers and is_alike else {""})
     return {owner: frozenset(names) for owner, names in found.items() if "" not in names}
 
 
-def _taken_saves(notes: Notes) -> list[int]:
+def _taken_saves(log: SaveLog) -> list[int]:
     """The saves that take a storage that may leave."""
-    return [number for number, owner in enumerate(notes.owners) if owner == number and number not in notes.alive]
+    return [number for number, owner in enumerate(log.owners) if owner == number and number not in log.alive]
 
 
 def _spread(storages: Sequence[tuple[int, int]], keep: int, newest: int) -> set[int]:
@@ -191,29 +202,29 @@ def _spread(storages: Sequence[tuple[int, int]], keep: int, newest: int) -> set[
     return found
 
 
-def _advice(notes: Notes, link: Link | None, room: int) -> list[Advice]:
-    fits = sum(notes.sizes[number] for number in _taken_saves(notes)) <= room
+def _decisions(log: SaveLog, link: Link | None, room: int) -> list[Decision]:
+    fits = sum(log.sizes[number] for number in _taken_saves(log)) <= room
     first_asked: dict[int, float] = {}
-    for number, seconds in notes.asked_at.items():
-        first_asked.setdefault(notes.owners[number], seconds)
+    for number, seconds in log.asked_at.items():
+        first_asked.setdefault(log.owners[number], seconds)
     found = []
-    for number, nbytes in enumerate(notes.sizes):
+    for number, nbytes in enumerate(log.sizes):
         asked = first_asked.get(number)
-        if number in notes.alive:
-            found.append(Advice.ALIVE)
+        if number in log.alive:
+            found.append(Decision.ALIVE)
         elif fits:
-            found.append(Advice.FITS)
+            found.append(Decision.FITS)
         elif link is None:
-            found.append(Advice.UNKNOWN)
-        elif asked is None or asked - notes.packed_at[number] >= link.round_trip(nbytes, notes.ahead[number]):
-            found.append(Advice.LEAVE)
+            found.append(Decision.UNKNOWN)
+        elif asked is None or asked - log.packed_at[number] >= link.round_trip(nbytes, log.ahead[number]):
+            found.append(Decision.LEAVE)
         else:
-            found.append(Advice.STAY)
+            found.append(Decision.STAY)
     return found
 
 
-class Lessons:
-    """The lessons of one device, the latest last. Callers hold the offloader's lock.
+class LearnedForwards:
+    """The forwards of one device that are remembered, the latest last. Callers hold the offloader's lock.
 
     Args:
         room: bytes; a forward that saves no more is left where it is.
@@ -221,31 +232,31 @@ class Lessons:
 
     def __init__(self, room: int = 0) -> None:
         self.room = room
-        self._lessons: list[Lesson] = []
+        self._learned: list[LearnedForward] = []
         #: What ``keep`` was told.
         self._keep: tuple[int, int] | None = None
 
     def __len__(self) -> int:
-        return len(self._lessons)
+        return len(self._learned)
 
-    def learn(self, notes: Notes, link: Link | None) -> None:
+    def learn(self, log: SaveLog, link: Link | None) -> None:
         """Takes in what a forward has left behind, in place of what was known of its like.
 
         Args:
             link: ``None`` where nothing has been moved that could tell.
         """
-        if not notes.asked_at and not notes.alive:
+        if not log.asked_at and not log.alive:
             return  # a graph that was dropped: nothing was asked for, and nothing follows from that
-        alike = [old for old in self._lessons if old.sizes == notes.sizes and old.owners == notes.owners]
-        others = [old for old in self._lessons if old not in alike]
+        alike = [old for old in self._learned if old.sizes == log.sizes and old.owners == log.owners]
+        others = [old for old in self._learned if old not in alike]
         times = 1 + sum(old.times for old in alike)
         for old in alike:  # an operator that has asked once may ask again
-            for number, names in old.notes.readers.items():
-                notes.readers.setdefault(number, set()).update(names)
-        lesson = Lesson(notes, link, self.room, times)
+            for number, names in old.log.readers.items():
+                log.readers.setdefault(number, set()).update(names)
+        learned = LearnedForward(log, link, self.room, times)
         if self._keep is not None:
-            lesson.keep(*self._keep)
-        self._lessons = [*others, lesson][-_MOST_LESSONS:]
+            learned.keep(*self._keep)
+        self._learned = [*others, learned][-_MOST_LEARNED:]
 
     def keep(self, nbytes: int, newest: int) -> None:
         """Of a forward that is alike so many bytes stay, whatever the link may be.
@@ -255,26 +266,26 @@ class Lessons:
         """
         if self._keep != (nbytes, newest):
             self._keep = (nbytes, newest)
-            for lesson in self._lessons:
-                lesson.keep(nbytes, newest)
+            for learned in self._learned:
+                learned.keep(nbytes, newest)
 
     @property
     def most_bytes(self) -> int:
         """Bytes of the storages that may leave, of the forward that has most of them."""
-        return max((lesson.movable_bytes for lesson in self._lessons), default=0)
+        return max((learned.movable_bytes for learned in self._learned), default=0)
 
     def most_alike(self) -> int:
         """How many forwards there were of the kind that was most frequent."""
-        return max((lesson.times for lesson in self._lessons), default=0)
+        return max((learned.times for learned in self._learned), default=0)
 
     def forget_how_many(self) -> None:
         """Counts anew how many forwards are alike."""
-        for lesson in self._lessons:
-            lesson.times = 0
+        for learned in self._learned:
+            learned.times = 0
 
-    def all(self) -> list[Lesson]:
-        """Every lesson that a forward may turn out to fit, the latest first."""
-        return self._lessons[::-1]
+    def all(self) -> list[LearnedForward]:
+        """All that a forward may turn out to fit, the latest first."""
+        return self._learned[::-1]
 
 
 class Kept(NamedTuple):
@@ -287,8 +298,8 @@ class Kept(NamedTuple):
 class ForwardRecord(FinalizerRecord["Forward"]):
     """A weak reference to a forward, and what that leaves behind."""
 
-    __slots__ = ("notes", "recorder", "saves")
-    notes: Notes
+    __slots__ = ("log", "recorder", "saves")
+    log: SaveLog
     recorder: StepRecorder | None
     #: The saved tensors of its device, which learn from it; weak, since they hold the record.
     saves: weakref.ref[Any]
@@ -300,40 +311,40 @@ class ForwardRecord(FinalizerRecord["Forward"]):
 
 
 class Forward:
-    """One forward of one thread on one device: the notes that are taken of it, and the lesson that it follows.
+    """One forward of one thread on one device: the log of its saves, and the learnt one that it follows.
 
     Its thread holds it until the next forward begins, and so do the handles of its graph.
     """
 
     __slots__ = (
         "__weakref__",
+        "_fitting",
         "_handles",
         "_in_order",
-        "_lessons",
+        "_learned",
         "_rank",
-        "_school",
         "kept",
-        "notes",
+        "log",
         "positions",
         "recorder",
         "sequence",
     )
 
-    def __init__(self, sequence: int, lessons: Lessons) -> None:
+    def __init__(self, sequence: int, learned: LearnedForwards) -> None:
         #: Names it in the prefetch order.
         self.sequence = sequence
-        self.notes = Notes()
+        self.log = SaveLog()
         #: What the prefetch order calls each save; 0 for one that has no handle.
         self.positions: list[int] = []
         #: Storages that stay although they could move, by name, for further saves of them.
         self.kept: dict[Hashable, Kept] = {}
         #: Writes down what becomes of its saves, where that may be followed.
         self.recorder: StepRecorder | None = None
-        self._school = lessons
-        self._lessons: list[Lesson] = []  # those that it may still turn out to fit
+        self._learned = learned
+        self._fitting: list[LearnedForward] = []  # those that it may still turn out to fit
         self._handles = 0
         self._rank = 0
-        self._in_order: Lesson | None = None  # the one in whose order backward goes
+        self._in_order: LearnedForward | None = None  # the one in whose order backward goes
 
     @property
     def is_over(self) -> bool:
@@ -341,7 +352,7 @@ class Forward:
 
         So it is where one context surrounds many steps. One that is never over ends when it is very long.
         """
-        asked = len(self.notes.asked_at)
+        asked = len(self.log.asked_at)
         return (asked > 0 and asked >= self._handles) or len(self.positions) >= _MOST_SAVES
 
     def has_handle(self, number: int, position: int) -> None:
@@ -349,7 +360,7 @@ class Forward:
         self.positions[number] = position
         self._handles += 1
 
-    def save(self, nbytes: int, owner: int | None, seconds: float, ahead: int) -> Advice:
+    def save(self, nbytes: int, owner: int | None, seconds: float, ahead: int) -> Decision:
         """The next save; what to do with it, if it takes its storage.
 
         Args:
@@ -359,32 +370,32 @@ class Forward:
             seconds: the time.
             ahead: bytes that are on their way out.
         """
-        notes = self.notes
-        number = len(notes.sizes)
+        log = self.log
+        number = len(log.sizes)
         owner = number if owner is None else owner
         if number == 0:
-            self._lessons = self._school.all()
-        if self._lessons and not self._lessons[0].fits(number, nbytes, owner):
-            self._lessons = [lesson for lesson in self._lessons if lesson.fits(number, nbytes, owner)]
-        notes.sizes.append(nbytes)
-        notes.owners.append(owner)
-        notes.packed_at.append(seconds)
-        notes.ahead.append(ahead)
+            self._fitting = self._learned.all()
+        if self._fitting and not self._fitting[0].fits(number, nbytes, owner):
+            self._fitting = [learned for learned in self._fitting if learned.fits(number, nbytes, owner)]
+        log.sizes.append(nbytes)
+        log.owners.append(owner)
+        log.packed_at.append(seconds)
+        log.ahead.append(ahead)
         self.positions.append(0)
-        if not self._lessons or owner != number:
-            return Advice.UNKNOWN
-        lesson = self._lessons[0]
-        if lesson.advice[number] is Advice.ALIVE:
-            skipped = lesson.alive[number] + 1
+        if not self._fitting or owner != number:
+            return Decision.UNKNOWN
+        learned = self._fitting[0]
+        if learned.decisions[number] is Decision.ALIVE:
+            skipped = learned.alive[number] + 1
             if skipped == _LOOK_AGAIN or (self.recorder is not None and self.recorder.looks_again):
-                return Advice.UNKNOWN
-            notes.alive[number] = skipped
-        return lesson.advice[number]
+                return Decision.UNKNOWN
+            log.alive[number] = skipped
+        return learned.decisions[number]
 
     @property
     def is_known(self) -> bool:
-        """Whether a lesson is followed."""
-        return bool(self._lessons)
+        """Whether it follows what was learnt."""
+        return bool(self._fitting)
 
     def readers(self, number: int, first: int, kind: Kind) -> frozenset[str]:
         """Readers of the storage that save ``number``, of this ``kind``, takes, as far as is known; none: it is not.
@@ -392,39 +403,39 @@ class Forward:
         Args:
             first: the first save of that storage.
         """
-        nbytes = self.notes.sizes[number]
-        self._lessons = [lesson for lesson in self._lessons if lesson.fits(number, nbytes, first)]
-        found = [lesson.readers_of(first, number, kind) for lesson in self._lessons]
+        nbytes = self.log.sizes[number]
+        self._fitting = [learned for learned in self._fitting if learned.fits(number, nbytes, first)]
+        found = [learned.readers_of(first, number, kind) for learned in self._fitting]
         return frozenset().union(*found) if all(found) else frozenset()
 
     def expects(self, owner: int, kind: Kind | None) -> bool:
         """Whether the next save is to be one of the storage that save ``owner`` has taken, of this ``kind``."""
-        number = len(self.notes.sizes)
-        return bool(self._lessons) and all(lesson.has(number, owner, kind) for lesson in self._lessons)
+        number = len(self.log.sizes)
+        return bool(self._fitting) and all(learned.has(number, owner, kind) for learned in self._fitting)
 
     def last_save(self, number: int) -> int | None:
         """The last save to come of the storage that save ``number`` is the first of, as far as is known."""
-        return self._lessons[0].last_saves.get(number) if self._lessons else None
+        return self._fitting[0].last_saves.get(number) if self._fitting else None
 
     def taken(self, number: int) -> None:
-        """Save ``number`` has taken its storage against the advice: whether that lives will be seen."""
-        self.notes.alive.pop(number, None)
+        """Save ``number`` has taken its storage against the decision: whether that lives will be seen."""
+        self.log.alive.pop(number, None)
 
     def asked(self, number: int, seconds: float) -> Sequence[int] | None:
         """Save ``number`` is asked for; the positions in the order of need, if what was expected has changed."""
-        notes = self.notes
-        if number in notes.asked_at:
+        log = self.log
+        if number in log.asked_at:
             return None  # a second backward
-        first = not notes.asked_at
-        notes.asked_at[number] = seconds
+        first = not log.asked_at
+        log.asked_at[number] = seconds
         if first:  # more may be saved later, so what is followed now is noted apart from what still fits
-            notes.before_backward = len(notes.sizes)
-            fitting = [lesson for lesson in self._lessons if len(lesson.sizes) == len(notes.sizes)]
+            log.before_backward = len(log.sizes)
+            fitting = [learned for learned in self._fitting if len(learned.sizes) == len(log.sizes)]
             self._in_order = fitting[0] if fitting else None
-        lesson = self._in_order
-        if lesson is None or number >= len(lesson.sizes) or lesson.owners[number] in lesson.alive:
+        learned = self._in_order
+        if learned is None or number >= len(learned.sizes) or learned.owners[number] in learned.alive:
             return None
-        order, rank = lesson.order, self._rank
+        order, rank = learned.order, self._rank
         self._rank += 1
         if rank < len(order) and order[rank] == number:
             return [self.positions[number] for number in order] if rank == 0 else None
@@ -433,4 +444,4 @@ class Forward:
 
     def was_alive(self, number: int) -> None:
         """The original of the storage that save ``number`` took was alive when it was asked for."""
-        self.notes.alive[number] = 0
+        self.log.alive[number] = 0

@@ -9,50 +9,50 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eager_offload.learning import Advice, Forward, ForwardRecord, Lessons, Link
+from eager_offload.learning import Decision, Forward, ForwardRecord, LearnedForwards, Link
 from eager_offload.schedule import Rate
 
 LINK = Link(out=10.0, back=5.0)  # ten bytes are away and back after three seconds
 
 
-class School:
+class Learner:
     """Runs forwards one after the other; each teaches the next when its graph is gone."""
 
     def __init__(self, link: Link | None = LINK) -> None:
-        self.lessons, self.link = Lessons(), link
+        self.learned, self.link = LearnedForwards(), link
         self.records: list[ForwardRecord] = []
         self.left: list[ForwardRecord] = []
         self._sequence = 0
 
     def forward(self) -> Forward:
         while self.left:
-            self.lessons.learn(self.left.pop(0).notes, self.link)
+            self.learned.learn(self.left.pop(0).log, self.link)
         self._sequence += 1
-        forward = Forward(self._sequence, self.lessons)
+        forward = Forward(self._sequence, self.learned)
         record = ForwardRecord(forward, self.left.append)
-        record.notes = forward.notes
+        record.log = forward.log
         self.records.append(record)
         return forward
 
     def step(
         self, sizes: Sequence[int], asked: Sequence[int], *, alive: Sequence[int] = (), at: float = 100.0
-    ) -> list[Advice]:
-        """Saves at the seconds 0, 1, 2, ..., asks from second ``at`` on; what was advised for each save."""
+    ) -> list[Decision]:
+        """Saves at the seconds 0, 1, 2, ..., asks from second ``at`` on; what was decided for each save."""
         forward = self.forward()
-        advice = [forward.save(size, None, float(second), 0) for second, size in enumerate(sizes)]
-        for number, given_advice in enumerate(advice):
-            if given_advice is not Advice.ALIVE:
+        decisions = [forward.save(size, None, float(second), 0) for second, size in enumerate(sizes)]
+        for number, decision in enumerate(decisions):
+            if decision is not Decision.ALIVE:
                 forward.has_handle(number, 1000 + number)
-        for second, number in enumerate(number for number in asked if advice[number] is not Advice.ALIVE):
+        for second, number in enumerate(number for number in asked if decisions[number] is not Decision.ALIVE):
             if number in alive:
                 forward.was_alive(number)
             forward.asked(number, at + second)
-        return advice
+        return decisions
 
 
-def begun_like(school: School, sizes: Sequence[int]) -> Forward:
+def begun_like(learner: Learner, sizes: Sequence[int]) -> Forward:
     """A forward whose saves have been packed, under the positions 1001, 1002, ..."""
-    forward = school.forward()
+    forward = learner.forward()
     for number, size in enumerate(sizes):
         forward.save(size, None, float(number), 0)
         forward.has_handle(number, 1001 + number)
@@ -63,96 +63,98 @@ def begun_like(school: School, sizes: Sequence[int]) -> Forward:
 
 
 def test_nothing_is_known_of_the_first_step() -> None:
-    assert School().step([10, 20], [1, 0]) == [Advice.UNKNOWN] * 2
+    assert Learner().step([10, 20], [1, 0]) == [Decision.UNKNOWN] * 2
 
 
-@pytest.mark.parametrize(("asked_at", "advice"), [(2.9, Advice.STAY), (3.0, Advice.LEAVE), (50.0, Advice.LEAVE)])
-def test_what_is_asked_for_within_a_round_trip_stays_and_the_rest_leaves(asked_at: float, advice: Advice) -> None:
-    school = School()
-    school.step([10], [0], at=asked_at)
-    assert school.step([10], [0], at=asked_at) == [advice]
+@pytest.mark.parametrize(
+    ("asked_at", "decisions"), [(2.9, Decision.STAY), (3.0, Decision.LEAVE), (50.0, Decision.LEAVE)]
+)
+def test_what_is_asked_for_within_a_round_trip_stays_and_the_rest_leaves(asked_at: float, decisions: Decision) -> None:
+    learner = Learner()
+    learner.step([10], [0], at=asked_at)
+    assert learner.step([10], [0], at=asked_at) == [decisions]
 
 
 def test_bytes_that_leave_before_it_make_the_round_trip_longer() -> None:
-    school = School()
-    for expected in (Advice.UNKNOWN, Advice.STAY):
-        forward = school.forward()
+    learner = Learner()
+    for expected in (Decision.UNKNOWN, Decision.STAY):
+        forward = learner.forward()
         assert forward.save(10, None, 0.0, 40) is expected
         forward.asked(0, 6.9)  # 4 seconds in the queue, 1 out, 2 back
         del forward
 
 
 def test_a_storage_that_several_saves_share_is_asked_for_with_the_first_of_them() -> None:
-    school = School()
-    for expected in (Advice.UNKNOWN, Advice.STAY):
-        forward = school.forward()
+    learner = Learner()
+    for expected in (Decision.UNKNOWN, Decision.STAY):
+        forward = learner.forward()
         assert forward.save(10, None, 0.0, 0) is expected
-        assert forward.save(10, 0, 1.0, 0) is Advice.UNKNOWN, "it takes nothing"
+        assert forward.save(10, 0, 1.0, 0) is Decision.UNKNOWN, "it takes nothing"
         forward.asked(1, 2.0)
         forward.asked(0, 90.0)
         del forward
 
 
 def test_what_is_never_asked_for_leaves() -> None:
-    school = School()
-    school.step([10, 20], [0], at=0.0)
-    assert school.step([10, 20], [0]) == [Advice.STAY, Advice.LEAVE]
+    learner = Learner()
+    learner.step([10, 20], [0], at=0.0)
+    assert learner.step([10, 20], [0]) == [Decision.STAY, Decision.LEAVE]
 
 
 def test_nothing_is_said_of_times_where_no_link_is_known() -> None:
-    school = School(link=None)
-    school.step([10, 20], [1, 0], alive=[1])
-    assert school.step([10, 20], [1, 0]) == [Advice.UNKNOWN, Advice.ALIVE]
+    learner = Learner(link=None)
+    learner.step([10, 20], [1, 0], alive=[1])
+    assert learner.step([10, 20], [1, 0]) == [Decision.UNKNOWN, Decision.ALIVE]
 
 
 def test_what_someone_else_keeps_alive_is_not_taken_again_but_now_and_then_to_see() -> None:
-    school = School()
-    advice = [school.step([10, 20], [1, 0], alive=[1])[1] for _ in range(40)]
-    taken = [step for step, kind in enumerate(advice) if kind is not Advice.ALIVE]
+    learner = Learner()
+    decisions = [learner.step([10, 20], [1, 0], alive=[1])[1] for _ in range(40)]
+    taken = [step for step, kind in enumerate(decisions) if kind is not Decision.ALIVE]
     assert taken[:2] == [0, 16]
     assert len(taken) == 3
     for _ in range(20):
-        last = school.step([10, 20], [1, 0])  # the program keeps it no more
-    assert last[1] is Advice.LEAVE
+        last = learner.step([10, 20], [1, 0])  # the program keeps it no more
+    assert last[1] is Decision.LEAVE
 
 
 def test_what_was_alive_once_is_looked_at_again_though_nothing_else_is_ever_asked_for() -> None:
-    school = School()
-    first = school.step([10, 10], [1, 0], alive=[0, 1])
-    later = [school.step([10, 10], [1, 0]) for _ in range(40)]
-    assert first == [Advice.UNKNOWN] * 2
-    assert later[:15] == [[Advice.ALIVE] * 2] * 15
-    assert later[15] == [Advice.UNKNOWN] * 2, "a look"
-    assert later[16:] == [[Advice.LEAVE] * 2] * 24
+    learner = Learner()
+    first = learner.step([10, 10], [1, 0], alive=[0, 1])
+    later = [learner.step([10, 10], [1, 0]) for _ in range(40)]
+    assert first == [Decision.UNKNOWN] * 2
+    assert later[:15] == [[Decision.ALIVE] * 2] * 15
+    assert later[15] == [Decision.UNKNOWN] * 2, "a look"
+    assert later[16:] == [[Decision.LEAVE] * 2] * 24
 
 
 def test_h21_what_was_alive_once_is_looked_at_again_though_every_step_ends_otherwise() -> None:
-    school = School()
-    advice = [school.step([10, 20 + number], [1, 0], alive=[0] if number == 0 else [])[0] for number in range(40)]
-    assert advice[1:16] == [Advice.ALIVE] * 15
-    assert Advice.ALIVE not in advice[16:]
+    learner = Learner()
+    decisions = [learner.step([10, 20 + number], [1, 0], alive=[0] if number == 0 else [])[0] for number in range(40)]
+    assert decisions[1:16] == [Decision.ALIVE] * 15
+    assert Decision.ALIVE not in decisions[16:]
 
 
-def test_a_storage_that_was_taken_against_the_advice_is_looked_at() -> None:
-    school = School()
-    school.step([10, 20], [1, 0], alive=[0])
-    forward = school.forward()
-    assert forward.save(10, None, 0.0, 0) is Advice.ALIVE
+def test_a_storage_that_was_taken_against_the_decision_is_looked_at() -> None:
+    learner = Learner()
+    learner.step([10, 20], [1, 0], alive=[0])
+    forward = learner.forward()
+    assert forward.save(10, None, 0.0, 0) is Decision.ALIVE
     forward.taken(0)
     forward.save(20, None, 1.0, 0)
     forward.asked(1, 100.0)
     forward.asked(0, 101.0)
     del forward
-    assert school.step([10, 20], [1, 0])[0] is Advice.LEAVE
+    assert learner.step([10, 20], [1, 0])[0] is Decision.LEAVE
 
 
 def test_two_models_that_begin_with_the_same_batch_are_told_apart() -> None:
-    school = School()
+    learner = Learner()
     for _ in range(2):
-        school.step([10, 20, 30], [2, 1, 0])
-        school.step([10, 20, 40, 50], [0, 1, 2, 3])
-    assert school.step([10, 20, 30], [2, 1, 0]) == [Advice.LEAVE] * 3
-    forward = begun_like(school, [10, 20, 40, 50])
+        learner.step([10, 20, 30], [2, 1, 0])
+        learner.step([10, 20, 40, 50], [0, 1, 2, 3])
+    assert learner.step([10, 20, 30], [2, 1, 0]) == [Decision.LEAVE] * 3
+    forward = begun_like(learner, [10, 20, 40, 50])
     assert forward.asked(0, 100.0) == [1001, 1002, 1003, 1004]
 
 
@@ -160,47 +162,47 @@ def test_two_models_that_begin_with_the_same_batch_are_told_apart() -> None:
 
 
 def test_h21_from_the_first_save_that_differs_nothing_is_known() -> None:
-    school = School()
-    school.step([10, 20, 30, 40], [3, 2, 1, 0])
-    assert school.step([10, 20, 31, 40], [3, 2, 1, 0]) == [Advice.LEAVE] * 2 + [Advice.UNKNOWN] * 2
-    assert school.step([11, 20, 31, 40], [3, 2, 1, 0]) == [Advice.UNKNOWN] * 4
-    assert school.step([10, 20, 31, 40], [3, 2, 1, 0]) == [Advice.LEAVE] * 4, "the others do not disturb it"
+    learner = Learner()
+    learner.step([10, 20, 30, 40], [3, 2, 1, 0])
+    assert learner.step([10, 20, 31, 40], [3, 2, 1, 0]) == [Decision.LEAVE] * 2 + [Decision.UNKNOWN] * 2
+    assert learner.step([11, 20, 31, 40], [3, 2, 1, 0]) == [Decision.UNKNOWN] * 4
+    assert learner.step([10, 20, 31, 40], [3, 2, 1, 0]) == [Decision.LEAVE] * 4, "the others do not disturb it"
 
 
 def test_a_longer_step_follows_as_far_as_it_goes_and_a_storage_shared_otherwise_differs() -> None:
-    school = School()
-    school.step([10, 20], [1, 0])
-    assert school.step([10, 20, 30], [2, 1, 0]) == [Advice.LEAVE, Advice.LEAVE, Advice.UNKNOWN]
-    forward = school.forward()
-    assert forward.save(10, None, 0.0, 0) is Advice.LEAVE
+    learner = Learner()
+    learner.step([10, 20], [1, 0])
+    assert learner.step([10, 20, 30], [2, 1, 0]) == [Decision.LEAVE, Decision.LEAVE, Decision.UNKNOWN]
+    forward = learner.forward()
+    assert forward.save(10, None, 0.0, 0) is Decision.LEAVE
     forward.save(20, 0, 1.0, 0)
-    assert forward.save(30, None, 2.0, 0) is Advice.UNKNOWN
+    assert forward.save(30, None, 2.0, 0) is Decision.UNKNOWN
 
 
 def test_h22_a_graph_that_was_dropped_or_saved_nothing_teaches_nothing() -> None:
-    school = School()
-    school.step([10, 20], [1, 0])
-    school.step([10, 99], [])
-    school.forward()
-    assert school.step([10, 20], [1, 0]) == [Advice.LEAVE] * 2
+    learner = Learner()
+    learner.step([10, 20], [1, 0])
+    learner.step([10, 99], [])
+    learner.forward()
+    assert learner.step([10, 20], [1, 0]) == [Decision.LEAVE] * 2
 
 
-def test_h21_only_so_many_lessons_are_remembered_the_latest() -> None:
-    school = School()
+def test_h21_only_so_many_are_remembered_the_latest() -> None:
+    learner = Learner()
     for size in range(1, 101):
-        school.step([size], [0])
-    school.forward()
-    assert len(school.lessons) == 8
-    assert [lesson.sizes for lesson in school.lessons.all()] == [[size] for size in range(100, 92, -1)]
+        learner.step([size], [0])
+    learner.forward()
+    assert len(learner.learned) == 8
+    assert [one.sizes for one in learner.learned.all()] == [[size] for size in range(100, 92, -1)]
 
 
 # -- the order of need ------------------------------------------------------------------------------------------------
 
 
 def test_a_step_like_the_last_is_expected_in_its_order() -> None:
-    school = School()
-    school.step([10, 20, 30], [0, 2, 1])
-    forward = begun_like(school, [10, 20, 30])
+    learner = Learner()
+    learner.step([10, 20, 30], [0, 2, 1])
+    forward = begun_like(learner, [10, 20, 30])
     assert forward.asked(0, 100.0) == [1001, 1003, 1002]
     assert forward.asked(2, 101.0) is None
     assert forward.asked(1, 102.0) is None
@@ -208,9 +210,9 @@ def test_a_step_like_the_last_is_expected_in_its_order() -> None:
 
 
 def test_the_first_unpack_out_of_order_brings_the_reverse_of_packing_back() -> None:
-    school = School()
-    school.step([10, 20, 30], [0, 2, 1])
-    forward = begun_like(school, [10, 20, 30])
+    learner = Learner()
+    learner.step([10, 20, 30], [0, 2, 1])
+    forward = begun_like(learner, [10, 20, 30])
     forward.asked(0, 100.0)
     assert forward.asked(1, 101.0) == [1003, 1002, 1001]
     assert forward.asked(2, 102.0) is None
@@ -218,33 +220,33 @@ def test_the_first_unpack_out_of_order_brings_the_reverse_of_packing_back() -> N
 
 @pytest.mark.parametrize("sizes", [[10, 20], [10, 20, 30, 40], [10, 20, 31]])
 def test_a_step_of_another_length_or_size_is_not_expected_in_that_order(sizes: list[int]) -> None:
-    school = School()
-    school.step([10, 20, 30], [0, 2, 1])
-    forward = begun_like(school, sizes)
+    learner = Learner()
+    learner.step([10, 20, 30], [0, 2, 1])
+    forward = begun_like(learner, sizes)
     for number in (0, 1):
         assert forward.asked(number, 100.0) is None
 
 
 def test_h20_what_half_a_backward_did_not_visit_is_not_expected() -> None:
-    school = School()
-    school.step([10, 20, 30], [2, 0])
-    assert begun_like(school, [10, 20, 30]).asked(2, 100.0) == [1003, 1001]
+    learner = Learner()
+    learner.step([10, 20, 30], [2, 0])
+    assert begun_like(learner, [10, 20, 30]).asked(2, 100.0) == [1003, 1001]
 
 
 def test_an_order_leaves_out_what_is_alive_and_is_followed_whether_that_is_asked_for_or_not() -> None:
-    school = School()
-    school.step([10, 20, 30], [0, 2, 1], alive=[2])
-    assert school.step([10, 20, 30], [0, 1])[2] is Advice.ALIVE
-    forward = begun_like(school, [10, 20, 30])
+    learner = Learner()
+    learner.step([10, 20, 30], [0, 2, 1], alive=[2])
+    assert learner.step([10, 20, 30], [0, 1])[2] is Decision.ALIVE
+    forward = begun_like(learner, [10, 20, 30])
     assert forward.asked(2, 99.0) is None, "of a look"
     assert forward.asked(0, 100.0) == [1001, 1002]
     assert forward.asked(1, 101.0) is None
 
 
 def test_saves_that_come_after_backward_has_begun_leave_the_order_as_it_is() -> None:
-    school = School()
-    school.step([10, 20, 30], [0, 2, 1])
-    forward = begun_like(school, [10, 20, 30])
+    learner = Learner()
+    learner.step([10, 20, 30], [0, 2, 1])
+    forward = begun_like(learner, [10, 20, 30])
     assert forward.asked(0, 100.0) == [1001, 1003, 1002]
     forward.save(99, None, 101.0, 0)  # in a backward that makes a graph of its own
     forward.has_handle(3, 1004)
@@ -254,8 +256,8 @@ def test_saves_that_come_after_backward_has_begun_leave_the_order_as_it_is() -> 
 
 
 def test_a_forward_is_over_when_all_that_has_a_handle_was_asked_for() -> None:
-    school = School()
-    forward = begun_like(school, [10, 20])
+    learner = Learner()
+    forward = begun_like(learner, [10, 20])
     forward.save(30, None, 2.0, 0)  # which stays
     assert not forward.is_over
     forward.asked(0, 100.0)
@@ -269,13 +271,13 @@ def test_a_forward_is_over_when_all_that_has_a_handle_was_asked_for() -> None:
 def test_whatever_has_been_learnt_an_order_names_each_save_at_most_once_and_nothing_else(
     data: st.DataObject, steps: int
 ) -> None:
-    school = School()
+    learner = Learner()
     for _ in range(steps):
         sizes = data.draw(st.lists(st.integers(1, 2), min_size=1, max_size=4))
-        forward, kept = school.forward(), set()
+        forward, kept = learner.forward(), set()
         for number, size in enumerate(sizes):
             owner = data.draw(st.sampled_from([None, -1, *range(number)]))
-            if forward.save(size, owner, float(number), 0) is Advice.ALIVE:
+            if forward.save(size, owner, float(number), 0) is Decision.ALIVE:
                 kept.add(number)
             else:
                 forward.has_handle(number, 1001 + number)
@@ -291,19 +293,19 @@ def test_whatever_has_been_learnt_an_order_names_each_save_at_most_once_and_noth
         del forward
 
 
-# -- notes and rates --------------------------------------------------------------------------------------------------
+# -- logs and rates ---------------------------------------------------------------------------------------------------
 
 
-def test_a_forward_leaves_its_notes_once_its_last_holder_lets_go() -> None:
-    school = School()
+def test_a_forward_leaves_its_log_once_its_last_holder_lets_go() -> None:
+    learner = Learner()
     gc.disable()
     try:
-        forward = begun_like(school, [10])
+        forward = begun_like(learner, [10])
         handle = forward
         del forward
-        assert not school.left
+        assert not learner.left
         del handle
-        assert [left.notes.sizes for left in school.left] == [[10]]
+        assert [left.log.sizes for left in learner.left] == [[10]]
     finally:
         gc.enable()
 

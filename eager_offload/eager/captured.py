@@ -42,7 +42,7 @@ from eager_offload.eager.packing import pack_into, unpack_into
 from eager_offload.eager.warm_ups import late_releases, mismatch, said, slots_of
 from eager_offload.engine.transfer import AWAY, LEAVING, WAITING
 from eager_offload.errors import CaptureStateError, OffloadError
-from eager_offload.learning import Forward, Lessons
+from eager_offload.learning import Forward, LearnedForwards
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
 from eager_offload.selection import Footprint, is_parameter, logical_bytes, reason_to_stay, root_of
@@ -140,7 +140,7 @@ class CapturedRun:
     def _begin_forward(self, plan: StepPlan) -> None:
         self._plan, self._slots = plan, slots_of(plan)
         self._forward_number += 1
-        self._forward = Forward(self._forward_number, Lessons())
+        self._forward = Forward(self._forward_number, LearnedForwards())
         self._starts = plan.starts()
         self._codings = codings_of(plan, self._policy)
         #: The saves whose sources go before each save.

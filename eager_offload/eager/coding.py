@@ -4,7 +4,7 @@ A part of a storage that has holes is gathered, whatever the user asks for: what
 codecs that change no bit take the whole range of bytes, whatever view of it was saved.
 
 [Note: rounding]
-What rounds is allowed by its readers, known once a forward like this one has gone backward: unpack notes the
+What rounds is allowed by its readers, known once a forward like this one has gone backward: unpack logs the
 name of the node that asks. So the first forward of its kind is exact, and a save of a later one is rounded if it is
 like the save that it was then (bytes, dtype, the operator that made it) and every reader of its storage has a rule. A
 storage that several read is packed for the strictest; a save that was not expected finds it exact, or takes it anew.

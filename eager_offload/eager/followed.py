@@ -121,7 +121,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
         saved.slot, saved.reload, saved.returned = self.slot, self.reload, self.returned
         pass_on(self, saved)
         saved.started, saved.times_saved, saved.saved_anew = self.started, 1, False
-        saved.forward, saved.number = forward, len(forward.notes.sizes)
+        saved.forward, saved.number = forward, len(forward.log.sizes)
         saved.first = saved.number
         saved.record = record = StorageRecord(saved, self.saves.offloader.finalized.append)
         for counted in COUNTED:

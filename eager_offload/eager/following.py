@@ -6,7 +6,7 @@ A forward that follows is a ``Run``. What is decided anew in an unknown step is 
     pack      the save is as the plan has it   -> its handle, and the copies whose turn it is
     unpack    it is the one that comes next    -> its tensor, and the reloads whose turn it is
 
-A run has no names of storages, takes no notes and has no finalizer for each handle: one for all of it. Its slots were
+A run has no names of storages, logs nothing and has no finalizer for each handle: one for all of it. Its slots were
 reserved at once, in the step before or when it began, and go back to the plan when the last handle is gone.
 
 The plan is a hint. At the first save or unpack that differs the run is over: ``SavedTensors.adopt`` takes each handle
@@ -36,7 +36,7 @@ from eager_offload.eager.packing import let_go, packed, unpacked, unpacked_at_on
 from eager_offload.eager.plans import KnownPlan, Staying, StepPlans, Turn
 from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
 from eager_offload.errors import OffloadError
-from eager_offload.learning import Forward, Lessons
+from eager_offload.learning import Forward, LearnedForwards
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Event, Layout
 from eager_offload.schedule import ResidentQueue
@@ -181,7 +181,7 @@ class Run:
         self.stream = keeper.offloader.runtime.current_stream(keeper.offloader.device)
         self._has_one_stream = keeper.offloader.runtime.has_one_stream
         #: What its thread has for an unknown step: the newest bytes, and the name of its forward.
-        self.queue, self.forward = queue, Forward(sequence, Lessons())
+        self.queue, self.forward = queue, Forward(sequence, LearnedForwards())
         self._saves, self._asks = known.plan.saves, known.plan.asks
         self._staying, self._only_staying, self._starts = known.staying, known.only_staying, known.starts
         self.keeper, self._offloader, self._keep = keeper, keeper.offloader, keep

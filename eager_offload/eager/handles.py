@@ -386,7 +386,7 @@ class SavedView:
         """Nothing may round it, in this step or in a later one: who reads it is not to be learnt."""
         if self.storage.record.state is WAITING:
             self.storage.be_exact()
-        self.forward.notes.kinds.pop(self.number, None)
+        self.forward.log.kinds.pop(self.number, None)
 
     def check_version(self) -> None:
         """Raises where autograd's own check would, were no hooks installed."""

@@ -17,7 +17,7 @@ from eager_offload.eager.adapting import Adapting
 from eager_offload.eager.coding import codings_of
 from eager_offload.eager.measuring import StepMeasures
 from eager_offload.errors import warn
-from eager_offload.learning import Kind, Notes, readers_of
+from eager_offload.learning import Kind, SaveLog, readers_of
 from eager_offload.runtime.base import Layout
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import Footprint
@@ -388,16 +388,16 @@ class StepPlans:
             return
         self._given = self.add(plan, is_computed=computed is not None)
 
-    def read(self, recording: Recording, notes: Notes) -> None:
+    def read(self, recording: Recording, log: SaveLog) -> None:
         """A forward that was recorded is over, and its backward: the plan that was given may round, or does not fit.
 
         Args:
-            notes: of the same forward, which say by the recorder's names what has asked for each storage.
+            log: of the same forward, which say by the recorder's names what has asked for each storage.
         """
         if (given := self._unread) is None or (plan := recording.plan()) is None:
             return
         self._unread = None
-        known, names, readers = KnownPlan(given, self._codecs), recording.names, readers_of(notes)
+        known, names, readers = KnownPlan(given, self._codecs), recording.names, readers_of(log)
         if not given.is_like(plan):
             self._given = known
             self.missed(known, "size")

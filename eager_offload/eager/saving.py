@@ -36,7 +36,7 @@ from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.errors import OffloadError, PrecisionError
 from eager_offload.kernels.codecs import CODECS
 from eager_offload.kernels.workspace import Workspaces
-from eager_offload.learning import Advice, Forward, ForwardRecord, Kept, Kind, Lessons, Link
+from eager_offload.learning import Decision, Forward, ForwardRecord, Kept, Kind, LearnedForwards, Link
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Layout, Stream
 from eager_offload.runtime.host import HostRuntime
@@ -80,12 +80,12 @@ class SavedTensors:
         offloader.idle_slots.append(self.plans)
         self._reloading = Reloading(self._offloading, config.size("prefetch_bytes"), self.plans)
         self.order = self._reloading.order
-        self._lessons = Lessons(config.small_step_bytes)
+        self._learned = LearnedForwards(config.small_step_bytes)
         self._queue_bytes = config.delay_bytes
         #: Kinds of saves that were rounded for one consumer and asked for by another.
         self._exact_kinds: set[Kind] = set()
         self._queues: Living[ResidentQueue] = Living()
-        #: Whether what a lesson lets leave does so at once.
+        #: Whether what was learnt to leave does so at once.
         self._leaves_early = config.learns_what_stays or limit is not None
         self._keys = itertools.count(1)
         self._names: dict[Hashable, StorageRecord] = {}
@@ -111,9 +111,9 @@ class SavedTensors:
     def new_forward(self, sequence: int, recorder: StepRecorder | None) -> Forward:
         """A forward, for one thread; ``sequence`` names it in the prefetch order."""
         with self.offloader.crashing():
-            forward = Forward(sequence, self._lessons)
+            forward = Forward(sequence, self._learned)
             record = ForwardRecord(forward, self.offloader.finalized.append)
-            record.notes, record.saves = forward.notes, self._weak
+            record.log, record.saves = forward.log, self._weak
             forward.recorder = record.recorder = recorder
             self._forwards.add(record)
             if self.exposure is not None:
@@ -133,13 +133,13 @@ class SavedTensors:
                 budget.begin()
                 message = budget.warning()
             if exposure is not None:
-                most = self._lessons.most_bytes
+                most = self._learned.most_bytes
                 exposure.begin(queue, most if budget is None else min(most, budget.keep))
             keep = queue.limit = self._accounts.counters.keep_last_bytes = self.keep
             if keep != before:
                 self.plans.forget_all()
             if exposure is not None:
-                self._lessons.keep(keep, self._queue_bytes)
+                self._learned.keep(keep, self._queue_bytes)
         if message:  # the user may turn it into an error
             self.offloader.warn(message)
 
@@ -298,15 +298,15 @@ class SavedTensors:
     ) -> SavedView | KeepReason:
         """A storage that is not known, or not with the bytes that it has now; ``known`` is the same one, earlier."""
         offloader, storage = self.offloader, tensor.untyped_storage()
-        number = len(forward.notes.sizes)
+        number = len(forward.log.sizes)
         first = known.first if known is not None and known.forward is forward else number
         stream = self._runtime.current_stream(self.device)
-        advice = self._note(forward, area.nbytes, first, stream)
+        decision = self._note(forward, area.nbytes, first, stream)
         if known is not None:
             known.saved_anew = True
             if known.record.queue is queue:  # on another stream
                 queue.saved_again(known.record.key, number)
-        if advice is Advice.ALIVE:
+        if decision is Decision.ALIVE:
             if mark is not Mark.PREFER:
                 forward.kept[name] = Kept(weak_storage(storage), number)
                 return KeepReason.ALIVE
@@ -328,15 +328,15 @@ class SavedTensors:
             last_save = None
         # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
         weight = self._runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
-        if advice is Advice.FITS and offloader.resident_bytes + area.nbytes <= self._lessons.room:
+        if decision is Decision.FITS and offloader.resident_bytes + area.nbytes <= self._learned.room:
             weight = 0
-        elif advice is Advice.LEAVE and self.exposure is not None:
+        elif decision is Decision.LEAVE and self.exposure is not None:
             weight = 0  # it pushes nothing out of what is to stay
         queue.push(
             record.key,
             area.nbytes,
             AT_THE_EXIT if saved.times_saved == _MOST_TIMES else packed_at,
-            urgent=mark is Mark.PREFER or (advice is Advice.LEAVE and self._leaves_early),
+            urgent=mark is Mark.PREFER or (decision is Decision.LEAVE and self._leaves_early),
             weight=weight,
             last_save=last_save,
         )
@@ -357,7 +357,7 @@ class SavedTensors:
         """What is learnt of save ``number``, where anything may be rounded."""
         kind = kind_of(tensor) if self._policy.rounds else None
         if kind is not None:
-            forward.notes.kinds[number] = kind
+            forward.log.kinds[number] = kind
         return kind
 
     def seeded(self, coding: Coding) -> Coding:
@@ -414,7 +414,7 @@ class SavedTensors:
             counters.shared(nbytes)
             if counters is record.counters:
                 record.shared_bytes += nbytes
-        number = len(forward.notes.sizes)
+        number = len(forward.log.sizes)
         owner = saved.first if saved.forward is forward else -1
         self._kind(tensor, forward, number)
         self._note(forward, saved.footprint.nbytes, owner, self._runtime.current_stream(self.device))
@@ -428,10 +428,10 @@ class SavedTensors:
         if kept is None or kept.storage() is not storage:
             return False
         stream = self._runtime.current_stream(self.device)
-        self._note(forward, forward.notes.sizes[kept.number], kept.number, stream)
+        self._note(forward, forward.log.sizes[kept.number], kept.number, stream)
         return True
 
-    def _note(self, forward: Forward, nbytes: int, owner: int, stream: Stream) -> Advice:
+    def _note(self, forward: Forward, nbytes: int, owner: int, stream: Stream) -> Decision:
         """The forward's next save; arguments as for ``Forward.save``."""
         return forward.save(nbytes, owner, self._runtime.clock(stream), self.offloader.inflight_bytes)
 
@@ -491,7 +491,7 @@ class SavedTensors:
         """Learns which node asks, and looks whether that one may be given what was rounded."""
         reader, saved = asking_node(), view.storage
         if view.run is None:
-            view.forward.notes.readers.setdefault(view.number, set()).add(reader)
+            view.forward.log.readers.setdefault(view.number, set()).add(reader)
         coding = saved.coding
         if not saved.rounds or coding is None or self._policy.allows(reader, coding.codec, coding.meta):
             return
@@ -556,9 +556,9 @@ class SavedTensors:
         self._forwards.discard(record)
         self.release_scratch()
         out = self.offloader.out_rate.value
-        self._lessons.learn(record.notes, None if out is None else Link(out, self.offloader.in_rate.value or out))
+        self._learned.learn(record.log, None if out is None else Link(out, self.offloader.in_rate.value or out))
         if (recording := cast(Recording | None, record.recorder)) is not None:
-            self.plans.read(recording, record.notes)
+            self.plans.read(recording, record.log)
             self.plans.learn(recording, self._exact_kinds)
 
     # -- forwards that follow a plan ----------------------------------------------------------------------------------
@@ -586,7 +586,7 @@ class SavedTensors:
             offloader.poll()
             known = plans.fitting(tensor, before)
             if known is None:
-                if not plans.records(self._lessons.most_alike()):
+                if not plans.records(self._learned.most_alike()):
                     return None
                 plans.release_sets()
                 return Recording()
@@ -644,7 +644,7 @@ class SavedTensors:
                 self.adopt_view(view, run)
         run.record.settle(self.offloader)
         if run.known.is_forgotten:
-            self._lessons.forget_how_many()
+            self._learned.forget_how_many()
 
     def adopt_view(self, view: SavedView, run: Run) -> None:
         """A handle of a run that is over is as one of an unknown step. The lock is held."""
@@ -655,7 +655,7 @@ class SavedTensors:
         if saved is None:
             saved = self._adopt_storage(followed, run)
         nbytes, forward = saved.footprint.nbytes, run.forward
-        number = len(forward.notes.sizes)
+        number = len(forward.log.sizes)
         forward.save(nbytes, None if view.number == followed.number else saved.first, 0.0, 0)
         position = next(self._keys)
         self.order.add(position, saved.record.key, nbytes, forward.sequence)
