@@ -805,6 +805,15 @@ def schema_of(target: object) -> Any:
     return getattr(target, "_schema", None)
 
 
+def tensors_in(values: object) -> list[Tensor]:
+    """The tensors among an operator's arguments or results: these are nested in nothing but lists and the like."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for one in values for tensor in tensors_in(one)]
+    return tensors_in([*values.values()]) if isinstance(values, dict) else []
+
+
 def keep_side_effects(operation: OpOverload) -> None:
     """Tells graphs that calls of ``operation`` do something even if nothing uses the result."""
     torch.fx.has_side_effect(operation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from eager_offload.plan.draft import Rehearsal, draft
@@ -37,12 +38,8 @@ def outcome_of(problem: Problem, moves: Moves, rehearsal: Rehearsal | None) -> O
     return Outcome(moves, found.step_seconds, found.peak_bytes, rehearsal)
 
 
-def _time_and_peak(outcome: Outcome) -> tuple[float, int]:
-    return outcome.step_seconds, outcome.peak_bytes
-
-
-def _peak_and_time(outcome: Outcome) -> tuple[int, float]:
-    return outcome.peak_bytes, outcome.step_seconds
+_time_and_peak = attrgetter("step_seconds", "peak_bytes")
+_peak_and_time = attrgetter("peak_bytes", "step_seconds")
 
 
 class RehearsedSolver:
@@ -118,14 +115,10 @@ class RehearsedSolver:
     def of(self, moves: Moves) -> Outcome:
         """What comes of moving those, and what moves in any case, where nothing is computed again."""
         moves = self.problem.with_forced(moves)
-        found = self._known.get(moves)
-        if found is None:
-            found = self._known[moves] = self._rehearsed(moves)
-        return found
+        if moves not in self._known:
+            from eager_offload.plan.rehearse import rehearse  # it brings in the simulation
 
-    def _rehearsed(self, moves: Moves) -> Outcome:
-        from eager_offload.plan.rehearse import rehearse  # it brings in the simulation
-
-        plan = draft(self.problem, moves)
-        rehearsal = None if plan is None else rehearse(self.problem, plan, self._launch_seconds)
-        return outcome_of(self.problem, moves, rehearsal)
+            plan = draft(self.problem, moves)
+            rehearsal = None if plan is None else rehearse(self.problem, plan, self._launch_seconds)
+            self._known[moves] = outcome_of(self.problem, moves, rehearsal)
+        return self._known[moves]

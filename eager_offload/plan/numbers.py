@@ -21,12 +21,9 @@ from typing import Any
 
 import torch
 
-from eager_offload._torch import generators
+from eager_offload._torch import Patch, generators
 
 __all__ = ["numbers_of_its_own", "numbers_put_back", "state_of_others"]
-
-_lock = threading.Lock()
-_users = 0
 
 
 class _Local(threading.local):
@@ -48,36 +45,33 @@ class _OfThread:
         return getattr(_local.generator or self._shared, name)
 
 
+_lock = threading.Lock()
+_users = 0
+_patch = Patch(generators, "default_generator", _OfThread)
+
+
 @contextmanager
 def numbers_of_its_own() -> Iterator[torch.Generator]:
     """The calling thread draws from a generator that begins as the default one is, and leaves that alone."""
     before, generator = _local.generator, torch.Generator("cpu")
     generator.set_state(torch.get_rng_state())
     with _others_put_back():
-        _begin()
+        _count(1)
         try:
             _local.generator = generator
             yield generator
         finally:
             _local.generator = before
-            _end()
+            _count(-1)
 
 
-def _begin() -> None:
+def _count(more: int) -> None:
+    """So many threads more trace, or fewer."""
     global _users
     with _lock:
-        _users += 1
-        if _users == 1 and hasattr(generators, "default_generator"):
-            generators.default_generator = _OfThread(generators.default_generator)
-
-
-def _end() -> None:
-    global _users
-    with _lock:
-        _users -= 1
-        found = getattr(generators, "default_generator", None)
-        if _users == 0 and isinstance(found, _OfThread):
-            generators.default_generator = found._shared
+        before, _users = _users, _users + more
+        if hasattr(generators, "default_generator") and 0 in (before, _users):
+            (_patch.put_on if _users else _patch.take_off)()
 
 
 @contextmanager

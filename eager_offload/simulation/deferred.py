@@ -58,25 +58,13 @@ class Move:
                 device = torch.empty(0, dtype=torch.uint8).set_(storage, self._offset, (self._nbytes,), (1,))
             else:
                 device = torch.full((self._nbytes,), POISON, dtype=torch.uint8)
+            outward = self.direction is Direction.OUT
+            if isinstance(host, Tensor):
+                to, by = (host, device) if outward else (device, host)
+                ctypes.memmove(to.data_ptr(), by.data_ptr(), self._nbytes)
+                return alive
             try:
-                if self.direction is Direction.OUT:
-                    _write(host, device)
-                else:
-                    _read(host, device)
+                (host.write if outward else host.read)(device)
             except OffloadError as error:
                 self.error = error
         return alive
-
-
-def _write(host: Slot | Tensor, device: Tensor) -> None:
-    if isinstance(host, Slot):
-        host.write(device)
-    else:
-        ctypes.memmove(host.data_ptr(), device.data_ptr(), device.numel())
-
-
-def _read(host: Slot | Tensor, device: Tensor) -> None:
-    if isinstance(host, Slot):
-        host.read(device)
-    else:
-        ctypes.memmove(device.data_ptr(), host.data_ptr(), device.numel())

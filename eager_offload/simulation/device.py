@@ -135,7 +135,8 @@ class SimulatedDevice(Runtime):
         self._jitter = jitter
         self._random = random.Random(seed)
         self._lock = threading.RLock()
-        self._default = SimulatedStream("default")
+        #: The stream that is current where no other was selected.
+        self.default_stream = SimulatedStream("default")
         self._transfers = {d: SimulatedStream(f"transfer-{d.value}", is_transfer=True) for d in Direction}
         self._streams_made = 0
         self._selected = _Selected()
@@ -160,11 +161,6 @@ class SimulatedDevice(Runtime):
     def enter(self, stream: Stream) -> AbstractContextManager[object]:
         assert isinstance(stream, SimulatedStream)
         return self.stream(stream)
-
-    @property
-    def default_stream(self) -> SimulatedStream:
-        """The stream that is current where no other was selected."""
-        return self._default
 
     def advance(self, stream: Stream, seconds: float, what: str = "compute", nbytes: int = 0) -> None:
         """Enqueues work of ``seconds`` on ``stream``."""
@@ -204,7 +200,7 @@ class SimulatedDevice(Runtime):
     def current_stream(self, device: torch.device) -> SimulatedStream:
         assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
         stack = self._selected.stack
-        return stack[-1] if stack else self._default
+        return stack[-1] if stack else self.default_stream
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> SimulatedStream:
         assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
