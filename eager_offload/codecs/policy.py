@@ -107,20 +107,12 @@ class CodecPolicy:
         Raises:
             ConfigError: for another name.
         """
-        codec: Codec
-        match name:
-            case "identity" | "lossless":
-                return cls(lossless=name == "lossless")
-            case "bf16":
-                codec = BF16()
-            case "int8":
-                codec = BlockInt(8, rounding="sr")
-            case "fp8":
-                codec = BlockFP8()
-            case _:
-                accepted = ", ".join(f'"{one}"' for one in CODEC_NAMES)
-                raise ConfigError(f"{name!r} is not accepted: the codecs that have a name are {accepted}")
-        return cls(rules=dict.fromkeys(_NAMED, codec))
+        if name not in CODEC_NAMES:
+            accepted = ", ".join(f'"{one}"' for one in CODEC_NAMES)
+            raise ConfigError(f"{name!r} is not accepted: the codecs that have a name are {accepted}")
+        if name in ("identity", "lossless"):
+            return cls(lossless=name == "lossless")
+        return cls(rules=dict.fromkeys(_NAMED, codec_of("int8_sr" if name == "int8" else name)))
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> CodecPolicy:

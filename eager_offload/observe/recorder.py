@@ -55,9 +55,8 @@ class _Wait:
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        #: What is being unpacked.
-        self.asked: Save | None = None
+    #: What is being unpacked.
+    asked: Save | None = None
 
 
 class TraceRecorder:

@@ -84,15 +84,12 @@ def _what_moves(plan: PlanNumbers, movable_bytes: int, too_small: int) -> str:
         return (
             f"nothing moves: beside parameters nothing that is saved is as large as min_bytes, {size_text(too_small)}"
         )
+    packed = "" if plan.moved_bytes == plan.offloaded_bytes else f", packed as {size_text(plan.moved_bytes)},"
     return (
         f"of {size_text(movable_bytes)} that may move, {size_text(plan.offloaded_bytes)} "
-        f"{'move' if plan.moved_bytes else 'do'}{_packed(plan)} and {size_text(plan.kept_bytes)} stay"
+        f"{'move' if plan.moved_bytes else 'do'}{packed} and {size_text(plan.kept_bytes)} stay"
         + (f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else "")
     )
-
-
-def _packed(plan: PlanNumbers) -> str:
-    return "" if plan.moved_bytes == plan.offloaded_bytes else f", packed as {size_text(plan.moved_bytes)},"
 
 
 def _fits(plan: PlanNumbers) -> str:
@@ -128,9 +125,8 @@ def _table(rows: Sequence[Row], *, is_again: bool) -> list[str]:
         return []
     shown, others = list(rows[:_MOST_ROWS]), rows[_MOST_ROWS:]
     if others:
-        kept, moved = sum(row.kept_bytes for row in others), sum(row.moved_bytes for row in others)
-        storages, again = (sum(column) for column in zip(*((row[1], row[4]) for row in others), strict=True))
-        shown.append(Row(f"{len(others)} other kinds", storages, kept, moved, again))
+        columns = zip(*(row[1:] for row in others), strict=True)
+        shown.append(Row(f"{len(others)} other kinds", *map(sum, columns)))
     width = max(len(row.kind) for row in shown)
     title = f"  {'again':>11}" if is_again else ""
     lines = ["", f"{'module':<{width}}  {'storages':>8}  {'stay':>11}  {'move':>11}{title}"]

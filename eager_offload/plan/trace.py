@@ -18,6 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from eager_offload.plan.recorder import PLAIN, Recorder, is_of_fakes
 from eager_offload.plan.stand_ins import StandIns
 from eager_offload.skipping import SkippedModules
 
-__all__ = ["arguments_of", "by_itself", "loss_of", "trace"]
+__all__ = ["by_itself", "run_step", "trace"]
 
 
 def trace(
@@ -70,20 +71,12 @@ def trace(
     ):
         recorder, skipped = Recorder(min_bytes, policy, generator=generator), SkippedModules()
         stand_ins = StandIns(recorder.has)
-        arguments, named = arguments_of(stand_ins.of_inputs(inputs))
+        inputs = stand_ins.of_inputs(inputs)
         traced, made_loss = stand_ins.copy_of(model, loss)
         if skip:
             skipped.add(traced, skip)
-        recorder.watch(traced)
         try:
-            with recorder:
-                with (
-                    torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
-                    checkpointed(traced, again),
-                ):
-                    total = loss_of(traced(*arguments, **named), made_loss)
-                recorder.begin_backward()
-                total.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it
+            run_step(recorder, traced, inputs, made_loss, again)
         except PlanError:
             raise
         except Exception as error:
@@ -112,7 +105,27 @@ def _logging_no_traceback() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
-def loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+def run_step(
+    recorder: Recorder, model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, again: Sequence[str] = ()
+) -> None:
+    """Has ``recorder`` write down a forward of ``model`` and its backward, with those modules computed again."""
+    if isinstance(inputs, Mapping):
+        call = partial(model, **inputs)
+    else:
+        call = partial(model, *(inputs if isinstance(inputs, tuple | list) else (inputs,)))
+    try:
+        recorder.watch(model)
+        with recorder:
+            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack), checkpointed(model, again):
+                total = _loss_of(call(), loss)
+            recorder.begin_backward()
+            total.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it
+            del total
+    finally:
+        recorder.unwatch()
+
+
+def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     """The loss, as a number.
 
     Raises:
@@ -136,13 +149,6 @@ def loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if not found.requires_grad:
         raise PlanError("the loss requires no gradient, so a step of this model saves nothing: no parameter is trained")
     return found if found.dim() == 0 else found.sum()
-
-
-def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model is called with, by position and by name."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
 
 
 @contextmanager
