@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 #: By what happens where they are not there. torch 2.11 to 2.15 have them, but for those of ``OTHER_VERSIONS``.
 PRIVATE_NAMES = {
-    "the import fails: when a copy may start cannot be told": ("torch.autograd._get_sequence_nr",),
+    "the import fails: when a copy may start cannot be known": ("torch.autograd._get_sequence_nr",),
     "saving a tensor fails": (
         "torch.UntypedStorage._cdata",
         "torch.Tensor._version",
@@ -144,7 +144,7 @@ PRIVATE_NAMES = {
         "torch._inductor.fx_utils.FakeTensorUpdater.__init__",
     ),
     "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
-    "not told of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
+    "a pass does not know of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
     "what should go to the CPU is recomputed": (
         "torch.utils.checkpoint._CachingTorchDispatchMode",
         "torch.utils.checkpoint._CachedTorchDispatchMode",

@@ -31,7 +31,7 @@ class CaptureStatus(enum.Enum):
 
 
 def capture_status(stream: torch.Stream | None = None) -> CaptureStatus:
-    """Whether ``stream`` is being captured, by whomever.
+    """Whether ``stream`` is being captured, by this library or by another.
 
     Args:
         stream: of the accelerator; that which the calling thread computes on, where it is left out.

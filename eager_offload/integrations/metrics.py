@@ -36,7 +36,7 @@ class OffloadMetrics:
 
     | name | unit | meaning |
     | --- | --- | --- |
-    | ``offload/saved_bytes``, ``offloaded_bytes``, ``shared_bytes``, ``kept_bytes`` | bytes a step | what autograd saved; of that: taken away, on a storage taken already, kept |
+    | ``offload/saved_bytes``, ``offloaded_bytes``, ``shared_bytes``, ``kept_bytes`` | bytes a step | what autograd saved; of that: offloaded, on a storage that is offloaded already, kept |
     | ``offload/bytes_out``, ``bytes_in`` | bytes a step | what crossed the link |
     | ``offload/demotions`` | a step | what could not be done as planned |
     | ``offload/*_bytes_peak`` | bytes | the most since the stats were last reset |

@@ -70,7 +70,7 @@ def compiled_by_inductor(
     """
     # An output that is an alias is its input. What else is one tensor in this call may be two in the next: tracing,
     # which goes by the objects, gets one for each.
-    aliased = {given: taken for taken, given in signature.aliases}
+    aliased = {target: source for source, target in signature.aliases}
     count = len(tensors) - len(flatten_with_names(signature.outputs)[1])
     firsts = [place for place in range(len(tensors)) if place - count not in aliased]
     places = [firsts.index(aliased.get(place - count, place)) for place in range(len(tensors))]

@@ -67,8 +67,8 @@ def compiled(
         # An interpreter has no memory that is read and written: what is written comes twice, and its second is a copy
         # of it, so that what the body does not write stays as it is.
         inputs, results = list(references[:read]), references[len(tensors) :]
-        for taken, given in signature.aliases:
-            inputs[taken] = results[given]
+        for source, target in signature.aliases:
+            inputs[source] = results[target]
         body(*inputs, *results)
 
     def run(*arrays: Any) -> Any:

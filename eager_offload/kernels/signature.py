@@ -138,17 +138,17 @@ class Signature:
             if len(set(sides)) != len(sides):
                 which = "an output" if place else "an input"
                 raise KernelError(f"Signature(aliases={self.aliases}) is not accepted: it names {which} twice")
-        for taken, given in self.aliases:
-            if not (0 <= taken < len(inputs) and 0 <= given < len(outputs)):
+        for source, target in self.aliases:
+            if not (0 <= source < len(inputs) and 0 <= target < len(outputs)):
                 raise KernelError(
                     f"Signature(aliases={self.aliases}) is not accepted: there are {len(inputs)} inputs and "
                     f"{len(outputs)} outputs, counted from 0"
                 )
-            one, other = inputs[taken], outputs[given]
+            one, other = inputs[source], outputs[target]
             if not isinstance(one, TensorSpec) or (one.shape, one.dtype) != (other.shape, other.dtype):
                 raise KernelError(
-                    f"Signature(aliases={self.aliases}) is not accepted: input {taken} is {one}, and output {given} is "
-                    f"{other}"
+                    f"Signature(aliases={self.aliases}) is not accepted: input {source} is {one}, and output {target} "
+                    f"is {other}"
                 )
 
     def call(self, kernel: str, arguments: tuple[Any, ...], out: Any = None) -> Call:
@@ -169,7 +169,7 @@ class Signature:
         inputs, inout = tensors[:count], tensors[count:]
         outputs, output_names = self._outputs(kernel, out, inputs, device)
         # New outputs have no names, and an alias is its input.
-        written = {*range(count, len(tensors) + len(output_names)), *(taken for taken, _ in self.aliases)}
+        written = {*range(count, len(tensors) + len(output_names)), *(source for source, _ in self.aliases)}
         everything = [*(f"the argument {name}" for name in names), *(f"the output {name}" for name in output_names)]
         _check_apart(kernel, everything, [*tensors, *outputs[: len(output_names)]], written)
         return Call(device, inputs, inout, outputs)
@@ -197,7 +197,7 @@ class Signature:
         self, kernel: str, out: Any, inputs: list[Tensor], device: torch.device
     ) -> tuple[list[Tensor], list[str]]:
         """The outputs, and where each stands in those of the caller, if they are so."""
-        aliased = {given: inputs[taken] for taken, given in self.aliases}
+        aliased = {target: inputs[source] for source, target in self.aliases}
         if out is None:
             specs = flatten_with_names(self.outputs)[1]
             return [
@@ -221,7 +221,7 @@ def _checked_pairs(given: Any) -> tuple[tuple[int, int], ...]:
         raise KernelError(
             f"Signature(aliases={given!r}) is not accepted: it is pairs of whole numbers, such as ((0, 0),)"
         )
-    return tuple((int(taken), int(written)) for taken, written in given)
+    return tuple((int(source), int(target)) for source, target in given)
 
 
 def _one_device(kernel: str, names: list[str], leaves: list[Any], out: Any) -> torch.device:

@@ -45,7 +45,7 @@ def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
     return found or (_is_fine(stats),)
 
 
-# -- it does not do what it was told to -----------------------------------------------------------------------------
+# -- it does not do what was asked of it -----------------------------------------------------------------------------
 
 
 def over_budget(stats: OffloadStats, config: OffloadConfig) -> str | None:

@@ -176,7 +176,7 @@ class SaveLog:
         self._add(save)
 
     def saved_by(self, key: int | None) -> Save | None:
-        """The save that the storage ``key`` was taken with."""
+        """The save that offloaded the storage ``key``."""
         return None if key is None else self._by_key.get(key)
 
     def stays(self, key: int) -> None:

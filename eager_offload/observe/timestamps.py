@@ -52,11 +52,11 @@ class Clock(NamedTuple):
     base: float
 
     def now(self) -> Timestamp:
-        """This moment of the host."""
+        """The host's time now."""
         return Timestamp(self, self.runtime.host_clock())
 
     def at(self, stream: Stream) -> Timestamp:
-        """This moment of ``stream``."""
+        """The time at which ``stream`` comes to this point."""
         return Timestamp(self, self.runtime.mark(stream))
 
     @property
@@ -70,16 +70,16 @@ class Clock(NamedTuple):
 
 
 class Timestamp(NamedTuple):
-    """A moment on a device."""
+    """A point in time on a device."""
 
     clock: Clock
     #: Seconds, or what the runtime makes seconds of.
-    moment: object
+    value: object
 
     def seconds(self) -> float:
-        """Since the trace began; the host waits until the moment has come."""
-        moment = self.moment if isinstance(self.moment, float) else self.clock.runtime.time_of(self.moment)
-        return moment - self.clock.base
+        """Since the trace began; the host waits until that time has come."""
+        value = self.value if isinstance(self.value, float) else self.clock.runtime.time_of(self.value)
+        return value - self.clock.base
 
 
 class Clocks:
@@ -155,7 +155,7 @@ class TimeLog(Bounded[Work | Copy]):
         """In the order of their beginning, outer ones first; the host waits for all of them.
 
         Args:
-            saved_by: the save that a storage was taken with, by its key.
+            saved_by: the save that offloaded a storage, by its key.
         """
         #: A second thread on a track gets one of its own.
         tracks: dict[tuple[str, str], dict[Hashable, str]] = {}

@@ -32,7 +32,7 @@ class StandIns:
     def __init__(self, has: Callable[[Tensor], None]) -> None:
         """
         Args:
-            has: is told of each.
+            has: is called with each.
         """
         self._has = has
         self._wholes: dict[int, Tensor] = {}
