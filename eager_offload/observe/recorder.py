@@ -12,7 +12,7 @@ import platform
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,22 +36,19 @@ __all__ = ["TraceRecorder"]
 _NO_AMOUNTS = ("device_budget", "keep_last_bytes", "plan", "slowdown")
 
 
-class _Wait:
-    """A wait that has begun."""
+class _Wait(NamedTuple):
+    """A wait that has begun: of a stream, or of the host."""
 
-    __slots__ = ("_began", "_clock", "_stream", "_time_log", "_where")
-
-    def __init__(self, time_log: TimeLog, clock: Clock, stream: Stream | None, where: tuple[str, str]) -> None:
-        self._time_log, self._clock, self._stream, self._where = time_log, clock, stream, where
-        self._began = self._now()
+    time_log: TimeLog
+    clock: Clock
+    stream: Stream | None
+    began: Timestamp
+    where: tuple[str, str]
 
     def over(self, what: str) -> None:
-        track = "stall" if self._stream is not None or self._clock.computes_on_host else "stall host"
-        work = Work(Kind.STALL, what, self._began, self._now(), track, threading.get_ident(), *self._where)
-        self._time_log.add(work)
-
-    def _now(self) -> Timestamp:
-        return self._clock.now() if self._stream is None else self._clock.at(self._stream)
+        track = "stall" if self.stream is not None or self.clock.computes_on_host else "stall host"
+        now, thread = self.clock.at(self.stream), threading.get_ident()
+        self.time_log.add(Work(Kind.STALL, what, self.began, now, track, thread, *self.where))
 
 
 class _Thread(threading.local):
@@ -162,7 +159,8 @@ class TraceRecorder:
     def waits(self, offloader: OnDevice, stream: Stream | None) -> _Wait:
         save = self._thread.asked
         where = (self._forwards.path, "") if save is None else (save.module, save.operation)
-        return _Wait(self._time_log, self._clocks.of(offloader.device), stream, where)
+        clock = self._clocks.of(offloader.device)
+        return _Wait(self._time_log, clock, stream, clock.at(stream), where)
 
     def stays(self, key: int) -> None:
         self._log.stays(key)

@@ -55,9 +55,9 @@ class Clock(NamedTuple):
         """The host's time now."""
         return Timestamp(self, self.runtime.host_clock())
 
-    def at(self, stream: Stream) -> Timestamp:
-        """The time at which ``stream`` comes to this point."""
-        return Timestamp(self, self.runtime.mark(stream))
+    def at(self, stream: Stream | None) -> Timestamp:
+        """The time at which ``stream`` comes to this point; ``None`` for the host."""
+        return self.now() if stream is None else Timestamp(self, self.runtime.mark(stream))
 
     @property
     def computes_on_host(self) -> bool:

@@ -13,6 +13,6 @@ decide.py     solve, draft, rehearse, until a budget is kept to; revise.py trace
 timed.py      the step with times that were measured in training
 numbers.py    random numbers meanwhile
 apply.py      checkpoints around the modules of a plan
-planner.py    plan(): all of that; plan.py is what it returns, command.py the command line, html.py the page; ranks.py
-              has several ranks agree
+planner.py    plan(): all of that; plan.py is what it returns, with figures.py, files.py and text.py; command.py the
+              command line, html.py the page; ranks.py has several ranks agree
 """
