@@ -309,11 +309,7 @@ def make_graphed_callable(
 
 
 def capturing_runtime() -> AcceleratorRuntime:
-    """The runtime of the accelerator, of whose work graphs can be made.
-
-    Raises:
-        NoAcceleratorError: there is none.
-    """
+    """The runtime of the accelerator; raises ``NoAcceleratorError`` where no graphs can be made of its work."""
     runtime = require_runtime("a capture")
     if not runtime.captures:
         raise NoAcceleratorError(

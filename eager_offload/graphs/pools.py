@@ -37,11 +37,7 @@ __all__ = [
 
 
 def require_runtime(what: str) -> AcceleratorRuntime:
-    """The runtime of the accelerator, for ``what``.
-
-    Raises:
-        NoAcceleratorError: there is none.
-    """
+    """The runtime of the accelerator, for ``what``; raises ``NoAcceleratorError`` where there is none."""
     if torch.accelerator.current_accelerator(check_available=True) is None:
         raise NoAcceleratorError(
             f"{what} needs an accelerator, and torch finds none: a CPU has nothing to capture. A step plan that is "

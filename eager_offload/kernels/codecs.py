@@ -142,8 +142,7 @@ def _is_aligned(*tensors: Tensor) -> bool:
 def _compile(size: _Size) -> _Kernels:
     """Its kernels, which have packed and unpacked some numbers as the codec does.
 
-    Raises:
-        CapabilityError: nothing compiles here, the codec cannot be traced, or what is compiled has other bits.
+    Raises ``CapabilityError`` where nothing compiles here, and where what was compiled has other bits.
     """
     codec, numel, dtype, device = size
     layout = codec.layout(TensorMeta((numel,), (1,), dtype))

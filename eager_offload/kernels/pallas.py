@@ -26,11 +26,7 @@ __all__ = ["check_installed", "compiled"]
 
 
 def check_installed() -> None:
-    """Asks for JAX.
-
-    Raises:
-        CapabilityError: it is not installed.
-    """
+    """Raises ``CapabilityError`` where JAX is not installed."""
     if find_spec("jax") is None:
         raise CapabilityError("impl='pallas' needs JAX, which is not installed: pip install 'eager_offload[pallas]'")
 

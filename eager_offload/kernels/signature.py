@@ -136,20 +136,16 @@ class Signature:
         inputs, outputs = flatten_with_names(self.inputs)[1], flatten_with_names(self.outputs)[1]
         for place, sides in enumerate(zip(*self.aliases, strict=True)):
             if len(set(sides)) != len(sides):
-                which = "an output" if place else "an input"
-                raise KernelError(f"Signature(aliases={self.aliases}) is not accepted: it names {which} twice")
+                raise self._refused(f"it names {'an output' if place else 'an input'} twice")
         for source, target in self.aliases:
             if not (0 <= source < len(inputs) and 0 <= target < len(outputs)):
-                raise KernelError(
-                    f"Signature(aliases={self.aliases}) is not accepted: there are {len(inputs)} inputs and "
-                    f"{len(outputs)} outputs, counted from 0"
-                )
+                raise self._refused(f"there are {len(inputs)} inputs and {len(outputs)} outputs, counted from 0")
             one, other = inputs[source], outputs[target]
             if not isinstance(one, TensorSpec) or (one.shape, one.dtype) != (other.shape, other.dtype):
-                raise KernelError(
-                    f"Signature(aliases={self.aliases}) is not accepted: input {source} is {one}, and output {target} "
-                    f"is {other}"
-                )
+                raise self._refused(f"input {source} is {one}, and output {target} is {other}")
+
+    def _refused(self, why: str) -> KernelError:
+        return KernelError(f"Signature(aliases={self.aliases}) is not accepted: {why}")
 
     def call(self, kernel: str, arguments: tuple[Any, ...], out: Any = None) -> Call:
         """The arguments of a launch, with new outputs where ``out`` is ``None``.

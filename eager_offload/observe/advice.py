@@ -35,12 +35,7 @@ _SHRINKS = 64 * MIB
 
 
 def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
-    """What is to be said of a run, a sentence or two each; one that says that all is well if nothing is.
-
-    Args:
-        stats: of the run, or of a part of it.
-        config: that it ran with.
-    """
+    """What is to be said of a run, or a part of it, a sentence or two each; that all is well if nothing is."""
     found = tuple(filter(None, (rule(stats, config) for rule in RULES)))
     return found or (_is_fine(stats),)
 

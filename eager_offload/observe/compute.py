@@ -187,12 +187,8 @@ class Backwards:
         self._is_over = False
 
     def asked(self, clock: Clock, module: str) -> str:
-        """An operation asks for what it saved; its name, empty outside of a backward.
-
-        Args:
-            clock: of the device on which it computes.
-            module: the path of the module that it belongs to.
-        """
+        """An operation of ``module`` asks for what it saved, on the device of ``clock``; its name, empty outside of
+        a backward."""
         node: Any = current_autograd_node()
         task = current_backward()
         if node is None or task < 0 or self._is_over:

@@ -83,11 +83,7 @@ class Timestamp(NamedTuple):
 
 
 class Clocks:
-    """The clocks of all devices that a trace comes across.
-
-    Args:
-        runtime_of: what serves a device, or ``None``.
-    """
+    """The clocks of all devices that a trace comes across; ``runtime_of`` says what serves a device."""
 
     def __init__(self, runtime_of: Callable[[torch.device], Runtime | None]) -> None:
         self._runtime_of = runtime_of
@@ -152,11 +148,8 @@ class TimeLog(Bounded[Work | Copy]):
     """Everything that took time."""
 
     def slices(self, saved_by: Callable[[int | None], Save | None]) -> tuple[Slice, ...]:
-        """In the order of their beginning, outer ones first; the host waits for all of them.
-
-        Args:
-            saved_by: the save that offloaded a storage, by its key.
-        """
+        """In the order of their beginning, outer ones first; the host waits for all of them. ``saved_by`` has the
+        save that offloaded a storage, by its key."""
         #: A second thread on a track gets one of its own.
         tracks: dict[tuple[str, str], dict[Hashable, str]] = {}
         found: list[Slice] = []

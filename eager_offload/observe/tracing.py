@@ -121,11 +121,7 @@ class Tracing:
 
 
 def _writable(path: str | os.PathLike[str]) -> Path:
-    """``path``, if a file can be put there.
-
-    Raises:
-        ConfigError: it cannot, and why.
-    """
+    """``path``; raises ``ConfigError`` where no file can be put there."""
     try:
         found = Path(os.fsdecode(path)).absolute()
     except TypeError:

@@ -103,12 +103,7 @@ class Calls:
         self._decided.append(save)
 
     def result(self, numbers: Mapping[Block, int], ops: int) -> tuple[tuple[ModuleCall, ...], tuple[Storage, ...]]:
-        """Those that may be computed again, once all is over, and what a checkpoint of them would save besides.
-
-        Args:
-            numbers: of the storages that may move.
-            ops: how many operators there are.
-        """
+        """Those that may be computed again, once all is over, and what a checkpoint of them would save besides."""
         calls = [call for call in self._all if self._may_run_again(call)]
         held = dict.fromkeys(
             block

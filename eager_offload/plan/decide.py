@@ -45,10 +45,8 @@ _peak_and_time = attrgetter("peak_bytes", "step_seconds")
 class RehearsedSolver:
     """A solver whose decisions are rehearsed before they are given out, and revised where they do not hold.
 
-    Args:
-        launch_seconds: as for ``rehearse``.
-        recompute: whether modules may be computed again. A step in which some are is not rehearsed here: it has to be
-            traced first, see ``revise.py``.
+    With ``recompute`` modules may be computed again. A step in which some are has to be traced before it is
+    rehearsed: see ``revise.py``.
     """
 
     def __init__(self, problem: Problem, launch_seconds: float, *, recompute: bool = False) -> None:

@@ -101,11 +101,7 @@ def write(plan: PlanFields, path: str | os.PathLike[str]) -> None:
 
 
 def _of(kind: type[_Plan], content: Mapping[str, Any]) -> _Plan:
-    """The plan of a file.
-
-    Raises:
-        ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError: they do not fit together.
-    """
+    """The plan of a file; raises one of the errors below where its parts do not fit together."""
     if content["format"] != _FORMAT:
         raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
     if content["policy"] not in POLICIES:
@@ -164,11 +160,7 @@ def room_of(config: OffloadConfig) -> int | None:
 def _read(kind: Any, value: Any, least: int = 0) -> Any:
     """What JSON has in place of a ``kind``: of a named tuple its values, of a dataclass its fields by their names.
 
-    Args:
-        least: numbers are no less.
-
-    Raises:
-        ValueError: it is something else.
+    Raises ``ValueError`` for anything else; numbers are no less than ``least``.
     """
     if get_origin(kind) is tuple:
         return tuple(_read(get_args(kind)[0], one, least) for one in value)
@@ -191,11 +183,7 @@ def _read(kind: Any, value: Any, least: int = 0) -> Any:
 
 
 def _program(content: Mapping[str, Any]) -> Program:
-    """The program of a file.
-
-    Raises:
-        ValueError: its numbers do not fit together.
-    """
+    """The program of a file; raises ``ValueError`` where its numbers do not fit together."""
     program: Program = _read(Program, content)
     modules, count, forward = len(program.modules), len(program.ops), program.forward_ops
     saves, asks, storages = program.saves, program.asks, program.storages

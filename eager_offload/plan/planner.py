@@ -174,11 +174,7 @@ def _solve(problem: Problem, machine: Machine, budget: int, policy: str) -> tupl
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:
-    """Whether that can be planned, and to that aim.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raises ``ConfigError`` where that cannot be planned, or not to that aim."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__} is not accepted: model takes a torch.nn.Module")
     if loss is not None and not callable(loss):
@@ -192,11 +188,7 @@ def _check_what(model: object, loss: object, policy: str, *, recompute: object) 
 
 
 def _check_steps(steps: object, device: str | Machine, *, recompute: bool) -> None:
-    """Whether so many real steps can be timed.
-
-    Raises:
-        ConfigError: they cannot.
-    """
+    """Raises ``ConfigError`` where so many real steps cannot be timed."""
     if type(steps) is not int or steps < 0:
         raise ConfigError(f"steps={steps!r} is not accepted: steps takes a whole number, 0 or more")
     if not steps:
@@ -215,11 +207,7 @@ def _check_steps(steps: object, device: str | Machine, *, recompute: bool) -> No
 
 
 def _machine(device: str | Machine, settings: OffloadConfig) -> Machine:
-    """The device that a user names.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """The device that a user names; raises ``ConfigError`` for another name."""
     if isinstance(device, Machine):
         return device
     if device == _HERE:

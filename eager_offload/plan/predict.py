@@ -283,11 +283,8 @@ class _Step:
         return max(over, now)
 
     def _note_left(self, now: float, op: int = 0) -> int:
-        """Copies that are over by ``now``, at operator ``op`` if compute waits there, have given their bytes back.
-
-        Returns:
-            The bytes that were on their way.
-        """
+        """Copies that are over by ``now``, at operator ``op`` if compute waits there, have given their bytes back:
+        how many were on their way."""
         problem, leaving, nbytes = self.problem, self.leaving, 0
         while leaving and leaving[0][0] <= now:
             over, number = leaving.popleft()

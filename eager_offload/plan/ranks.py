@@ -84,11 +84,7 @@ def model_text(model: nn.Module) -> str:
 
 
 def _compare(models: Sequence[str]) -> None:
-    """Whether all ranks plan the same; each of them finds the same.
-
-    Raises:
-        PlanError: they do not.
-    """
+    """Raises ``PlanError``, on each rank the same, where not all plan the same."""
     others = {model: rank for rank, model in reversed([*enumerate(models)]) if model != models[0]}
     if others:
         named = ", ".join(f"on rank {rank} {model}" for model, rank in others.items())

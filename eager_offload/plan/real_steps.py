@@ -50,12 +50,7 @@ def record(
     skip: Sequence[str] = (),
     policy: CodecPolicy = PLAIN,
 ) -> Measured:
-    """Runs ``steps`` training steps without an optimizer; arguments as for ``trace``.
-
-    Raises:
-        ConfigError: a tensor is not on the CPU, or a pattern matches no module.
-        PlanError: there is no loss.
-    """
+    """Runs ``steps`` training steps without an optimizer, on a CPU; arguments and errors as for ``trace``."""
     inputs = tree_map(_leaf, inputs)
     given = [one for one in tree_iter(inputs) if isinstance(one, Tensor)]
     parts = [one for one in (model, loss) if isinstance(one, nn.Module)]

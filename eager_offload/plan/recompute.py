@@ -181,11 +181,7 @@ class _Reshaped:
         )
 
     def _storage(self, number: int, inputs: list[int]) -> Storage | None:
-        """What becomes of a storage; ``None`` where it may not move any more.
-
-        Args:
-            inputs: the calls that it is given to.
-        """
+        """What becomes of a storage that is given to the calls ``inputs``; ``None`` where it may not move any more."""
         program = self.program
         if number >= len(program.storages):
             storage = program.arguments[number - len(program.storages)]

@@ -126,11 +126,7 @@ def run_step(
 
 
 def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    """The loss, as a number.
-
-    Raises:
-        PlanError: there is none.
-    """
+    """The loss, as a number; raises ``PlanError`` where there is none."""
     found = returned if loss is None else loss(returned)
     if loss is None and not isinstance(found, Tensor):
         found = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)

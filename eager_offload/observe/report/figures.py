@@ -80,11 +80,7 @@ class Saver:
 
 
 def savers(groups: Sequence[SavedGroup], *, alike: bool) -> list[Saver]:
-    """What saved most, first.
-
-    Args:
-        alike: whether ``layers.0.mlp`` and ``layers.1.mlp`` count as one, ``layers.*.mlp``.
-    """
+    """What saved most, first; with ``alike``, ``layers.0.mlp`` and ``layers.1.mlp`` count as one, ``layers.*.mlp``."""
     members: dict[tuple[str, str], list[SavedGroup]] = {}
     for group in groups:
         module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", group.module) if alike else group.module
