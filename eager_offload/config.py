@@ -16,21 +16,6 @@ from typing import Any, Literal, TypeAlias, TypedDict, cast
 from eager_offload.codecs.policy import CODEC_NAMES, CodecPolicy, named_if_any
 from eager_offload.errors import ConfigError
 
-__all__ = [
-    "FIELDS",
-    "MIB",
-    "VERSION",
-    "OffloadConfig",
-    "OffloadFields",
-    "field_from_text",
-    "parse_size",
-    "rate_text",
-    "size_literal",
-    "size_text",
-    "switched_on",
-    "variable_of",
-]
-
 MIB = 1 << 20
 #: Of this library.
 VERSION = "0.1.0"

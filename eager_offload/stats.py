@@ -17,21 +17,6 @@ from eager_offload.runtime.base import Event, Stream
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = [
-    "Accounts",
-    "Counters",
-    "GraphBytes",
-    "KeepReason",
-    "Observer",
-    "OffloadStats",
-    "OnDevice",
-    "PlanOutcome",
-    "Planned",
-    "Relief",
-    "Waiting",
-    "kept_by_graph",
-]
-
 
 class KeepReason(StrEnum):
     """Why a saved tensor stays on its device."""

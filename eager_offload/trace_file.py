@@ -51,8 +51,6 @@ from typing import Any, NamedTuple, TextIO
 
 from eager_offload.errors import ConfigError, OffloadError
 
-__all__ = ["FORMAT", "Kind", "MemorySample", "SavedGroup", "Slice", "Trace", "read_trace", "write_trace"]
-
 #: Of the file; a reader takes this one and older ones.
 FORMAT = 1
 

@@ -19,18 +19,6 @@ from eager_offload.codecs.exact import BitMask, Narrow
 from eager_offload.codecs.rounded import BF16, BlockFP8, BlockInt
 from eager_offload.errors import ConfigError
 
-__all__ = [
-    "CODEC_NAMES",
-    "CONSUMERS",
-    "NORMS",
-    "CodecPolicy",
-    "codec_of",
-    "is_compiled",
-    "is_lossless",
-    "named_if_any",
-    "text_of",
-]
-
 #: What a policy may be named.
 CODEC_NAMES = ("identity", "lossless", "bf16", "int8", "fp8")
 

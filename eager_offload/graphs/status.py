@@ -8,8 +8,6 @@ import torch
 
 from eager_offload._torch import accelerator_in_use, stream_is_capturing
 
-__all__ = ["CaptureStatus", "capture_status", "is_capturing"]
-
 
 class CaptureStatus(enum.Enum):
     """What becomes of work that is enqueued on a stream."""

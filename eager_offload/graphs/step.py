@@ -39,8 +39,6 @@ from eager_offload.runtime.captures import CaptureMode
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import StepPlan
 
-__all__ = ["CapturedStep", "capture_step"]
-
 
 class _Parts(NamedTuple):
     """What a captured step has until it is closed."""

@@ -27,8 +27,6 @@ from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature, TensorSpec
 
-__all__ = ["CODECS", "CodecKernels", "is_out_of_memory"]
-
 #: Bytes of one size; stochastic rounding takes a core a second or two for them.
 _WORTH = 256 << 20
 #: Sizes that are compiled in a process, and those whose bytes are counted: of sequences of any length there are many.

@@ -17,8 +17,6 @@ from eager_offload.errors import CapabilityError
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature
 
-__all__ = ["Compiled", "compiled_by_inductor", "kept"]
-
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Compiled:

@@ -18,8 +18,6 @@ from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.profiles import timed
 from eager_offload.kernels.signature import Signature
 
-__all__ = ["Kernel", "TorchKernel", "as_torch_kernel"]
-
 #: What an implementation may be called.
 _BODIES = ("torch", "pallas")
 _IMPLS = ("auto", "torch", "inductor", "pallas")

@@ -12,8 +12,6 @@ from eager_offload.errors import CapabilityError, KernelError
 from eager_offload.kernels.sizes import checked_sizes
 from eager_offload.kernels.staging import StagingTree
 
-__all__ = ["LaunchSpec"]
-
 #: Bytes of shared memory that a block may have where there is no device to ask: of compute capability 9.0, in the table
 #: of technical specifications of the CUDA C++ programming guide.
 _SHARED_BYTES = 227 << 10

@@ -22,8 +22,6 @@ from eager_offload.kernels.compiled import Compiled, kept
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature
 
-__all__ = ["check_installed", "compiled"]
-
 
 def check_installed() -> None:
     """Raises ``CapabilityError`` where JAX is not installed."""

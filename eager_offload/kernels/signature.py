@@ -14,8 +14,6 @@ from eager_offload._torch import flatten_with_names, unflatten
 from eager_offload.errors import KernelError
 from eager_offload.kernels.sizes import check_dtype, checked_sizes, is_whole
 
-__all__ = ["Call", "Scalar", "Signature", "TensorSpec"]
-
 
 @dataclass(frozen=True)
 class TensorSpec:

@@ -10,8 +10,6 @@ import torch
 
 from eager_offload.errors import KernelError
 
-__all__ = ["check_dtype", "checked_sizes", "is_whole"]
-
 
 def checked_sizes(of: str, name: str, given: Any, least: int) -> tuple[int, ...]:
     """``given`` as a tuple of whole numbers, ``least`` or more; raises ``KernelError`` for anything else."""

@@ -14,8 +14,6 @@ from torch import Tensor
 from eager_offload.errors import KernelError
 from eager_offload.kernels.sizes import check_dtype, checked_sizes, is_whole
 
-__all__ = ["Slot", "StagingTree", "Union"]
-
 
 @dataclass(frozen=True)
 class Slot:

@@ -13,8 +13,6 @@ from typing import TypeAlias
 from eager_offload.config import MIB, OffloadConfig, size_literal, size_text
 from eager_offload.stats import OffloadStats
 
-__all__ = ["RULES", "WEAR_SECONDS", "advise"]
-
 #: What a rule says, or ``None``.
 Rule: TypeAlias = Callable[[OffloadStats, OffloadConfig], str | None]
 

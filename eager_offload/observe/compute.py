@@ -31,8 +31,6 @@ from eager_offload.observe.timestamps import Clock, Clocks, TimeLog, Timestamp, 
 from eager_offload.runtime.base import Stream
 from eager_offload.trace_file import Kind
 
-__all__ = ["Backwards", "Forwards"]
-
 #: What torch puts between a module and the one that it compiles.
 _WRAPPED = "_orig_mod."
 #: Torch says that its own wrapper around a compiled module will be seen as well, and it is.

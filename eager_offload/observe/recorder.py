@@ -30,8 +30,6 @@ from eager_offload.stats import Accounts, Counters, GraphBytes, KeepReason, Offl
 from eager_offload.tiers.base import Slot
 from eager_offload.trace_file import Kind, MemorySample, Trace
 
-__all__ = ["TraceRecorder"]
-
 #: Of the stats, what does not add up from step to step.
 _NO_AMOUNTS = ("device_budget", "keep_last_bytes", "plan", "slowdown")
 

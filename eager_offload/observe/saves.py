@@ -26,8 +26,6 @@ from eager_offload.stats import KeepReason
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.trace_file import SavedGroup
 
-__all__ = ["GraphSave", "RecordedHandle", "Save", "SaveLog", "groups_of"]
-
 _BY_GRAPHS = "compiled graph"
 
 

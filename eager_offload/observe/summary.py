@@ -9,8 +9,6 @@ from eager_offload.config import OffloadConfig, size_text
 from eager_offload.observe.advice import WEAR_SECONDS
 from eager_offload.stats import OffloadStats
 
-__all__ = ["describe"]
-
 
 def describe(stats: OffloadStats, config: OffloadConfig) -> str:
     """The report of a run that was configured so; ends in advice."""

@@ -17,8 +17,6 @@ from eager_offload.runtime.base import Event, Runtime, Stream
 from eager_offload.runtime.host import HostRuntime, host_runtime
 from eager_offload.trace_file import Kind, Slice
 
-__all__ = ["MOST", "Bounded", "Clock", "Clocks", "Copy", "TimeLog", "Timestamp", "Work"]
-
 #: Slices, samples and saves each, beyond which a trace only counts: a viewer could not show them, and memory is finite.
 MOST = 1 << 20
 #: Seconds; a wait that is shorter has not waited.

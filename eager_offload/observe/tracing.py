@@ -21,8 +21,6 @@ from eager_offload.observe.recorder import TraceRecorder
 from eager_offload.stats import Accounts, OffloadStats
 from eager_offload.trace_file import write_trace
 
-__all__ = ["Tracing"]
-
 
 class _Traced(Protocol):
     """What a trace needs of an ``Offload``, which imports this module."""

@@ -14,8 +14,6 @@ from eager_offload.errors import ConfigError
 from eager_offload.module_calls import ModuleCall
 from eager_offload.skipping import plain_name
 
-__all__ = ["checkpointed", "modules_named"]
-
 _lock = threading.Lock()
 
 

@@ -24,8 +24,6 @@ from eager_offload.marks import Mark
 from eager_offload.plan.program import Storage, living
 from eager_offload.selection import footprint
 
-__all__ = ["Block", "Blocks", "Saved", "Use"]
-
 
 @dataclass(eq=False, slots=True)
 class Block:

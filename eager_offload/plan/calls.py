@@ -19,8 +19,6 @@ from eager_offload.plan.blocks import Block, Blocks
 from eager_offload.plan.numbers import state_of_others
 from eager_offload.plan.program import ModuleCall, Storage, living
 
-__all__ = ["Calls", "written_by"]
-
 #: They change what these arguments hold, and their schemas do not say so.
 _STATISTICS = ("running_mean", "running_var")
 #: Objects whose attributes are no state of the module that has them.

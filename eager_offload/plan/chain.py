@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from eager_offload.plan.recompute import Candidate
 
-__all__ = ["chain"]
-
 
 class _Kind:
     """The calls of modules in one place, one in each block."""

@@ -26,8 +26,6 @@ from eager_offload.eager.coding import exact_codec, is_all_of, kind_of, rounding
 from eager_offload.learning import Kind
 from eager_offload.plan.program import Packing
 
-__all__ = ["Coder", "Known"]
-
 #: Elements of the tensor with which it is found out what a codec reads and writes.
 _SAMPLE = 1 << 16
 

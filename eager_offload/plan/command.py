@@ -17,8 +17,6 @@ from eager_offload.plan.files import POLICIES
 from eager_offload.plan.plan import Plan, Point
 from eager_offload.plan.planner import plan
 
-__all__ = ["main"]
-
 #: Points of the front that is shown.
 _POINTS = 8
 

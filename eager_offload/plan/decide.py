@@ -11,8 +11,6 @@ from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.recompute import Candidate
 from eager_offload.plan.solve import Decision, Solver
 
-__all__ = ["Outcome", "RehearsedSolver", "outcome_of"]
-
 #: So many times a decision is made anew that does not keep to its budget in rehearsal.
 _REVISIONS = 4
 #: So many times a decision of a lower peak is looked for than the least by arithmetic has in rehearsal.

@@ -18,8 +18,6 @@ from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Coded, StepPlan, StepRecorder
 
-__all__ = ["Rehearsal", "draft"]
-
 #: Reasons that a step plan can give: the others are looked at in each step.
 _FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.SMALL})
 

@@ -14,8 +14,6 @@ from eager_offload.plan.program import kind_of
 from eager_offload.plan.recompute import Recomputing
 from eager_offload.stats import KeepReason
 
-__all__ = ["PlanFigures", "Row"]
-
 #: What ``to_dict`` has, in this order, and ``modules`` behind it.
 _SHOWN = (
     *("model", "machine", "device_budget", "host_budget", "host_bytes", "policy", "steps", "fits", "peak_bytes"),

@@ -20,8 +20,6 @@ from eager_offload.plan.draft import Rehearsal
 from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.program import Program
 
-__all__ = ["POLICIES", "Least", "PlanFields", "reading", "room_of", "write"]
-
 #: What a plan aims at.
 POLICIES = ("least", "free", "max")
 #: Numbers in files are below it.

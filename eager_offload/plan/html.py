@@ -10,8 +10,6 @@ from eager_offload.config import size_text
 from eager_offload.observe.report.page import fill, sized
 from eager_offload.plan.figures import PlanFigures
 
-__all__ = ["page"]
-
 #: Samples of a curve at most: more than a screen has pixels.
 _SAMPLES = 4096
 #: Steps between the numbers of an axis, at most.

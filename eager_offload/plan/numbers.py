@@ -23,8 +23,6 @@ import torch
 
 from eager_offload._torch import Patch, generators
 
-__all__ = ["numbers_of_its_own", "numbers_put_back", "state_of_others"]
-
 
 class _Local(threading.local):
     """Of the calling thread."""

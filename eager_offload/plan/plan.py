@@ -25,8 +25,6 @@ from eager_offload.plan.timed import is_off, timed
 from eager_offload.stats import Relief
 from eager_offload.step_plan import Adapted, ComputedPlan, Fate, StepPlan, Timing
 
-__all__ = ["Plan", "Point"]
-
 #: A part of a step for which another plan is worth while.
 _GAIN = 0.02
 #: A part of a step that compute may wait without being worth a word, and to how many bits a budget for that is found.

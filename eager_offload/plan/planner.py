@@ -20,8 +20,6 @@ from eager_offload.plan.ranks import Asked, agreed, are_several, model_text
 from eager_offload.plan.revise import TracedSolver
 from eager_offload.plan.solve import EQUAL
 
-__all__ = ["here", "plan"]
-
 #: The device that this process has.
 _HERE = "here"
 

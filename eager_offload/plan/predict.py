@@ -36,8 +36,6 @@ from typing import NamedTuple
 from eager_offload.plan.program import Program, Storage
 from eager_offload.tiers.memory import PAGE, round_up
 
-__all__ = ["Moves", "Prediction", "Problem", "floor_seconds"]
-
 #: For each storage that may move, whether it does.
 Moves = tuple[bool, ...]
 

@@ -14,8 +14,6 @@ from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError, OffloadError, PlanError
 from eager_offload.machine import Machine
 
-__all__ = ["Asked", "agreed", "are_several", "model_text"]
-
 
 class Asked(NamedTuple):
     """What a user asks for on one rank; bytes."""

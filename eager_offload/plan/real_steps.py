@@ -28,8 +28,6 @@ from eager_offload.plan.recorder import PLAIN, Recorder
 from eager_offload.plan.trace import by_itself, run_step
 from eager_offload.skipping import SkippedModules
 
-__all__ = ["Measured", "record"]
-
 
 class Measured(NamedTuple):
     """What real steps have done."""

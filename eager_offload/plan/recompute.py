@@ -26,8 +26,6 @@ from typing import NamedTuple
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import ModuleCall, Op, Program, Storage, kind_of
 
-__all__ = ["Candidate", "Recomputing", "Shape"]
-
 
 class Shape(NamedTuple):
     """A step with checkpoints."""

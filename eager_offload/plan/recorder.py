@@ -38,9 +38,6 @@ from eager_offload.plan.stand_ins import MOST_KNOWN
 from eager_offload.selection import reason_to_stay
 from eager_offload.stats import KeepReason
 
-__all__ = ["PLAIN", "Recorder", "is_of_fakes"]
-
-
 #: Everything travels as it is.
 PLAIN = CodecPolicy(lossless=False)
 

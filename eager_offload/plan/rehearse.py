@@ -39,8 +39,6 @@ from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Coded, Fate, Save, StepPlan
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = ["rehearse"]
-
 #: Bytes of all stand-ins together, at most.
 _STAGE_BYTES = 32 << 20
 #: Room in the tier, which in a rehearsal is not what is asked.

@@ -14,8 +14,6 @@ from eager_offload.plan.program import kind_of
 from eager_offload.plan.recompute import Candidate
 from eager_offload.plan.solve import Decision, Solver
 
-__all__ = ["Computed", "TracedSolver"]
-
 #: How often a decision is made anew, because its step takes more bytes than numbers said.
 _REVISIONS = 3
 

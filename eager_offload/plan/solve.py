@@ -31,8 +31,6 @@ from eager_offload.plan.paced import WAYS, Way, least_pace, of_all_paces
 from eager_offload.plan.predict import Moves, Prediction, Problem
 from eager_offload.plan.recompute import Candidate, Recomputing, Shape
 
-__all__ = ["EQUAL", "Decision", "Solver"]
-
 #: Single storages that are tried in vain before no more are kept.
 _TRIES = 16
 #: Predictions that one search may ask for, times the cube of the flags that there are; and how many it may at least.

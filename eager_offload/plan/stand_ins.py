@@ -20,8 +20,6 @@ from eager_offload._torch import (
 )
 from eager_offload.errors import PlanError
 
-__all__ = ["MOST_KNOWN", "StandIns"]
-
 #: Bytes of a tensor whose numbers are known; a larger one is fake.
 MOST_KNOWN = 64 << 20
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from eager_offload.config import size_text
 from eager_offload.plan.figures import PlanFigures, Row
 
-__all__ = ["seconds_text", "text_of"]
-
 #: Rows of the table; what is left is one more.
 _MOST_ROWS = 12
 

@@ -35,8 +35,6 @@ from eager_offload.plan.recorder import PLAIN, Recorder, is_of_fakes
 from eager_offload.plan.stand_ins import StandIns
 from eager_offload.skipping import SkippedModules
 
-__all__ = ["by_itself", "run_step", "trace"]
-
 
 def trace(
     model: nn.Module,

@@ -37,8 +37,6 @@ from eager_offload.runtime.base import Event, Stream
 from eager_offload.simulation.log import Allocated, Entry, Freed, Log, Operation, Recorded, Synchronized, Waited
 from eager_offload.tiers.base import Region
 
-__all__ = ["Access", "AccessKind", "Checker", "OrderingError", "Violation"]
-
 _Clock: TypeAlias = dict[Stream, int]
 
 #: Cells in all spaces together before the first search for those that nothing can conflict with any more.

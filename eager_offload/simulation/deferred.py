@@ -13,8 +13,6 @@ from eager_offload.runtime.base import Direction
 from eager_offload.simulation.checker import Access
 from eager_offload.tiers.base import Slot
 
-__all__ = ["POISON", "Move"]
-
 #: What bytes are filled with that may not be used. It reads as NaN in every floating-point format.
 POISON = 0xFF
 

@@ -32,8 +32,6 @@ from eager_offload.simulation.deferred import POISON, Move
 from eager_offload.simulation.timeline import Span, Timeline
 from eager_offload.tiers.base import Slot
 
-__all__ = ["SimulatedDevice", "SimulatedEvent", "SimulatedStream"]
-
 
 @dataclass(eq=False, slots=True)
 class SimulatedStream:

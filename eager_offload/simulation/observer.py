@@ -26,8 +26,6 @@ from eager_offload.simulation.signatures import Operand, signature_of
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.extents import Extents
 
-__all__ = ["OperatorObserver"]
-
 #: Bytes; CUDA's caching allocator hands out multiples of it.
 _GRANULARITY = 512
 

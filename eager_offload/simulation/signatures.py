@@ -11,8 +11,6 @@ from torch import Tensor
 
 from eager_offload._torch import OpOverload, schema_of, tensors_in
 
-__all__ = ["Operand", "Signature", "signature_of"]
-
 
 class Operand(NamedTuple):
     """A tensor that an operator was called with."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from eager_offload.runtime.base import Stream
 
-__all__ = ["Span", "Timeline"]
-
 
 @dataclass(frozen=True, slots=True)
 class Span:

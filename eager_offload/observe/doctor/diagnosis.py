@@ -26,22 +26,6 @@ import torch
 from eager_offload.config import MIB, size_literal, variable_of
 from eager_offload.tiers.limits import Limit
 
-__all__ = [
-    "FORMAT",
-    "Device",
-    "Diagnosis",
-    "Disk",
-    "Feature",
-    "Memory",
-    "SelfTest",
-    "Software",
-    "Speed",
-    "Verdict",
-    "hidden_from_width",
-    "recommended",
-    "verdict",
-]
-
 #: The version of the keys. New keys leave it as it is; a key that goes or changes its meaning adds one.
 FORMAT = 1
 

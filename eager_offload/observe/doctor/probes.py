@@ -38,22 +38,6 @@ from eager_offload.tiers.memory import PAGE, anonymous_slab
 from eager_offload.tiers.numa import node_of_device, prefer_node
 from eager_offload.tiers.rawfile import RawFile
 
-__all__ = [
-    "accelerators",
-    "directory",
-    "disk_speed",
-    "duplex_link",
-    "features",
-    "link",
-    "matmul_flops",
-    "memory",
-    "pin_seconds",
-    "private_names",
-    "processor",
-    "self_test",
-    "software",
-]
-
 #: Accelerators of one machine that are looked at.
 _MOST_DEVICES = 4
 #: Rows and columns of the matrices that are multiplied, on a CPU and on an accelerator.

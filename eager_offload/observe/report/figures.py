@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from eager_offload.trace_file import Kind, MemorySample, SavedGroup, Slice, Trace
 
-__all__ = ["OutcomeBytes", "Placed", "Saver", "Track", "WorkTotal", "peaks", "savers", "tracks", "work_totals"]
-
 
 def peaks(trace: Trace) -> MemorySample:
     """Most bytes at one moment, by where they were."""
