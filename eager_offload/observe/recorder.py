@@ -25,6 +25,7 @@ from eager_offload.observe.compute import Backwards, Forwards
 from eager_offload.observe.saves import GraphSave, RecordedHandle, Save, SaveLog, groups_of
 from eager_offload.observe.timestamps import Bounded, Clock, Clocks, Copy, TimeLog, Timestamp, Work
 from eager_offload.runtime.base import Event, Stream
+from eager_offload.runtime.host import HostRuntime
 from eager_offload.selection import logical_bytes
 from eager_offload.stats import Accounts, Counters, GraphBytes, KeepReason, OffloadStats, OnDevice, kept_by_graph
 from eager_offload.tiers.base import Slot
@@ -44,7 +45,7 @@ class _Wait(NamedTuple):
     where: tuple[str, str]
 
     def over(self, what: str) -> None:
-        track = "stall" if self.stream is not None or self.clock.computes_on_host else "stall host"
+        track = "stall" if self.stream is not None or isinstance(self.clock.runtime, HostRuntime) else "stall host"
         now, thread = self.clock.at(self.stream), threading.get_ident()
         self.time_log.add(Work(Kind.STALL, what, self.began, now, track, thread, *self.where))
 
@@ -73,7 +74,7 @@ class TraceRecorder:
         self._forwards = Forwards(self._clocks, self._time_log)
         self._backwards = Backwards(self._time_log)
         self._saves = Bounded[Save]()
-        self._log = SaveLog(self, self._saves.add)
+        self._log = SaveLog(self.unpack, self._saves.add)
         self._memory = Bounded[MemorySample]()
         self._thread = _Thread()
         self._counters = accounts.counters
@@ -127,7 +128,7 @@ class TraceRecorder:
         save = Save(self._forwards.path, tensor.device)
         handle = self._pack(tensor)
         with self._accounts.lock:
-            if self._log.listener is None:
+            if self._log.unpack is None:
                 return handle
             recorded = self._log.add(tensor, handle, logical_bytes(tensor), save)
             self._sample(began)

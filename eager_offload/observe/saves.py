@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,11 +76,6 @@ class Save:
     outcomes: list[Callable[[], SaveOutcome]] = field(default_factory=list)
 
 
-class _Unpacks(Protocol):
-    def unpack(self, handle: RecordedHandle) -> Tensor:
-        """The saved tensor again."""
-
-
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class RecordedHandle:
     """What autograd holds while a trace runs, and for as long as it holds it; see the note."""
@@ -90,8 +85,8 @@ class RecordedHandle:
     log: SaveLog
 
     def unpack(self) -> Tensor:
-        listener = self.log.listener
-        return self.inner.unpack() if listener is None else listener.unpack(self)
+        unpack = self.log.unpack
+        return self.inner.unpack() if unpack is None else unpack(self)
 
 
 class GraphSave:
@@ -120,12 +115,12 @@ class SaveLog:
     """All saves of a trace. The accounts' lock is held in every call.
 
     Args:
-        listener: what unpacks, as long as the trace runs.
+        unpack: gives a saved tensor again, as long as the trace runs.
         add: takes a save among those that the trace shows; false where they are too many.
     """
 
-    def __init__(self, listener: _Unpacks, add: Callable[[Save], bool]) -> None:
-        self.listener: _Unpacks | None = listener
+    def __init__(self, unpack: Callable[[RecordedHandle], Tensor], add: Callable[[Save], bool]) -> None:
+        self.unpack: Callable[[RecordedHandle], Tensor] | None = unpack
         self._add = add
         self._alive: set[_SaveRecord] = set()
         self._finalized: deque[FinalizerRecord[RecordedHandle | GraphSave]] = deque()
@@ -199,7 +194,7 @@ class SaveLog:
 
     def close(self) -> None:
         """No handle reports from here on."""
-        self.listener = None
+        self.unpack = None
         self._storages = {}
         self._alive.clear()
 

@@ -14,7 +14,7 @@ import torch
 from eager_offload.errors import OffloadError
 from eager_offload.observe.saves import Save
 from eager_offload.runtime.base import Event, Runtime, Stream
-from eager_offload.runtime.host import HostRuntime, host_runtime
+from eager_offload.runtime.host import host_runtime
 from eager_offload.trace_file import Kind, Slice
 
 #: Slices, samples and saves each, beyond which a trace only counts: a viewer could not show them, and memory is finite.
@@ -56,11 +56,6 @@ class Clock(NamedTuple):
     def at(self, stream: Stream | None) -> Timestamp:
         """The time at which ``stream`` comes to this point; ``None`` for the host."""
         return self.now() if stream is None else Timestamp(self, self.runtime.mark(stream))
-
-    @property
-    def computes_on_host(self) -> bool:
-        """Whether compute is the host, so that both have one time."""
-        return isinstance(self.runtime, HostRuntime)
 
     @property
     def current_stream(self) -> Stream:

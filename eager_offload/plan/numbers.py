@@ -1,4 +1,4 @@
-"""Random numbers while a step is planned: planning draws none of other threads, which draw none of theirs again.
+"""What planning leaves alone: the modes and hooks of the caller, and random numbers, of other threads too.
 
 [Note: random numbers]
 torch has one default generator for all threads of a process. To put its state back after a trace would have another
@@ -16,12 +16,29 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from eager_offload._torch import Patch, generators
+from eager_offload import active
+from eager_offload._torch import Patch, function_modes, generators, without_dispatch_modes
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Autograd is on, and the caller's modes, hooks and default device count for nothing."""
+    with ExitStack() as stack:
+        stack.enter_context(active.outside())
+        stack.enter_context(without_dispatch_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if function_modes() or torch.get_default_device().type != "cpu":  # whatever default the caller has
+            stack.enter_context(torch.device("cpu"))
+        device = torch.accelerator.current_accelerator()
+        if device is not None and torch.is_autocast_enabled(device.type):  # what stands for it is on the CPU
+            stack.enter_context(torch.autocast("cpu", torch.get_autocast_dtype(device.type)))
+        yield
 
 
 class _Local(threading.local):

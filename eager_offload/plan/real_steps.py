@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from eager_offload._torch import own_buffers, tree_iter, tree_map
 from eager_offload.codecs import CodecPolicy
 from eager_offload.errors import ConfigError
-from eager_offload.plan.numbers import numbers_put_back
+from eager_offload.plan.numbers import by_itself, numbers_put_back
 from eager_offload.plan.program import Program
 from eager_offload.plan.recorder import PLAIN, Recorder
-from eager_offload.plan.trace import by_itself, run_step
+from eager_offload.plan.trace import run_step
 from eager_offload.skipping import SkippedModules
 
 

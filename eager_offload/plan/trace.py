@@ -17,19 +17,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eager_offload import active
-from eager_offload._torch import FakeTensorMode, function_modes, without_dispatch_modes
+from eager_offload._torch import FakeTensorMode
 from eager_offload.codecs import CodecPolicy
 from eager_offload.errors import PlanError
 from eager_offload.plan.apply import checkpointed
-from eager_offload.plan.numbers import numbers_of_its_own
+from eager_offload.plan.numbers import by_itself, numbers_of_its_own
 from eager_offload.plan.program import Program
 from eager_offload.plan.recorder import PLAIN, Recorder, is_of_fakes
 from eager_offload.plan.stand_ins import StandIns
@@ -143,19 +142,3 @@ def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if not found.requires_grad:
         raise PlanError("the loss requires no gradient, so a step of this model saves nothing: no parameter is trained")
     return found if found.dim() == 0 else found.sum()
-
-
-@contextmanager
-def by_itself() -> Iterator[None]:
-    """Autograd is on, and the caller's modes, hooks and default device count for nothing."""
-    with ExitStack() as stack:
-        stack.enter_context(active.outside())
-        stack.enter_context(without_dispatch_modes())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        if function_modes() or torch.get_default_device().type != "cpu":  # whatever default the caller has
-            stack.enter_context(torch.device("cpu"))
-        device = torch.accelerator.current_accelerator()
-        if device is not None and torch.is_autocast_enabled(device.type):  # what stands for it is on the CPU
-            stack.enter_context(torch.autocast("cpu", torch.get_autocast_dtype(device.type)))
-        yield
