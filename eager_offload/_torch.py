@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 #: By what happens where they are not there. torch 2.11 to 2.15 have them, but for those of ``OTHER_VERSIONS``.
 PRIVATE_NAMES = {
-    "the import fails: when a copy may start cannot be told": ("torch.autograd._get_sequence_nr",),
+    "the import fails: when a copy may start cannot be known": ("torch.autograd._get_sequence_nr",),
     "saving a tensor fails": (
         "torch.UntypedStorage._cdata",
         "torch.Tensor._version",
@@ -144,7 +144,7 @@ PRIVATE_NAMES = {
         "torch._inductor.fx_utils.FakeTensorUpdater.__init__",
     ),
     "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
-    "not told of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
+    "a pass does not know of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
     "what should go to the CPU is recomputed": (
         "torch.utils.checkpoint._CachingTorchDispatchMode",
         "torch.utils.checkpoint._CachedTorchDispatchMode",
@@ -805,6 +805,15 @@ def schema_of(target: object) -> Any:
     return getattr(target, "_schema", None)
 
 
+def tensors_in(values: object) -> list[Tensor]:
+    """The tensors among an operator's arguments or results: these are nested in nothing but lists and the like."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for one in values for tensor in tensors_in(one)]
+    return tensors_in([*values.values()]) if isinstance(values, dict) else []
+
+
 def keep_side_effects(operation: OpOverload) -> None:
     """Tells graphs that calls of ``operation`` do something even if nothing uses the result."""
     torch.fx.has_side_effect(operation)
@@ -912,38 +921,33 @@ def profiled(what: str) -> AbstractContextManager[object]:
 
 # -- the compiler -----------------------------------------------------------------------------------------------------
 
-#: Where the names of the compiler are. Importing it takes a second, so nothing does before something is compiled.
-_OF_THE_COMPILER = {
-    "CustomGraphPass": "torch._inductor.custom_graph_pass",
-    "CustomInferenceAwareGraphPass": "torch._inductor.custom_graph_pass",
-    "CustomPartitionerFn": "torch._inductor.custom_graph_pass",
-    "FakeTensorMode": "torch._subclasses.fake_tensor",
-    "OptimizedModule": "torch._dynamo.eval_frame",
-    "OrderedSet": "torch.utils._ordered_set",
-    "V": "torch._inductor.virtualized",
-    "channels_last_strides": "torch._prims_common",
-    "compile_fx": "torch._inductor.compile_fx",
-    "get_decompositions": "torch._decomp",
-    "inductor_config": "torch._inductor.config",
-    "inductor_ir": "torch._inductor.ir",
-    "make_fallback": "torch._inductor.lowering",
-    "min_cut_rematerialization_partition": "torch._functorch.partitioners",
-    "preserve_node_ordering": "torch._inductor.fx_passes.control_dependencies",
+#: By their last parts, where names are that are imported when they are first asked for: importing the compiler takes a
+#: second, so nothing does before something is compiled.
+_LATER = {
+    last: name for names in PRIVATE_NAMES.values() for name in names if (last := name.rpartition(".")[2])[0].isalpha()
 }
-#: What torch calls some of them.
-_OTHER_NAMES = {"channels_last_strides": "make_channels_last_strides_for"}
+#: What the library calls some of them.
+_OWN_NAMES = {
+    "channels_last_strides": "make_channels_last_strides_for",
+    "inductor_config": "config",
+    "inductor_ir": "ir",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Imports a name of the compiler when it is first asked for."""
-    module = _OF_THE_COMPILER.get(name)
-    if module is None:
+    dotted = _LATER.get(_OWN_NAMES.get(name, name))
+    if dotted is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: Any = importlib.import_module(module)
-    if name == "CustomInferenceAwareGraphPass" and not hasattr(value, name):
-        value = type(name, (value.CustomGraphPass,), {})  # a kind that no other library's pass is of
-    elif not name.startswith("inductor_"):  # those are modules
-        value = getattr(value, _OTHER_NAMES.get(name, name))
+    if name.startswith("inductor_"):  # those are modules
+        value: Any = importlib.import_module(dotted)
+    else:
+        module, _, theirs = dotted.rpartition(".")
+        value = importlib.import_module(module)
+        if name == "CustomInferenceAwareGraphPass" and not hasattr(value, name):
+            value = type(name, (value.CustomGraphPass,), {})  # a kind that no other library's pass is of
+        else:
+            value = getattr(value, theirs)
     globals()[name] = value
     return value
 

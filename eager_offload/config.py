@@ -16,21 +16,6 @@ from typing import Any, Literal, TypeAlias, TypedDict, cast
 from eager_offload.codecs.policy import CODEC_NAMES, CodecPolicy, named_if_any
 from eager_offload.errors import ConfigError
 
-__all__ = [
-    "FIELDS",
-    "MIB",
-    "VERSION",
-    "OffloadConfig",
-    "OffloadFields",
-    "field_from_text",
-    "parse_size",
-    "rate_text",
-    "size_literal",
-    "size_text",
-    "switched_on",
-    "variable_of",
-]
-
 MIB = 1 << 20
 #: Of this library.
 VERSION = "0.1.0"
@@ -170,8 +155,8 @@ class OffloadConfig:
     is larger comes back early alone; with 0 nothing does."""
 
     keep_last_bytes: Size = "auto"
-    """The newest saved bytes, which stay resident because backward asks for them at once: a delay line of that many
-    bytes for each thread that runs forwards, counted outside the in-flight window. ``"auto"`` is ``prefetch_bytes`` in
+    """The newest saved bytes, which stay resident because backward asks for them at once: a queue of that many bytes
+    for each thread that runs forwards, counted outside the in-flight window. ``"auto"`` is ``prefetch_bytes`` in
     a step of which nothing is known; in one that goes like an earlier one, at most that, and only what was asked for
     sooner than it could have been away and back. One that goes like an earlier one that saved at most a
     quarter more than ``prefetch_bytes`` stays as a whole: what moving frees there, reloading takes again."""

@@ -30,19 +30,6 @@ from eager_offload.errors import OffloadError
 from eager_offload.selection import plain_tensors
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = [
-    "REGION_NOTE",
-    "Mark",
-    "Region",
-    "clear_mark",
-    "in_no_offload_region",
-    "keep",
-    "mark_of",
-    "mark_operator",
-    "no_offload",
-    "prefer_offload",
-]
-
 T = TypeVar("T", bound=Tensor)
 
 

@@ -17,21 +17,6 @@ from eager_offload.runtime.base import Event, Stream
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = [
-    "Accounts",
-    "Counters",
-    "GraphBytes",
-    "KeepReason",
-    "Observer",
-    "OffloadStats",
-    "OnDevice",
-    "PlanOutcome",
-    "Planned",
-    "Relief",
-    "Waiting",
-    "kept_by_graph",
-]
-
 
 class KeepReason(StrEnum):
     """Why a saved tensor stays on its device."""
@@ -128,11 +113,11 @@ class OffloadStats:
     saved_bytes: int = 0
     """Their bytes."""
     offloaded_tensors: int = 0
-    """How many of them took a storage away."""
+    """How many of them had a storage offloaded."""
     offloaded_bytes: int = 0
     """Bytes of those."""
     shared_bytes: int = 0
-    """Bytes of saves whose storage was taken already by an earlier one."""
+    """Bytes of saves whose storage an earlier one has offloaded already."""
     kept_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that stay on the device, by reason."""
     small_bytes_largest: int = 0
@@ -331,7 +316,7 @@ class Counters:
         return sum(nbytes for reason, nbytes in kept.items() if reason is not KeepReason.PARAMETER)
 
     def shared(self, nbytes: int) -> None:
-        """A save whose storage is taken already."""
+        """A save whose storage is offloaded already."""
         if self.step_begins:
             self._begin_step()
         self.saved_tensors += 1
@@ -349,7 +334,7 @@ class Counters:
         self.device_bytes_peak = max(self.device_bytes_peak, resident_bytes + self.live.kept)
 
     def demote(self, kind: str) -> bool:
-        """Counts a demotion; true the first time, when the user is to be told."""
+        """Counts a demotion; true the first time, when the user is to be warned."""
         self.demotions[kind] = self.demotions.get(kind, 0) + 1
         return self.demotions[kind] == 1
 
@@ -424,9 +409,10 @@ class Observer(Protocol):
 
 
 class Accounts(ForkSafeLock):
-    """What all devices of one ``Offload`` share: its lock, and the counters that is counted on now.
+    """What all devices of one ``Offload`` share: its lock, and the counters that are in use.
 
-    A saved storage settles on the counters that it was taken under, so resetting in mid-step leaves no debts behind.
+    A saved storage is counted to its end on the counters of the time at which it was offloaded, so that a reset within
+    a step leaves no difference behind.
     """
 
     def __init__(self) -> None:

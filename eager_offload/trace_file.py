@@ -51,8 +51,6 @@ from typing import Any, NamedTuple, TextIO
 
 from eager_offload.errors import ConfigError, OffloadError
 
-__all__ = ["FORMAT", "Kind", "MemorySample", "SavedGroup", "Slice", "Trace", "read_trace", "write_trace"]
-
 #: Of the file; a reader takes this one and older ones.
 FORMAT = 1
 
@@ -174,7 +172,9 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
         OSError: it cannot be written.
     """
     path = Path(os.path.realpath(path))
-    content = {"traceEvents": list(_events(trace)), "displayTimeUnit": "ms", "eager_offload": _own_part(trace)}
+    own = {"format": FORMAT, **{name: getattr(trace, name) for name in _PLAIN}}
+    own["saved"] = [dataclasses.asdict(group) for group in trace.saved]
+    content = {"traceEvents": list(_events(trace)), "displayTimeUnit": "ms", "eager_offload": own}
     if path.exists() and not path.is_file():
         with open(path, "w", encoding="utf-8") as file:
             _dump(content, file)
@@ -274,13 +274,8 @@ def _metadata(what: str, pid: int, tid: int, **arguments: str | int) -> dict[str
     return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments}
 
 
-def _own_part(trace: Trace) -> dict[str, Any]:
-    saved = [dataclasses.asdict(group) for group in trace.saved]
-    return {"format": FORMAT, **{name: getattr(trace, name) for name in _PLAIN}, "saved": saved}
-
-
 def _restored(events: list[dict[str, Any]], own: dict[str, Any]) -> Trace:
-    """What ``_events`` and ``_own_part`` were made of."""
+    """What ``write_trace`` has written."""
     names = {
         (event["name"], event["pid"], event["tid"]): event["args"].get("name") for event in events if event["ph"] == "M"
     }

@@ -10,20 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = [
-    "Codec",
-    "PackedLayout",
-    "Part",
-    "Scratch",
-    "ScratchCodec",
-    "TensorMeta",
-    "compact",
-    "flat",
-    "layout_of",
-    "part_of_scratch",
-    "parts_of",
-]
-
 #: Bytes; where parts begin, so that any dtype may be viewed there.
 _ALIGNMENT = 16
 

@@ -21,8 +21,6 @@ from eager_offload.codecs.base import (
     parts_of,
 )
 
-__all__ = ["BitMask", "Gather", "Identity", "Narrow"]
-
 #: Where the upper half of a number of four bytes is, of its two halves.
 _UPPER = 1 if sys.byteorder == "little" else 0
 

@@ -19,18 +19,6 @@ from eager_offload.codecs.exact import BitMask, Narrow
 from eager_offload.codecs.rounded import BF16, BlockFP8, BlockInt
 from eager_offload.errors import ConfigError
 
-__all__ = [
-    "CODEC_NAMES",
-    "CONSUMERS",
-    "NORMS",
-    "CodecPolicy",
-    "codec_of",
-    "is_compiled",
-    "is_lossless",
-    "named_if_any",
-    "text_of",
-]
-
 #: What a policy may be named.
 CODEC_NAMES = ("identity", "lossless", "bf16", "int8", "fp8")
 
@@ -107,20 +95,12 @@ class CodecPolicy:
         Raises:
             ConfigError: for another name.
         """
-        codec: Codec
-        match name:
-            case "identity" | "lossless":
-                return cls(lossless=name == "lossless")
-            case "bf16":
-                codec = BF16()
-            case "int8":
-                codec = BlockInt(8, rounding="sr")
-            case "fp8":
-                codec = BlockFP8()
-            case _:
-                accepted = ", ".join(f'"{one}"' for one in CODEC_NAMES)
-                raise ConfigError(f"{name!r} is not accepted: the codecs that have a name are {accepted}")
-        return cls(rules=dict.fromkeys(_NAMED, codec))
+        if name not in CODEC_NAMES:
+            accepted = ", ".join(f'"{one}"' for one in CODEC_NAMES)
+            raise ConfigError(f"{name!r} is not accepted: the codecs that have a name are {accepted}")
+        if name in ("identity", "lossless"):
+            return cls(lossless=name == "lossless")
+        return cls(rules=dict.fromkeys(_NAMED, codec_of("int8_sr" if name == "int8" else name)))
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> CodecPolicy:

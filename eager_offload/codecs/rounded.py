@@ -27,8 +27,6 @@ from eager_offload.codecs.base import Codec, PackedLayout, TensorMeta, compact, 
 from eager_offload.codecs.seeds import SIGNED_GOLDEN
 from eager_offload.errors import ConfigError
 
-__all__ = ["BF16", "BlockFP8", "BlockInt", "compiled_multiple"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The code of a block that is not finite, and that of the scale 1.
 _NOT_FINITE, _ONE = 255, 127

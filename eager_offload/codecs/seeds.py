@@ -7,8 +7,6 @@ import threading
 import torch
 from torch import Tensor
 
-__all__ = ["SEEDS", "SIGNED_GOLDEN", "next_seed"]
-
 #: 2**64 times the golden ratio: multiples of it lie far from each other.
 _GOLDEN, _MOST = 0x9E3779B97F4A7C15, (1 << 63) - 1
 #: The same in an ``int64``.

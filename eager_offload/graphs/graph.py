@@ -24,16 +24,6 @@ from eager_offload.graphs.upload import upload_graph
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.captures import Capture, CaptureMode
 
-__all__ = [
-    "CapturedGraph",
-    "GraphCaptureGuard",
-    "capture_stream",
-    "capturing_runtime",
-    "check_autocast",
-    "make_graphed_callable",
-    "pool_of",
-]
-
 
 class CapturedGraph:
     """What a capture has ended in; ``GraphCaptureGuard`` and ``make_graphed_callable`` make it.
@@ -309,11 +299,7 @@ def make_graphed_callable(
 
 
 def capturing_runtime() -> AcceleratorRuntime:
-    """The runtime of the accelerator, of whose work graphs can be made.
-
-    Raises:
-        NoAcceleratorError: there is none.
-    """
+    """The runtime of the accelerator; raises ``NoAcceleratorError`` where no graphs can be made of its work."""
     runtime = require_runtime("a capture")
     if not runtime.captures:
         raise NoAcceleratorError(

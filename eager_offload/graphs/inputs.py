@@ -12,8 +12,6 @@ from eager_offload._torch import flatten_with_names, unflatten
 from eager_offload.errors import CaptureInputError, CaptureStateError
 from eager_offload.graphs.status import CaptureStatus, capture_status
 
-__all__ = ["DeviceScalar", "StaticInputs"]
-
 
 class DeviceScalar:
     """A number that a graph reads from the device, such as a learning rate, the count of steps or a seed.

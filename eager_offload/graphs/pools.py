@@ -25,23 +25,9 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_ru
 from eager_offload.runtime.base import ALIGNMENT, Event
 from eager_offload.runtime.captures import MemoryPool
 
-__all__ = [
-    "CapturePool",
-    "GraphPoolHandle",
-    "ReplayOrder",
-    "capture_pool_for_handle",
-    "graph_pool_handle",
-    "release_graph_pool_handle",
-    "require_runtime",
-]
-
 
 def require_runtime(what: str) -> AcceleratorRuntime:
-    """The runtime of the accelerator, for ``what``.
-
-    Raises:
-        NoAcceleratorError: there is none.
-    """
+    """The runtime of the accelerator, for ``what``; raises ``NoAcceleratorError`` where there is none."""
     if torch.accelerator.current_accelerator(check_available=True) is None:
         raise NoAcceleratorError(
             f"{what} needs an accelerator, and torch finds none: a CPU has nothing to capture. A step plan that is "

@@ -8,8 +8,6 @@ import torch
 
 from eager_offload._torch import accelerator_in_use, stream_is_capturing
 
-__all__ = ["CaptureStatus", "capture_status", "is_capturing"]
-
 
 class CaptureStatus(enum.Enum):
     """What becomes of work that is enqueued on a stream."""
@@ -31,7 +29,7 @@ class CaptureStatus(enum.Enum):
 
 
 def capture_status(stream: torch.Stream | None = None) -> CaptureStatus:
-    """Whether ``stream`` is being captured, by whomever.
+    """Whether ``stream`` is being captured, by this library or by another.
 
     Args:
         stream: of the accelerator; that which the calling thread computes on, where it is left out.

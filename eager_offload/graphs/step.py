@@ -9,8 +9,8 @@ See [Note: captured steps] in ``eager/captured.py``.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self, cast
 
@@ -38,8 +38,6 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_ru
 from eager_offload.runtime.captures import CaptureMode
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import StepPlan
-
-__all__ = ["CapturedStep", "capture_step"]
 
 
 class _Parts(NamedTuple):
@@ -196,16 +194,16 @@ def capture_step(
         raise CaptureStateError("a step was captured inside of a capture: what would a replay of it begin?")
     check_autocast(runtime.device_type)
     stream, static = capture_stream(), StaticInputs(tuple(inputs))
+    if offload is not None and not offload.config.enabled:
+        offload = None
     with overriding_stale_streams():
         plans = _warm_up(fn, static, offload, warmup, runtime, stream)
         nbytes = slot_bytes(plans)
         owner = CapturePool(nbytes) if shared is None and nbytes else shared
-        if owner is None:
-            graph, kept = _capture(fn, static, offload, plans, None, mode, None, stream, debug)
-        else:
-            with owner.adding():
-                slab = _pinned(owner, nbytes) if nbytes else None
-                graph, kept = _capture(fn, static, offload, plans, slab, mode, owner, stream, debug)
+        guard = GraphCaptureGuard(stream, mode, owner, debug)
+        with nullcontext() if owner is None else owner.adding():
+            slab = None if owner is None or not nbytes else _pinned(owner, nbytes)
+            graph, kept = _capture(fn, static, offload, plans, slab, guard, stream)
     graph.keep(fn, static, *scalars, graph.result)
     return CapturedStep(_Parts(graph, static), plans, kept, scalars)
 
@@ -253,7 +251,7 @@ def _warm_up(
     try:
         with runtime.enter(stream):
             for number in range(warmup):
-                if offload is None or not offload.config.enabled:
+                if offload is None:
                     fn(*static.values)
                     continue
                 step = WarmUp()
@@ -286,19 +284,15 @@ def _capture(
     offload: Offload | None,
     plans: tuple[StepPlan, ...],
     slab: Tensor | None,
-    mode: CaptureMode,
-    pool: CapturePool | None,
+    guard: GraphCaptureGuard,
     stream: torch.Stream,
-    debug: bool,
 ) -> tuple[CapturedGraph, Mapping[KeepReason, int]]:
-    guard = GraphCaptureGuard(stream, mode, pool, debug)
     seed = torch.full((1,), SEEDS.draw(), dtype=torch.int64, device=stream.device)  # of the graph, which moves it on
-    if offload is None or not offload.config.enabled:
-        with guard:
+    kept: Mapping[KeepReason, int] = {}
+    with guard:
+        if offload is None:
             result = fn(*static.values)
-        graph, kept = guard.finish(), Counter[KeepReason]()
-    else:
-        with guard:
+        else:
             run = CapturedRun(plans, slab, accelerator_runtime(), stream.device, offload.config, seed)
             try:
                 with offload.in_step(run):
@@ -306,7 +300,8 @@ def _capture(
                     run.finish()
             finally:
                 run.close()
-        graph, kept = guard.finish(), run.kept
+            kept = run.kept
+    graph = guard.finish()
     graph.result = result
     graph.keep(seed)
     return graph, kept

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["upload_graph"]
-
 
 def upload_graph(graph: Any, stream: torch.Stream) -> bool:
     """Enqueues the upload of ``graph`` on ``stream``; ``False`` where this cannot be done here."""

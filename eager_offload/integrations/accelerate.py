@@ -101,16 +101,17 @@ class OffloadPlugin:
             ConfigError: for anything but a module, one that ``accelerator.prepare`` has not returned, or one that
                 another plugin has prepared.
         """
+        kind = f"<{type(model).__name__}>"
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                f"model={_kind(model)} is not accepted: prepare takes the accelerator, then the module that "
+                f"model={kind} is not accepted: prepare takes the accelerator, then the module that "
                 "accelerator.prepare returned"
             )
         if not self.enabled:
             return model
         if not _is_prepared(accelerator, model):
             raise ConfigError(
-                f"model={_kind(model)} is not accepted: it has not been through accelerator.prepare, which may put "
+                f"model={kind} is not accepted: it has not been through accelerator.prepare, which may put "
                 "another module in its place. Call that first, then plugin.prepare(accelerator, model) on what it "
                 "returned"
             )
@@ -127,10 +128,6 @@ class OffloadPlugin:
         calls = self._calls[model] = OffloadedCalls(model, self.offload, _counting(self))
         _prepared[innermost] = weakref.ref(self), calls
         return model
-
-    def _begin_forward(self) -> None:
-        self._forwards += 1
-        self._trace.begin(self._forwards)
 
     def _require_no_other_plugin(self, innermost: nn.Module) -> None:
         """Two around one model would nest, and only the inner one would offload."""
@@ -186,7 +183,8 @@ def _counting(plugin: OffloadPlugin) -> Callable[[nn.Module], bool]:
     def asked(model: nn.Module) -> bool:
         training = is_training(model)
         if training and (found := alive()) is not None:
-            found._begin_forward()
+            found._forwards += 1
+            found._trace.begin(found._forwards)
         return training
 
     return asked
@@ -228,7 +226,3 @@ Accelerator.prepare = _refuse_plugins(Accelerator.prepare)
 _prepared: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[OffloadPlugin], OffloadedCalls]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def _kind(given: object) -> str:
-    return f"<{type(given).__name__}>"

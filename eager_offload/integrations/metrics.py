@@ -19,7 +19,10 @@ LogMetrics: TypeAlias = bool | Literal["all"]
 
 #: What every name begins with; trackers make a group of it.
 PREFIX = "offload/"
-_AMOUNTS = ("saved_bytes", "offloaded_bytes", "shared_bytes", "bytes_out", "bytes_in", "stall_seconds")
+_AMOUNTS = (
+    *("saved_bytes", "offloaded_bytes", "shared_bytes", "bytes_out", "bytes_in", "stall_seconds"),
+    *("kept_bytes", "demotions"),
+)
 _PEAKS = ("inflight_bytes_peak", "resident_bytes_peak", "host_bytes_peak", "disk_bytes_peak")
 
 
@@ -36,7 +39,7 @@ class OffloadMetrics:
 
     | name | unit | meaning |
     | --- | --- | --- |
-    | ``offload/saved_bytes``, ``offloaded_bytes``, ``shared_bytes``, ``kept_bytes`` | bytes a step | what autograd saved; of that: taken away, on a storage taken already, kept |
+    | ``offload/saved_bytes``, ``offloaded_bytes``, ``shared_bytes``, ``kept_bytes`` | bytes a step | what autograd saved; of that: offloaded, on a storage that is offloaded already, kept |
     | ``offload/bytes_out``, ``bytes_in`` | bytes a step | what crossed the link |
     | ``offload/demotions`` | a step | what could not be done as planned |
     | ``offload/*_bytes_peak`` | bytes | the most since the stats were last reset |
@@ -64,10 +67,9 @@ class OffloadMetrics:
         self._before = now
         if not self._log_metrics:
             return {}
-        amounts = {name: _since(getattr(now, name), getattr(before, name)) for name in _AMOUNTS}
-        amounts["kept_bytes"] = _since(_kept_bytes(now), _kept_bytes(before))
-        amounts["demotions"] = _since(_demotions(now), _demotions(before))
-        figures = {name: amount / max(steps, 1) for name, amount in amounts.items()}
+        amounts = {name: (_amount(now, name), _amount(before, name)) for name in _AMOUNTS}
+        # What has not grown was reset in between, and has grown from nothing.
+        figures = {name: (new - old if new >= old else new) / max(steps, 1) for name, (new, old) in amounts.items()}
         three = {"device_peak_mib": now.device_bytes_peak / MIB, "moved_mib": figures["bytes_out"] / MIB}
         three["stall_seconds"] = figures["stall_seconds"]
         if self._log_metrics == "all":
@@ -128,14 +130,6 @@ def summarize(offload: Offload) -> None:
         print(f"eager_offload: {str(stats).splitlines()[0]}", file=sys.stderr)
 
 
-def _since(now: float, before: float) -> float:
-    """An amount that has grown, or that was reset in between and has grown from nothing."""
-    return now - before if now >= before else now
-
-
-def _kept_bytes(stats: OffloadStats) -> int:
-    return sum(stats.kept_bytes.values())
-
-
-def _demotions(stats: OffloadStats) -> int:
-    return sum(stats.demotions.values())
+def _amount(stats: OffloadStats, name: str) -> float:
+    value: float | dict[str, int] = getattr(stats, name)
+    return sum(value.values()) if isinstance(value, dict) else value

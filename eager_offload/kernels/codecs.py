@@ -27,8 +27,6 @@ from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature, TensorSpec
 
-__all__ = ["CODECS", "CodecKernels", "is_out_of_memory"]
-
 #: Bytes of one size; stochastic rounding takes a core a second or two for them.
 _WORTH = 256 << 20
 #: Sizes that are compiled in a process, and those whose bytes are counted: of sequences of any length there are many.
@@ -142,8 +140,7 @@ def _is_aligned(*tensors: Tensor) -> bool:
 def _compile(size: _Size) -> _Kernels:
     """Its kernels, which have packed and unpacked some numbers as the codec does.
 
-    Raises:
-        CapabilityError: nothing compiles here, the codec cannot be traced, or what is compiled has other bits.
+    Raises ``CapabilityError`` where nothing compiles here, and where what was compiled has other bits.
     """
     codec, numel, dtype, device = size
     layout = codec.layout(TensorMeta((numel,), (1,), dtype))

@@ -6,6 +6,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,22 +17,15 @@ from eager_offload.errors import CapabilityError
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature
 
-__all__ = ["Compiled", "compiled_by_inductor", "kept"]
 
-
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Compiled:
-    """What launches a compiled kernel.
+    """What launches a compiled kernel."""
 
-    Args:
-        text: all that the compiled code depends on.
-        launch: takes the tensors of a call.
-    """
-
-    __slots__ = ("__weakref__", "launch", "text")
-
-    def __init__(self, text: str, launch: Callable[..., object]) -> None:
-        self.text = text
-        self.launch = launch
+    text: str
+    """All that the compiled code depends on."""
+    launch: Callable[..., object]
+    """Takes the tensors of a call."""
 
 
 #: By the SHA-256 of their texts, those that kernels hold; see [Note: finalizers] in ``tiers/finalizers.py``. Nothing
@@ -74,7 +68,7 @@ def compiled_by_inductor(
     """
     # An output that is an alias is its input. What else is one tensor in this call may be two in the next: tracing,
     # which goes by the objects, gets one for each.
-    aliased = {given: taken for taken, given in signature.aliases}
+    aliased = {target: source for source, target in signature.aliases}
     count = len(tensors) - len(flatten_with_names(signature.outputs)[1])
     firsts = [place for place in range(len(tensors)) if place - count not in aliased]
     places = [firsts.index(aliased.get(place - count, place)) for place in range(len(tensors))]
@@ -95,19 +89,10 @@ def compiled_by_inductor(
         ) from error
     device = tensors[0].device
     shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in distinct)
-    text = "\n".join(
-        (
-            "inductor",
-            torch.__version__,
-            str(device),
-            _capability(device),
-            str(torch.get_default_dtype()),  # of tensors that a graph makes without saying
-            repr(spec),
-            shapes,
-            repr(places),
-            _code(graph),
-        )
-    )
+    capability = repr(torch.accelerator.get_device_capability(device)) if device.type != "cpu" else ""
+    default = torch.get_default_dtype()  # of tensors that a graph makes without saying
+    parts = ("inductor", torch.__version__, device, capability, default, repr(spec), shapes, places, _code(graph))
+    text = "\n".join(map(str, parts))
 
     def compile_it() -> Callable[..., object]:
         copies = [one.clone() for one in tensors]  # what is launched writes, also what is ``inout``
@@ -145,7 +130,3 @@ def _code(graph: Any) -> str:
         for path, one in graph.named_buffers()
     ]
     return "\n".join((*graphs, *constants))
-
-
-def _capability(device: torch.device) -> str:
-    return repr(torch.accelerator.get_device_capability(device)) if device.type != "cpu" else ""

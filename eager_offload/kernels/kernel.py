@@ -18,8 +18,6 @@ from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.profiles import timed
 from eager_offload.kernels.signature import Signature
 
-__all__ = ["Kernel", "TorchKernel", "as_torch_kernel"]
-
 #: What an implementation may be called.
 _BODIES = ("torch", "pallas")
 _IMPLS = ("auto", "torch", "inductor", "pallas")
@@ -107,16 +105,10 @@ class TorchKernel:
         return f"TorchKernel({self.kernel.name!r}, impl={self.impl!r})"
 
     def _launch(self, device: torch.device, tensors: list[Tensor]) -> None:
-        if self.impl == "torch" or device in self._failed:
-            self.kernel.impls["torch"](*tensors)
-        else:
-            found = self._compiled.get((device, torch.get_default_dtype()))
-            if found is None:
-                found = self._compile(device, tensors)
-            if found is None:
-                self.kernel.impls["torch"](*tensors)
-            else:
-                found.launch(*tensors)
+        found = None
+        if self.impl != "torch" and device not in self._failed:
+            found = self._compiled.get((device, torch.get_default_dtype())) or self._compile(device, tensors)
+        (self.kernel.impls["torch"] if found is None else found.launch)(*tensors)
 
     def _compile(self, device: torch.device, tensors: list[Tensor]) -> Compiled | None:
         """What launches on ``device``; ``None`` where nothing compiles and the reference does as well."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import gt, mod
 
 import torch
 
 from eager_offload.errors import CapabilityError, KernelError
 from eager_offload.kernels.sizes import checked_sizes
 from eager_offload.kernels.staging import StagingTree
-
-__all__ = ["LaunchSpec"]
 
 #: Bytes of shared memory that a block may have where there is no device to ask: of compute capability 9.0, in the table
 #: of technical specifications of the CUDA C++ programming guide.
@@ -54,36 +53,24 @@ class LaunchSpec:
             given = checked_sizes("LaunchSpec", name, getattr(self, name), 1)
             object.__setattr__(self, name, given)
             if len(given) != 3:
-                raise KernelError(f"LaunchSpec({name}={given}) is not accepted: it is three whole numbers")
-        if math.prod(self.block) > _THREADS:
-            raise KernelError(
-                f"LaunchSpec(block={self.block}) is not accepted: it has {math.prod(self.block):,} threads, and a "
-                f"block has {_THREADS:,} at most"
-            )
-        if self.block[2] > _THREADS_Z:
-            raise KernelError(
-                f"LaunchSpec(block={self.block}) is not accepted: a block has {_THREADS_Z} threads in its third "
-                "dimension at most"
-            )
-        if any(blocks > most for blocks, most in zip(self.grid, _BLOCKS, strict=True)):
-            raise KernelError(
-                f"LaunchSpec(grid={self.grid}) is not accepted: a grid has "
-                f"{', '.join(f'{most:,}' for most in _BLOCKS[:2])} and {_BLOCKS[2]:,} blocks in its dimensions at most"
-            )
-        if math.prod(self.cluster) > _CLUSTER:
-            raise KernelError(
-                f"LaunchSpec(cluster={self.cluster}) is not accepted: it has {math.prod(self.cluster):,} blocks, and a "
-                f"cluster has {_CLUSTER} at most"
-            )
-        if any(blocks % together for blocks, together in zip(self.grid, self.cluster, strict=True)):
-            raise KernelError(
-                f"LaunchSpec(grid={self.grid}, cluster={self.cluster}) is not accepted: each number of the grid is a "
-                "multiple of the cluster's"
-            )
-        if isinstance(self.shared, bool) or not isinstance(self.shared, StagingTree | int | None):
-            raise KernelError(f"LaunchSpec(shared={self.shared!r}) is not accepted: it is a StagingTree, bytes or None")
+                raise _refused(f"{name}={given}", "it is three whole numbers")
+        grid, block, cluster, shared = self.grid, self.block, self.cluster, self.shared
+        threads, together = math.prod(block), math.prod(cluster)
+        if threads > _THREADS:
+            raise _refused(f"{block=}", f"it has {threads:,} threads, and a block has {_THREADS:,} at most")
+        if block[2] > _THREADS_Z:
+            raise _refused(f"{block=}", f"a block has {_THREADS_Z} threads in its third dimension at most")
+        if any(map(gt, grid, _BLOCKS)):
+            most = "{:,}, {:,} and {:,}".format(*_BLOCKS)
+            raise _refused(f"{grid=}", f"a grid has {most} blocks in its dimensions at most")
+        if together > _CLUSTER:
+            raise _refused(f"{cluster=}", f"it has {together:,} blocks, and a cluster has {_CLUSTER} at most")
+        if any(map(mod, grid, cluster)):
+            raise _refused(f"{grid=}, {cluster=}", "each number of the grid is a multiple of the cluster's")
+        if isinstance(shared, bool) or not isinstance(shared, StagingTree | int | None):
+            raise _refused(f"{shared=}", "it is a StagingTree, bytes or None")
         if self.shared_bytes < 0:
-            raise KernelError(f"LaunchSpec(shared={self.shared}) is not accepted: bytes are not below 0")
+            raise _refused(f"{shared=}", "bytes are not below 0")
 
     @property
     def shared_bytes(self) -> int:
@@ -104,6 +91,10 @@ class LaunchSpec:
                 f"a block has {self.shared_bytes:,} bytes of shared memory, and {device} gives it {limit:,} at most: "
                 "stage less at a time, or put what is not needed at once into a Union"
             )
+
+
+def _refused(given: str, why: str) -> KernelError:
+    return KernelError(f"LaunchSpec({given}) is not accepted: {why}")
 
 
 def _shared_bytes(device: torch.device) -> int:

@@ -22,15 +22,9 @@ from eager_offload.kernels.compiled import Compiled, kept
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature
 
-__all__ = ["check_installed", "compiled"]
-
 
 def check_installed() -> None:
-    """Asks for JAX.
-
-    Raises:
-        CapabilityError: it is not installed.
-    """
+    """Raises ``CapabilityError`` where JAX is not installed."""
     if find_spec("jax") is None:
         raise CapabilityError("impl='pallas' needs JAX, which is not installed: pip install 'eager_offload[pallas]'")
 
@@ -67,8 +61,8 @@ def compiled(
         # An interpreter has no memory that is read and written: what is written comes twice, and its second is a copy
         # of it, so that what the body does not write stays as it is.
         inputs, results = list(references[:read]), references[len(tensors) :]
-        for taken, given in signature.aliases:
-            inputs[taken] = results[given]
+        for source, target in signature.aliases:
+            inputs[source] = results[target]
         body(*inputs, *results)
 
     def run(*arrays: Any) -> Any:

@@ -16,8 +16,6 @@ from eager_offload.config import VERSION
 from eager_offload.errors import KernelError
 from eager_offload.trace_file import Kind, Slice, Trace, write_trace
 
-__all__ = ["profile", "timed"]
-
 
 class _Launch(NamedTuple):
     name: str

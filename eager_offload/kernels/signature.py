@@ -14,8 +14,6 @@ from eager_offload._torch import flatten_with_names, unflatten
 from eager_offload.errors import KernelError
 from eager_offload.kernels.sizes import check_dtype, checked_sizes, is_whole
 
-__all__ = ["Call", "Scalar", "Signature", "TensorSpec"]
-
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -136,20 +134,16 @@ class Signature:
         inputs, outputs = flatten_with_names(self.inputs)[1], flatten_with_names(self.outputs)[1]
         for place, sides in enumerate(zip(*self.aliases, strict=True)):
             if len(set(sides)) != len(sides):
-                which = "an output" if place else "an input"
-                raise KernelError(f"Signature(aliases={self.aliases}) is not accepted: it names {which} twice")
-        for taken, given in self.aliases:
-            if not (0 <= taken < len(inputs) and 0 <= given < len(outputs)):
-                raise KernelError(
-                    f"Signature(aliases={self.aliases}) is not accepted: there are {len(inputs)} inputs and "
-                    f"{len(outputs)} outputs, counted from 0"
-                )
-            one, other = inputs[taken], outputs[given]
+                raise self._refused(f"it names {'an output' if place else 'an input'} twice")
+        for source, target in self.aliases:
+            if not (0 <= source < len(inputs) and 0 <= target < len(outputs)):
+                raise self._refused(f"there are {len(inputs)} inputs and {len(outputs)} outputs, counted from 0")
+            one, other = inputs[source], outputs[target]
             if not isinstance(one, TensorSpec) or (one.shape, one.dtype) != (other.shape, other.dtype):
-                raise KernelError(
-                    f"Signature(aliases={self.aliases}) is not accepted: input {taken} is {one}, and output {given} is "
-                    f"{other}"
-                )
+                raise self._refused(f"input {source} is {one}, and output {target} is {other}")
+
+    def _refused(self, why: str) -> KernelError:
+        return KernelError(f"Signature(aliases={self.aliases}) is not accepted: {why}")
 
     def call(self, kernel: str, arguments: tuple[Any, ...], out: Any = None) -> Call:
         """The arguments of a launch, with new outputs where ``out`` is ``None``.
@@ -169,7 +163,7 @@ class Signature:
         inputs, inout = tensors[:count], tensors[count:]
         outputs, output_names = self._outputs(kernel, out, inputs, device)
         # New outputs have no names, and an alias is its input.
-        written = {*range(count, len(tensors) + len(output_names)), *(taken for taken, _ in self.aliases)}
+        written = {*range(count, len(tensors) + len(output_names)), *(source for source, _ in self.aliases)}
         everything = [*(f"the argument {name}" for name in names), *(f"the output {name}" for name in output_names)]
         _check_apart(kernel, everything, [*tensors, *outputs[: len(output_names)]], written)
         return Call(device, inputs, inout, outputs)
@@ -197,7 +191,7 @@ class Signature:
         self, kernel: str, out: Any, inputs: list[Tensor], device: torch.device
     ) -> tuple[list[Tensor], list[str]]:
         """The outputs, and where each stands in those of the caller, if they are so."""
-        aliased = {given: inputs[taken] for taken, given in self.aliases}
+        aliased = {target: inputs[source] for source, target in self.aliases}
         if out is None:
             specs = flatten_with_names(self.outputs)[1]
             return [
@@ -221,7 +215,7 @@ def _checked_pairs(given: Any) -> tuple[tuple[int, int], ...]:
         raise KernelError(
             f"Signature(aliases={given!r}) is not accepted: it is pairs of whole numbers, such as ((0, 0),)"
         )
-    return tuple((int(taken), int(written)) for taken, written in given)
+    return tuple((int(source), int(target)) for source, target in given)
 
 
 def _one_device(kernel: str, names: list[str], leaves: list[Any], out: Any) -> torch.device:

@@ -10,15 +10,9 @@ import torch
 
 from eager_offload.errors import KernelError
 
-__all__ = ["check_dtype", "checked_sizes", "is_whole"]
-
 
 def checked_sizes(of: str, name: str, given: Any, least: int) -> tuple[int, ...]:
-    """``given`` as a tuple of whole numbers.
-
-    Raises:
-        KernelError: it is something else, or one is below ``least``.
-    """
+    """``given`` as a tuple of whole numbers, ``least`` or more; raises ``KernelError`` for anything else."""
     sizes = tuple(given) if isinstance(given, Iterable) else (None,)
     if not all(is_whole(size) and size >= least for size in sizes):
         raise KernelError(
@@ -28,11 +22,7 @@ def checked_sizes(of: str, name: str, given: Any, least: int) -> tuple[int, ...]
 
 
 def check_dtype(of: str, given: object) -> None:
-    """Asks for a dtype of torch, which its name is not.
-
-    Raises:
-        KernelError: it is something else.
-    """
+    """Raises ``KernelError`` for what is no dtype of torch: its name is none."""
     if not isinstance(given, torch.dtype):
         raise KernelError(f"{of}(dtype={given!r}) is not accepted: it is a torch.dtype, such as torch.float32")
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from eager_offload.errors import KernelError
 from eager_offload.kernels.sizes import check_dtype, checked_sizes, is_whole
 
-__all__ = ["Slot", "StagingTree", "Union"]
-
 
 @dataclass(frozen=True)
 class Slot:
@@ -48,15 +46,25 @@ class Slot:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, eq=False)
 class _Members:
     """What trees and unions have in common: members that do not change, whose order counts."""
 
     members: Mapping[str, Any] | Sequence[Any]
 
     def __post_init__(self) -> None:
-        _check_members(self)
-        is_named = isinstance(self.members, Mapping)
-        object.__setattr__(self, "members", MappingProxyType(dict(self.members)) if is_named else tuple(self.members))
+        members: object = self.members
+        name = type(self).__name__
+        if isinstance(members, str) or not isinstance(members, Mapping | Sequence) or not members:
+            raise KernelError(f"{name}({members!r}) is not accepted: it has members, in a sequence or by their names")
+        for path, member in _items(members):
+            if not isinstance(path, str) or not path or "." in path:  # so that a path is that of one slot
+                raise KernelError(f"{name} has a member {path!r}: names are texts, not empty, with no dot in them")
+            if not isinstance(member, Slot | Union | StagingTree):
+                kinds = "Slot, Union and StagingTree"
+                raise KernelError(f"{name} has {member!r} as its member {path!r}: members are {kinds}")
+        same = MappingProxyType(dict(members)) if isinstance(members, Mapping) else tuple(members)
+        object.__setattr__(self, "members", same)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Members) or type(other) is not type(self):
@@ -86,8 +94,6 @@ class Union(_Members):
         KernelError: there is none, one is something else, or a name has a dot.
     """
 
-    members: Mapping[str, Any] | Sequence[Any]
-
     @property
     def nbytes(self) -> int:
         return max(int(member.nbytes) for _, member in _items(self.members))
@@ -107,8 +113,6 @@ class StagingTree(_Members):
     Raises:
         KernelError: there is none, one is something else or would be misaligned, or a name has a dot.
     """
-
-    members: Mapping[str, Any] | Sequence[Any]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,23 +157,10 @@ class StagingTree(_Members):
         }
 
 
-def _items(members: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, Any]]:
+def _items(members: Mapping[Any, Any] | Sequence[Any]) -> list[tuple[Any, Any]]:
     if isinstance(members, Mapping):
         return list(members.items())
     return [(str(number), member) for number, member in enumerate(members)]
-
-
-def _check_members(node: _Members) -> None:
-    members: object = node.members
-    name = type(node).__name__
-    if isinstance(members, str) or not isinstance(members, Mapping | Sequence) or not members:
-        raise KernelError(f"{name}({members!r}) is not accepted: it has members, in a sequence or by their names")
-    named: list[tuple[Any, Any]] = _items(members)
-    for path, member in named:
-        if not isinstance(path, str) or not path or "." in path:  # so that a path is that of one slot
-            raise KernelError(f"{name} has a member {path!r}: names are texts, not empty, with no dot in them")
-        if not isinstance(member, Slot | Union | StagingTree):
-            raise KernelError(f"{name} has {member!r} as its member {path!r}: members are Slot, Union and StagingTree")
 
 
 def _slots(node: Union | StagingTree, path: str, offset: int) -> Iterator[tuple[str, Slot, int]]:

@@ -18,9 +18,6 @@ from torch import Tensor
 from eager_offload.codecs.base import Codec, ScratchCodec, TensorMeta
 from eager_offload.kernels.staging import Slot, StagingTree, Union
 
-__all__ = ["Workspaces"]
-
-
 #: Sizes of which it is remembered where parts lie, until the workspace goes.
 _MOST_PLACED = 256
 

@@ -13,8 +13,6 @@ from typing import TypeAlias
 from eager_offload.config import MIB, OffloadConfig, size_literal, size_text
 from eager_offload.stats import OffloadStats
 
-__all__ = ["RULES", "WEAR_SECONDS", "advise"]
-
 #: What a rule says, or ``None``.
 Rule: TypeAlias = Callable[[OffloadStats, OffloadConfig], str | None]
 
@@ -35,17 +33,12 @@ _SHRINKS = 64 * MIB
 
 
 def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
-    """What is to be said of a run, a sentence or two each; one that says that all is well if nothing is.
-
-    Args:
-        stats: of the run, or of a part of it.
-        config: that it ran with.
-    """
+    """What is to be said of a run, or a part of it, a sentence or two each; that all is well if nothing is."""
     found = tuple(filter(None, (rule(stats, config) for rule in RULES)))
     return found or (_is_fine(stats),)
 
 
-# -- it does not do what it was told to -----------------------------------------------------------------------------
+# -- it does not do what was asked of it -----------------------------------------------------------------------------
 
 
 def over_budget(stats: OffloadStats, config: OffloadConfig) -> str | None:

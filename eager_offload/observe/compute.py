@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,25 +31,20 @@ from eager_offload.observe.timestamps import Clock, Clocks, TimeLog, Timestamp, 
 from eager_offload.runtime.base import Stream
 from eager_offload.trace_file import Kind
 
-__all__ = ["Backwards", "Forwards"]
-
 #: What torch puts between a module and the one that it compiles.
 _WRAPPED = "_orig_mod."
 #: Torch says that its own wrapper around a compiled module will be seen as well, and it is.
 _WRAPPER_IS_SEEN = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
-class _Call:
+class _Call(NamedTuple):
     """A forward that is running."""
 
-    __slots__ = ("began", "device", "module", "path", "thread")
-
-    def __init__(self, module: Module, path: str, device: torch.device, began: Timestamp) -> None:
-        self.module = module
-        self.path = path
-        self.device = device
-        self.began = began
-        self.thread = threading.get_ident()
+    module: Module
+    path: str
+    device: torch.device
+    began: Timestamp
+    thread: int
 
 
 class _Thread(threading.local):
@@ -111,7 +106,8 @@ class Forwards:
         outer = calls[-1].device if calls else torch.device("cpu")
         device = outer if tensor is None else tensor.device
         clock = self._clocks.of(device)
-        calls.append(_Call(module, self._path_of(module), device, clock.at(clock.current_stream)))
+        now = clock.at(clock.current_stream)
+        calls.append(_Call(module, self._path_of(module), device, now, threading.get_ident()))
 
     def leave(self, module: Module) -> None:
         """A forward ends, by a result or by an exception."""
@@ -137,8 +133,7 @@ class Forwards:
         return known[1] if known is not None and known[0]() is module else None
 
     def _path_of(self, module: Module) -> str:
-        known = self._known(module)
-        if known is not None:
+        if (known := self._known(module)) is not None:
             return known
         name, calls = type(module).__name__, self._thread.calls
         if calls:  # made on the way, or hidden in something that is no module
@@ -168,20 +163,17 @@ def _hooks(forwards: Forwards) -> tuple[Callable[..., None], Callable[..., None]
     return begin, end
 
 
-class _Backward:
-    """A backward as far as one thread runs it: what it is at, and since when."""
+class _Backward(NamedTuple):
+    """A backward as far as one thread runs it, and the operation that it is at."""
 
-    __slots__ = ("began", "module", "node", "operation", "step", "stream", "thread")
-
-    def __init__(self, began: Timestamp, stream: Stream) -> None:
-        self.began = began
-        self.stream = stream
-        self.thread = threading.get_ident()
-        #: When the operation that it is at began.
-        self.step = began
-        self.node: int | None = None
-        self.module = ""
-        self.operation = ""
+    began: Timestamp
+    thread: int
+    stream: Stream
+    node: int
+    module: str
+    operation: str
+    #: When the operation began.
+    step: Timestamp
 
 
 class Backwards:
@@ -193,12 +185,8 @@ class Backwards:
         self._is_over = False
 
     def asked(self, clock: Clock, module: str) -> str:
-        """An operation asks for what it saved; its name, empty outside of a backward.
-
-        Args:
-            clock: of the device on which it computes.
-            module: the path of the module that it belongs to.
-        """
+        """An operation of ``module`` asks for what it saved, on the device of ``clock``; its name, empty outside of
+        a backward."""
         node: Any = current_autograd_node()
         task = current_backward()
         if node is None or task < 0 or self._is_over:
@@ -211,11 +199,10 @@ class Backwards:
         now = clock.at(stream)
         if running is None:
             after_backward(partial(self._ended, task))
-            running = self._running[key] = _Backward(now, stream)
         else:
             self._end_step(running, now)
-        running.node, running.step, running.stream = number, now, stream
-        running.module, running.operation = module, name
+        began = now if running is None else running.began
+        self._running[key] = _Backward(began, key[1], stream, number, module, name, now)
         return name
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import platform
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,39 +25,34 @@ from eager_offload.observe.compute import Backwards, Forwards
 from eager_offload.observe.saves import GraphSave, RecordedHandle, Save, SaveLog, groups_of
 from eager_offload.observe.timestamps import Bounded, Clock, Clocks, Copy, TimeLog, Timestamp, Work
 from eager_offload.runtime.base import Event, Stream
+from eager_offload.runtime.host import HostRuntime
 from eager_offload.selection import logical_bytes
 from eager_offload.stats import Accounts, Counters, GraphBytes, KeepReason, OffloadStats, OnDevice, kept_by_graph
 from eager_offload.tiers.base import Slot
 from eager_offload.trace_file import Kind, MemorySample, Trace
 
-__all__ = ["TraceRecorder"]
-
 #: Of the stats, what does not add up from step to step.
 _NO_AMOUNTS = ("device_budget", "keep_last_bytes", "plan", "slowdown")
 
 
-class _Wait:
-    """A wait that has begun."""
+class _Wait(NamedTuple):
+    """A wait that has begun: of a stream, or of the host."""
 
-    __slots__ = ("_began", "_clock", "_stream", "_time_log", "_where")
-
-    def __init__(self, time_log: TimeLog, clock: Clock, stream: Stream | None, where: tuple[str, str]) -> None:
-        self._time_log, self._clock, self._stream, self._where = time_log, clock, stream, where
-        self._began = self._now()
+    time_log: TimeLog
+    clock: Clock
+    stream: Stream | None
+    began: Timestamp
+    where: tuple[str, str]
 
     def over(self, what: str) -> None:
-        track = "stall" if self._stream is not None or self._clock.computes_on_host else "stall host"
-        work = Work(Kind.STALL, what, self._began, self._now(), track, threading.get_ident(), *self._where)
-        self._time_log.add(work)
-
-    def _now(self) -> Timestamp:
-        return self._clock.now() if self._stream is None else self._clock.at(self._stream)
+        track = "stall" if self.stream is not None or isinstance(self.clock.runtime, HostRuntime) else "stall host"
+        now, thread = self.clock.at(self.stream), threading.get_ident()
+        self.time_log.add(Work(Kind.STALL, what, self.began, now, track, thread, *self.where))
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        #: What is being unpacked.
-        self.asked: Save | None = None
+    #: What is being unpacked.
+    asked: Save | None = None
 
 
 class TraceRecorder:
@@ -79,7 +74,7 @@ class TraceRecorder:
         self._forwards = Forwards(self._clocks, self._time_log)
         self._backwards = Backwards(self._time_log)
         self._saves = Bounded[Save]()
-        self._log = SaveLog(self, self._saves.add)
+        self._log = SaveLog(self.unpack, self._saves.add)
         self._memory = Bounded[MemorySample]()
         self._thread = _Thread()
         self._counters = accounts.counters
@@ -133,7 +128,7 @@ class TraceRecorder:
         save = Save(self._forwards.path, tensor.device)
         handle = self._pack(tensor)
         with self._accounts.lock:
-            if self._log.listener is None:
+            if self._log.unpack is None:
                 return handle
             recorded = self._log.add(tensor, handle, logical_bytes(tensor), save)
             self._sample(began)
@@ -163,7 +158,8 @@ class TraceRecorder:
     def waits(self, offloader: OnDevice, stream: Stream | None) -> _Wait:
         save = self._thread.asked
         where = (self._forwards.path, "") if save is None else (save.module, save.operation)
-        return _Wait(self._time_log, self._clocks.of(offloader.device), stream, where)
+        clock = self._clocks.of(offloader.device)
+        return _Wait(self._time_log, clock, stream, clock.at(stream), where)
 
     def stays(self, key: int) -> None:
         self._log.stays(key)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,6 @@ from eager_offload.selection import is_parameter, plain_tensors
 from eager_offload.stats import KeepReason
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.trace_file import SavedGroup
-
-__all__ = ["GraphSave", "RecordedHandle", "Save", "SaveLog", "groups_of"]
 
 _BY_GRAPHS = "compiled graph"
 
@@ -51,54 +50,43 @@ def _outcome_of_view(record: StorageRecord, shares: bool, nbytes: int) -> SaveOu
     return _kept_outcome(KeepReason.NEWEST.value if record.state is State.WAITING else "", nbytes)
 
 
+@dataclass(eq=False, slots=True)
 class _StorageBytes:
     """The bytes of a storage that saved tensors hold together."""
 
-    __slots__ = ("count", "name", "nbytes", "origin", "stays")
-
-    def __init__(self, nbytes: int, origin: weakref.ref[torch.UntypedStorage] | None, name: Hashable) -> None:
-        self.nbytes = nbytes
-        #: What the log finds them by; a later storage may have the same.
-        self.name = name
-        self.origin = origin
-        #: How many saves hold them.
-        self.count = 0
-        #: Whether autograd itself keeps them on the device.
-        self.stays = False
+    nbytes: int
+    origin: weakref.ref[torch.UntypedStorage] | None
+    #: What the log finds them by; a later storage may have the same.
+    name: Hashable
+    #: How many saves hold them.
+    count: int = 0
+    #: Whether autograd itself keeps them on the device.
+    stays: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class Save:
     """A saved tensor, or what a graph saved at once."""
 
-    __slots__ = ("device", "holds", "module", "operation", "outcomes")
-
-    def __init__(self, module: str, device: torch.device) -> None:
-        self.module = module
-        self.device = device
-        self.operation = ""
-        self.holds: list[_StorageBytes] = []
-        #: By which it is known what became of it.
-        self.outcomes: list[Callable[[], SaveOutcome]] = []
+    module: str
+    device: torch.device
+    operation: str = ""
+    holds: list[_StorageBytes] = field(default_factory=list)
+    #: By which it is known what became of it.
+    outcomes: list[Callable[[], SaveOutcome]] = field(default_factory=list)
 
 
-class _Unpacks(Protocol):
-    def unpack(self, handle: RecordedHandle) -> Tensor:
-        """The saved tensor again."""
-
-
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class RecordedHandle:
     """What autograd holds while a trace runs, and for as long as it holds it; see the note."""
 
-    __slots__ = ("__weakref__", "_log", "inner", "save")
-
-    def __init__(self, inner: Packed, save: Save, log: SaveLog) -> None:
-        self.inner = inner
-        self.save = save
-        self._log = log
+    inner: Packed
+    save: Save
+    log: SaveLog
 
     def unpack(self) -> Tensor:
-        listener = self._log.listener
-        return self.inner.unpack() if listener is None else listener.unpack(self)
+        unpack = self.log.unpack
+        return self.inner.unpack() if unpack is None else unpack(self)
 
 
 class GraphSave:
@@ -127,12 +115,12 @@ class SaveLog:
     """All saves of a trace. The accounts' lock is held in every call.
 
     Args:
-        listener: what unpacks, as long as the trace runs.
+        unpack: gives a saved tensor again, as long as the trace runs.
         add: takes a save among those that the trace shows; false where they are too many.
     """
 
-    def __init__(self, listener: _Unpacks, add: Callable[[Save], bool]) -> None:
-        self.listener: _Unpacks | None = listener
+    def __init__(self, unpack: Callable[[RecordedHandle], Tensor], add: Callable[[Save], bool]) -> None:
+        self.unpack: Callable[[RecordedHandle], Tensor] | None = unpack
         self._add = add
         self._alive: set[_SaveRecord] = set()
         self._finalized: deque[FinalizerRecord[RecordedHandle | GraphSave]] = deque()
@@ -171,8 +159,7 @@ class SaveLog:
         owned, save.operation = GraphSave(nbytes, reason, save), _BY_GRAPHS
         self._watch(owned, save)
         self._add(save)
-        save.holds = [_StorageBytes(nbytes, None, None)]
-        save.holds[0].count = 1
+        save.holds = [_StorageBytes(nbytes, None, None, count=1)]
         self.without_offload += nbytes
         return owned
 
@@ -182,7 +169,7 @@ class SaveLog:
         self._add(save)
 
     def saved_by(self, key: int | None) -> Save | None:
-        """The save that the storage ``key`` was taken with."""
+        """The save that offloaded the storage ``key``."""
         return None if key is None else self._by_key.get(key)
 
     def stays(self, key: int) -> None:
@@ -207,7 +194,7 @@ class SaveLog:
 
     def close(self) -> None:
         """No handle reports from here on."""
-        self.listener = None
+        self.unpack = None
         self._storages = {}
         self._alive.clear()
 

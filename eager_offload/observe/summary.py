@@ -9,15 +9,12 @@ from eager_offload.config import OffloadConfig, size_text
 from eager_offload.observe.advice import WEAR_SECONDS
 from eager_offload.stats import OffloadStats
 
-__all__ = ["describe"]
-
 
 def describe(stats: OffloadStats, config: OffloadConfig) -> str:
     """The report of a run that was configured so; ends in advice."""
     lines = [_headline(stats, config), *_table(stats), *_peaks(stats)]
     if stats.demotions:
-        found = (f"{name} {count:,}" for name, count in sorted(stats.demotions.items()))
-        lines.append("fallbacks  " + ", ".join(found))
+        lines.append(f"fallbacks  {_counts(stats.demotions)}")
     if stats.coded_bytes or stats.refused:
         lines.append(f"coded      {_codecs_text(stats)}")
     if stats.disk_bytes_written:
@@ -42,9 +39,8 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
     if stats.plan is not None:
         lines.append(f"planned    {stats.plan}")
     if stats.plan_misses:
-        found = (f"{name} {count:,}" for name, count in sorted(stats.plan_misses.items()))
         followed = _number(stats.followed_forwards, "forward")
-        lines.append(f"followed   {followed}; not, or not to the end: " + ", ".join(found))
+        lines.append(f"followed   {followed}; not, or not to the end: {_counts(stats.plan_misses)}")
     if stats.is_approximate:
         lines.append("note       an interrupt came in the midst of the library: the figures are approximate")
     for sentence in stats.advice:
@@ -128,6 +124,10 @@ def _share(part: float) -> str:
 
 def _number(count: int, what: str) -> str:
     return f"{count:,} {what}" + ("s" if count != 1 else "")
+
+
+def _counts(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(parts.items()))
 
 
 def _breakdown(parts: dict[str, int]) -> str:

@@ -14,10 +14,8 @@ import torch
 from eager_offload.errors import OffloadError
 from eager_offload.observe.saves import Save
 from eager_offload.runtime.base import Event, Runtime, Stream
-from eager_offload.runtime.host import HostRuntime, host_runtime
+from eager_offload.runtime.host import host_runtime
 from eager_offload.trace_file import Kind, Slice
-
-__all__ = ["MOST", "Bounded", "Clock", "Clocks", "Copy", "TimeLog", "Timestamp", "Work"]
 
 #: Slices, samples and saves each, beyond which a trace only counts: a viewer could not show them, and memory is finite.
 MOST = 1 << 20
@@ -52,17 +50,12 @@ class Clock(NamedTuple):
     base: float
 
     def now(self) -> Timestamp:
-        """This moment of the host."""
+        """The host's time now."""
         return Timestamp(self, self.runtime.host_clock())
 
-    def at(self, stream: Stream) -> Timestamp:
-        """This moment of ``stream``."""
-        return Timestamp(self, self.runtime.mark(stream))
-
-    @property
-    def computes_on_host(self) -> bool:
-        """Whether compute is the host, so that both have one time."""
-        return isinstance(self.runtime, HostRuntime)
+    def at(self, stream: Stream | None) -> Timestamp:
+        """The time at which ``stream`` comes to this point; ``None`` for the host."""
+        return self.now() if stream is None else Timestamp(self, self.runtime.mark(stream))
 
     @property
     def current_stream(self) -> Stream:
@@ -70,24 +63,20 @@ class Clock(NamedTuple):
 
 
 class Timestamp(NamedTuple):
-    """A moment on a device."""
+    """A point in time on a device."""
 
     clock: Clock
     #: Seconds, or what the runtime makes seconds of.
-    moment: object
+    value: object
 
     def seconds(self) -> float:
-        """Since the trace began; the host waits until the moment has come."""
-        moment = self.moment if isinstance(self.moment, float) else self.clock.runtime.time_of(self.moment)
-        return moment - self.clock.base
+        """Since the trace began; the host waits until that time has come."""
+        value = self.value if isinstance(self.value, float) else self.clock.runtime.time_of(self.value)
+        return value - self.clock.base
 
 
 class Clocks:
-    """The clocks of all devices that a trace comes across.
-
-    Args:
-        runtime_of: what serves a device, or ``None``.
-    """
+    """The clocks of all devices that a trace comes across; ``runtime_of`` says what serves a device."""
 
     def __init__(self, runtime_of: Callable[[torch.device], Runtime | None]) -> None:
         self._runtime_of = runtime_of
@@ -152,11 +141,8 @@ class TimeLog(Bounded[Work | Copy]):
     """Everything that took time."""
 
     def slices(self, saved_by: Callable[[int | None], Save | None]) -> tuple[Slice, ...]:
-        """In the order of their beginning, outer ones first; the host waits for all of them.
-
-        Args:
-            saved_by: the save that a storage was taken with, by its key.
-        """
+        """In the order of their beginning, outer ones first; the host waits for all of them. ``saved_by`` has the
+        save that offloaded a storage, by its key."""
         #: A second thread on a track gets one of its own.
         tracks: dict[tuple[str, str], dict[Hashable, str]] = {}
         found: list[Slice] = []

@@ -21,8 +21,6 @@ from eager_offload.observe.recorder import TraceRecorder
 from eager_offload.stats import Accounts, OffloadStats
 from eager_offload.trace_file import write_trace
 
-__all__ = ["Tracing"]
-
 
 class _Traced(Protocol):
     """What a trace needs of an ``Offload``, which imports this module."""
@@ -121,11 +119,7 @@ class Tracing:
 
 
 def _writable(path: str | os.PathLike[str]) -> Path:
-    """``path``, if a file can be put there.
-
-    Raises:
-        ConfigError: it cannot, and why.
-    """
+    """``path``; raises ``ConfigError`` where no file can be put there."""
     try:
         found = Path(os.fsdecode(path)).absolute()
     except TypeError:

@@ -11,8 +11,8 @@ draft.py      Program, a decision -> the step plan that carries it out
 rehearse.py   the library follows it on a simulated device: the peak and the time that are given out
 decide.py     solve, draft, rehearse, until a budget is kept to; revise.py traces steps with checkpoints before
 timed.py      the step with times that were measured in training
-numbers.py    random numbers meanwhile
+numbers.py    what planning leaves alone: modes, hooks and random numbers
 apply.py      checkpoints around the modules of a plan
-planner.py    plan(): all of that; plan.py is what it returns, command.py the command line, html.py the page; ranks.py
-              has several ranks agree
+planner.py    plan(): all of that; plan.py is what it returns, with figures.py, files.py and text.py; command.py the
+              command line, html.py the page; ranks.py has several ranks agree
 """

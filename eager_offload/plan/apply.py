@@ -14,8 +14,6 @@ from eager_offload.errors import ConfigError
 from eager_offload.module_calls import ModuleCall
 from eager_offload.skipping import plain_name
 
-__all__ = ["checkpointed", "modules_named"]
-
 _lock = threading.Lock()
 
 
@@ -43,11 +41,8 @@ def checkpointed(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 def modules_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The modules of these names, as a plan has them, in ``model`` or in what it is wrapped in.
-
-    Raises:
-        ConfigError: there is none of a name.
-    """
+    """The modules of these names, in ``model`` or in what it is wrapped in; raises ``ConfigError`` where one is
+    missing."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__} is not accepted: apply takes a torch.nn.Module")
     known = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}

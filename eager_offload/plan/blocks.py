@@ -12,6 +12,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -23,44 +24,29 @@ from eager_offload.marks import Mark
 from eager_offload.plan.program import Storage, living
 from eager_offload.selection import footprint
 
-__all__ = ["Block", "Blocks", "Saved", "Use"]
 
-
+@dataclass(eq=False, slots=True)
 class Block:
     """A storage, from the operator that made it on."""
 
-    __slots__ = (
-        "asked",
-        "dropped",
-        "freed",
-        "is_drawn",
-        "is_guess",
-        "made",
-        "mark",
-        "module",
-        "moved",
-        "nbytes",
-        "saved",
-        "weak_saved",
-    )
-
-    def __init__(self, nbytes: int, made: int, module: int) -> None:
-        self.nbytes, self.made, self.module = nbytes, made, module
-        #: From which operator on it is not there any more; ``None`` while it is.
-        self.freed: int | None = None
-        #: The operators that came next at its first save and its first unpack, and from which on no graph holds it.
-        self.saved: int | None = None
-        self.asked: int | None = None
-        self.dropped: int | None = None
-        #: Whether only a kernel knows how many bytes it has.
-        self.is_guess = False
-        #: Whether it is a mask that dropout has drawn, and no operator has written to since.
-        self.is_drawn = False
-        #: What a user has said of it.
-        self.mark: Mark | None = None
-        #: Bytes that travel for each view of it that was saved.
-        self.moved: dict[object, int] = {}
-        self.weak_saved: weakref.ref[Saved] | None = None
+    nbytes: int
+    made: int
+    module: int
+    #: From which operator on it is not there any more; ``None`` while it is.
+    freed: int | None = None
+    #: The operators that came next at its first save and its first unpack, and from which on no graph holds it.
+    saved: int | None = None
+    asked: int | None = None
+    dropped: int | None = None
+    #: Whether only a kernel knows how many bytes it has.
+    is_guess: bool = False
+    #: Whether it is a mask that dropout has drawn, and no operator has written to since.
+    is_drawn: bool = False
+    #: What a user has said of it.
+    mark: Mark | None = None
+    #: Bytes that travel for each view of it that was saved.
+    moved: dict[object, int] = field(default_factory=dict)
+    weak_saved: weakref.ref[Saved] | None = None
 
     @property
     def moves(self) -> bool:
@@ -70,13 +56,11 @@ class Block:
         return self.freed <= self.asked
 
 
+@dataclass(eq=False, slots=True)
 class Use:
     """Whether any of the handles that lived together was asked for: graphs may be dropped while forward goes on."""
 
-    __slots__ = ("is_asked",)
-
-    def __init__(self) -> None:
-        self.is_asked = False
+    is_asked: bool = False
 
 
 class Saved:

@@ -13,13 +13,11 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from eager_offload._torch import schema_of, tree_iter
+from eager_offload._torch import schema_of, tensors_in, tree_iter
 from eager_offload.compile.cost import Call
 from eager_offload.plan.blocks import Block, Blocks
 from eager_offload.plan.numbers import state_of_others
 from eager_offload.plan.program import ModuleCall, Storage, living
-
-__all__ = ["Calls", "tensors_in", "written_by"]
 
 #: They change what these arguments hold, and their schemas do not say so.
 _STATISTICS = ("running_mean", "running_var")
@@ -103,12 +101,7 @@ class Calls:
         self._decided.append(save)
 
     def result(self, numbers: Mapping[Block, int], ops: int) -> tuple[tuple[ModuleCall, ...], tuple[Storage, ...]]:
-        """Those that may be computed again, once all is over, and what a checkpoint of them would save besides.
-
-        Args:
-            numbers: of the storages that may move.
-            ops: how many operators there are.
-        """
+        """Those that may be computed again, once all is over, and what a checkpoint of them would save besides."""
         calls = [call for call in self._all if self._may_run_again(call)]
         held = dict.fromkeys(
             block
@@ -166,15 +159,12 @@ class State:
         self._parts.append(value)
         if depth == 0 or isinstance(value, str | int | float | None):
             return
-        if isinstance(value, Mapping):
-            inside = [part for pair in list(value.items()) for part in pair]
-        elif isinstance(value, Sequence | Set):
-            inside = list(value)
-        elif isinstance(value, _NOT_PLAIN) or not isinstance(named := getattr(value, "__dict__", None), dict):
-            return
-        else:
-            inside = [part for pair in list(named.items()) for part in pair]
-        for part in inside:
+        if not isinstance(value, Mapping | Sequence | Set):
+            value = None if isinstance(value, _NOT_PLAIN) else getattr(value, "__dict__", None)
+            if not isinstance(value, dict):
+                return
+        inside = [part for pair in list(value.items()) for part in pair] if isinstance(value, Mapping) else value
+        for part in list(inside):
             self._add(part, depth - 1)
         self._parts.append(None)  # ends it
 
@@ -198,12 +188,3 @@ def _written(target: Any) -> list[tuple[int, str]]:
         for place, one in enumerate(schema_of(target).arguments)
         if (one.alias_info is not None and one.alias_info.is_write) or one.name in _STATISTICS
     ]
-
-
-def tensors_in(values: object) -> list[Tensor]:
-    """The tensors among an operator's arguments or results: these are nested in nothing but lists and the like."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, list | tuple):
-        return [tensor for one in values for tensor in tensors_in(one)]
-    return tensors_in([*values.values()]) if isinstance(values, dict) else []

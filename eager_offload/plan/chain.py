@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from eager_offload.plan.recompute import Candidate
 
-__all__ = ["chain"]
 
-
-@dataclass
 class _Kind:
     """The calls of modules in one place, one in each block."""
 
-    calls: list[Candidate] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        return sum(one.seconds for one in self.calls)
-
-    @property
-    def freed_bytes(self) -> int:
-        return sum(one.freed_bytes for one in self.calls)
-
-    @property
-    def attends(self) -> bool:
-        return any(one.attends for one in self.calls)
-
-    @property
-    def multiplies(self) -> bool:
-        return any(one.multiplies for one in self.calls)
+    def __init__(self, calls: list[Candidate]) -> None:
+        self.calls = calls
+        self.seconds = sum(one.seconds for one in calls)
+        self.freed_bytes = sum(one.freed_bytes for one in calls)
+        self.attends = any(one.attends for one in calls)
+        self.multiplies = any(one.multiplies for one in calls)
 
     def is_within(self, other: _Kind) -> bool:
         """Whether its calls run inside of the other's, of which the first is asked."""
@@ -43,10 +28,10 @@ def chain(candidates: Sequence[Candidate]) -> list[Candidate]:
 
     No attention comes before the last norm or activation, or what else multiplies nothing.
     """
-    kinds: dict[str, _Kind] = {}
+    calls: dict[str, list[Candidate]] = {}
     for one in candidates:
-        kinds.setdefault(one.kind, _Kind()).calls.append(one)
-    left, taken = list(kinds.values()), list[_Kind]()
+        calls.setdefault(one.kind, []).append(one)
+    left, taken = [*map(_Kind, calls.values())], list[_Kind]()
     order: list[Candidate] = []
     while left := [kind for kind in left if kind not in taken and not any(kind.is_within(one) for one in taken)]:
         waits = any(not kind.multiplies for kind in left)

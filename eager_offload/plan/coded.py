@@ -18,16 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eager_offload._torch import FakeTensorMode, OpOverload, TorchDispatchMode, storage_key
+from eager_offload._torch import FakeTensorMode, OpOverload, TorchDispatchMode, storage_key, tensors_in
 from eager_offload.codecs import Codec, CodecPolicy, TensorMeta
 from eager_offload.codecs.policy import is_compiled, text_of
 from eager_offload.compile.cost import Call, traffic_of
 from eager_offload.eager.coding import exact_codec, is_all_of, kind_of, rounding_codec
 from eager_offload.learning import Kind
-from eager_offload.plan.calls import tensors_in
 from eager_offload.plan.program import Packing
-
-__all__ = ["Coder", "Known"]
 
 #: Elements of the tensor with which it is found out what a codec reads and writes.
 _SAMPLE = 1 << 16

@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from eager_offload.config import size_text
@@ -16,8 +16,6 @@ from eager_offload.machine import MACHINES
 from eager_offload.plan.files import POLICIES
 from eager_offload.plan.plan import Plan, Point
 from eager_offload.plan.planner import plan
-
-__all__ = ["main"]
 
 #: Points of the front that is shown.
 _POINTS = 8
@@ -41,7 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OffloadError, OSError) as error:
         print(f"eager_offload.plan: {error}", file=sys.stderr)
         return 2
-    print(_json(found, points) if options.json else _text(found, points))
+    if options.json:
+        front = {} if points is None else {"front": [point._asdict() for point in points]}
+        print(json.dumps(found.to_dict() | front, indent=2))
+    else:
+        print("\n".join([str(found), *_table(points or ())]))
     return 0 if found.fits else 1
 
 
@@ -78,11 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    """The plan that is asked for.
-
-    Raises:
-        OffloadError: there is none, also where the function or the model raises what is no error of the library.
-    """
+    """The plan that is asked for; raises ``OffloadError``, also for errors of the function and of the model."""
     try:
         made = _call(options.function)
         return plan(
@@ -104,11 +102,8 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _call(text: str) -> tuple[Any, ...]:
-    """What the function returns that ``text`` names.
-
-    Raises:
-        ConfigError: there is no such function, or it returns something else.
-    """
+    """What the function returns that ``text`` names; raises ``ConfigError`` where there is none, or for anything
+    else."""
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise ConfigError(f"{text!r} is not accepted: name a function as module:function")
@@ -125,18 +120,9 @@ def _call(text: str) -> tuple[Any, ...]:
     return made
 
 
-def _text(found: Plan, points: list[Point] | None) -> str:
-    lines = [str(found)]
-    if points is not None:
-        lines += ["", f"{'budget':>11}  {'peak':>11}  {'step':>10}"]
-        for point in points:
-            budget, peak = size_text(point.budget), size_text(point.peak_bytes)
-            lines.append(f"{budget:>11}  {peak:>11}  {point.step_seconds:>8.3f} s")
-    return "\n".join(lines)
-
-
-def _json(found: Plan, points: list[Point] | None) -> str:
-    content = found.to_dict()
-    if points is not None:
-        content["front"] = [point._asdict() for point in points]
-    return json.dumps(content, indent=2)
+def _table(points: Sequence[Point]) -> Iterator[str]:
+    """An empty line, a title and a line for each of ``points``, where there are any."""
+    if points:
+        yield from ("", f"{'budget':>11}  {'peak':>11}  {'step':>10}")
+    for point in points:
+        yield f"{size_text(point.budget):>11}  {size_text(point.peak_bytes):>11}  {point.step_seconds:>8.3f} s"

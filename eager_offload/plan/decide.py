@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from eager_offload.plan.draft import Rehearsal, draft
 from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.recompute import Candidate
 from eager_offload.plan.solve import Decision, Solver
-
-__all__ = ["Outcome", "RehearsedSolver", "outcome_of"]
 
 #: So many times a decision is made anew that does not keep to its budget in rehearsal.
 _REVISIONS = 4
@@ -37,21 +36,15 @@ def outcome_of(problem: Problem, moves: Moves, rehearsal: Rehearsal | None) -> O
     return Outcome(moves, found.step_seconds, found.peak_bytes, rehearsal)
 
 
-def _time_and_peak(outcome: Outcome) -> tuple[float, int]:
-    return outcome.step_seconds, outcome.peak_bytes
-
-
-def _peak_and_time(outcome: Outcome) -> tuple[int, float]:
-    return outcome.peak_bytes, outcome.step_seconds
+_time_and_peak = attrgetter("step_seconds", "peak_bytes")
+_peak_and_time = attrgetter("peak_bytes", "step_seconds")
 
 
 class RehearsedSolver:
     """A solver whose decisions are rehearsed before they are given out, and revised where they do not hold.
 
-    Args:
-        launch_seconds: as for ``rehearse``.
-        recompute: whether modules may be computed again. A step in which some are is not rehearsed here: it has to be
-            traced first, see ``revise.py``.
+    With ``recompute`` modules may be computed again. A step in which some are has to be traced before it is
+    rehearsed: see ``revise.py``.
     """
 
     def __init__(self, problem: Problem, launch_seconds: float, *, recompute: bool = False) -> None:
@@ -118,14 +111,10 @@ class RehearsedSolver:
     def of(self, moves: Moves) -> Outcome:
         """What comes of moving those, and what moves in any case, where nothing is computed again."""
         moves = self.problem.with_forced(moves)
-        found = self._known.get(moves)
-        if found is None:
-            found = self._known[moves] = self._rehearsed(moves)
-        return found
+        if moves not in self._known:
+            from eager_offload.plan.rehearse import rehearse  # it brings in the simulation
 
-    def _rehearsed(self, moves: Moves) -> Outcome:
-        from eager_offload.plan.rehearse import rehearse  # it brings in the simulation
-
-        plan = draft(self.problem, moves)
-        rehearsal = None if plan is None else rehearse(self.problem, plan, self._launch_seconds)
-        return outcome_of(self.problem, moves, rehearsal)
+            plan = draft(self.problem, moves)
+            rehearsal = None if plan is None else rehearse(self.problem, plan, self._launch_seconds)
+            self._known[moves] = outcome_of(self.problem, moves, rehearsal)
+        return self._known[moves]

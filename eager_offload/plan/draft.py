@@ -2,7 +2,7 @@
 
 [Note: the same schedule]
 What becomes of each save, when its copy starts and which unpack brings what back is worked out by what does so in
-training: ``ResidentQueue``, ``PrefetchOrder`` and ``StepRecorder``, which hold numbers only. They are told what a
+training: ``ResidentQueue``, ``PrefetchOrder`` and ``StepRecorder``, which hold numbers only. They are given what a
 program says instead of what autograd does. A storage that is to stay weighs nothing in the prefetch order: the room of
 ``prefetch_bytes`` is for what comes back.
 """
@@ -17,8 +17,6 @@ from eager_offload.plan.program import Save
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Coded, StepPlan, StepRecorder
-
-__all__ = ["Rehearsal", "draft"]
 
 #: Reasons that a step plan can give: the others are looked at in each step.
 _FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.SMALL})

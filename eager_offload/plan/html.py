@@ -8,10 +8,7 @@ from typing import Any, NamedTuple
 
 from eager_offload.config import size_text
 from eager_offload.observe.report.page import fill, sized
-from eager_offload.plan.predict import Problem
-from eager_offload.plan.text import PlanNumbers
-
-__all__ = ["page"]
+from eager_offload.plan.figures import PlanFigures
 
 #: Samples of a curve at most: more than a screen has pixels.
 _SAMPLES = 4096
@@ -50,12 +47,10 @@ def _step(least: float, base: float) -> float:
     return next(factor * power for factor in ((1, 2, 4) if base == 2 else (1, 2, 5, 10)) if factor * power >= least)
 
 
-def page(plan: PlanNumbers, problem: Problem, living: Sequence[int], points: Sequence[Any], ways: Sequence[Any]) -> str:
+def page(plan: PlanFigures, points: Sequence[Any], ways: Sequence[Any]) -> str:
     """One HTML page that needs nothing else: no network, no other file.
 
     Args:
-        problem: the step of ``plan`` as numbers.
-        living: bytes that live at each operator of it.
         points: the best plans for other budgets, see ``Plan.front``.
         ways: what to compare them with, see ``Plan.fixed_ways``.
     """
@@ -76,18 +71,19 @@ def page(plan: PlanNumbers, problem: Problem, living: Sequence[int], points: Seq
         plan=plan,
         front=front,
         ways=ways,
-        rows=plan.modules,
+        rows=plan.rows(),
         line=" ".join(f"{x},{100 - y:.2f}" for x, y in sorted({place(point) for point in front})),
         marks=[place(one) for one in ways],
         chosen=place(plan),
         across=across.ticks,
         up=up.ticks,
-        data=_data(problem, living, plan.device_budget),
+        data=_data(plan),
     )
 
 
-def _data(problem: Problem, living: Sequence[int], budget: int) -> dict[str, Any]:
+def _data(plan: PlanFigures) -> dict[str, Any]:
     """What lives at each operator, with what was decided and where nothing moves; times are microseconds."""
+    problem, living = plan.problem, plan.living()
     without = problem.living((False,) * len(problem.program.storages))
     begins = [round(seconds * 1e6, 1) for seconds in problem.begins]
     every = -(-len(living) // _SAMPLES) or 1
@@ -95,4 +91,4 @@ def _data(problem: Problem, living: Sequence[int], budget: int) -> dict[str, Any
         [begins[first], max(living[first : first + every]), 0, 0, max(without[first : first + every])]
         for first in range(0, len(living), every)
     ]
-    return {"end": begins[-1], "tracks": [], "memory": memory, "texts": [], **sized(memory, budget)}
+    return {"end": begins[-1], "tracks": [], "memory": memory, "texts": [], **sized(memory, plan.device_budget)}

@@ -1,4 +1,4 @@
-"""Random numbers while a step is planned: planning draws none of other threads, which draw none of theirs again.
+"""What planning leaves alone: the modes and hooks of the caller, and random numbers, of other threads too.
 
 [Note: random numbers]
 torch has one default generator for all threads of a process. To put its state back after a trace would have another
@@ -16,17 +16,29 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from eager_offload._torch import generators
+from eager_offload import active
+from eager_offload._torch import Patch, function_modes, generators, without_dispatch_modes
 
-__all__ = ["numbers_of_its_own", "numbers_put_back", "state_of_others"]
 
-_lock = threading.Lock()
-_users = 0
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Autograd is on, and the caller's modes, hooks and default device count for nothing."""
+    with ExitStack() as stack:
+        stack.enter_context(active.outside())
+        stack.enter_context(without_dispatch_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if function_modes() or torch.get_default_device().type != "cpu":  # whatever default the caller has
+            stack.enter_context(torch.device("cpu"))
+        device = torch.accelerator.current_accelerator()
+        if device is not None and torch.is_autocast_enabled(device.type):  # what stands for it is on the CPU
+            stack.enter_context(torch.autocast("cpu", torch.get_autocast_dtype(device.type)))
+        yield
 
 
 class _Local(threading.local):
@@ -48,36 +60,33 @@ class _OfThread:
         return getattr(_local.generator or self._shared, name)
 
 
+_lock = threading.Lock()
+_users = 0
+_patch = Patch(generators, "default_generator", _OfThread)
+
+
 @contextmanager
 def numbers_of_its_own() -> Iterator[torch.Generator]:
     """The calling thread draws from a generator that begins as the default one is, and leaves that alone."""
     before, generator = _local.generator, torch.Generator("cpu")
     generator.set_state(torch.get_rng_state())
     with _others_put_back():
-        _begin()
+        _count(1)
         try:
             _local.generator = generator
             yield generator
         finally:
             _local.generator = before
-            _end()
+            _count(-1)
 
 
-def _begin() -> None:
+def _count(more: int) -> None:
+    """So many threads more trace, or fewer."""
     global _users
     with _lock:
-        _users += 1
-        if _users == 1 and hasattr(generators, "default_generator"):
-            generators.default_generator = _OfThread(generators.default_generator)
-
-
-def _end() -> None:
-    global _users
-    with _lock:
-        _users -= 1
-        found = getattr(generators, "default_generator", None)
-        if _users == 0 and isinstance(found, _OfThread):
-            generators.default_generator = found._shared
+        before, _users = _users, _users + more
+        if hasattr(generators, "default_generator") and 0 in (before, _users):
+            (_patch.put_on if _users else _patch.take_off)()
 
 
 @contextmanager

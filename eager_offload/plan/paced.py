@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from eager_offload.plan.predict import Moves, Problem
 
-__all__ = ["WAYS", "Way", "least_pace", "of_all_paces"]
-
 #: By how much faster than it is the link is taken to be.
 _PACES = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 20.0)
 #: How closely a pace is searched for.

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
 from eager_offload.plan.apply import checkpointed
-from eager_offload.plan.decide import Outcome, RehearsedSolver, outcome_of
+from eager_offload.plan.decide import RehearsedSolver
 from eager_offload.plan.draft import draft
-from eager_offload.plan.files import Least, PlanFields, reading, write
-from eager_offload.plan.predict import Problem
-from eager_offload.plan.program import kind_of
-from eager_offload.plan.recompute import Recomputing
-from eager_offload.plan.text import PlanNumbers, Row, seconds_text, text_of
+from eager_offload.plan.figures import PlanFigures
+from eager_offload.plan.files import Least, reading, write
+from eager_offload.plan.text import seconds_text, text_of
 from eager_offload.plan.timed import is_off, timed
-from eager_offload.stats import KeepReason, Relief
+from eager_offload.stats import Relief
 from eager_offload.step_plan import Adapted, ComputedPlan, Fate, StepPlan, Timing
-
-__all__ = ["Plan", "Point"]
 
 #: A part of a step for which another plan is worth while.
 _GAIN = 0.02
@@ -53,7 +49,7 @@ class FixedWay(NamedTuple):
     step_seconds: float
 
 
-class Plan(PlanFields, ComputedPlan):
+class Plan(PlanFigures, ComputedPlan):
     """What a step of a model is to move on a device, and what comes of it; :func:`eager_offload.plan` makes one.
 
     ``print`` shows it: whether it fits, its peak, its time, and what is moved of each kind of module. The model was not
@@ -75,78 +71,6 @@ class Plan(PlanFields, ComputedPlan):
         )
         return (replace(drafted, saves=tuple(saves)),)
 
-    @property
-    def is_small(self) -> bool:
-        """Whether beside parameters the step saves nothing that is as large as ``min_bytes``."""
-        saves = self._whole.program.saves
-        return all(save.reason in (KeepReason.SMALL, KeepReason.PARAMETER) for save in saves)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the budget."""
-        return self.peak_bytes <= self.device_budget
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of parameters, gradients, inputs, activations and what is on its way, at most. Optimizer states count where
-        they were named; memory that kernels take for themselves, and what an allocator cannot hand out, do not."""
-        return self._outcome.peak_bytes
-
-    @property
-    def step_seconds(self) -> float:
-        """Forward and backward, with what compute waits for transfers."""
-        return self._outcome.step_seconds
-
-    @property
-    def compute_seconds(self) -> float:
-        """Forward and backward without any transfer, and with nothing computed again."""
-        return self._whole.compute_seconds
-
-    @property
-    def may_compute_again(self) -> bool:
-        """Whether it was decided of modules too whether they are computed again."""
-        return self.whole is not None
-
-    @property
-    def host_budget(self) -> int | None:
-        """Bytes that may rest in the tier at one time; ``None``: any number."""
-        budget = self.config.host_budget
-        return budget if isinstance(budget, int) else None
-
-    @property
-    def host_bytes(self) -> int:
-        """That rest in the tier at one time, at most, in whole pages."""
-        return self.problem.tier_bytes(self.moves)
-
-    @property
-    def floor_seconds(self) -> float:
-        """What no order of these transfers goes below: the longer of compute and transfers, in each of its halves."""
-        return self.problem.floor_seconds(self.moved_bytes)
-
-    @property
-    def moved_bytes(self) -> int:
-        """That travel from the device in forward, and come back in backward."""
-        storages = self.problem.program.storages
-        return sum(storages[number].moved_bytes for number in self._returning)
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """That leave the device; where a codec packs them, ``moved_bytes`` are fewer."""
-        storages = self.problem.program.storages
-        return sum(one.nbytes if one.is_whole else one.moved_bytes for one in (storages[at] for at in self._returning))
-
-    @property
-    def kept_bytes(self) -> int:
-        """That could leave the device, and stay."""
-        storages = self.problem.program.storages
-        return sum(one.nbytes for number, one in enumerate(storages) if number not in self._returning)
-
-    @property
-    def recomputed_bytes(self) -> int:
-        """That could leave the device, and are computed again in place of being saved."""
-        storages = self._whole.program.storages
-        return sum(storages[number].nbytes for number in self._recomputed)
-
     @contextmanager
     def apply(self, model: nn.Module) -> Iterator[None]:
         """Puts ``torch.utils.checkpoint`` around the modules that are computed again, and takes it off afterwards.
@@ -166,18 +90,6 @@ class Plan(PlanFields, ComputedPlan):
         """
         with checkpointed(model, self.again):
             yield
-
-    @property
-    def seen_bytes(self) -> int | None:
-        """Bytes that live at a save or an ask, at most, which is what training can look at; ``None`` where nothing was
-        rehearsed. The peak may be between two of them."""
-        return None if self.rehearsal is None else self.rehearsal.seen_bytes
-
-    @property
-    def grown_bytes(self) -> int | None:
-        """By which ``seen_bytes`` are more than what is in use when the step begins."""
-        others = self.problem.program.other_bytes
-        return None if self.seen_bytes is None or not others else self.seen_bytes - others[0]
 
     @cached_property
     def relief(self) -> Relief | None:
@@ -252,11 +164,6 @@ class Plan(PlanFields, ComputedPlan):
         )
         return Adapted(plan, is_other)
 
-    @property
-    def least_budget(self) -> int:
-        """The least ``device_budget`` that a plan fits."""
-        return self._least.peak_bytes
-
     def front(self, points: int = 16) -> list[Point]:
         """The best plans for budgets from ``least_budget`` to where nothing has to move, in that order.
 
@@ -292,70 +199,10 @@ class Plan(PlanFields, ComputedPlan):
         }
         return [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in outcomes.items()]
 
-    def living(self) -> Sequence[int]:
-        """Bytes that live at each operator of ``problem``."""
-        return self.problem.living(self.moves) if self.rehearsal is None else self.rehearsal.living
-
-    def rows(self) -> list[Row]:
-        """What modules of each kind save that may move, the largest first."""
-        program, found = self.problem.program, dict[str, Row]()
-        for number, storage in enumerate(program.storages):
-            kind = kind_of(program.modules[storage.module])
-            row = found.get(kind, Row(kind, 0, 0, 0))
-            kept, moved = (0, storage.moved_bytes) if number in self._returning else (storage.nbytes, 0)
-            found[kind] = row._replace(
-                storages=row.storages + 1, kept_bytes=row.kept_bytes + kept, moved_bytes=row.moved_bytes + moved
-            )
-        for number in self._recomputed:
-            storage = self._whole.program.storages[number]
-            kind = kind_of(self._whole.program.modules[storage.module])
-            row = found.get(kind, Row(kind, 0, 0, 0))
-            nbytes = row.recomputed_bytes + storage.nbytes
-            found[kind] = row._replace(storages=row.storages + 1, recomputed_bytes=nbytes)
-        return sorted(found.values(), key=lambda row: (-sum(row[2:]), row.kind))
-
-    @cached_property
-    def _outcome(self) -> Outcome:
-        """What comes of it."""
-        return outcome_of(self.problem, self.moves, self.rehearsal)
-
-    @cached_property
-    def _returning(self) -> frozenset[int]:
-        if self.rehearsal is not None:
-            return frozenset(self.rehearsal.returning)
-        return self.problem.returning(self.moves)
-
-    @cached_property
-    def _solver(self) -> RehearsedSolver:
-        return RehearsedSolver(self._whole, self.machine.launch_seconds, recompute=self.whole is not None)
-
-    @cached_property
-    def _least(self) -> Least:
-        if self.traced_least is not None:
-            return self.traced_least
-        least = self._solver.least
-        return min(Least(least.peak_bytes, least.step_seconds), Least(self.peak_bytes, self.step_seconds))
-
-    @property
-    def _whole(self) -> Problem:
-        return self.problem if self.whole is None else self.whole
-
-    @cached_property
-    def _recomputed(self) -> frozenset[int]:
-        """The storages of the whole step that are computed again."""
-        return Recomputing(self._whole).gone(self.again)
-
-    @cached_property
-    def _numbers(self) -> PlanNumbers:
-        known = {one.name: getattr(self, one.name) for one in fields(PlanNumbers) if one.name != "modules"}
-        return PlanNumbers(**known, modules=tuple(self.rows()))
-
     # -- for a reader -------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        too_small = self.config.size("min_bytes") if self.is_small else 0
-        movable_bytes = self._whole.program.movable_bytes
-        return text_of(self._numbers, movable_bytes, too_small=too_small, may_compute_again=self.may_compute_again)
+        return text_of(self)
 
     def __repr__(self) -> str:
         return (
@@ -364,10 +211,6 @@ class Plan(PlanFields, ComputedPlan):
         )
 
     # -- files --------------------------------------------------------------------------------------------------------
-
-    def to_dict(self) -> dict[str, Any]:
-        """What it says, in the types that JSON has, without the step's own numbers."""
-        return self._numbers.to_dict()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to ``path``, as JSON; a file that is there is replaced."""
@@ -380,9 +223,7 @@ class Plan(PlanFields, ComputedPlan):
         """
         from eager_offload.plan.html import page  # jinja2 is not needed for a plan
 
-        Path(path).write_text(
-            page(self._numbers, self.problem, self.living(), self.front(), self.fixed_ways()), "utf-8"
-        )
+        Path(path).write_text(page(self, self.front(), self.fixed_ways()), "utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

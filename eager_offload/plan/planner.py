@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,9 @@ from eager_offload.plan.decide import Outcome, RehearsedSolver
 from eager_offload.plan.files import POLICIES, Least, room_of
 from eager_offload.plan.plan import Plan
 from eager_offload.plan.predict import Problem
-from eager_offload.plan.ranks import Limits, agreed, are_several, model_text
+from eager_offload.plan.ranks import Asked, agreed, are_several, model_text
 from eager_offload.plan.revise import TracedSolver
 from eager_offload.plan.solve import EQUAL
-
-__all__ = ["here", "plan"]
 
 #: The device that this process has.
 _HERE = "here"
@@ -86,7 +84,7 @@ def plan(
             error of the model's own comes as it is, with a note that names the module.
     """
 
-    def ask() -> _Asked:
+    def ask() -> Asked:
         _check_what(model, loss, policy, recompute=recompute)
         _check_steps(steps, device, recompute=recompute)
         given = OffloadConfig.from_given(config, {})
@@ -108,36 +106,13 @@ def plan(
                 raise ConfigError(
                     f"device_budget=None is not accepted, since the memory of {machine.name} is not known"
                 )
-        return _Asked(settings, machine, budget, standing, steps, model_text(model) if are_several() else "")
+        return Asked(settings, machine, budget, standing, steps, model_text(model) if are_several() else "")
 
     return agreed(ask, lambda asked: _make(asked, model, inputs, loss, policy, recompute=recompute))
 
 
-class _Asked(NamedTuple):
-    """What a user asks for."""
-
-    settings: OffloadConfig
-    machine: Machine
-    budget: int
-    #: Bytes of the states of an optimizer.
-    standing: int
-    #: How many real steps are run; 0: none, and one is traced.
-    steps: int
-    #: As ``model_text`` says it, where there are several ranks.
-    model: str
-
-    @property
-    def limits(self) -> Limits:
-        host = self.settings.host_budget
-        return Limits(self.budget, host if isinstance(host, int) else None, self.standing, self.model)
-
-    def within(self, limits: Limits) -> _Asked:
-        settings = self.settings if limits.host is None else replace(self.settings, host_budget=limits.host)
-        return self._replace(settings=settings, budget=limits.device, standing=limits.standing)
-
-
 def _make(
-    asked: _Asked,
+    asked: Asked,
     model: nn.Module,
     inputs: object,
     loss: Callable[[Any], Tensor] | None,
@@ -167,19 +142,8 @@ def _make(
         traced_solver = TracedSolver(problem, traced, machine.launch_seconds)
         again, least = traced_solver.within(budget), traced_solver.least.outcome
         found = again.outcome
-        return Plan(
-            name,
-            machine,
-            budget,
-            policy,
-            again.problem,
-            found.moves,
-            settings,
-            found.rehearsal,
-            again.names,
-            again.whole,
-            Least(least.peak_bytes, least.step_seconds),
-        )
+        parts = again.names, again.whole, Least(least.peak_bytes, least.step_seconds)
+        return Plan(name, machine, budget, policy, again.problem, found.moves, settings, found.rehearsal, *parts)
     problem, found = _solve(problem, machine, budget, policy)
     return Plan(name, machine, budget, policy, problem, found.moves, settings, found.rehearsal, steps=asked.steps)
 
@@ -208,11 +172,7 @@ def _solve(problem: Problem, machine: Machine, budget: int, policy: str) -> tupl
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:
-    """Whether that can be planned, and to that aim.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raises ``ConfigError`` where that cannot be planned, or not to that aim."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__} is not accepted: model takes a torch.nn.Module")
     if loss is not None and not callable(loss):
@@ -226,11 +186,7 @@ def _check_what(model: object, loss: object, policy: str, *, recompute: object) 
 
 
 def _check_steps(steps: object, device: str | Machine, *, recompute: bool) -> None:
-    """Whether so many real steps can be timed.
-
-    Raises:
-        ConfigError: they cannot.
-    """
+    """Raises ``ConfigError`` where so many real steps cannot be timed."""
     if type(steps) is not int or steps < 0:
         raise ConfigError(f"steps={steps!r} is not accepted: steps takes a whole number, 0 or more")
     if not steps:
@@ -249,11 +205,7 @@ def _check_steps(steps: object, device: str | Machine, *, recompute: bool) -> No
 
 
 def _machine(device: str | Machine, settings: OffloadConfig) -> Machine:
-    """The device that a user names.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """The device that a user names; raises ``ConfigError`` for another name."""
     if isinstance(device, Machine):
         return device
     if device == _HERE:

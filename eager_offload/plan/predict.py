@@ -36,8 +36,6 @@ from typing import NamedTuple
 from eager_offload.plan.program import Program, Storage
 from eager_offload.tiers.memory import PAGE, round_up
 
-__all__ = ["Moves", "Prediction", "Problem", "floor_seconds"]
-
 #: For each storage that may move, whether it does.
 Moves = tuple[bool, ...]
 
@@ -249,15 +247,8 @@ class _Step:
             storage = storages[number]
             nbytes = storage.moved_bytes
             now = begins[storage.saved] + self.behind
-            while leaving and leaving[0][0] <= now and not ordered:
-                over, gone = leaving.popleft()
-                on_way.remove(gone)
-                left = storages[gone]
-                leaving_bytes -= left.moved_bytes
-                op = bisect_left(begins, over - self.behind)  # from that operator on it takes no bytes
-                change[op if op > left.freed else left.freed] -= left.nbytes
-                if left.packing is not None:
-                    change[max(op, left.saved)] -= left.moved_bytes
+            if leaving and not ordered:
+                leaving_bytes -= self._note_left(now)
             while leaving and leaving_bytes + nbytes > window:
                 if ordered:
                     leaving_bytes -= storages[leaving[0][1]].moved_bytes
@@ -266,8 +257,7 @@ class _Step:
                 over = leaving[0][0]
                 self.behind += over - now
                 now = over
-                while leaving and leaving[0][0] <= now:
-                    leaving_bytes -= self._leave(storage.saved)
+                leaving_bytes -= self._note_left(now, storage.saved)
             if storage.packing is not None:
                 self.behind += (packing := storage.packing.pack_bytes / problem.memory)
                 now += packing
@@ -290,23 +280,22 @@ class _Step:
         self.change[max(self.storages[number].freed, op)] -= self.storages[number].nbytes
         return max(over, now)
 
-    def _leave(self, op: int) -> int:
-        """The oldest copy is over, at operator ``op`` if compute waits there; the bytes that were on their way."""
-        over, number = self.leaving.popleft()
-        problem, storage = self.problem, self.storages[number]
-        if number in self.on_way:
-            self.on_way.remove(number)
-            # From that operator on it takes no bytes.
-            begun = min(bisect_left(problem.begins, over - self.behind), len(problem.op_seconds))
-            self.change[max(begun, storage.freed, op)] -= storage.nbytes
-            if storage.packing is not None:
-                self.change[max(begun, storage.saved, op)] -= storage.moved_bytes
-        return storage.moved_bytes
-
-    def _note_left(self, now: float, op: int = 0) -> None:
-        """Copies that are over by ``now`` have given their bytes back."""
-        while self.leaving and self.leaving[0][0] <= now:
-            self._leave(op)
+    def _note_left(self, now: float, op: int = 0) -> int:
+        """Copies that are over by ``now``, at operator ``op`` if compute waits there, have given their bytes back:
+        how many were on their way."""
+        problem, leaving, nbytes = self.problem, self.leaving, 0
+        while leaving and leaving[0][0] <= now:
+            over, number = leaving.popleft()
+            storage = self.storages[number]
+            nbytes += storage.moved_bytes
+            if number in self.on_way:
+                self.on_way.remove(number)
+                # From that operator on it takes no bytes.
+                begun = min(bisect_left(problem.begins, over - self.behind), len(problem.op_seconds))
+                self.change[max(begun, storage.freed, op)] -= storage.nbytes
+                if storage.packing is not None:
+                    self.change[max(begun, storage.saved, op)] -= storage.moved_bytes
+        return nbytes
 
     def _backward(self) -> None:
         problem, change, storages, moves = self.problem, self.change, self.storages, self.moves

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from eager_offload.machine import Machine
 from eager_offload.stats import KeepReason
 
-__all__ = ["Ask", "ModuleCall", "Op", "Packing", "Program", "Save", "Storage", "kind_of", "living"]
-
 
 class Op(NamedTuple):
     """One operator."""

@@ -4,45 +4,39 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, Self, TypeVar
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
-from eager_offload.config import size_text
+from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError, OffloadError, PlanError
+from eager_offload.machine import Machine
 
-__all__ = ["Limits", "agreed", "are_several", "model_text"]
 
+class Asked(NamedTuple):
+    """What a user asks for on one rank; bytes."""
 
-class Limits(NamedTuple):
-    """What a step of a rank has to keep to; bytes."""
-
-    device: int
-    host: int | None
-    """That may rest in the tier; ``None`` for any number."""
+    settings: OffloadConfig
+    machine: Machine
+    budget: int
+    """That a step may take of the device."""
     standing: int
     """Of an optimizer's states."""
-    model: str = ""
-    """What is planned, in a text that is the same for the same model: see ``model_text``."""
+    steps: int
+    """How many real steps are run; 0: none, and one is traced."""
+    model: str
+    """What is planned, where there are several ranks: see ``model_text``."""
 
-    @classmethod
-    def of_all(cls, each: Sequence[Limits]) -> Limits:
-        """Those that keep to all."""
-        hosts = [one.host for one in each if one.host is not None]
-        return cls(
-            min(one.device for one in each), min(hosts, default=None), max(one.standing for one in each), each[0].model
-        )
-
-
-class _Asked(Protocol):
-    @property
-    def limits(self) -> Limits: ...
-
-    def within(self, limits: Limits) -> Self: ...
+    def within(self, each: Sequence[Asked]) -> Asked:
+        """The same, but what keeps to the limits of all."""
+        hosts = [one.settings.host_budget for one in each if isinstance(one.settings.host_budget, int)]
+        settings = replace(self.settings, host_budget=min(hosts)) if hosts else self.settings
+        budget, standing = min(one.budget for one in each), max(one.standing for one in each)
+        return self._replace(settings=settings, budget=budget, standing=standing)
 
 
-_A = TypeVar("_A", bound=_Asked)
 _P = TypeVar("_P")
 
 
@@ -51,7 +45,7 @@ def are_several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def agreed(ask: Callable[[], _A], make: Callable[[_A], _P]) -> _P:
+def agreed(ask: Callable[[], Asked], make: Callable[[Asked], _P]) -> _P:
     """What ``make`` returns for what ``ask`` returns; on several ranks what it returns on rank 0, in the limits of all.
 
     Modules that only one rank computes again would gather their parameters alone under FSDP2, and wait forever. All
@@ -60,15 +54,15 @@ def agreed(ask: Callable[[], _A], make: Callable[[_A], _P]) -> _P:
     if not are_several():
         return make(ask())
     asked, own = _try(ask)
-    answers: list[tuple[Limits | None, OffloadError | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(answers, (None if asked is None else asked.limits, _report(own)))
+    answers: list[tuple[Asked | None, OffloadError | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(answers, (asked, _report(own)))
     _raise_any(own, [error for _, error in answers])
     assert asked is not None
-    _compare([limits.model for limits, _ in answers if limits is not None])
+    each = [one for one, _ in answers if one is not None]
+    _compare([one.model for one in each])
     made, own = None, None
     if dist.get_rank() == 0:
-        limits = Limits.of_all([one for one, _ in answers if one is not None])
-        made, own = _try(lambda: make(asked.within(limits)))
+        made, own = _try(lambda: make(asked.within(each)))
     answer = [(made, _report(own))]
     dist.broadcast_object_list(answer, src=0)
     found, error = answer[0]
@@ -88,11 +82,7 @@ def model_text(model: nn.Module) -> str:
 
 
 def _compare(models: Sequence[str]) -> None:
-    """Whether all ranks plan the same; each of them finds the same.
-
-    Raises:
-        PlanError: they do not.
-    """
+    """Raises ``PlanError``, on each rank the same, where not all plan the same."""
     others = {model: rank for rank, model in reversed([*enumerate(models)]) if model != models[0]}
     if others:
         named = ", ".join(f"on rank {rank} {model}" for model, rank in others.items())

@@ -22,13 +22,11 @@ from torch import Tensor, nn
 from eager_offload._torch import own_buffers, tree_iter, tree_map
 from eager_offload.codecs import CodecPolicy
 from eager_offload.errors import ConfigError
-from eager_offload.plan.numbers import numbers_put_back
+from eager_offload.plan.numbers import by_itself, numbers_put_back
 from eager_offload.plan.program import Program
 from eager_offload.plan.recorder import PLAIN, Recorder
-from eager_offload.plan.trace import arguments_of, by_itself, loss_of
+from eager_offload.plan.trace import run_step
 from eager_offload.skipping import SkippedModules
-
-__all__ = ["Measured", "record"]
 
 
 class Measured(NamedTuple):
@@ -50,12 +48,7 @@ def record(
     skip: Sequence[str] = (),
     policy: CodecPolicy = PLAIN,
 ) -> Measured:
-    """Runs ``steps`` training steps without an optimizer; arguments as for ``trace``.
-
-    Raises:
-        ConfigError: a tensor is not on the CPU, or a pattern matches no module.
-        PlanError: there is no loss.
-    """
+    """Runs ``steps`` training steps without an optimizer, on a CPU; arguments and errors as for ``trace``."""
     inputs = tree_map(_leaf, inputs)
     given = [one for one in tree_iter(inputs) if isinstance(one, Tensor)]
     parts = [one for one in (model, loss) if isinstance(one, nn.Module)]
@@ -68,39 +61,19 @@ def record(
     found: list[Measured] = []
     for _ in range(steps):
         with by_itself(), numbers_put_back(), _put_back(parts, given):
-            found.append(_record_step(model, inputs, [*_own(parts), *given], loss, min_bytes, skip, policy))
+            recorder, skipped = Recorder(min_bytes, policy), SkippedModules()
+            for one in (*_own(parts), *given):
+                recorder.has(one)
+            try:
+                if skip:
+                    skipped.add(model, skip)
+                run_step(recorder, model, inputs, loss)
+            finally:
+                skipped.end()
+            found.append(Measured(recorder.program(), tuple(recorder.seconds)))
     last = found[-1]
     alike = [one.seconds for one in found if one.program.ops == last.program.ops]
     return Measured(last.program, tuple(map(min, zip(*alike, strict=True))))
-
-
-def _record_step(
-    model: nn.Module,
-    inputs: object,
-    there: Sequence[Tensor],
-    loss: Callable[[Any], Tensor] | None,
-    min_bytes: int,
-    skip: Sequence[str],
-    policy: CodecPolicy,
-) -> Measured:
-    recorder, skipped = Recorder(min_bytes, policy), SkippedModules()
-    for one in there:
-        recorder.has(one)
-    arguments, named = arguments_of(inputs)
-    try:
-        if skip:
-            skipped.add(model, skip)
-        recorder.watch(model)
-        with recorder:
-            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
-                total = loss_of(model(*arguments, **named), loss)
-            recorder.begin_backward()
-            total.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it
-            del total
-        return Measured(recorder.program(), tuple(recorder.seconds))
-    finally:
-        recorder.unwatch()
-        skipped.end()
 
 
 def _own(parts: Sequence[nn.Module]) -> list[Tensor]:

@@ -20,12 +20,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import ModuleCall, Op, Program, Storage, kind_of
-
-__all__ = ["Candidate", "Recomputing", "Shape"]
 
 
 class Shape(NamedTuple):
@@ -62,15 +61,13 @@ class Recomputing:
         self.problem = problem
         self._program = program = problem.program
         #: By save: when it is asked for first.
-        self._first_ask: dict[int, int] = {}
-        self._last_ask: dict[int, int] = {}
+        self.first_ask: dict[int, int] = {}
         for ask in program.asks:
-            self._first_ask.setdefault(ask.save, ask.op)
-            self._last_ask[ask.save] = ask.op
-        self._saves_of: defaultdict[int, list[int]] = defaultdict(list)
+            self.first_ask.setdefault(ask.save, ask.op)
+        self.saves_of: defaultdict[int, list[int]] = defaultdict(list)
         for number, save in enumerate(program.saves):
             if save.storage >= 0:
-                self._saves_of[save.storage].append(number)
+                self.saves_of[save.storage].append(number)
 
     @cached_property
     def candidates(self) -> list[Candidate]:
@@ -81,7 +78,7 @@ class Recomputing:
     def _candidate(self, call: ModuleCall) -> Candidate | None:
         program = self._program
         inside = range(call.first_save, call.last_save)
-        asks = [self._first_ask[save] for save in inside if save in self._first_ask]
+        asks = [self.first_ask[save] for save in inside if save in self.first_ask]
         stop = min(max(program.saves[save].op for save in inside), call.end)
         if not asks or stop <= call.begin:
             return None
@@ -106,13 +103,13 @@ class Recomputing:
         """The storages that are not saved any more where those modules are computed again."""
         modules = self._program.modules
         calls = [one.call for one in self.candidates if modules[one.call.module] in names]
-        return frozenset(number for number in self._saves_of if self._goes(number, calls)) if calls else frozenset()
+        return frozenset(number for number in self.saves_of if self._goes(number, calls)) if calls else frozenset()
 
     def _goes(self, storage: int, calls: Sequence[ModuleCall]) -> bool:
         """Whether a storage is made in one of ``calls`` and saved in them alone."""
         made = self._program.storages[storage].made
         return any(call.begin <= made < call.end for call in calls) and all(
-            any(call.first_save <= save < call.last_save for call in calls) for save in self._saves_of[storage]
+            any(call.first_save <= save < call.last_save for call in calls) for save in self.saves_of[storage]
         )
 
     def shape(self, chosen: Iterable[Candidate]) -> Shape:
@@ -120,42 +117,23 @@ class Recomputing:
         again = sorted(chosen, key=lambda one: (one.asked, -one.call.begin))
         if not again:
             return Shape(self.problem, tuple(range(len(self._program.storages))))
-        return _Reshaped(self.problem, again, self._saves_of, self._first_ask, self._last_ask).shape()
+        return _Reshaped(self, again).shape()
 
 
 class _Reshaped:
     """One step that becomes another. Numbers of operators are those of the first where nothing else is said."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        again: list[Candidate],
-        saves_of: dict[int, list[int]],
-        first_ask: dict[int, int],
-        last_ask: dict[int, int],
-    ) -> None:
-        self.problem, self.program, self.again = problem, problem.program, again
-        self._saves_of, self._first_ask, self._last_ask = saves_of, first_ask, last_ask
+    def __init__(self, of: Recomputing, again: list[Candidate]) -> None:
+        self.problem, self.program, self.again = of.problem, of.problem.program, again
+        self._saves_of, self._first_ask = of.saves_of, of.first_ask
         self._asked = [one.asked for one in again]
         #: How many operators were put in before each of them.
         self._before = list(accumulate((one.stop - one.call.begin for one in again), initial=0))
-        self._begins = sorted(range(len(again)), key=lambda place: again[place].call.begin)
-        self._first_ops = [again[place].call.begin for place in self._begins]
-        self._first_saves = [again[place].call.first_save for place in self._begins]
+        calls = [one.call for one in again]
+        self._ops_in = sorted((call.begin, call.end, place) for place, call in enumerate(calls))
+        self._saves_in = sorted((call.first_save, call.last_save, place) for place, call in enumerate(calls))
         count = len(self.program.ops) + self._before[-1]
         self._change = [0] * (count + 1)
-
-    def _place_at(self, op: int) -> int | None:
-        """Which call ``op`` belongs to."""
-        found = bisect_right(self._first_ops, op) - 1
-        place = self._begins[found] if found >= 0 else -1
-        return place if place >= 0 and op < self.again[place].call.end else None
-
-    def _place_of(self, save: int) -> int | None:
-        """Which call ``save`` belongs to."""
-        found = bisect_right(self._first_saves, save) - 1
-        place = self._begins[found] if found >= 0 else -1
-        return place if place >= 0 and save < self.again[place].call.last_save else None
 
     def _begun(self, place: int) -> int:
         """The operator, then, with which that call runs again."""
@@ -201,11 +179,7 @@ class _Reshaped:
         )
 
     def _storage(self, number: int, inputs: list[int]) -> Storage | None:
-        """What becomes of a storage; ``None`` where it may not move any more.
-
-        Args:
-            inputs: the calls that it is given to.
-        """
+        """What becomes of a storage that is given to the calls ``inputs``; ``None`` where it may not move any more."""
         program = self.program
         if number >= len(program.storages):
             storage = program.arguments[number - len(program.storages)]
@@ -214,9 +188,9 @@ class _Reshaped:
             self._lives(-storage.nbytes, storage.made, storage.freed)
         else:
             storage = program.storages[number]
-        places = {save: self._place_of(save) for save in self._saves_of[number]}
+        places = {save: _place_in(self._saves_in, save) for save in self._saves_of[number]}
         outside = [save for save, place in places.items() if place is None]
-        home = self._place_at(storage.made)
+        home = _place_in(self._ops_in, storage.made)
         end = self._until(storage.dropped)
         # What an outer graph saves of it: when first, and when it is asked for.
         saved = [program.saves[save].op for save in outside]
@@ -256,3 +230,9 @@ class _Reshaped:
             around = program.other_bytes[max(at - 1, 0) : at + 1]
             other += [min(around, default=0) + one.call.scratch_bytes] * (one.stop - begin)
         return [*seconds, *times[at:]], [*ops, *program.ops[at:]], [*other, *program.other_bytes[at:]]
+
+
+def _place_in(ranges: list[tuple[int, int, int]], number: int) -> int | None:
+    """Which call ``number`` belongs to, by the ranges of calls, none of which is inside of another."""
+    found = bisect_right(ranges, number, key=itemgetter(0)) - 1
+    return ranges[found][2] if found >= 0 and number < ranges[found][1] else None

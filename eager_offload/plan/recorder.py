@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from eager_offload._torch import (
     node_sequence,
     schema_of,
     storage_key,
+    tensors_in,
     weak_storage,
     without_dispatch_modes,
 )
@@ -30,15 +31,12 @@ from eager_offload.codecs import CodecPolicy
 from eager_offload.compile.cost import Call, flops_of, is_single, traffic_of
 from eager_offload.errors import PlanError
 from eager_offload.plan.blocks import Block, Blocks, Saved, Use
-from eager_offload.plan.calls import Calls, tensors_in, written_by
+from eager_offload.plan.calls import Calls, written_by
 from eager_offload.plan.coded import Coder
 from eager_offload.plan.program import Ask, Op, Program, Save, Storage
 from eager_offload.plan.stand_ins import MOST_KNOWN
 from eager_offload.selection import reason_to_stay
 from eager_offload.stats import KeepReason
-
-__all__ = ["PLAIN", "Recorder", "is_of_fakes"]
-
 
 #: Everything travels as it is.
 PLAIN = CodecPolicy(lossless=False)
@@ -178,15 +176,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if self._depth:
             return func(*args, **named)
         self._blocks.note_deaths(len(self._ops))
-        self._depth += 1
-        try:
+        with self._unseen():
             result = self._run(func, args, named)
-        finally:
-            self._depth -= 1
         if any(isinstance(one, torch.Generator) for one in (*args, *named.values())):
             self._calls.changed()  # whose state a checkpoint does not put back
         self._write_down(Call(func, args, named, result))
         return result
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Operators inside are not counted."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
     def _run(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Runs an operator: on fakes, or on known numbers."""
@@ -207,7 +211,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             result = _result_of(func, args, named)
         except Exception as error:
             if known and tensors:
-                return self._compute(func, args, named)
+                return _computed(func, args, named)
             if (said := _lacking_numbers(func, error)) is None:
                 raise  # the model's own, as it would be with numbers
             raise self.error(said) from error
@@ -217,15 +221,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             func, named = _drawing_from(self._generator, func, named)
             known = "generator" in named
         if known and all(_may_be_known(one) and (one.numel() <= 1 or not is_random) for one in made):
-            return self._compute(func, args, named)
+            return _computed(func, args, named)
         if schema_of(func).is_mutable:
             storages = (one.untyped_storage() for one in tensors if not is_fake(type(one)))
             self._stale.update((storage_key(one), weak_storage(one)) for one in storages)
         return result
-
-    def _compute(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        with without_dispatch_modes():
-            return func(*args, **named)
 
     def _has_numbers(self, tensor: Tensor) -> bool:
         if is_fake(type(tensor)):
@@ -238,7 +238,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         for one in written_by(call):
             self._calls.write(op, one)
             if (block := self._blocks.of(one)) is not None:
-                block.is_drawn = _draws(call) or (block.is_drawn and _scales(call))
+                name = schema_of(call.target).name
+                scales = name in ("aten::div_", "aten::mul_") and not isinstance(call.arguments[1], Tensor)
+                block.is_drawn = name == "aten::bernoulli_" or (block.is_drawn and scales)
         for one in tensors_in(call.result):
             self._blocks.add(one, op, module)
         nbytes = traffic_of(call)
@@ -252,11 +254,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def pack(self, tensor: Tensor) -> _Kept | _Moved:
         """A handle of what autograd saves; called while the operator that saves it is recorded."""
-        self._depth += 1
-        try:
+        with self._unseen():
             return self._pack(tensor)
-        finally:
-            self._depth -= 1
 
     def _pack(self, tensor: Tensor) -> _Kept | _Moved:
         op = len(self._ops)
@@ -301,13 +300,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             self._coder.ask(handle.save, asking_node())
         if isinstance(handle, _Kept):
             return handle.tensor
-        self._depth += 1
-        try:
+        with self._unseen():
             whole = self._blocks.ask(handle.saved, handle.dtype, op)
             with _as_it_is(whole):
                 return whole.as_strided(handle.size, handle.stride, handle.offset)
-        finally:
-            self._depth -= 1
 
     # -- what came of it ----------------------------------------------------------------------------------------------
 
@@ -348,6 +344,11 @@ def _as_it_is(tensor: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if is_fake(type(tensor)) else without_dispatch_modes()
 
 
+def _computed(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    with without_dispatch_modes():
+        return func(*args, **named)
+
+
 def _may_be_known(tensor: Tensor) -> bool:
     """Whether a result is computed where all that it follows from is known: numbers that steer, not activations."""
     if tensor.nbytes > MOST_KNOWN:
@@ -376,17 +377,6 @@ def _workspace_bytes(func: OpOverload[..., Any], args: tuple[Any, ...]) -> int:
     with without_dispatch_modes():
         given = [torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, Tensor) else one for one in args]
         return int(func(given[0][:short], *given[1:])[-1].nbytes * length // short)
-
-
-def _draws(call: Call) -> bool:
-    """Whether an operator writes two values at most."""
-    return str(schema_of(call.target).name) == "aten::bernoulli_"
-
-
-def _scales(call: Call) -> bool:
-    """Whether it multiplies each number by the same one."""
-    name = str(schema_of(call.target).name)
-    return name in ("aten::div_", "aten::mul_") and not isinstance(call.arguments[1], Tensor)
 
 
 def _drawing_from(

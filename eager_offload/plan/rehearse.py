@@ -17,19 +17,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from eager_offload import active
-from eager_offload._torch import without_dispatch_modes, without_torch_function
+from eager_offload._torch import without_torch_function
 from eager_offload.codecs import CodecPolicy, PackedLayout, TensorMeta
 from eager_offload.codecs.base import parts_of
 from eager_offload.offload import Offload
 from eager_offload.plan.draft import Rehearsal
+from eager_offload.plan.numbers import by_itself
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import Packing
 from eager_offload.simulation.checker import Checker
@@ -38,8 +38,6 @@ from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Coded, Fate, Save, StepPlan
 from eager_offload.tiers.finalizers import FinalizerRecord
-
-__all__ = ["rehearse"]
 
 #: Bytes of all stand-ins together, at most.
 _STAGE_BYTES = 32 << 20
@@ -55,21 +53,8 @@ def rehearse(problem: Problem, plan: StepPlan, launch_seconds: float = 0.0) -> R
     Args:
         launch_seconds: what each call costs the host; 0 where the host is the device, and waits for each operator.
     """
-    with _by_itself():
+    with by_itself(), without_torch_function():
         return _Stage(problem, plan, launch_seconds).play()
-
-
-@contextmanager
-def _by_itself() -> Iterator[None]:
-    """Where the caller's modes, hooks and defaults count for nothing."""
-    with (
-        active.outside(),
-        without_dispatch_modes(),
-        without_torch_function(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        yield
 
 
 class _Made(torch.autograd.Function):
@@ -306,7 +291,8 @@ class _Stage:
             if save.owner >= 0:
                 whole = self._nbytes(self._plan.saves[save.owner].storage_nbytes)
                 own = whole if save.owner == number else 0
-                requires_grad = self._requires_grad(self._program.saves[number].storage)
+                first = self._saves_of[self._program.saves[number].storage][0]
+                requires_grad = self._program.saves[first].requires_grad
                 save = dataclasses.replace(
                     save, nbytes=whole, storage_nbytes=own, autograd_bytes=own, requires_grad=requires_grad
                 )
@@ -332,9 +318,6 @@ class _Stage:
         held = self._observer.resident_bytes * self._factor + self._program.other_bytes[op] + scratch
         self._packed = max(self._packed, round(held))
         self._runtime.advance(self._runtime.default_stream, traffic / self._problem.memory, "codec")
-
-    def _requires_grad(self, storage: int) -> bool:
-        return self._program.saves[self._saves_of[storage][0]].requires_grad
 
 
 def _by_op(ops: Any) -> dict[int, list[int]]:

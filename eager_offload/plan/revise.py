@@ -14,8 +14,6 @@ from eager_offload.plan.program import kind_of
 from eager_offload.plan.recompute import Candidate
 from eager_offload.plan.solve import Decision, Solver
 
-__all__ = ["Computed", "TracedSolver"]
-
 #: How often a decision is made anew, because its step takes more bytes than numbers said.
 _REVISIONS = 3
 
@@ -34,12 +32,10 @@ class Computed(NamedTuple):
 
 
 class TracedSolver:
-    """A solver that may have modules computed again; what it gives out was traced and rehearsed with its checkpoints.
+    """A solver that may have modules computed again; what it gives out was traced and rehearsed with its
+    checkpoints.
 
-    Args:
-        whole: the step in which nothing is computed again.
-        traced: the step in which those modules are.
-        launch_seconds: as for ``rehearse``.
+    ``traced`` has the step in which those modules are computed again; in ``whole`` nothing is.
     """
 
     def __init__(self, whole: Problem, traced: Callable[[Sequence[str]], Problem], launch_seconds: float) -> None:
@@ -65,7 +61,7 @@ class TracedSolver:
         if too_few >= 0:
             best = self._with_fewest(budget, too_few, best)
         # By numbers a step in which much moves may take less than in rehearsal, and so seem to be the better one.
-        most = self._solver.all_again
+        most = self._solver.agains[-1]
         at_least = self._whole.compute_seconds + sum(one.seconds for one in most)
         if len(most) > len(best.names) and at_least < best.outcome.step_seconds:
             names = self._names(most)
@@ -93,7 +89,7 @@ class TracedSolver:
     def least(self) -> Computed:
         """That of the least peak that is known."""
         _, names = self._decide(0)
-        most = self._names(self._solver.all_again)
+        most = self._names(self._solver.agains[-1])
         tried = dict.fromkeys([(), names, most] if self._is_traced(most) else [(), names])
         found = [self._computed(one, self._solvers[one].least) for one in tried]
         return min(found, key=lambda one: (one.outcome.peak_bytes, one.outcome.step_seconds))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,8 +30,6 @@ from eager_offload.plan.chain import chain
 from eager_offload.plan.paced import WAYS, Way, least_pace, of_all_paces
 from eager_offload.plan.predict import Moves, Prediction, Problem
 from eager_offload.plan.recompute import Candidate, Recomputing, Shape
-
-__all__ = ["EQUAL", "Decision", "Solver"]
 
 #: Single storages that are tried in vain before no more are kept.
 _TRIES = 16
@@ -130,11 +128,6 @@ class Solver:
         """What may be computed again, from nothing to as much as may be."""
         return [tuple(itertools.compress(self._calls, flags)) for flags in self._chain]
 
-    @property
-    def all_again(self) -> tuple[Candidate, ...]:
-        """As much is computed again as may be."""
-        return self.agains[-1]
-
     @cached_property
     def least(self) -> Decision:
         """The decision of the least peak that is known: nearly always that in which everything moves."""
@@ -169,9 +162,6 @@ class Solver:
                 self._known[(*plain, *again)] = known
             found = self._known[flags] = known
         return found
-
-    def _flags(self, decision: Decision) -> Moves:
-        return (*decision.moves, *(one in decision.again for one in self._calls))
 
     def _outermost(self, again: Moves) -> Moves:
         """Without the calls inside of others that are computed again."""
@@ -296,16 +286,13 @@ class Solver:
         return best
 
     def _refined(self, start: Decision, cost: Callable[[Decision], _Cost], end: int) -> Decision:
-        """Exchanges single flags and pairs as long as that makes it better.
-
-        Args:
-            end: how many predictions may have been asked for.
-        """
-        best = start
-        improved = True
+        """Exchanges single flags and pairs as long as that makes it better and fewer than ``end`` predictions were
+        made."""
+        best, improved = start, True
+        order = [*self._newest, *range(self._count, self._count + len(self._calls))]
         while improved and self._asked < end:
             improved = False
-            for changes in self._exchanges():
+            for changes in itertools.chain(((number,) for number in order), itertools.combinations(order, 2)):
                 changed = self._flipped(best, changes)
                 if cost(changed) < cost(best):
                     best, improved = changed, True
@@ -314,15 +301,9 @@ class Solver:
                     break
         return best
 
-    def _exchanges(self) -> Iterator[tuple[int, ...]]:
-        """Single storages to keep or to move instead, single calls, then pairs."""
-        order = [*self._newest, *range(self._count, self._count + len(self._calls))]
-        yield from ((number,) for number in order)
-        yield from itertools.combinations(order, 2)
-
     def _flipped(self, decision: Decision, numbers: Iterable[int]) -> Decision:
         """``decision`` with some of its flags the other way."""
-        flags = list(self._flags(decision))
+        flags = [*decision.moves, *(one in decision.again for one in self._calls)]
         for number in numbers:
             flags[number] = not flags[number]
         return self._decision(tuple(flags))

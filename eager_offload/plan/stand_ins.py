@@ -20,8 +20,6 @@ from eager_offload._torch import (
 )
 from eager_offload.errors import PlanError
 
-__all__ = ["MOST_KNOWN", "StandIns"]
-
 #: Bytes of a tensor whose numbers are known; a larger one is fake.
 MOST_KNOWN = 64 << 20
 
@@ -30,10 +28,7 @@ class StandIns:
     """What stands for the tensors of a model and its inputs."""
 
     def __init__(self, has: Callable[[Tensor], None]) -> None:
-        """
-        Args:
-            has: is told of each.
-        """
+        #: Is called with each.
         self._has = has
         self._wholes: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
@@ -45,11 +40,8 @@ class StandIns:
     def copy_of(
         self, model: nn.Module, loss: Callable[[Any], Tensor] | None
     ) -> tuple[nn.Module, Callable[[Any], Tensor] | None]:
-        """The model, and the loss if that is a module, with stand-ins for all tensors.
-
-        Raises:
-            PlanError: it cannot be copied, or a parameter is of a kind that has no plain bytes.
-        """
+        """The model, and the loss if that is a module, with stand-ins for all tensors; raises ``PlanError`` where it
+        cannot."""
         found: dict[int, Any] = {}
         for name, module in model.named_modules():
             for value in vars(module).values():
@@ -77,7 +69,11 @@ class StandIns:
             raise PlanError(f"a {type(tensor).__name__} is none of the tensors that a plan can be made for")
         if tensor.layout is not torch.strided:
             raise PlanError(f"a tensor of the layout {tensor.layout} is none that a plan can be made for")
-        made = self._known(tensor) if _is_known(tensor) else self._fake(tensor)
+        if _is_known(tensor):
+            with without_dispatch_modes(), torch.no_grad():
+                made = tensor.detach().to("cpu", copy=True)
+        else:
+            made = self._fake(tensor)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, tensor.requires_grad)
         elif tensor.requires_grad:
@@ -86,10 +82,6 @@ class StandIns:
         self._owners.append(tensor)
         self._has(made)
         return made
-
-    def _known(self, tensor: Tensor) -> Tensor:
-        with without_dispatch_modes(), torch.no_grad():
-            return tensor.detach().to("cpu", copy=True)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype

@@ -3,116 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
 
 from eager_offload.config import size_text
-from eager_offload.machine import Machine
-
-__all__ = ["PlanNumbers", "Row", "seconds_text", "text_of"]
+from eager_offload.plan.figures import PlanFigures, Row
 
 #: Rows of the table; what is left is one more.
 _MOST_ROWS = 12
 
 
-class Row(NamedTuple):
-    """What modules of one kind save."""
-
-    kind: str
-    """Their names, with ``*`` for numbers."""
-    storages: int
-    kept_bytes: int
-    moved_bytes: int
-    recomputed_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class PlanNumbers:
-    """What a plan says, each as the property of :class:`~eager_offload.Plan` of that name."""
-
-    model: str
-    machine: Machine
-    device_budget: int
-    host_budget: int | None
-    host_bytes: int
-    policy: str
-    steps: int
-    fits: bool
-    peak_bytes: int
-    step_seconds: float
-    compute_seconds: float
-    floor_seconds: float
-    kept_bytes: int
-    moved_bytes: int
-    offloaded_bytes: int
-    recomputed_bytes: int
-    again: tuple[str, ...]
-    least_budget: int
-    modules: tuple[Row, ...]
-    """``rows``."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """In the types that JSON has."""
-        rows = [row._asdict() for row in self.modules]
-        return {**asdict(self), "again": list(self.again), "modules": rows}
-
-
-def text_of(plan: PlanNumbers, movable_bytes: int, *, too_small: int, may_compute_again: bool) -> str:
-    """What ``print`` shows of a plan.
-
-    Args:
-        movable_bytes: what could leave the device in its step.
-        too_small: the ``min_bytes`` that nothing in it is as large as; 0 where something is.
-        may_compute_again: whether it was decided of modules too whether they are computed again.
-    """
+def text_of(plan: PlanFigures) -> str:
+    """What ``print`` shows of a plan."""
     lines = [
         f"{plan.model} on {plan.machine}",
         _fits(plan),
-        *_what_needs_less(plan, may_compute_again=may_compute_again),
+        *_what_needs_less(plan),
         _step(plan),
-        _what_moves(plan, movable_bytes, too_small),
+        _what_moves(plan),
     ]
     if plan.steps:
         lines.append(f"operators take what they took in {plan.steps} real steps")
     if plan.host_budget is not None:
         lines.append(f"in the tier: {size_text(plan.host_bytes)}, where {size_text(plan.host_budget)} may rest")
-    return "\n".join([*lines, *_table(plan.modules, is_again=bool(plan.again))])
+    return "\n".join([*lines, *_table(plan.rows(), is_again=bool(plan.again))])
 
 
-def _what_moves(plan: PlanNumbers, movable_bytes: int, too_small: int) -> str:
-    if too_small and not movable_bytes:
-        return (
-            f"nothing moves: beside parameters nothing that is saved is as large as min_bytes, {size_text(too_small)}"
-        )
+def _what_moves(plan: PlanFigures) -> str:
+    movable_bytes = plan.movable_bytes
+    if plan.is_small and not movable_bytes:
+        least = plan.config.size("min_bytes")
+        return f"nothing moves: beside parameters nothing that is saved is as large as min_bytes, {size_text(least)}"
+    packed = "" if plan.moved_bytes == plan.offloaded_bytes else f", packed as {size_text(plan.moved_bytes)},"
     return (
         f"of {size_text(movable_bytes)} that may move, {size_text(plan.offloaded_bytes)} "
-        f"{'move' if plan.moved_bytes else 'do'}{_packed(plan)} and {size_text(plan.kept_bytes)} stay"
+        f"{'move' if plan.moved_bytes else 'do'}{packed} and {size_text(plan.kept_bytes)} stay"
         + (f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else "")
     )
 
 
-def _packed(plan: PlanNumbers) -> str:
-    return "" if plan.moved_bytes == plan.offloaded_bytes else f", packed as {size_text(plan.moved_bytes)},"
-
-
-def _fits(plan: PlanNumbers) -> str:
+def _fits(plan: PlanFigures) -> str:
     peak, budget, least = map(size_text, (plan.peak_bytes, plan.device_budget, plan.least_budget))
     said = f"a peak of {peak}, where {budget} may be taken; the least budget that can be kept is {least}"
     return f"fits: {said}" if plan.fits else f"does not fit: {said}"
 
 
-def _what_needs_less(plan: PlanNumbers, *, may_compute_again: bool) -> Iterator[str]:
+def _what_needs_less(plan: PlanFigures) -> Iterator[str]:
     """What a user can do about a plan that does not fit, a line."""
     if plan.fits:
         return
     if plan.device_budget >= plan.least_budget:
         yield 'less would be taken with policy="least", which keeps to its budget'
         return
-    again = "" if may_compute_again or plan.steps else "recompute=True (--recompute), "
+    again = "" if plan.may_compute_again or plan.steps else "recompute=True (--recompute), "
     yield f"less is taken with {again}a smaller batch, or smaller max_inflight_bytes and prefetch_bytes"
 
 
-def _step(plan: PlanNumbers) -> str:
+def _step(plan: PlanFigures) -> str:
     times, without = plan.step_seconds / (plan.compute_seconds or 1), "transfers"
     if plan.again:
         without += " and with nothing computed again"
@@ -128,9 +73,8 @@ def _table(rows: Sequence[Row], *, is_again: bool) -> list[str]:
         return []
     shown, others = list(rows[:_MOST_ROWS]), rows[_MOST_ROWS:]
     if others:
-        kept, moved = sum(row.kept_bytes for row in others), sum(row.moved_bytes for row in others)
-        storages, again = (sum(column) for column in zip(*((row[1], row[4]) for row in others), strict=True))
-        shown.append(Row(f"{len(others)} other kinds", storages, kept, moved, again))
+        columns = zip(*(row[1:] for row in others), strict=True)
+        shown.append(Row(f"{len(others)} other kinds", *map(sum, columns)))
     width = max(len(row.kind) for row in shown)
     title = f"  {'again':>11}" if is_again else ""
     lines = ["", f"{'module':<{width}}  {'storages':>8}  {'stay':>11}  {'move':>11}{title}"]

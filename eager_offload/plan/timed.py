@@ -9,8 +9,6 @@ from typing import NamedTuple
 from eager_offload.plan.predict import Moves, Problem
 from eager_offload.step_plan import Timing
 
-__all__ = ["is_off", "timed"]
-
 #: Of the time that operators take, what is no difference.
 _SMALL = 0.05
 #: An operator takes at most so many times what was believed, or that part of it: more is no operator's doing.

@@ -17,24 +17,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eager_offload import active
-from eager_offload._torch import FakeTensorMode, function_modes, without_dispatch_modes
+from eager_offload._torch import FakeTensorMode
 from eager_offload.codecs import CodecPolicy
 from eager_offload.errors import PlanError
 from eager_offload.plan.apply import checkpointed
-from eager_offload.plan.numbers import numbers_of_its_own
+from eager_offload.plan.numbers import by_itself, numbers_of_its_own
 from eager_offload.plan.program import Program
 from eager_offload.plan.recorder import PLAIN, Recorder, is_of_fakes
 from eager_offload.plan.stand_ins import StandIns
 from eager_offload.skipping import SkippedModules
-
-__all__ = ["arguments_of", "by_itself", "loss_of", "trace"]
 
 
 def trace(
@@ -70,20 +68,12 @@ def trace(
     ):
         recorder, skipped = Recorder(min_bytes, policy, generator=generator), SkippedModules()
         stand_ins = StandIns(recorder.has)
-        arguments, named = arguments_of(stand_ins.of_inputs(inputs))
+        inputs = stand_ins.of_inputs(inputs)
         traced, made_loss = stand_ins.copy_of(model, loss)
         if skip:
             skipped.add(traced, skip)
-        recorder.watch(traced)
         try:
-            with recorder:
-                with (
-                    torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
-                    checkpointed(traced, again),
-                ):
-                    total = loss_of(traced(*arguments, **named), made_loss)
-                recorder.begin_backward()
-                total.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it
+            run_step(recorder, traced, inputs, made_loss, again)
         except PlanError:
             raise
         except Exception as error:
@@ -112,12 +102,28 @@ def _logging_no_traceback() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
-def loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    """The loss, as a number.
+def run_step(
+    recorder: Recorder, model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, again: Sequence[str] = ()
+) -> None:
+    """Has ``recorder`` write down a forward of ``model`` and its backward, with those modules computed again."""
+    if isinstance(inputs, Mapping):
+        call = partial(model, **inputs)
+    else:
+        call = partial(model, *(inputs if isinstance(inputs, tuple | list) else (inputs,)))
+    try:
+        recorder.watch(model)
+        with recorder:
+            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack), checkpointed(model, again):
+                total = _loss_of(call(), loss)
+            recorder.begin_backward()
+            total.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it
+            del total
+    finally:
+        recorder.unwatch()
 
-    Raises:
-        PlanError: there is none.
-    """
+
+def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+    """The loss, as a number; raises ``PlanError`` where there is none."""
     found = returned if loss is None else loss(returned)
     if loss is None and not isinstance(found, Tensor):
         found = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
@@ -136,26 +142,3 @@ def loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if not found.requires_grad:
         raise PlanError("the loss requires no gradient, so a step of this model saves nothing: no parameter is trained")
     return found if found.dim() == 0 else found.sum()
-
-
-def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model is called with, by position and by name."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
-
-
-@contextmanager
-def by_itself() -> Iterator[None]:
-    """Autograd is on, and the caller's modes, hooks and default device count for nothing."""
-    with ExitStack() as stack:
-        stack.enter_context(active.outside())
-        stack.enter_context(without_dispatch_modes())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        if function_modes() or torch.get_default_device().type != "cpu":  # whatever default the caller has
-            stack.enter_context(torch.device("cpu"))
-        device = torch.accelerator.current_accelerator()
-        if device is not None and torch.is_autocast_enabled(device.type):  # what stands for it is on the CPU
-            stack.enter_context(torch.autocast("cpu", torch.get_autocast_dtype(device.type)))
-        yield

@@ -37,8 +37,6 @@ from eager_offload.runtime.base import Event, Stream
 from eager_offload.simulation.log import Allocated, Entry, Freed, Log, Operation, Recorded, Synchronized, Waited
 from eager_offload.tiers.base import Region
 
-__all__ = ["Access", "AccessKind", "Checker", "OrderingError", "Violation"]
-
 _Clock: TypeAlias = dict[Stream, int]
 
 #: Cells in all spaces together before the first search for those that nothing can conflict with any more.
@@ -272,8 +270,7 @@ class _Cell:
                 del accesses[stream]
 
 
-@dataclass(frozen=True, slots=True)
-class _Clash:
+class _Clash(NamedTuple):
     """An earlier access that is not ordered before the present one, and the first bytes in question."""
 
     earlier: Access
@@ -299,11 +296,8 @@ class _CellMap:
         tiles = _cut(self.cells[low:high], region.start, region.stop)
         clashes: list[_Clash] = []
         for cell in tiles.inside:
-            earlier = (
-                [*cell.writes.values()]
-                if access.kind is AccessKind.READ
-                else [*cell.writes.values(), *cell.reads.values()]
-            )
+            reads = cell.reads if access.kind is not AccessKind.READ else {}
+            earlier = [*cell.writes.values(), *reads.values()]
             clashes += [
                 _Clash(other, cell.start, cell.stop) for other in earlier if other.number > clock.get(other.stream, -1)
             ]

@@ -13,8 +13,6 @@ from eager_offload.runtime.base import Direction
 from eager_offload.simulation.checker import Access
 from eager_offload.tiers.base import Slot
 
-__all__ = ["POISON", "Move"]
-
 #: What bytes are filled with that may not be used. It reads as NaN in every floating-point format.
 POISON = 0xFF
 
@@ -58,25 +56,13 @@ class Move:
                 device = torch.empty(0, dtype=torch.uint8).set_(storage, self._offset, (self._nbytes,), (1,))
             else:
                 device = torch.full((self._nbytes,), POISON, dtype=torch.uint8)
+            outward = self.direction is Direction.OUT
+            if isinstance(host, Tensor):
+                to, by = (host, device) if outward else (device, host)
+                ctypes.memmove(to.data_ptr(), by.data_ptr(), self._nbytes)
+                return alive
             try:
-                if self.direction is Direction.OUT:
-                    _write(host, device)
-                else:
-                    _read(host, device)
+                (host.write if outward else host.read)(device)
             except OffloadError as error:
                 self.error = error
         return alive
-
-
-def _write(host: Slot | Tensor, device: Tensor) -> None:
-    if isinstance(host, Slot):
-        host.write(device)
-    else:
-        ctypes.memmove(host.data_ptr(), device.data_ptr(), device.numel())
-
-
-def _read(host: Slot | Tensor, device: Tensor) -> None:
-    if isinstance(host, Slot):
-        host.read(device)
-    else:
-        ctypes.memmove(device.data_ptr(), host.data_ptr(), device.numel())

@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,27 +32,23 @@ from eager_offload.simulation.deferred import POISON, Move
 from eager_offload.simulation.timeline import Span, Timeline
 from eager_offload.tiers.base import Slot
 
-__all__ = ["SimulatedDevice", "SimulatedEvent", "SimulatedStream"]
 
-
+@dataclass(eq=False, slots=True)
 class SimulatedStream:
     """Operations in order, and when they are over."""
 
-    __slots__ = ("clear_from", "done", "enqueued", "fresh", "is_transfer", "name", "queue", "tail")
-
-    def __init__(self, name: str, *, is_transfer: bool = False) -> None:
-        self.name = name
-        #: Whether its copies are put off. Compute streams do everything at once.
-        self.is_transfer = is_transfer
-        #: Seconds: when its last operation is over, and before which the next one must not start.
-        self.tail = 0.0
-        self.clear_from = 0.0
-        #: Steps that were enqueued, and how many of those were carried out; the rest is in the queue.
-        self.enqueued = 0
-        self.done = 0
-        self.queue: deque[Move | SimulatedEvent] = deque()
-        #: Copies that no event stands for yet.
-        self.fresh: list[Move] = []
+    name: str
+    #: Whether its copies are put off. Compute streams do everything at once.
+    is_transfer: bool = False
+    #: Seconds: when its last operation is over, and before which the next one must not start.
+    tail: float = 0.0
+    clear_from: float = 0.0
+    #: Steps that were enqueued, and how many of those were carried out; the rest is in the queue.
+    enqueued: int = 0
+    done: int = 0
+    queue: deque[Move | SimulatedEvent] = field(default_factory=deque)
+    #: Copies that no event stands for yet.
+    fresh: list[Move] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return self.name
@@ -135,7 +132,8 @@ class SimulatedDevice(Runtime):
         self._jitter = jitter
         self._random = random.Random(seed)
         self._lock = threading.RLock()
-        self._default = SimulatedStream("default")
+        #: The stream that is current where no other was selected.
+        self.default_stream = SimulatedStream("default")
         self._transfers = {d: SimulatedStream(f"transfer-{d.value}", is_transfer=True) for d in Direction}
         self._streams_made = 0
         self._selected = _Selected()
@@ -160,11 +158,6 @@ class SimulatedDevice(Runtime):
     def enter(self, stream: Stream) -> AbstractContextManager[object]:
         assert isinstance(stream, SimulatedStream)
         return self.stream(stream)
-
-    @property
-    def default_stream(self) -> SimulatedStream:
-        """The stream that is current where no other was selected."""
-        return self._default
 
     def advance(self, stream: Stream, seconds: float, what: str = "compute", nbytes: int = 0) -> None:
         """Enqueues work of ``seconds`` on ``stream``."""
@@ -204,7 +197,7 @@ class SimulatedDevice(Runtime):
     def current_stream(self, device: torch.device) -> SimulatedStream:
         assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
         stack = self._selected.stack
-        return stack[-1] if stack else self._default
+        return stack[-1] if stack else self.default_stream
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> SimulatedStream:
         assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
@@ -360,7 +353,6 @@ class SimulatedDevice(Runtime):
 
 
 class _Selected(threading.local):
-    """The streams that a thread has entered."""
-
     def __init__(self) -> None:
+        #: The streams that a thread has entered.
         self.stack: list[SimulatedStream] = []

@@ -16,20 +16,6 @@ from torch import Tensor
 from eager_offload.runtime.base import Event, Layout, Runtime, Stream
 from eager_offload.tiers.base import Region, Slot
 
-__all__ = [
-    "Allocated",
-    "Entry",
-    "Freed",
-    "Log",
-    "LoggedRuntime",
-    "Naming",
-    "Operation",
-    "Recorded",
-    "Synchronized",
-    "Waited",
-    "WrittenLog",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Operation:

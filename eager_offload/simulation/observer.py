@@ -19,14 +19,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from eager_offload._torch import OpOverload, TorchDispatchMode, is_fake
+from eager_offload._torch import OpOverload, TorchDispatchMode, is_fake, tensors_in
 from eager_offload.runtime.base import Runtime, Stream
 from eager_offload.simulation.log import Allocated, Entry, Freed, Log, Operation
-from eager_offload.simulation.signatures import Operand, signature_of, tensors_in
+from eager_offload.simulation.signatures import Operand, signature_of
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.extents import Extents
-
-__all__ = ["OperatorObserver"]
 
 #: Bytes; CUDA's caching allocator hands out multiples of it.
 _GRANULARITY = 512
@@ -135,7 +133,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
                 self._region(operand.tensor)
         result = func(*args, **kwargs)
         with self._lock:
-            self._write_down(func, operands, list(tensors_in(result)))
+            self._write_down(func, operands, tensors_in(result))
         return result
 
     def _write_down(self, func: OpOverload[..., Any], operands: Sequence[Operand], results: Sequence[Tensor]) -> None:
@@ -191,15 +189,14 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         elif block.nbytes != storage.nbytes():
             self._release(self._blocks.pop(block.ref.key))
             block = self._place(storage, block.stream if stream is None else stream, "resize")
-        span = _span(tensor)
-        start = block.region.start + span.start
-        return Region(block.region.space, start, min(start + span.nbytes, block.region.stop))
+        first, nbytes = _span(tensor)
+        start = block.region.start + first
+        return Region(block.region.space, start, min(start + nbytes, block.region.stop))
 
     def _adopt(self, storage: torch.UntypedStorage) -> _Block:
         space = _Addresses(f"input {self._inputs}")
         self._inputs += 1
-        region = Region(space, 0, storage.nbytes())
-        return self._follow(storage, self._home, region, observed=False)
+        return self._follow(storage, self._home, Region(space, 0, storage.nbytes()), observed=False)
 
     def _place(self, storage: torch.UntypedStorage, stream: Stream, what: str) -> _Block:
         pool = self._pools.get(stream)
@@ -298,24 +295,15 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // _GRANULARITY) * _GRANULARITY
 
 
-class _Span(NamedTuple):
+def _span(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and how far it is from there to the end of the last one."""
-
-    start: int
-    nbytes: int
-
-
-def _span(tensor: Tensor) -> _Span:
     if tensor.numel() == 0:
-        return _Span(0, 0)
+        return 0, 0
     if tensor.is_nested:
-        return _Span(0, tensor.untyped_storage().nbytes())
+        return 0, tensor.untyped_storage().nbytes()
     size = tensor.element_size()
     last = sum((length - 1) * int(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return _Span(int(tensor.storage_offset()) * size, (last + 1) * size)
-
-
-# -- what else writes -------------------------------------------------------------------------------------------------
+    return int(tensor.storage_offset()) * size, (last + 1) * size
 
 
 class _Elsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from eager_offload._torch import OpOverload, schema_of
-
-__all__ = ["Operand", "Signature", "signature_of", "tensors_in"]
+from eager_offload._torch import OpOverload, schema_of, tensors_in
 
 
 class Operand(NamedTuple):
@@ -23,15 +21,11 @@ class Operand(NamedTuple):
 
 
 #: Arguments that an operator writes in training although its schema does not say so.
-_UNMARKED = {
-    "aten::native_batch_norm": ("running_mean", "running_var"),
-    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
-    "aten::miopen_batch_norm": ("running_mean", "running_var"),
-}
+_STATISTICS = ("running_mean", "running_var")
+_UNMARKED = dict.fromkeys(("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"), _STATISTICS)
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(NamedTuple):
     """What an operator's schema says about its arguments."""
 
     names: tuple[str, ...]
@@ -52,30 +46,15 @@ class Signature:
         ]
 
 
-_signatures: dict[OpOverload[..., Any], Signature] = {}
-
-
+@cache
 def signature_of(func: OpOverload[..., Any]) -> Signature:
-    """The signature of ``func``, worked out once."""
-    signature = _signatures.get(func)
-    if signature is None:
-        schema = schema_of(func)
-        in_place_view = torch.Tag.inplace_view in func.tags
-        name = schema.name.rpartition("::")[2]
-        marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        signature = _signatures[func] = Signature(
-            names=tuple(argument.name for argument in schema.arguments),
-            written=frozenset() if in_place_view else frozenset(marked),
-            written_in_training=_UNMARKED.get(schema.name, ()),
-            metadata_only=in_place_view or name.startswith("new_") or name.endswith("_like"),
-        )
-    return signature
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in an argument or a result: itself, or the items of nested lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
+    schema = schema_of(func)
+    in_place_view = torch.Tag.inplace_view in func.tags
+    name = schema.name.rpartition("::")[2]
+    marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return Signature(
+        names=tuple(argument.name for argument in schema.arguments),
+        written=frozenset() if in_place_view else frozenset(marked),
+        written_in_training=_UNMARKED.get(schema.name, ()),
+        metadata_only=in_place_view or name.startswith("new_") or name.endswith("_like"),
+    )

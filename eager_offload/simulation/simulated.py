@@ -41,7 +41,7 @@ class SimulatedRuntime(LoggedRuntime, SimulatedDevice):
         if recording is not None:
             recording.then = checker
             log = recording
-        observer = OperatorObserver(self, log, torch.device("cpu"), home=self._default, work=self._compute)
+        observer = OperatorObserver(self, log, torch.device("cpu"), home=self.default_stream, work=self._compute)
         self._checker, self._observer = checker, observer
         self.attach(observer, observer)
         try:

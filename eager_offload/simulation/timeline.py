@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from eager_offload.runtime.base import Stream
-
-__all__ = ["Span", "Timeline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +46,9 @@ class Timeline:
     @property
     def overlap_seconds(self) -> float:
         """For how long both an operator and a transfer ran; seconds."""
-        compute = _union(span for span in self.spans if not span.is_transfer and not span.is_stall)
-        transfers = _union(span for span in self.spans if span.is_transfer)
-        return sum(max(0.0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in _meeting(compute, transfers))
+        compute = [span for span in self.spans if not span.is_transfer and not span.is_stall]
+        transfers = [span for span in self.spans if span.is_transfer]
+        return max(_covered(compute) + _covered(transfers) - _covered(compute + transfers), 0.0)
 
     @property
     def end(self) -> float:
@@ -59,35 +56,10 @@ class Timeline:
         return max((span.stop for span in self.spans), default=0.0)
 
 
-class _Busy(NamedTuple):
-    start: float
-    stop: float
-
-
-def _union(spans: Iterable[Span]) -> list[_Busy]:
-    """When at least one of them ran: intervals that do not meet, in order."""
-    busy: list[_Busy] = []
+def _covered(spans: Iterable[Span]) -> float:
+    """For how long at least one of them ran; seconds."""
+    covered = reached = 0.0
     for span in sorted(spans, key=lambda span: span.start):
-        if busy and span.start <= busy[-1].stop:
-            busy[-1] = _Busy(busy[-1].start, max(busy[-1].stop, span.stop))
-        else:
-            busy.append(_Busy(span.start, span.stop))
-    return busy
-
-
-class _Pair(NamedTuple):
-    first: _Busy
-    second: _Busy
-
-
-def _meeting(left: list[_Busy], right: list[_Busy]) -> list[_Pair]:
-    """Each pair that may overlap, found in one pass."""
-    pairs: list[_Pair] = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        pairs.append(_Pair(left[i], right[j]))
-        if left[i].stop <= right[j].stop:
-            i += 1
-        else:
-            j += 1
-    return pairs
+        covered += max(span.stop - max(span.start, reached), 0.0)
+        reached = max(reached, span.stop)
+    return covered

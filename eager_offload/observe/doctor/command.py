@@ -35,8 +35,6 @@ from eager_offload.observe.doctor.diagnosis import (
 )
 from eager_offload.tiers.directories import usual_directories
 
-__all__ = ["WIDTH", "examine", "main", "to_text"]
-
 _T = TypeVar("_T")
 
 #: Seconds for one probe, and for all of them; those that would begin later are left out.

@@ -15,7 +15,6 @@ inputs.
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,22 +24,6 @@ import torch
 
 from eager_offload.config import MIB, size_literal, variable_of
 from eager_offload.tiers.limits import Limit
-
-__all__ = [
-    "FORMAT",
-    "Device",
-    "Diagnosis",
-    "Disk",
-    "Feature",
-    "Memory",
-    "SelfTest",
-    "Software",
-    "Speed",
-    "Verdict",
-    "hidden_from_width",
-    "recommended",
-    "verdict",
-]
 
 #: The version of the keys. New keys leave it as it is; a key that goes or changes its meaning adds one.
 FORMAT = 1
@@ -241,6 +224,7 @@ def verdict(
             "On a CPU, call eager_offload.release_freed_memory() before the model is built and set "
             "THP_MEM_ALLOC_ENABLE=1 before Python starts, or freed memory stays with the process."
         )
+    texts = {name: str(int(value) if isinstance(value, bool) else value) for name, value in settings.items()}
     return Verdict(
         works=bool(passed) and not wrong,
         summary=_summary(passed, wrong, settings),
@@ -248,7 +232,7 @@ def verdict(
         advice=advice,
         settings=dict(settings),
         python=f"eo.OffloadConfig({', '.join(f'{name}={value!r}' for name, value in settings.items())})",
-        environment=" ".join(f"{variable_of(name)}={_quoted(value)}" for name, value in settings.items()),
+        environment=" ".join(f"{variable_of(name)}={shlex.quote(text)}" for name, text in texts.items()),
     )
 
 
@@ -278,7 +262,3 @@ def _when_it_pays(device: Device, flop_per_byte: float) -> str:
         f", and half of it from {width // 2:,}. Narrower ones do better with gradient checkpointing, alone or with "
         f"offloading: what a checkpointed block saves is hidden from a width of {checkpointed:,} on."
     )
-
-
-def _quoted(value: object) -> str:
-    return shlex.quote(str(int(value)) if isinstance(value, bool) else os.fspath(str(value)))

@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import pkgutil
 import platform
 import shutil
 import time
@@ -37,22 +38,6 @@ from eager_offload.tiers.limits import host_budget, host_headroom, local_ranks, 
 from eager_offload.tiers.memory import PAGE, anonymous_slab
 from eager_offload.tiers.numa import node_of_device, prefer_node
 from eager_offload.tiers.rawfile import RawFile
-
-__all__ = [
-    "accelerators",
-    "directory",
-    "disk_speed",
-    "duplex_link",
-    "features",
-    "link",
-    "matmul_flops",
-    "memory",
-    "pin_seconds",
-    "private_names",
-    "processor",
-    "self_test",
-    "software",
-]
 
 #: Accelerators of one machine that are looked at.
 _MOST_DEVICES = 4
@@ -272,20 +257,12 @@ def private_names() -> list[Feature]:
 
 def _resolves(dotted: str) -> bool:
     """Whether ``package.module.name.attribute`` is there, on the class or on an instance of it."""
-    parts = dotted.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            found: object = importlib.import_module(".".join(parts[:length]))
-        except ImportError:
-            continue
-        for part in parts[length:]:
-            if not hasattr(found, part) and isinstance(found, type):
-                with contextlib.suppress(TypeError):
-                    found = found()
-            if not hasattr(found, part):
-                return False
-            found = getattr(found, part)
+    with contextlib.suppress(ImportError, AttributeError):
+        pkgutil.resolve_name(dotted)
         return True
+    owner, _, name = dotted.rpartition(".")
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        return hasattr(pkgutil.resolve_name(owner)(), name)
     return False
 
 

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from eager_offload.trace_file import Kind, MemorySample, SavedGroup, Slice, Trace
 
-__all__ = ["OutcomeBytes", "Placed", "Saver", "Track", "WorkTotal", "peaks", "savers", "tracks", "work_totals"]
-
 
 def peaks(trace: Trace) -> MemorySample:
     """Most bytes at one moment, by where they were."""
@@ -80,11 +78,7 @@ class Saver:
 
 
 def savers(groups: Sequence[SavedGroup], *, alike: bool) -> list[Saver]:
-    """What saved most, first.
-
-    Args:
-        alike: whether ``layers.0.mlp`` and ``layers.1.mlp`` count as one, ``layers.*.mlp``.
-    """
+    """What saved most, first; with ``alike``, ``layers.0.mlp`` and ``layers.1.mlp`` count as one, ``layers.*.mlp``."""
     members: dict[tuple[str, str], list[SavedGroup]] = {}
     for group in groups:
         module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", group.module) if alike else group.module

@@ -16,8 +16,6 @@ from eager_offload.errors import OffloadError
 from eager_offload.observe.report.figures import Track, peaks, savers, tracks, work_totals
 from eager_offload.trace_file import Kind, Trace, read_trace
 
-__all__ = ["REASONS", "fill", "main", "render", "sized"]
-
 #: Why bytes stay on their device, and what would change that.
 REASONS = {
     "small": "Smaller than min_bytes. A lower min_bytes lets them move; each costs some microseconds.",

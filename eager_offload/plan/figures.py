@@ -1,0 +1,190 @@
+"""What a plan comes to, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from eager_offload.plan.decide import Outcome, RehearsedSolver, outcome_of
+from eager_offload.plan.files import Least, PlanFields
+from eager_offload.plan.predict import Problem
+from eager_offload.plan.program import kind_of
+from eager_offload.plan.recompute import Recomputing
+from eager_offload.stats import KeepReason
+
+#: What ``to_dict`` has, in this order, and ``modules`` behind it.
+_SHOWN = (
+    *("model", "machine", "device_budget", "host_budget", "host_bytes", "policy", "steps", "fits", "peak_bytes"),
+    *("step_seconds", "compute_seconds", "floor_seconds", "kept_bytes", "moved_bytes", "offloaded_bytes"),
+    *("recomputed_bytes", "again", "least_budget"),
+)
+
+
+class Row(NamedTuple):
+    """What modules of one kind save."""
+
+    kind: str
+    """Their names, with ``*`` for numbers."""
+    storages: int
+    kept_bytes: int
+    moved_bytes: int
+    recomputed_bytes: int = 0
+
+
+class PlanFigures(PlanFields):
+    """What follows from the fields of a plan. Sizes are bytes, times seconds."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether beside parameters the step saves nothing that is as large as ``min_bytes``."""
+        saves = self._whole.program.saves
+        return all(save.reason in (KeepReason.SMALL, KeepReason.PARAMETER) for save in saves)
+
+    @property
+    def movable_bytes(self) -> int:
+        """That could leave the device in a step."""
+        return self._whole.program.movable_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the budget."""
+        return self.peak_bytes <= self.device_budget
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of parameters, gradients, inputs, activations and what is on its way, at most. Optimizer states count where
+        they were named; memory that kernels take for themselves, and what an allocator cannot hand out, do not."""
+        return self._outcome.peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Forward and backward, with what compute waits for transfers."""
+        return self._outcome.step_seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward without any transfer, and with nothing computed again."""
+        return self._whole.compute_seconds
+
+    @property
+    def may_compute_again(self) -> bool:
+        """Whether it was decided of modules too whether they are computed again."""
+        return self.whole is not None
+
+    @property
+    def host_budget(self) -> int | None:
+        """Bytes that may rest in the tier at one time; ``None``: any number."""
+        budget = self.config.host_budget
+        return budget if isinstance(budget, int) else None
+
+    @property
+    def host_bytes(self) -> int:
+        """That rest in the tier at one time, at most, in whole pages."""
+        return self.problem.tier_bytes(self.moves)
+
+    @property
+    def floor_seconds(self) -> float:
+        """What no order of these transfers goes below: the longer of compute and transfers, in each of its halves."""
+        return self.problem.floor_seconds(self.moved_bytes)
+
+    @property
+    def moved_bytes(self) -> int:
+        """That travel from the device in forward, and come back in backward."""
+        storages = self.problem.program.storages
+        return sum(storages[number].moved_bytes for number in self._returning)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """That leave the device; where a codec packs them, ``moved_bytes`` are fewer."""
+        storages = self.problem.program.storages
+        return sum(one.nbytes if one.is_whole else one.moved_bytes for one in (storages[at] for at in self._returning))
+
+    @property
+    def kept_bytes(self) -> int:
+        """That could leave the device, and stay."""
+        storages = self.problem.program.storages
+        return sum(one.nbytes for number, one in enumerate(storages) if number not in self._returning)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """That could leave the device, and are computed again in place of being saved."""
+        storages = self._whole.program.storages
+        return sum(storages[number].nbytes for number in self._recomputed)
+
+    @property
+    def seen_bytes(self) -> int | None:
+        """Bytes that live at a save or an ask, at most, which is what training can look at; ``None`` where nothing was
+        rehearsed. The peak may be between two of them."""
+        return None if self.rehearsal is None else self.rehearsal.seen_bytes
+
+    @property
+    def grown_bytes(self) -> int | None:
+        """By which ``seen_bytes`` are more than what is in use when the step begins."""
+        others = self.problem.program.other_bytes
+        return None if self.seen_bytes is None or not others else self.seen_bytes - others[0]
+
+    @property
+    def least_budget(self) -> int:
+        """The least ``device_budget`` that a plan fits."""
+        return self._least.peak_bytes
+
+    def living(self) -> Sequence[int]:
+        """Bytes that live at each operator of ``problem``."""
+        return self.problem.living(self.moves) if self.rehearsal is None else self.rehearsal.living
+
+    def rows(self) -> list[Row]:
+        """What modules of each kind save that may move, the largest first."""
+        program, found = self.problem.program, dict[str, Row]()
+        for number, storage in enumerate(program.storages):
+            kind = kind_of(program.modules[storage.module])
+            row = found.get(kind, Row(kind, 0, 0, 0))
+            kept, moved = (0, storage.moved_bytes) if number in self._returning else (storage.nbytes, 0)
+            found[kind] = row._replace(
+                storages=row.storages + 1, kept_bytes=row.kept_bytes + kept, moved_bytes=row.moved_bytes + moved
+            )
+        for number in self._recomputed:
+            storage = self._whole.program.storages[number]
+            kind = kind_of(self._whole.program.modules[storage.module])
+            row = found.get(kind, Row(kind, 0, 0, 0))
+            nbytes = row.recomputed_bytes + storage.nbytes
+            found[kind] = row._replace(storages=row.storages + 1, recomputed_bytes=nbytes)
+        return sorted(found.values(), key=lambda row: (-sum(row[2:]), row.kind))
+
+    @cached_property
+    def _outcome(self) -> Outcome:
+        """What comes of it."""
+        return outcome_of(self.problem, self.moves, self.rehearsal)
+
+    @cached_property
+    def _returning(self) -> frozenset[int]:
+        if self.rehearsal is not None:
+            return frozenset(self.rehearsal.returning)
+        return self.problem.returning(self.moves)
+
+    @cached_property
+    def _solver(self) -> RehearsedSolver:
+        return RehearsedSolver(self._whole, self.machine.launch_seconds, recompute=self.whole is not None)
+
+    @cached_property
+    def _least(self) -> Least:
+        if self.traced_least is not None:
+            return self.traced_least
+        least = self._solver.least
+        return min(Least(least.peak_bytes, least.step_seconds), Least(self.peak_bytes, self.step_seconds))
+
+    @property
+    def _whole(self) -> Problem:
+        return self.problem if self.whole is None else self.whole
+
+    @cached_property
+    def _recomputed(self) -> frozenset[int]:
+        """The storages of the whole step that are computed again."""
+        return Recomputing(self._whole).gone(self.again)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it says, in the types that JSON has, without the step's own numbers."""
+        shown = {name: getattr(self, name) for name in _SHOWN}
+        rows = [row._asdict() for row in self.rows()]
+        return shown | {"machine": asdict(self.machine), "again": list(self.again), "modules": rows}
