@@ -57,9 +57,9 @@ soak: $(STAMP) ## trains for MINUTES (10) with faults and exceptions; a table of
 mutants: $(STAMP) ## which test notices each wait, record, keepalive and release that is taken out, an hour on 2 busy cores
 	$(BIN)/python -m tools.mutants $(ARGS)
 
-bench: $(STAMP) ## every benchmark, 40 minutes on 2 quiet cores; benchmarks/results (ARGS="--quick --check")
+bench: $(STAMP) ## every benchmark, half an hour on 2 quiet cores; benchmarks/results (ARGS="--quick --check")
 	@status=0; for name in hooks memory steps simulate slowdown planning learning compiled_passes compiled_simulate compiled_coverage \
-	  compile_time observe frameworks disk cpu_train fsdp_memory cpu_floor codecs; do \
+	  compile_time cpu_train cpu_floor codecs; do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || status=1; done; exit $$status
 
 lint: $(STAMP) ## ruff (lint and format) and mypy --strict

@@ -27,13 +27,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, console, drive, table
-from benchmarks.options import command_line, parse, positive
-from benchmarks.training import hash_gradients
+from benchmarks import models
+from benchmarks.common import MIB, Report, Spread, command_line, drive, parse, ratios, show
+from benchmarks.training import hash_gradients, windows
 from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Narrow, TensorMeta
+
+from lm.model import Block
 
 #: By model: the most that may travel, of the bytes without packing; and how much longer a step may take.
 MOVED, STEP = {"llama": 0.92, "gpt": 0.90}, 1.02
+IDENTITY, LOSSLESS = "identity", "lossless"
 #: By codec, the least speed of packing and of unpacking: GB/s of saved bytes.
 SPEED = {"narrow": 4.0, "bitmask of bool": 2.0, "bitmask of float32": 2.0, "bf16": 8.0, "int8, compiled": 3.0}
 
@@ -51,125 +54,79 @@ class RMSNorm(nn.Module):
         return self.weight * h.to(x.dtype)
 
 
-class LlamaBlock(nn.Module):
-    """Attention and SwiGLU."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, inner = heads, width * 8 // 3 // 64 * 64
-        self.before, self.between = RMSNorm(width), RMSNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, width, bias=False)
+class GPTBlock(Block):
+    """With dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.out(attend(self.qkv(self.before(x)), self.heads, 0.0))
-        h = self.between(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        x = x + F.dropout(self.attention(self.attention_norm(x)), 0.1)
+        return x + F.dropout(self.mlp(self.mlp_norm(x)), 0.1)
 
 
-class GPTBlock(nn.Module):
-    """Attention and GELU, with dropout."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, nn.Dropout(0.1)
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.out(attend(self.qkv(self.before(x)), self.heads, 0.0)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.between(x)))))
-
-
-def attend(qkv: Tensor, heads: int, dropout: float) -> Tensor:
-    batch, length, triple = qkv.shape
-    q, k, v = qkv.view(batch, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
-    found = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-    return found.transpose(1, 2).reshape(batch, length, triple // 3)
+def make_model(name: str, options: argparse.Namespace) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    shape = models.Shape(1, options.width, options.width * 8 // 3 // 64 * 64, options.heads)
+    llama = name == "llama"
+    blocks = (
+        models.Block(shape, RMSNorm) if llama else GPTBlock(options.width, options.heads) for _ in range(options.layers)
+    )
+    dtype = torch.bfloat16 if llama else torch.float32
+    x = torch.randn(options.batch, options.sequence, options.width)
+    return nn.Sequential(*blocks).to(dtype), x.to(dtype)
 
 
 @dataclass(frozen=True)
 class Step:
     """One forward and backward: seconds of the clock and of the calling thread, and what its gradients are."""
 
+    variant: str
+    round: int
     seconds: float
     thread_seconds: float
     hash: str
 
 
-@dataclass
-class Variant:
-    """A setting, and its steps."""
-
-    name: str
-    offload: eo.Offload | None
-    steps: list[Step]
-
-
-def make_model(name: str, options: argparse.Namespace) -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    block, dtype = (LlamaBlock, torch.bfloat16) if name == "llama" else (GPTBlock, torch.float32)
-    model = nn.Sequential(*(block(options.width, options.heads) for _ in range(options.layers))).to(dtype)
-    return model, torch.randn(options.batch, options.sequence, options.width).to(dtype)
-
-
-def step(model: nn.Module, x: Tensor, variant: Variant, seed: int) -> Step:
+def step(model: nn.Module, x: Tensor, variant: str, offload: eo.Offload | None, number: int) -> Step:
     model.zero_grad()
-    torch.manual_seed(seed)
+    torch.manual_seed(number + 1000)
     gc.collect()
     began, thread_began = time.perf_counter(), time.thread_time()
-    with variant.offload or nullcontext():
+    with offload or nullcontext():
         loss = model(x).float().square().mean()
     loss.backward()
     seconds, thread_seconds = time.perf_counter() - began, time.thread_time() - thread_began
-    return Step(seconds, thread_seconds, hash_gradients(model))
+    return Step(variant, number, seconds, thread_seconds, hash_gradients(model))
 
 
 def train(report: Report, name: str, options: argparse.Namespace) -> dict[str, Any]:
     model, x = make_model(name, options)
-    fields: dict[str, Any] = {"tier": "disk", "disk_path": options.disk_path, "min_bytes": options.min_bytes}
-    fields |= {"keep_last_bytes": 0, "max_inflight_bytes": options.window, "prefetch_bytes": options.window}
-    codecs = ("identity", "lossless")
-    variants = [Variant("none", None, []), *(Variant(one, eo.Offload(codec=one, **fields), []) for one in codecs)]
-    differ = 0
+    fields = {"keep_last_bytes": 0, **windows(options)}
+    offloads = {codec: eo.Offload(codec=codec, **fields) for codec in (IDENTITY, LOSSLESS)}
+    variants = [("none", None), *offloads.items()]
+    steps: list[Step] = []
     for number in range(-options.warm_up, options.steps):
         turn = number % len(variants)  # none always comes behind the same other one
-        in_turn = [*variants[turn:], *variants[:turn]]
-        found = {variant.name: step(model, x, variant, number + 1000) for variant in in_turn}
-        differ += len({one.hash for one in found.values()}) - 1
-        if number == -1:
-            for variant in variants[1:]:
-                assert variant.offload is not None
-                variant.offload.reset_stats()
-        if number >= 0:
-            for variant in variants:
-                variant.steps.append(found[variant.name])
-    stats = [variant.offload.stats(synchronize=True) for variant in variants[1:] if variant.offload is not None]
-    for variant in variants[1:]:
-        assert variant.offload is not None
-        variant.offload.close()
-    identity, lossless = stats
+        steps += [step(model, x, *variant, number) for variant in (*variants[turn:], *variants[:turn])]
+        for offload in offloads.values() if number == -1 else ():
+            offload.reset_stats()
+    stats = {codec: offload.stats(synchronize=True) for codec, offload in offloads.items()}
+    for offload in offloads.values():
+        offload.close()
+    identity, lossless = stats.values()
     if not identity.bytes_out:
         raise SystemExit("benchmarks.codecs: nothing was offloaded, so there is nothing to measure")
-    _, plain, packed = variants
-    wall = [two.seconds / one.seconds for one, two in zip(plain.steps, packed.steps, strict=True)]
-    thread = [two.thread_seconds / one.thread_seconds for one, two in zip(plain.steps, packed.steps, strict=True)]
-    report.at_most(
-        f"{name}: bytes moved, of those without packing", lossless.bytes_out / identity.bytes_out, MOVED[name]
-    )
+    differ = len({(one.round, one.hash) for one in steps}) - len({one.round for one in steps})
+    counted = [one for one in steps if one.round >= 0]
+    wall, thread = (ratios(counted, what, LOSSLESS, IDENTITY) for what in ("seconds", "thread_seconds"))
+    moved = lossless.bytes_out / identity.bytes_out
+    report.at_most(f"{name}: bytes moved, of those without packing", moved, MOVED[name])
     report.at_most(f"{name}: step, of that without packing", median(wall), STEP)
     report.at_most(f"{name}: gradients that differ", differ, 0)
     return {
-        "bytes_out": {one: each.bytes_out for one, each in zip(codecs, stats, strict=True)},
-        "coded_bytes": lossless.coded_bytes,
-        "packed_bytes": lossless.packed_bytes,
-        "refused": lossless.refused,
-        "step_ratio": Spread.of(wall),
-        "thread_ratio": Spread.of(thread),
-        "seconds": {variant.name: Spread.of([one.seconds for one in variant.steps]) for variant in variants},
-        "followed_forwards": {one: each.followed_forwards for one, each in zip(codecs, stats, strict=True)},
+        "bytes moved": moved,
+        "step": Spread.of(wall),
+        "thread": Spread.of(thread),
+        "seconds": {who: Spread.of(one.seconds for one in counted if one.variant == who) for who, _ in variants},
+        "stats": stats,
     }
 
 
@@ -210,16 +167,13 @@ def measure_speeds(report: Report, options: argparse.Namespace) -> dict[str, dic
         layout = codec.layout(TensorMeta.of(x))
         assert layout is not None
         packed, out, target = torch.empty(layout.nbytes, dtype=torch.uint8), torch.empty_like(x), torch.empty_like(x)
-        pack: Callable[..., object] = torch.compile(codec.pack, dynamic=False) if compiled else codec.pack
-        unpack: Callable[..., object] = torch.compile(codec.unpack, dynamic=False) if compiled else codec.unpack
+        pack, unpack = (torch.compile(one, dynamic=False) if compiled else one for one in (codec.pack, codec.unpack))
         rates = {
-            "pack": speed(lambda x=x, packed=packed, pack=pack: pack(x, packed, seed), x.nbytes, options.repeats),
-            "unpack": speed(
-                lambda out=out, packed=packed, unpack=unpack: unpack(packed, out), x.nbytes, options.repeats
-            ),
-            "copy": speed(lambda x=x, target=target: target.copy_(x), x.nbytes, options.repeats),
+            "pack": speed(partial(pack, x, packed, seed), x.nbytes, options.repeats),
+            "unpack": speed(partial(unpack, packed, out), x.nbytes, options.repeats),
+            "copy": speed(partial(target.copy_, x), x.nbytes, options.repeats),
         }
-        found[name] = {**rates, "ratio": layout.nbytes / x.nbytes}
+        found[name] = {**rates, "bytes": layout.nbytes / x.nbytes}
         for way in ("pack", "unpack"):
             if name in SPEED:
                 report.at_least(f"{name}: {way}, GB/s", rates[way], SPEED[name])
@@ -290,34 +244,32 @@ def measure_errors(rows: int) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def show(
-    trained: dict[str, Any], speeds: dict[str, dict[str, float]], errors: dict[str, dict[str, dict[str, float]]]
-) -> None:
-    shown = table("model", "bytes moved", "step", "thread", "packed")
-    for name, found in trained.items():
-        moved = found["bytes_out"]["lossless"] / found["bytes_out"]["identity"]
-        packed = ", ".join(
-            f"{one} {found['packed_bytes'][one] / nbytes:.2f}" for one, nbytes in found["coded_bytes"].items()
-        )
-        shown.add_row(name, f"{moved:.3f}", found["step_ratio"].show(), found["thread_ratio"].show(), packed)
-    console.print(shown)
-    shown = table("GB/s", "pack", "unpack", "copy", "bytes")
-    for name, rates in speeds.items():
-        shown.add_row(name, *(f"{rates[one]:.1f}" for one in ("pack", "unpack", "copy")), f"{rates['ratio']:.3f}")
-    console.print(shown)
-    shown = table("rmse/bias", *SAVES)
-    for name, found in errors.items():
-        shown.add_row(name, *(f"{one['rmse']:.3f}/{one['bias']:.3f}" for one in found.values()))
-    console.print(shown)
-
-
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     trained = {name: train(report, name, options) for name in options.models}
     speeds = measure_speeds(report, options)
     errors = measure_errors(options.rows)
-    show(trained, speeds, errors)
+    show(
+        "Training, of the same without packing",
+        (
+            {
+                "model": name,
+                **{what: found[what] for what in ("bytes moved", "step", "thread")},
+                "packed": ", ".join(
+                    f"{codec} {found['stats'][LOSSLESS].packed_bytes[codec] / nbytes:.2f}"
+                    for codec, nbytes in found["stats"][LOSSLESS].coded_bytes.items()
+                ),
+            }
+            for name, found in trained.items()
+        ),
+    )
+    show("GB/s", ({"codec": name, **rates} for name, rates in speeds.items()))
+    rounded = {
+        name: {case: f"{one['rmse']:.3f}/{one['bias']:.3f}" for case, one in found.items()}
+        for name, found in errors.items()
+    }
+    show("rmse/bias of gradients", ({"codec": name, **cells} for name, cells in rounded.items()))
     found = {"trained": trained, "speeds": speeds, "errors": errors}
-    return found, found
+    return found, {}
 
 
 def options_of() -> argparse.Namespace:
@@ -328,16 +280,16 @@ def options_of() -> argparse.Namespace:
         heads=4,
         batch=2,
         sequence=512,
-        steps=60,
         min_bytes="64KiB",
         window="64MiB",
+        steps=60,
+        warm_up=5,
+        speed_bytes=16 * MIB,
+        repeats=21,
+        rows=1024,
     )
     parser.add_argument("--models", nargs="+", choices=tuple(MOVED), default=list(MOVED))
-    parser.add_argument("--warm-up", type=positive, default=5)
-    parser.add_argument("--speed-bytes", type=positive, default=16 * MIB, help="of the tensor that codecs are timed on")
-    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="compiled ones too")
-    parser.add_argument("--repeats", type=positive, default=21)
-    parser.add_argument("--rows", type=positive, default=1024, help="of 512 numbers, of what is rounded for a gradient")
+    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="compiled codecs too")
     return parse(parser, layers=2, steps=3, repeats=5, rows=64, compiled=False)
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: spreads, limits, the environment, and the file that is left behind."""
+"""What every benchmark shares: command line, spreads, limits, tables, turns, processes, and the file that is left."""
 
 from __future__ import annotations
 
@@ -11,43 +11,48 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
 
-from benchmarks.plain import PlainConsole, PlainTable
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.disk import DiskTier
 
-try:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-except ImportError:  # a machine with torch and nothing else
-    Console = None  # type: ignore[assignment, misc]
-
-__all__ = [
-    "MIB",
-    "Limit",
-    "Report",
-    "Spread",
-    "console",
-    "disk",
-    "drive",
-    "environment",
-    "table",
-]
-
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+#: The model that several of them train on a CPU, and its windows.
+MODEL: dict[str, int | str] = {
+    "layers": 8,
+    "width": 768,
+    "heads": 12,
+    "sequence": 1024,
+    "batch": 4,
+    "window": "64MiB",
+    "min_bytes": "1MiB",
+}
+#: What the help says of options that several of them have.
+_HELP = {
+    "threads": "of torch",
+    "window": "max_inflight_bytes and prefetch_bytes",
+    "min_bytes": "a smaller saved tensor stays",
+    "jitter": "how far operator times vary; a part of them",
+    "window_tensors": "all windows, in largest saved tensors",
+    "wrong": "how far off the rates are that the passes believe in",
+    "launch_seconds": "of the host, for each call",
+}
+#: Of the environment, what changes how the C library and torch's CPU allocator work.
+_ALLOCATION = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE")
 
-console = PlainConsole() if Console is None else Console(width=None if sys.stdout.isatty() else 130, highlight=False)
+T = TypeVar("T")
+
+
+# -- what was measured ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,11 +64,12 @@ class Spread:
     most: float
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Spread:
-        return cls(median(samples), min(samples), max(samples))
+    def of(cls, samples: Iterable[float], unit: float = 1.0) -> Spread:
+        values = [sample / unit for sample in samples]
+        return cls(median(values), min(values), max(values))
 
-    def show(self, digits: int = 3) -> str:
-        return f"{self.median:,.{digits}f} ({self.least:,.{digits}f} .. {self.most:,.{digits}f})"
+    def __str__(self) -> str:
+        return f"{_cell(self.median)} ({_cell(self.least)} .. {_cell(self.most)})"
 
 
 @dataclass(frozen=True)
@@ -74,11 +80,44 @@ class Limit:
     measured: float
     bound: float
     #: Whether the bound is the most that is allowed; else it is the least.
-    most: bool = True
+    most: bool
+    met: bool
 
-    @property
-    def met(self) -> bool:
-        return self.measured <= self.bound if self.most else self.measured >= self.bound
+
+def ratios(runs: Iterable[Any], what: str, variant: str, base: str) -> list[float]:
+    """Of each round, what a variant needed as a part of what ``base`` did; of several runs the one with the most."""
+    most: dict[tuple[str, int], float] = {}
+    for run in runs:
+        place = run.variant, run.round
+        most[place] = max(getattr(run, what), most.get(place, 0.0))
+    rounds = [number for name, number in most if name == variant and (base, number) in most]
+    return [most[variant, number] / most[base, number] for number in rounds]
+
+
+def show(title: str, rows: Iterable[Mapping[str, object]]) -> None:
+    """Prints a table with a column for each key, text to the left in the first one."""
+    print(f"\n{title}\n{table(rows)}", flush=True)
+
+
+def table(rows: Iterable[Mapping[str, object]]) -> str:
+    rows = list(rows)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ([cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)] for line in cells)
+    return "\n".join("  ".join([line[0].ljust(widths[0]), *rest]) for line, rest in zip(cells, lines, strict=True))
+
+
+def _cell(value: object) -> str:
+    """A number with four digits or all before the point; what is missing is empty."""
+    if isinstance(value, float):
+        return f"{value:,.{max(4 - len(str(int(abs(value)))), 0)}f}"
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "no"}[value]
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# -- the driver -------------------------------------------------------------------------------------------------------
 
 
 class Report:
@@ -86,7 +125,7 @@ class Report:
 
     Args:
         name: of the benchmark, and of the file where ``options.output`` is not given.
-        options: the command line; see ``add_common_options``.
+        options: the command line; see ``command_line``.
     """
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
@@ -98,10 +137,10 @@ class Report:
         self._clock = time.perf_counter()
 
     def at_most(self, what: str, measured: float, bound: float) -> None:
-        self.limits.append(Limit(what, measured, bound))
+        self.limits.append(Limit(what, measured, bound, True, measured <= bound))
 
     def at_least(self, what: str, measured: float, bound: float) -> None:
-        self.limits.append(Limit(what, measured, bound, most=False))
+        self.limits.append(Limit(what, measured, bound, False, measured >= bound))
 
     def finish(self, samples: object, summary: object) -> int:
         """Prints the limits, writes the file, and returns the exit status: 1 for a miss with ``--check``."""
@@ -113,24 +152,25 @@ class Report:
             "commit": _commit(),
             "environment": self.environment,
             "options": _plain_options(self.options),
-            "limits": [{**dataclasses.asdict(limit), "met": limit.met} for limit in self.limits],
+            "limits": self.limits,
             "summary": summary,
             "samples": samples,
         }
         output = self.options.output or RESULTS / f"{self.name}.json"
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(content, indent=1, default=_plain) + "\n")
-        self._show_limits()
-        console.print(f"All numbers: {os.path.relpath(output)}", soft_wrap=True)
+        limits = (
+            {
+                "limit": limit.what,
+                "measured": float(limit.measured),
+                "bound": f"{'<=' if limit.most else '>='} {limit.bound:,g}",
+                "": "pass" if limit.met else "MISS",
+            }
+            for limit in self.limits
+        )
+        show("Limits", limits)
+        print(f"All numbers: {os.path.relpath(output)}")
         return int(self.options.check and not all(limit.met for limit in self.limits))
-
-    def _show_limits(self) -> None:
-        shown = table("limit", "measured", "bound", "")
-        for limit in self.limits:
-            verdict = "[green]pass" if limit.met else "[bold red]MISS"
-            sign = "<=" if limit.most else ">="
-            shown.add_row(limit.what, f"{limit.measured:,.3f}", f"{sign} {limit.bound:,g}", verdict)
-        console.print(shown)
 
 
 def drive(
@@ -138,7 +178,6 @@ def drive(
     options: argparse.Namespace,
     measure: Callable[[Report, argparse.Namespace], tuple[object, object]],
     *,
-    prepare: Callable[[argparse.Namespace], object] = lambda options: None,
     work: Callable[[str, argparse.Namespace], Any] | None = None,
     on_disk: bool = False,
 ) -> int:
@@ -146,37 +185,157 @@ def drive(
 
     Args:
         measure: sets limits, shows what was found, and returns all samples and a summary of them.
-        prepare: is called first of all.
-        work: what a process with ``--worker`` does in its place; the dataclass that it returns is printed.
+        work: what a process with ``--worker`` does in its place; ``in_process`` returns the dataclasses that it yields.
         on_disk: whether the disk of spill files is a part of the environment.
     """
-    prepare(options)
+    if getattr(options, "device", "cpu") is None:
+        options.device = _accelerator(name)
+        if options.device is None:
+            return 2
     if work is not None and options.worker is not None:
-        if (found := work(options.worker, options)) is not None:
-            print(json.dumps(dataclasses.asdict(found)), flush=True)
+        for found in work(options.worker, options):
+            print(json.dumps(found, default=_plain), flush=True)
         return 0
     report = Report(name, options)
     if on_disk:
         report.environment["disk"] = disk(options.disk_path)
+    if str(getattr(options, "device", "cpu")).startswith("cuda"):
+        report.environment["device"] = torch.cuda.get_device_name(options.device)
     return report.finish(*measure(report, options))
 
 
-def table(first: str, *others: str) -> Table | PlainTable:
-    """A plain table: text in the first column, numbers in the others."""
-    if Console is None:
-        shown = PlainTable()
-    else:
-        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    shown.add_column(first, no_wrap=True)
-    for header in others:
-        shown.add_column(header, justify="right", no_wrap=True)
-    return shown
+def in_process(
+    benchmark: str, worker: str, *arguments: str, launch: Sequence[str] = (), check: bool = True, **environment: str
+) -> list[dict[str, Any]]:
+    """What a process of a benchmark's own finds, with the C library's own settings whatever the environment says.
+
+    Args:
+        arguments: besides those of this process, and ``--worker``.
+        launch: what Python is given ahead of the module.
+        check: whether to end where it fails; else what it had found by then is returned, and ``{"ended": status}``.
+        environment: what is set all the same.
+    """
+    command = [sys.executable, *launch, "-m", f"benchmarks.{benchmark}", *sys.argv[1:], "--worker", worker, *arguments]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_ALLOCATION)}
+    ended = subprocess.run(command, cwd=ROOT, env=inherited | environment, capture_output=True, text=True)
+    if ended.returncode != 0 and check:
+        raise SystemExit(f"benchmarks.{benchmark}: the run of {worker!r} failed\n{ended.stdout}{ended.stderr}")
+    if ended.stderr.strip():
+        print(ended.stderr.strip(), file=sys.stderr)
+    found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    return found if ended.returncode == 0 else [*found, {"ended": ended.returncode}]
+
+
+def turns(rounds: int, variants: Sequence[T]) -> Iterator[tuple[int, T, str]]:
+    """Every variant once in each round: the round from 0, the variant, and what its line on the screen begins with."""
+    for number in range(rounds):
+        for variant in variants:
+            yield number, variant, f"round {number + 1}/{rounds}"
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def command_line(
+    doc: str | None, *, workers: bool = False, variants: Collection[str] = (), **shared: int | float | str
+) -> argparse.ArgumentParser:
+    """A parser with ``--quick``, ``--check``, ``--output``, ``--disk-path``, and an option for each of ``shared``.
+
+    Args:
+        doc: of the benchmark; its first line describes it.
+        workers: whether it has processes of its own, each of which is told by ``--worker`` and ``--round``.
+        variants: of which ``--variants`` chooses.
+        **shared: defaults; whole numbers are from 1.
+    """
+    parser = argparse.ArgumentParser(
+        description=(doc or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    for name, default in shared.items():
+        kind: Callable[[str], Any] = positive if isinstance(default, int) else type(default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=_HELP.get(name))
+    if variants:
+        known, every = named(variants, ";"), ";".join(variants)
+        parser.add_argument("--variants", type=known, default=every, help="with semicolons between")
+    if workers:
+        parser.add_argument("--worker", help=argparse.SUPPRESS)
+        parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--quick", action="store_true", help="a short run, to see that it works; its numbers mean little"
+    )
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a limit is missed")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="in place of benchmarks/results/NAME.json")
+    parser.add_argument(
+        "--disk-path", type=Path, metavar="DIR", help="of the spill file, in place of what the library chooses"
+    )
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None, **quick: Any) -> argparse.Namespace:
+    """What the command line says; of numbers with ``--quick`` at most those of ``quick``, which come in place of texts.
+
+    Args:
+        arguments: in place of the process's own.
+    """
+    options = parser.parse_args(arguments)
+    for name, value in quick.items() if options.quick else ():
+        given = getattr(options, name)
+        setattr(options, name, min(given, value) if isinstance(value, int) and isinstance(given, int) else value)
+    return options
+
+
+def positive(text: str) -> int:
+    """A whole number from 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def listed(read: Callable[[str], T], accepts: Callable[[T], bool] = lambda one: True) -> Callable[[str], list[T]]:
+    """A type for argparse: what ``read`` makes of texts with commas between, each of which ``accepts`` takes."""
+
+    def of(text: str) -> list[T]:
+        found = [read(one.strip()) for one in text.split(",")]
+        if not all(map(accepts, found)):
+            raise argparse.ArgumentTypeError(f"{text!r} has what is refused here")
+        return found
+
+    return of
+
+
+def named(known: Iterable[str], separator: str = ",") -> Callable[[str], list[str]]:
+    """A type for argparse: names out of ``known`` with ``separator`` between."""
+
+    def of(text: str) -> list[str]:
+        chosen = [name.strip() for name in text.split(separator)]
+        for name in chosen:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {f'{separator} '.join(known)}")
+        return chosen
+
+    return of
+
+
+#: A type for argparse: speeds of a link with commas between.
+speeds = listed(float, lambda speed: speed > 0)
+
+
+def _accelerator(benchmark: str) -> str | None:
+    """The accelerator's name, such as ``cuda:0``; ``None`` where there is none, which standard error is told."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        print(f"benchmarks.{benchmark}: torch finds no accelerator (its docstring has what tries it)", file=sys.stderr)
+        return None
+    return f"{accelerator.type}:{torch.accelerator.current_device_index()}"
+
+
+# -- the environment --------------------------------------------------------------------------------------------------
 
 
 def environment() -> dict[str, Any]:
     """The machine and the software, without anything that names this one machine."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": _setting("/proc/cpuinfo", "model name", "\n") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "available_bytes": psutil.virtual_memory().available,
@@ -184,8 +343,8 @@ def environment() -> dict[str, Any]:
         "system": platform.system(),
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
-        "transparent_hugepages": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
-        "transparent_hugepages_defrag": _chosen("/sys/kernel/mm/transparent_hugepage/defrag"),
+        "transparent_hugepages": _setting("/sys/kernel/mm/transparent_hugepage/enabled", "[", "]"),
+        "transparent_hugepages_defrag": _setting("/sys/kernel/mm/transparent_hugepage/defrag", "[", "]"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
@@ -228,7 +387,7 @@ def _commit() -> dict[str, Any]:
 
 
 def _plain_options(options: argparse.Namespace) -> dict[str, Any]:
-    left_out = ("output", "check", "worker")
+    left_out = ("output", "check", "worker", "round")
     return {name: value for name, value in vars(options).items() if name not in left_out}
 
 
@@ -240,17 +399,9 @@ def _plain(value: object) -> object:
     raise TypeError(f"{value!r} is nothing for JSON")
 
 
-def _cpu_model() -> str:
+def _setting(path: str, begin: str, end: str) -> str | None:
+    """What stands in a file of the kernel's between ``begin`` and ``end``, as in ``always [madvise] never``."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _chosen(path: str) -> str | None:
-    """The choice in brackets of a setting such as ``always [madvise] never``."""
-    try:
-        return Path(path).read_text().partition("[")[2].partition("]")[0] or None
+        return Path(path).read_text().partition(begin)[2].partition(end)[0].lstrip("\t :") or None
     except OSError:
         return None

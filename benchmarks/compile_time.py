@@ -15,9 +15,9 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +27,12 @@ import torch._inductor.config as inductor_config
 from torch._inductor.utils import fresh_cache
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, Spread, console, drive, table
-from benchmarks.llama import Config, Llama
-from benchmarks.options import command_line, parse
+from benchmarks.common import MIB, Report, Spread, command_line, drive, parse, ratios, show, turns
+from benchmarks.models import Llama, Shape
 
 #: Compiling inside an ``Offload``, against compiling without.
 LIMIT = 1.10
-PLAIN, WITH, BACKEND = "plain", "with offload", 'backend="eager_offload"'
-VARIANTS = (PLAIN, WITH, BACKEND)
+PLAIN, WITH, BACKEND = VARIANTS = ("plain", "with offload", 'backend="eager_offload"')
 SETTINGS: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0}
 
 
@@ -43,22 +41,12 @@ class Sample:
     """What compiling one step took; seconds."""
 
     variant: str
+    round: int
     clock: float
     #: Of the processor, with what the C++ compiler took.
     processor: float
     #: Bytes that the compiled step moved.
     moved: int
-
-
-@dataclass(frozen=True)
-class Instant:
-    clock: float
-    processor: float
-
-    @classmethod
-    def now(cls) -> Instant:
-        used = os.times()
-        return cls(time.perf_counter(), used.user + used.system + used.children_user + used.children_system)
 
 
 @contextmanager
@@ -71,56 +59,47 @@ def nothing_remembered() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def sample(variant: str, layers: int) -> Sample:
+def sample(variant: str, layers: int, number: int = 0) -> Sample:
     torch.manual_seed(0)
-    model = Llama(Config(layers, 128, 256, 4, 2, 512))
+    model = Llama(Shape(layers, 128, 256, 4, 2, 512))
     tokens = torch.randint(512, (2, 64))
     offload = eo.Offload(**SETTINGS)
+    how: dict[str, Any] = {"backend": "eager_offload", "options": SETTINGS} if variant == BACKEND else {}
     with nothing_remembered():
-        compiled: Callable[..., Any] = model
-        if variant == BACKEND:
-            compiled = torch.compile(model, backend="eager_offload", options=SETTINGS)
-        else:
-            compiled = torch.compile(model)
+        compiled = torch.compile(model, **how)
 
-        def step() -> Instant:
-            began = Instant.now()
+        def step() -> tuple[float, float]:
+            clock, processor = time.perf_counter(), sum(os.times()[:4])
             with nullcontext() if variant == PLAIN else offload:
                 loss = compiled(tokens)
             loss.backward()
-            ended = Instant.now()
-            return Instant(ended.clock - began.clock, ended.processor - began.processor)
+            return time.perf_counter() - clock, sum(os.times()[:4]) - processor
 
         first, later = step(), step()
     moved = offload.stats(synchronize=True).bytes_out
     offload.close()
-    return Sample(variant, first.clock - later.clock, first.processor - later.processor, moved)
+    return Sample(variant, number, first[0] - later[0], first[1] - later[1], moved)
 
 
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     for variant in VARIANTS:
         sample(variant, 1)  # imports, and what is made once in a process
-    samples = [sample(variant, options.layers) for _ in range(options.rounds) for variant in VARIANTS]
-    return [asdict(one) for one in samples], judge(report, samples)
-
-
-def judge(report: Report, samples: list[Sample]) -> dict[str, object]:
-    summary: dict[str, object] = {}
-    shown = table("", "seconds", "clock", "processor", "moved, MiB")
-    plain = [one for one in samples if one.variant == PLAIN]
+    samples = [sample(variant, options.layers, number) for number, variant, _ in turns(options.rounds, VARIANTS)]
+    summary = {}
     for variant in VARIANTS:
-        ours = [one for one in samples if one.variant == variant]
-        pairs = list(zip(ours, plain, strict=True))
-        clock = Spread.of([one.clock / other.clock for one, other in pairs])
-        processor = Spread.of([one.processor / other.processor for one, other in pairs])
-        seconds = Spread.of([one.clock for one in ours])
-        shown.add_row(variant, seconds.show(1), clock.show(), processor.show(), f"{ours[0].moved / MIB:,.1f}")
-        summary[variant] = {"seconds": seconds, "clock": clock, "processor": processor}
+        own = [one for one in samples if one.variant == variant]
+        summary[variant] = {
+            "seconds": Spread.of(one.clock for one in own),
+            "clock": Spread.of(ratios(samples, "clock", variant, PLAIN)),
+            "processor": Spread.of(ratios(samples, "processor", variant, PLAIN)),
+            "moved MiB": own[0].moved / MIB,
+        }
         if variant != PLAIN:
-            assert all(one.moved for one in ours), "nothing moved: this compares a graph with itself"
-            report.at_most(f"{variant}: time to compile, against plain", processor.median, LIMIT)
-    console.print(shown)
-    return summary
+            assert all(one.moved for one in own), "nothing moved: this compares a graph with itself"
+            processor = summary[variant]["processor"].median
+            report.at_most(f"{variant}: time to compile, against plain", processor, LIMIT)
+    show("To compile a step", ({"": variant, **found} for variant, found in summary.items()))
+    return samples, summary
 
 
 def options_of() -> argparse.Namespace:

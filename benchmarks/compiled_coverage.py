@@ -18,19 +18,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
+from torch import nn
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.utils._ordered_set import OrderedSet
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, console, drive, table
-from benchmarks.options import command_line, parse
-from eager_offload.compile import choose
+from benchmarks import models
+from benchmarks.common import MIB, Report, command_line, drive, parse, show
+from benchmarks.simulation.graphs import traced
 from eager_offload.compile.graphs import hint, nbytes_of, outputs_of, storage_of, tensor_of
 
 from lm.model import Block
@@ -40,29 +37,11 @@ LEAST_COVERAGE = 0.95
 #: and for one byte that is freed at most so many travel.
 MOST_MOVED = 1.01
 
-
-class Separate(nn.Module):
-    """A Llama's block: three projections, and a gated feed-forward."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
-        self.down = nn.Linear(3 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        h = self.norms[0](x)
-        q, k, v = (one(h).view(batch, length, self.heads, -1).transpose(1, 2) for one in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        h = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-MODELS: dict[str, type[nn.Module]] = {"GPT": Block, "Llama": Separate}
+#: Makes a block of a width and a number of heads.
+MODELS: dict[str, Callable[[int, int], nn.Module]] = {
+    "GPT": Block,
+    "Llama": lambda width, heads: models.Block(models.Shape(1, width, 3 * width, heads)),
+}
 #: Inductor hands decomposed graphs to the one; the other is what ``aot_eager`` uses.
 PARTITIONERS: dict[str, Callable[..., Any]] = {
     "min-cut": min_cut_rematerialization_partition,
@@ -95,52 +74,24 @@ class Coverage:
 
 def measure(name: str, partitioner: str, options: argparse.Namespace) -> Coverage:
     """Traces a model and looks at what it saves."""
-    found: list[Coverage] = []
 
-    def looking(module: GraphModule, joint: Sequence[object], **named: Any) -> tuple[GraphModule, GraphModule]:
-        forward, backward = PARTITIONERS[partitioner](module, joint, **named)
-        static = named.get("static_lifetime_input_indices") or []
-        found.append(_coverage(name, partitioner, forward, backward, named["num_fwd_outputs"], static, options))
-        return forward, backward
-
-    def as_is(module: GraphModule, inputs: Sequence[object]) -> Any:
-        def run(arguments: list[object]) -> Any:
-            return module.forward(*arguments)
-
-        run._boxed_call = True  # type: ignore[attr-defined]  # how torch marks what takes one list
-        return run
-
-    torch._dynamo.reset()
-    decompositions = select_decomp_table() if partitioner == "min-cut" else None
-    backend = aot_autograd(fw_compiler=as_is, bw_compiler=as_is, partition_fn=looking, decompositions=decompositions)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    def make() -> tuple[nn.Module, torch.Tensor]:
         model = nn.Sequential(*(MODELS[name](options.width, options.heads) for _ in range(options.layers)))
-        x = torch.randn(options.batch, options.sequence, options.width)
-        torch.compile(model, backend=backend, dynamic=False, fullgraph=True)(x)
-    return found[0]
+        return model, torch.randn(options.batch, options.sequence, options.width)
 
-
-def _coverage(
-    name: str,
-    partitioner: str,
-    forward: GraphModule,
-    backward: GraphModule,
-    num_outputs: int,
-    static: Sequence[int],
-    options: argparse.Namespace,
-) -> Coverage:
-    outputs = outputs_of(forward.graph)
-    inputs = forward.graph.find_nodes(op="placeholder")
-    outside = {storage_of(one) for one in (*inputs, *outputs[:num_outputs], *outputs_of(backward.graph))}
-    saved = [one for one in outputs[num_outputs:] if tensor_of(one) is not None and storage_of(one) not in outside]
+    decompositions = select_decomp_table() if partitioner == "min-cut" else None
+    halves = traced(make, PARTITIONERS[partitioner], decompositions)
+    outputs, inputs = outputs_of(halves.forward.graph), halves.forward.graph.find_nodes(op="placeholder")
+    results, values = outputs[: halves.num_outputs], outputs[halves.num_outputs :]
+    outside = {storage_of(one) for one in (*inputs, *results, *outputs_of(halves.backward.graph))}
+    saved = [one for one in values if tensor_of(one) is not None and storage_of(one) not in outside]
     storages: dict[object, list[Node]] = {}
     for node in saved:
         assert isinstance(node, Node)
         storages.setdefault(storage_of(node), []).append(node)
-    config = eo.OffloadConfig(min_bytes=options.min_bytes, keep_last_bytes=0)
-    choice = choose(forward.graph, backward.graph, num_outputs, config)
+    choice = halves.choose(eo.OffloadConfig(min_bytes=options.min_bytes, keep_last_bytes=0))
     ours = {node for group in choice.groups for node in group.members}
-    theirs = _torchs_choice(saved, outputs, num_outputs, [inputs[index] for index in static])
+    theirs = _torchs_choice(saved, outputs, halves.num_outputs, [inputs[index] for index in halves.static])
     return Coverage(
         name,
         partitioner,
@@ -161,15 +112,13 @@ def _freed(storages: dict[object, list[Node]], moving: set[Node]) -> int:
 def _torchs_choice(
     saved: Sequence[Any], outputs: Sequence[object], num_outputs: int, static: Sequence[Node]
 ) -> set[Node] | None:
-    """What torch's own rule takes of ``saved``, once all of it is marked."""
+    """What torch's own rule takes of ``saved``, once all of it is marked; ``None`` where this torch has another."""
     try:
         from torch._functorch._activation_offloading.activation_offloading import can_offload
-    except ImportError:
-        return None
-    results, users = OrderedSet(outputs), OrderedSet(outputs[:num_outputs])
-    try:
+
+        results, users = OrderedSet(outputs), OrderedSet(outputs[:num_outputs])
         return {node for node in saved if can_offload(node, results, users, OrderedSet(static))}
-    except TypeError:  # another signature
+    except (ImportError, TypeError):
         return None
 
 
@@ -180,24 +129,20 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     found = [measure(name, partitioner, options) for name in MODELS for partitioner in PARTITIONERS]
-    shown = table("model, partitioner", "saved values", "MiB", "freed", "moved/freed", "torch frees", "moved/freed")
+    summary = {}
     for one in found:
         title = f"{one.model}, {one.partitioner}"
-        shown.add_row(
-            title,
-            str(one.saved_values),
-            f"{one.total_bytes / MIB:,.0f}",
-            f"{one.freed:.1%}",
-            f"{one.moved_bytes / one.freed_bytes:.3f}",
-            "-" if one.torch_freed_bytes is None else f"{one.torch_freed_bytes / one.total_bytes:.1%}",
-            f"{one.torch_moved_bytes / one.torch_freed_bytes:.3f}"
-            if one.torch_freed_bytes and one.torch_moved_bytes
-            else "-",
-        )
+        summary[title] = {
+            "saved values": one.saved_values,
+            "MiB": one.total_bytes / MIB,
+            "freed": one.freed,
+            "moved/freed": one.moved_bytes / one.freed_bytes,
+            "torch frees": one.torch_freed_bytes and one.torch_freed_bytes / one.total_bytes,
+            "torch moves/frees": one.torch_freed_bytes and (one.torch_moved_bytes or 0) / one.torch_freed_bytes,
+        }
         report.at_least(f"{title}: freed, of the bytes that nothing else holds", one.freed, LEAST_COVERAGE)
         report.at_most(f"{title}: bytes moved for each that is freed", one.moved_bytes / one.freed_bytes, MOST_MOVED)
-    console.print(shown)
-    summary = {f"{one.model}, {one.partitioner}": {"freed": one.freed} for one in found}
+    show("Storages that nothing else holds", ({"": title, **figures} for title, figures in summary.items()))
     return found, summary
 
 

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -24,10 +24,9 @@ import torch
 from torch.fx import Graph, Node
 
 import eager_offload as eo
-from benchmarks.common import Report, Spread, console, drive, table
-from benchmarks.options import command_line, listed, parse, positive
+from benchmarks.common import Report, Spread, command_line, drive, listed, parse, positive, show
+from benchmarks.models import Shape
 from benchmarks.simulation.graphs import Halves, halves_of
-from benchmarks.simulation.model import Shape
 from eager_offload.compile import choose, insert_asynchronous, insert_synchronous, ops
 from eager_offload.compile.cost import roofline
 from eager_offload.compile.order import pin, prefetch, sink_waits
@@ -58,23 +57,18 @@ class Sample:
         return sum(taken for name, taken in self.seconds.items() if name != "pin")
 
 
-class Stopwatch:
-    """Times calls by name."""
+def sample(halves: Halves) -> Sample:
+    """Runs all passes; what they are given stays as it is."""
+    config = eo.OffloadConfig(tier="host", min_bytes=0, keep_last_bytes=0)
+    seconds: Counter[str] = Counter()
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def __call__(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+    def timed(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
         gc.collect()
         started = time.process_time()
         result = work(*arguments)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - started
+        seconds[name] += time.process_time() - started
         return result
 
-
-def sample(halves: Halves) -> Sample:
-    """Runs all passes; what they are given stays as it is."""
-    config, timed = eo.OffloadConfig(tier="host", min_bytes=0, keep_last_bytes=0), Stopwatch()
     forward, backward, count = halves.forward.graph, halves.backward.graph, halves.num_outputs
     nodes = len(forward.nodes) + len(backward.nodes)
     estimate = roofline(Machine("slow", 1e9, 1e9, 1e9))
@@ -87,7 +81,7 @@ def sample(halves: Halves) -> Sample:
     forward = timed("sink waits", sink_waits, forward, room)
     pinned = [timed("pin", pin, graph) for graph in (forward, backward)]
     transfers = 2 * len(choice.groups)
-    return Sample(nodes, transfers, timed.seconds, max(map(most_pins, pinned)))
+    return Sample(nodes, transfers, dict(seconds), max(map(most_pins, pinned)))
 
 
 def most_pins(graph: Graph) -> int:
@@ -105,59 +99,39 @@ def most_pins(graph: Graph) -> int:
 
 def halves_with(nodes: int) -> Halves:
     """The graphs of a stack with about that many nodes."""
-    small, large = (halves_of(Shape(layers, *_sizes()), TOKENS) for layers in (1, 3))
+    small, large = (halves_of(replace(SHAPE, layers=layers), TOKENS) for layers in (1, 3))
     fewest, per_layer = _size(small), (_size(large) - _size(small)) / 2
-    return halves_of(Shape(max(1, round((nodes - fewest) / per_layer) + 1), *_sizes()), TOKENS)
-
-
-def _sizes() -> tuple[int, int, int]:
-    return SHAPE.width, SHAPE.hidden, SHAPE.heads
+    return halves_of(replace(SHAPE, layers=max(1, round((nodes - fewest) / per_layer) + 1)), TOKENS)
 
 
 def _size(halves: Halves) -> int:
     return len(halves.forward.graph.nodes) + len(halves.backward.graph.nodes)
 
 
-def judge(report: Report, found: dict[int, list[Sample]]) -> dict[str, object]:
-    per_node = {count: [one.without_pins / one.nodes for one in samples] for count, samples in found.items()}
-    fewest, most = min(found), max(found)
-    report.at_most(f"seconds for {COUNT:,} nodes", COUNT * median(per_node[most]), LIMIT)
-    report.at_most("a node in the largest graph over one in the smallest", _ratio(per_node, most, fewest), GROWTH)
-    report.at_most("pinned neighbours of a transfer", max(one.pins for every in found.values() for one in every), 2)
-    return {
-        str(count): {
-            "nodes": samples[0].nodes,
-            "transfers": samples[0].transfers,
-            "seconds": {name: Spread.of([one.seconds[name] for one in samples]) for name in STEPS},
-            "without pins": Spread.of([one.without_pins for one in samples]),
-        }
-        for count, samples in found.items()
-    }
-
-
-def _ratio(per_node: dict[int, list[float]], most: int, fewest: int) -> float:
-    return median(per_node[most]) / median(per_node[fewest])
-
-
-def show(found: dict[int, list[Sample]]) -> None:
-    shown = table("nodes", "transfers", *STEPS, "all but pins")
-    for samples in found.values():
-        taken = [f"{1e3 * median(one.seconds[name] for one in samples):,.0f}" for name in STEPS]
-        whole = f"{1e3 * median(one.without_pins for one in samples):,.0f}"
-        shown.add_row(f"{samples[0].nodes:,}", f"{samples[0].transfers:,}", *taken, whole)
-    console.print("Medians in milliseconds")
-    console.print(shown)
-
-
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
+    torch.set_num_threads(1)
     found: dict[int, list[Sample]] = {}
     for count in options.nodes:
         halves = halves_with(count)
         sample(halves)  # the first looks things up that are remembered
         found[count] = [sample(halves) for _ in range(options.rounds)]
-    summary = judge(report, found)
-    show(found)
-    return {count: [asdict(one) for one in samples] for count, samples in found.items()}, summary
+    per_node = {count: median(one.without_pins / one.nodes for one in samples) for count, samples in found.items()}
+    fewest, most = min(found), max(found)
+    report.at_most(f"seconds for {COUNT:,} nodes", COUNT * per_node[most], LIMIT)
+    report.at_most("a node in the largest graph over one in the smallest", per_node[most] / per_node[fewest], GROWTH)
+    report.at_most("pinned neighbours of a transfer", max(one.pins for every in found.values() for one in every), 2)
+    summary = [
+        {
+            "nodes": samples[0].nodes,
+            "transfers": samples[0].transfers,
+            **{name: Spread.of((one.seconds[name] for one in samples), 1e-3) for name in STEPS},
+            "all but pins": Spread.of((one.without_pins for one in samples), 1e-3),
+        }
+        for samples in found.values()
+    ]
+    medians = ({what: getattr(one, "median", one) for what, one in row.items()} for row in summary)
+    show("Medians in milliseconds", medians)
+    return found, summary
 
 
 def options_of() -> argparse.Namespace:
@@ -167,4 +141,4 @@ def options_of() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(drive("compiled_passes", options_of(), run, prepare=lambda _: torch.set_num_threads(1)))
+    sys.exit(drive("compiled_passes", options_of(), run))

@@ -15,24 +15,22 @@ import argparse
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from statistics import median
 from unittest.mock import patch
 
 import torch
 from torch.fx import Graph, Node
 
 import eager_offload as eo
-from benchmarks.common import Report, Spread, console, drive, table
-from benchmarks.options import command_line, named, parse, positive
-from benchmarks.simulate import GIB, LARGE, LIMIT, SEQUENCES
+from benchmarks.common import GIB, Report, Spread, drive, parse, show
+from benchmarks.simulate import LARGE, LIMIT, SEQUENCES, parser_of, window_of
 from benchmarks.simulation.device import H200
 from benchmarks.simulation.graphs import halves_of, peak_bytes
-from benchmarks.simulation.model import Shape
 from benchmarks.simulation.player import OURS, Kind, Played, play
-from eager_offload.compile import Choice, prefetch, sink_waits
+from eager_offload.compile import prefetch, sink_waits
 from eager_offload.compile.cost import roofline
 from eager_offload.compile.graphs import nbytes_of
-from eager_offload.config import parse_size
 from eager_offload.plan.predict import floor_seconds
 
 try:
@@ -48,11 +46,13 @@ except (ImportError, AttributeError):  # a torch without them
     AO = {}
 
 
+PEAKS = ("inflight", "prefetched")
+
+
 @dataclass(frozen=True)
 class Step:
     """One step. Seconds and bytes."""
 
-    tokens: int
     seed: int
     step_seconds: float
     compute_seconds: float
@@ -99,12 +99,11 @@ class Simulation:
             single_flops=self.truth.single_flops * wrong,
             memory=self.truth.memory / wrong,
         )
-        self.shape = Shape(options.layers, LARGE.width, LARGE.hidden, LARGE.heads)
+        self.shape = replace(LARGE, layers=options.layers)
         self.halves = halves_of(self.shape, tokens)
         self.saved_bytes = sum(nbytes_of(node.meta["val"]) for node in self.halves.saved())
         largest = max(nbytes_of(node.meta["val"]) for node in self.halves.saved())
-        window = options.window_tensors * largest if options.window is None else parse_size(options.window)
-        self.window = int(window)
+        self.window = int(window_of(options, largest))
         self.config = eo.OffloadConfig(tier="host", max_inflight_bytes=self.window, prefetch_bytes=self.window)
         self.choice = self.halves.choose(self.config)
 
@@ -120,7 +119,7 @@ class Simulation:
         if not AO:
             return None
         halves = halves_of(self.shape, self.tokens)
-        marked = _names(self.choice)
+        marked = {node.name for group in self.choice.groups for node in (group.base, *group.members)}
         for node in halves.forward.graph.nodes:
             node.meta["should_offload"] = node.name in marked
         estimate = roofline(self.truth)
@@ -142,7 +141,6 @@ class Simulation:
         backward = play(ordered.backward, seconds, self.truth, ordered.kinds)
         assert forward.bytes_out == backward.bytes_back
         return Step(
-            tokens=self.tokens,
             seed=seed,
             step_seconds=forward.seconds + backward.seconds,
             compute_seconds=forward.compute_seconds + backward.compute_seconds,
@@ -171,105 +169,54 @@ class Simulation:
             forward,
             backward,
             kinds,
-            peak_bytes(forward, host=_sources(kinds, Kind.OUT)),
+            peak_bytes(forward, host=[target for target, kind in kinds.items() if kind is Kind.OUT]),
             peak_bytes(backward, [node.name for node in self.halves.saved()]),
         )
-
-
-def _sources(kinds: dict[object, Kind], kind: Kind) -> frozenset[object]:
-    return frozenset(target for target, one in kinds.items() if one is kind)
-
-
-def _names(choice: Choice) -> set[str]:
-    return {node.name for group in choice.groups for node in (group.base, *group.members)}
 
 
 def _peak(played: Played, kind: Kind) -> int:
     return max(played.together[kind], played.alone[kind])
 
 
-def judge(report: Report, name: str, simulation: Simulation, found: dict[str, tuple[Ordered, list[Step]]]) -> object:
-    _, steps = found["ours"]
-    report.at_most(f"{name}: step over floor", max(step.over_floor for step in steps), LIMIT)
-    window = simulation.window
-    report.at_most(f"{name}: in flight over the window", max(s.inflight_bytes_peak for s in steps) / window, 1)
-    report.at_most(f"{name}: brought back over the cap", max(s.prefetched_bytes_peak for s in steps) / window, 1)
-    return {
-        "window_bytes": window,
-        "saved_bytes": simulation.saved_bytes,
-        **{
-            who: {
-                "step over floor": Spread.of([step.over_floor for step in steps]),
-                "moved_bytes": steps[0].bytes_out,
-                "forward_peak_bytes": ordered.forward_bytes,
-                "backward_peak_bytes": ordered.backward_bytes,
-            }
-            for who, (ordered, steps) in found.items()
-        },
-    }
-
-
-def show(found: dict[str, dict[str, tuple[Ordered, list[Step]]]]) -> None:
-    shown = table(
-        "tokens",
-        "moved GiB",
-        "compute s",
-        "step s",
-        "over floor",
-        "in flight",
-        "early",
-        "peak, forward",
-        "backward",
-    )
-    for name, ways in found.items():
-        for who, (ordered, steps) in ways.items():
-            shown.add_row(
-                f"{name} {who}",
-                f"{steps[0].bytes_out / GIB:,.1f}",
-                f"{Spread.of([s.compute_seconds for s in steps]).median:,.3f}",
-                f"{Spread.of([s.step_seconds for s in steps]).median:,.3f}",
-                Spread.of([s.over_floor for s in steps]).show(),
-                f"{max(s.inflight_bytes_peak for s in steps) / GIB:,.2f}",
-                f"{max(s.prefetched_bytes_peak for s in steps) / GIB:,.2f}",
-                f"{ordered.forward_bytes / GIB:,.1f}",
-                f"{ordered.backward_bytes / GIB:,.1f}",
-            )
-    console.print("Times of the virtual clock, sizes in GiB; the floor is that of the bytes that a way moves")
-    console.print(shown)
-
-
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     torch.set_num_threads(1)
-    found: dict[str, dict[str, tuple[Ordered, list[Step]]]] = {}
-    summary: dict[str, object] = {}
+    samples: dict[str, list[Step]] = {}
+    rows = []
     for name in options.tokens:
         simulation = Simulation(SEQUENCES[name], options)
+        window = simulation.window
         ways = {"none": simulation.without(), "ours": simulation.ours(), "torch": simulation.torchs()}
-        found[name] = {
-            who: (ordered, [simulation.run(ordered, options.seed + n) for n in range(options.steps)])
-            for who, ordered in ways.items()
-            if ordered is not None
-        }
-        summary[name] = judge(report, name, simulation, found[name])
-    show(found)
-    samples = {
-        name: {who: [asdict(step) for step in steps] for who, (_, steps) in ways.items()}
-        for name, ways in found.items()
-    }
-    return samples, summary
+        for who, ordered in ways.items():
+            if ordered is None:
+                continue
+            steps = [simulation.run(ordered, options.seed + number) for number in range(options.steps)]
+            inflight, back = (max(getattr(step, f"{what}_bytes_peak") for step in steps) for what in PEAKS)
+            if who == "ours":
+                report.at_most(f"{name}: step over floor", max(step.over_floor for step in steps), LIMIT)
+                report.at_most(f"{name}: in flight over the window", inflight / window, 1)
+                report.at_most(f"{name}: brought back over the cap", back / window, 1)
+            samples[f"{name}, {who}"] = steps
+            rows.append(
+                {
+                    "tokens, way": f"{name}, {who}",
+                    "saved": simulation.saved_bytes / GIB,
+                    "window": window / GIB,
+                    "moved": steps[0].bytes_out / GIB,
+                    "compute s": median(step.compute_seconds for step in steps),
+                    "step s": median(step.step_seconds for step in steps),
+                    "over floor": Spread.of(step.over_floor for step in steps),
+                    "in flight": inflight / GIB,
+                    "early": back / GIB,
+                    "peak, forward": ordered.forward_bytes / GIB,
+                    "backward": ordered.backward_bytes / GIB,
+                }
+            )
+    show("Times of the virtual clock, sizes in GiB; the floor is that of the bytes that a way moves", rows)
+    return samples, rows
 
 
 def options_of() -> argparse.Namespace:
-    parser = command_line(__doc__, layers=LARGE.layers)
-    parser.add_argument("--tokens", type=named(SEQUENCES), default=",".join(SEQUENCES))
-    parser.add_argument("--steps", type=positive, default=5, help="each with other operator times")
-    parser.add_argument("--jitter", type=float, default=0.3, help="how far operator times vary; a part of them")
-    parser.add_argument(
-        "--wrong", type=float, default=0.25, help="how far off the rates are that the passes believe in"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the jitter")
-    parser.add_argument("--window-tensors", type=float, default=5.0, help="both windows, in largest saved tensors")
-    parser.add_argument("--window", help="both windows, in bytes instead")
+    parser = parser_of(__doc__, wrong=0.25)  # how far off the rates are that the passes believe in
     return parse(parser, steps=2, layers=4)
 
 

@@ -20,12 +20,10 @@ import argparse
 import gc
 import itertools
 import json
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,15 +31,16 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.common import ROOT, Report, Spread, console, table
-from benchmarks.llama import Config, Llama
-from benchmarks.options import accelerator_or_message, command_line, named, parse, positive
-from benchmarks.peers import VARIANTS, Method
+from benchmarks.common import GIB, RESULTS, Report, Spread, command_line, drive, in_process, parse, positive, show
+from benchmarks.models import Llama, Shape
+from benchmarks.peers import VARIANTS
+from eager_offload.plan.predict import floor_seconds
 from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction
 
-GIB = 1 << 30
-QUICK = Config(layers=3, width=64, inner=192, heads=4, shared_heads=2, vocabulary=512)
+LARGE, QUICK = Shape(shared_heads=8), Shape(layers=3, width=64, hidden=192, heads=4, shared_heads=2, vocabulary=512)
+#: Okabe and Ito's palette, which colour-blind readers can tell apart; every point is named besides.
+OURS, OTHERS = "#0072B2", "#4D4D4D"
 
 
 @dataclass(frozen=True)
@@ -50,148 +49,109 @@ class Point:
 
     variant: str
     sequence: int
-    batch: int
     #: Why there are no numbers, or ``None``.
-    failure: str | None
-    peak_bytes: int
+    failure: str | None = None
+    peak_bytes: int = 0
     #: Of the process's own memory, above what there was before the first step.
-    host_bytes: int
-    forward_seconds: list[float]
-    backward_seconds: list[float]
-    optimizer_seconds: list[float]
-    losses: list[float]
+    host_bytes: int = 0
+    #: Of each step; and of its forward, backward and optimizer, where they are told apart.
+    step_seconds: list[float] = field(default_factory=list)
+    part_seconds: list[list[float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     #: Per step, each way; 0 where they are not counted.
-    bytes_out: int
-    bytes_in: int
-    stats: dict[str, Any] | None
-
-    @property
-    def seconds(self) -> float:
-        """Of a step: the median."""
-        parts = zip(self.forward_seconds, self.backward_seconds, self.optimizer_seconds, strict=True)
-        return median(sum(part) for part in parts)
-
-
-@dataclass(frozen=True)
-class Link:
-    """Bytes a second between device and host, as the library probes it; 0 where there is no link."""
-
-    out: float
-    back: float
-    out_while_both: float
-    back_while_both: float
+    bytes_out: int = 0
+    bytes_in: int = 0
+    #: Of the link, as the library probes it; 0 where there is none.
+    link_out: float = 0.0
+    link_back: float = 0.0
+    stats: dict[str, Any] | None = None
 
 
 # -- in a process of its own ------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """Marks on the device's own time line, or the host's where the device is the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        if self._device.type == "cpu":
-            self._marks.append(time.perf_counter())
-        else:
-            event = torch.Event(device=self._device, enable_timing=True)
-            event.record(torch.accelerator.current_stream(self._device))
-            self._marks.append(event)
-
-    def laps(self) -> list[float]:
-        """Seconds between marks; waits for the last one."""
-        marks = self._marks
-        pairs = list(itertools.pairwise(marks))
-        if self._device.type == "cpu":
-            return [stop - start for start, stop in pairs]
-        marks[-1].synchronize()
-        return [start.elapsed_time(stop) / 1e3 for start, stop in pairs]
+def mark(device: torch.device) -> Any:
+    """A mark on the device's own time line, or the host's where the device is the CPU."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device=device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
 
-def work(name: str, options: argparse.Namespace) -> None:
-    """Measures one variant at every length, and prints a line of JSON for each and one for the link."""
+def laps(marks: list[Any]) -> list[float]:
+    """Seconds between marks; waits for the last one."""
+    if not marks or isinstance(marks[0], float):
+        return [stop - start for start, stop in itertools.pairwise(marks)]
+    marks[-1].synchronize()
+    return [start.elapsed_time(stop) / 1e3 for start, stop in itertools.pairwise(marks)]
+
+
+def work(name: str, options: argparse.Namespace) -> Iterator[Point]:
+    """Measures one variant at every length."""
     device = torch.device(options.device)
     torch.manual_seed(0)
     method = VARIANTS[name].make(device)
     if method is None:
         return
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    shape = QUICK if options.quick else LARGE
     with device:
-        model = Llama(_config(options), method.run).to(dtype)
+        model = Llama(shape, method.run).to(torch.float32 if device.type == "cpu" else torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-    print(json.dumps({"link": asdict(_probe(device))}), flush=True)
+    link = (0.0, 0.0)
+    if device.type != "cpu":
+        runtime = accelerator_runtime()
+        link = runtime.bandwidth(device, Direction.OUT), runtime.bandwidth(device, Direction.IN)
     for sequence in options.sequences:
         torch._dynamo.reset()  # a graph for each length, not one for all of them
-        point = _measure(name, sequence, method.compiled(model), optimizer, method, options)
-        print(json.dumps({"point": asdict(point)}), flush=True)
+        call = method.compiled(model)
+        batch = max(options.tokens // sequence, 1), sequence + 1
+        generator = torch.Generator().manual_seed(sequence)
+        tokens = torch.randint(shape.vocabulary, batch, generator=generator).to(device)
+        forget_peak(device)
+        before, host = psutil.Process().memory_info().rss, 0
+        parts: list[list[float]] = []
+        losses: list[float] = []
+        failure = stats = loss = None
+        try:
+            for step in range(options.warm_up + options.steps):
+                if step == options.warm_up and method.offload is not None:
+                    method.offload.stats(synchronize=True)
+                    method.offload.reset_stats()
+                marks = [mark(device)]
+                with method.around():
+                    loss = call(tokens)
+                marks.append(mark(device))
+                host = max(host, psutil.Process().memory_info().rss - before)
+                loss.backward()
+                marks.append(mark(device))
+                optimizer.step()
+                optimizer.zero_grad()
+                marks.append(mark(device))
+                if step >= options.warm_up:
+                    parts.append(laps(marks))
+                    losses.append(loss.item())
+                loss = None
+        except (RuntimeError, AssertionError) as error:  # no memory, or a peer's own
+            failure = why(error)
+        loss = None  # or what it holds would be there in the next measurement
+        out = back = 0
+        if method.offload is not None:
+            found = method.offload.stats(synchronize=True)
+            stats = asdict(found)
+            out, back = (nbytes // max(len(parts), 1) for nbytes in (found.bytes_out, found.bytes_in))
+        optimizer.zero_grad()
+        seconds = [sum(part) for part in parts]
+        several = [list(part) for part in zip(*parts, strict=True)]
+        peak = peak_bytes(device)
+        yield Point(name, sequence, failure, peak, host, seconds, several, losses, out, back, *link, stats)
 
 
-def _measure(
-    name: str,
-    sequence: int,
-    model: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
-    method: Method,
-    options: argparse.Namespace,
-) -> Point:
-    device = torch.device(options.device)
-    batch = max(options.tokens // sequence, 1)
-    vocabulary = _config(options).vocabulary
-    tokens = torch.randint(vocabulary, (batch, sequence + 1), generator=torch.Generator().manual_seed(sequence))
-    tokens = tokens.to(device)
-    _forget_peak(device)
-    before = psutil.Process().memory_info().rss
-    laps: list[list[float]] = []
-    losses: list[float] = []
-    host = moved_out = moved_in = 0
-    failure = stats = loss = None
-    try:
-        for step in range(options.warm_up + options.steps):
-            if step == options.warm_up and method.offload is not None:
-                method.offload.stats(synchronize=True)
-                method.offload.reset_stats()
-            clock = Clock(device)
-            clock.mark()
-            with method.around():
-                loss = model(tokens)
-            clock.mark()
-            host = max(host, psutil.Process().memory_info().rss - before)
-            loss.backward()
-            clock.mark()
-            optimizer.step()
-            optimizer.zero_grad()
-            clock.mark()
-            if step >= options.warm_up:
-                laps.append(clock.laps())
-                losses.append(loss.item())
-            loss = None
-    except torch.OutOfMemoryError as error:
-        failure = "out of memory: " + str(error).partition("\n")[0][:200]
-    except (RuntimeError, AssertionError) as error:  # a peer's own
-        failure = f"{type(error).__name__}: " + str(error).partition("\n")[0][:200]
-    loss = None  # or what it holds would be there in the next measurement
-    if method.offload is not None:
-        found = method.offload.stats(synchronize=True)
-        stats = asdict(found)
-        moved_out, moved_in = (nbytes // max(len(laps), 1) for nbytes in (found.bytes_out, found.bytes_in))
-    optimizer.zero_grad()
-    forward, backward, rest = ([lap[part] for lap in laps] for part in range(3))
-    return Point(
-        name, sequence, batch, failure, _peak(device), host, forward, backward, rest, losses, moved_out, moved_in, stats
-    )
+def why(error: BaseException) -> str:
+    return f"{type(error).__name__}: " + str(error).partition("\n")[0][:200]
 
 
-def _probe(device: torch.device) -> Link:
-    if device.type == "cpu":
-        return Link(0.0, 0.0, 0.0, 0.0)
-    runtime, both = accelerator_runtime(), (Direction.OUT, Direction.IN)
-    alone = [runtime.bandwidth(device, way) for way in both]
-    return Link(*alone, *(runtime.duplex_bandwidth(device, way) for way in both))
-
-
-def _forget_peak(device: torch.device) -> None:
+def forget_peak(device: torch.device) -> None:
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -199,176 +159,132 @@ def _forget_peak(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
-def _peak(device: torch.device) -> int:
+def peak_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return psutil.Process().memory_info().rss
     return torch.accelerator.max_memory_allocated(device)
 
 
-def _config(options: argparse.Namespace) -> Config:
-    return QUICK if options.quick else Config(layers=options.layers)
-
-
 # -- what it means ----------------------------------------------------------------------------------------------------
 
 
-def summarize(points: list[Point], links: dict[str, Link], report: Report) -> list[dict[str, Any]]:
-    """A row for each point, and the limits of the longest sequence."""
+def measured(benchmark: str, options: argparse.Namespace) -> list[Point]:
+    """Every variant in a process of its own; what has no point is not installed, or of no use on the device."""
+    points = []
+    for name in options.variants:
+        lines = in_process(benchmark, name, check=False)
+        ends = [line["ended"] for line in lines if "ended" in line]
+        points += [Point(**line) for line in lines if "ended" not in line]
+        have = {one.sequence for one in points if one.variant == name}
+        lost = [sequence for sequence in options.sequences if sequence not in have] if ends else []
+        points += [Point(name, sequence, f"the process ended with status {ends[0]}") for sequence in lost]
+    return points
+
+
+def rows_of(points: list[Point], bases: Mapping[str, str]) -> list[dict[str, Any]]:
+    """A row for each point, beside the variant that computes the same without; shows them."""
     rows = []
-    by_place = {(point.variant, point.sequence): point for point in points if point.failure is None}
+    by_place = {(point.variant, point.sequence): point for point in points if point.step_seconds and not point.failure}
     for point in points:
-        row: dict[str, Any] = {"variant": point.variant, "sequence": point.sequence, "failure": point.failure}
-        if point.failure is None:
+        row: dict[str, Any] = {"variant": point.variant, "tokens": point.sequence}
+        if (point.variant, point.sequence) not in by_place:
+            rows.append(row | {"failure": point.failure or "no steps"})
+            continue
+        row |= {
+            "peak GiB": point.peak_bytes / GIB,
+            "step s": Spread.of(point.step_seconds),
+            "host GiB": point.host_bytes / GIB,
+        }
+        base = by_place.get((bases[point.variant], point.sequence), point)
+        if base is not point:
+            seconds, alone = median(point.step_seconds), median(base.step_seconds)
             row |= {
-                "peak_bytes": point.peak_bytes,
-                "host_bytes": point.host_bytes,
-                "step_seconds": asdict(Spread(point.seconds, *_extremes(point))),
+                "of its base": point.peak_bytes / base.peak_bytes,
+                "time of it": seconds / alone,
+                "exposed s": seconds - alone,
+                "same losses": point.losses == base.losses,
             }
-            base = by_place.get((VARIANTS[point.variant].base, point.sequence))
-            if base is not None and base is not point:
-                row["exposed_seconds"] = point.seconds - base.seconds
-                row["same_losses"] = point.losses == base.losses
-            if base is not None and point.bytes_out and links[point.variant].out:
-                row |= _link_use(point, base, links[point.variant])
+            if point.bytes_out and point.link_out:
+                forward, backward, rest = map(median, base.part_seconds)
+                link = point.link_out, point.link_back
+                floor = floor_seconds(forward, backward, point.bytes_out, *link) + rest
+                row |= {
+                    "out GB/s": point.bytes_out / median(point.part_seconds[0]) / 1e9,
+                    "in GB/s": point.bytes_in / median(point.part_seconds[1]) / 1e9,
+                    "over floor": seconds / floor,
+                }
         rows.append(row)
-    _set_limits(rows, report)
+    show("Median (least .. most) of the steps; the base computes the same without", rows)
     return rows
 
 
-def _extremes(point: Point) -> tuple[float, float]:
-    parts = zip(point.forward_seconds, point.backward_seconds, point.optimizer_seconds, strict=True)
-    steps = [sum(part) for part in parts]
-    return min(steps), max(steps)
-
-
-def _link_use(point: Point, base: Point, link: Link) -> dict[str, float]:
-    forward, backward = median(base.forward_seconds), median(base.backward_seconds)
-    floor = max(forward, point.bytes_out / link.out) + max(backward, point.bytes_in / link.back)
-    floor += median(base.optimizer_seconds)
-    return {
-        "out_bytes_per_second": point.bytes_out / median(point.forward_seconds),
-        "in_bytes_per_second": point.bytes_in / median(point.backward_seconds),
-        "out_of_probe": point.bytes_out / median(point.forward_seconds) / link.out,
-        "in_of_probe": point.bytes_in / median(point.backward_seconds) / link.back,
-        "floor_seconds": floor,
-        "over_floor": point.seconds / floor,
-    }
-
-
-def _set_limits(rows: list[dict[str, Any]], report: Report) -> None:
-    longest = max(row["sequence"] for row in rows)
-    rows = [row for row in rows if row["sequence"] == longest and row["failure"] is None]
-    for ours in (row for row in rows if VARIANTS[row["variant"]].ours):
-        name = f"{ours['variant']}, {longest} tokens"
-        if "over_floor" in ours:
-            report.at_most(f"{name}: step over the floor", ours["over_floor"], 1.05)
-        better = [
-            row["variant"]
-            for row in rows
-            if not VARIANTS[row["variant"]].ours
-            and VARIANTS[row["variant"]].is_compiled is VARIANTS[ours["variant"]].is_compiled
-            and row["peak_bytes"] < ours["peak_bytes"]
-            and row["step_seconds"]["median"] < ours["step_seconds"]["median"]
-        ]
-        report.at_most(f"{name}: others with less memory and less time", len(better), 0)
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    shown = table("variant", "tokens", "peak GiB", "step s", "exposed s", "out GB/s", "in GB/s", "host GiB", "floor")
-    for row in rows:
-        if row["failure"] is not None:
-            shown.add_row(row["variant"], f"{row['sequence']:,}", row["failure"][:60])
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
+    points = measured("gpu_train", options)
+    rows = rows_of(points, {name: variant.base for name, variant in VARIANTS.items()})
+    longest = [row for row in rows if row["tokens"] == max(options.sequences) and "failure" not in row]
+    for row in longest:
+        variant, title = VARIANTS[row["variant"]], f"{row['variant']}, {row['tokens']} tokens"
+        if not variant.ours:
             continue
-        shown.add_row(
-            row["variant"],
-            f"{row['sequence']:,}",
-            f"{row['peak_bytes'] / GIB:,.2f}",
-            f"{row['step_seconds']['median']:,.3f}",
-            _number(row, "exposed_seconds", 1),
-            _number(row, "out_bytes_per_second", 1e9),
-            _number(row, "in_bytes_per_second", 1e9),
-            f"{row['host_bytes'] / GIB:,.2f}",
-            _number(row, "over_floor", 1),
-        )
-    console.print(shown)
+        if "over floor" in row:
+            report.at_most(f"{title}: step over the floor", row["over floor"], 1.05)
+        better = [
+            other
+            for other in longest
+            if not (others := VARIANTS[other["variant"]]).ours
+            and others.is_compiled is variant.is_compiled
+            and other["peak GiB"] < row["peak GiB"]
+            and other["step s"].median < row["step s"].median
+        ]
+        report.at_most(f"{title}: others with less memory and less time", len(better), 0)
+    return points, rows
 
 
-def _number(row: dict[str, Any], name: str, unit: float) -> str:
-    return f"{row[name] / unit:,.3f}" if name in row else ""
+def draw(results: Path) -> int:
+    """Draws memory against time beside the results, a panel for each length, where matplotlib is installed."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print("matplotlib is not installed: draw the picture elsewhere, with --draw FILE")
+        return 0
+    rows = [row for row in json.loads(results.read_text())["summary"] if "failure" not in row]
+    lengths = sorted({row["tokens"] for row in rows})
+    figure, grid = plt.subplots(1, max(len(lengths), 1), squeeze=False, figsize=(5 * len(lengths) + 1, 4.5), dpi=160)
+    for panel, length in zip(grid[0], lengths, strict=False):
+        for row in (row for row in rows if row["tokens"] == length):
+            colour = OURS if row["variant"].startswith("ours") else OTHERS
+            place = row["step s"]["median"], row["peak GiB"]
+            panel.plot(*place, "o", color=colour, markersize=7)
+            panel.annotate(row["variant"], place, xytext=(7, 4), textcoords="offset points", color=colour, fontsize=9)
+        panel.set_title(f"sequences of {length:,} tokens", loc="left", fontsize=11)
+        panel.set(xlabel="seconds a step", ylabel="peak of device memory, GiB")
+        panel.set_xlim(left=0)
+        panel.set_ylim(bottom=0)
+        panel.margins(x=0.25, y=0.15)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(results.with_suffix(".png"))
+    plt.close(figure)
+    return 0
 
 
-# -- the command line -------------------------------------------------------------------------------------------------
-
-
-def run(options: argparse.Namespace) -> tuple[list[Point], dict[str, Link]]:
-    """Every variant in a process of its own."""
-    points, links = [], {}
-    for name in options.variants:
-        command = [sys.executable, "-m", "benchmarks.gpu_train", *sys.argv[1:], "--worker", name]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ}, stdout=subprocess.PIPE, text=True, check=False)
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        found = [Point(**line["point"]) for line in lines if "point" in line]
-        for line in lines:
-            if "link" in line:
-                links[name] = Link(**line["link"])
-        if done.returncode != 0:
-            lost = [sequence for sequence in options.sequences if sequence not in {point.sequence for point in found}]
-            why = f"the process ended with status {done.returncode}"
-            found += [Point(name, length, 0, why, 0, 0, [], [], [], [], 0, 0, None) for length in lost]
-        elif not lines:
-            console.print(f"{name}: not installed, or of no use on {options.device}")
-        points += found
-    return points, links
-
-
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(__doc__, layers=16, steps=3)
+def options_of() -> argparse.Namespace:
+    parser = command_line(__doc__, workers=True, variants=VARIANTS, steps=3, warm_up=2)
     parser.add_argument("--device", help="in place of the accelerator; cpu only tries the plumbing, with --quick")
-    parser.add_argument("--sequences", type=positive, nargs="+", help="2048 8192 32768, but with --quick")
-    parser.add_argument("--tokens", type=positive, help="in a batch; 32768, but with --quick")
-    parser.add_argument("--warm-up", type=positive, default=2)
-    known = named(VARIANTS, ";")
-    parser.add_argument("--variants", type=known, default=";".join(VARIANTS), help="with semicolons between")
+    parser.add_argument("--sequences", type=positive, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--tokens", type=positive, default=32768, help="in a batch")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of these results, beside them")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parse(parser, arguments)
-    options.sequences = options.sequences or ([64, 128] if options.quick else [2048, 8192, 32768])
-    options.tokens = options.tokens or (128 if options.quick else 32768)
-    return options
+    return parse(parser, sequences=[64, 128], tokens=128)
 
 
 def main() -> int:
     options = options_of()
     if options.draw is not None:
         return draw(options.draw)
-    if options.device is None:
-        options.device = accelerator_or_message("gpu_train", "--device cpu --quick")
-        if options.device is None:
-            return 2
-    if options.worker is not None:
-        work(options.worker, options)
-        return 0
-    report = Report("gpu_train", options)
-    if options.device.startswith("cuda"):
-        report.environment["device"] = torch.cuda.get_device_name(options.device)
-    points, links = run(options)
-    rows = summarize(points, links, report)
-    show(rows)
-    samples = {"points": [asdict(point) for point in points], "links": {n: asdict(link) for n, link in links.items()}}
-    status = report.finish(samples, rows)
-    draw(options.output or ROOT / "benchmarks" / "results" / "gpu_train.json")
+    status = drive("gpu_train", options, run, work=work)
+    if options.worker is None and options.device is not None:
+        draw(options.output or RESULTS / "gpu_train.json")
     return status
-
-
-def draw(results: Path) -> int:
-    """Writes the picture beside the results, where matplotlib is installed."""
-    try:
-        from benchmarks.points import draw_points
-    except ImportError:
-        console.print("matplotlib is not installed: draw the picture elsewhere, with --draw FILE")
-        return 0
-    draw_points(json.loads(results.read_text())["summary"], results.with_suffix(".png"))
-    return 0
 
 
 if __name__ == "__main__":

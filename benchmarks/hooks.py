@@ -17,18 +17,18 @@ import gc
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import eager_offload as eo
-from benchmarks.common import Report, Spread, console, disk, drive, table
-from benchmarks.options import command_line, listed, parse, positive
+from benchmarks.common import Report, Spread, command_line, drive, listed, parse, ratios, show
 from eager_offload.active import unpack
 from eager_offload.config import parse_size
 from eager_offload.eager import plans
@@ -43,14 +43,14 @@ FOLLOWED_KEPT_ABOVE_PAIR, FOLLOWED, FOLLOWED_SHARE, RECORDED_SHARE = 1.5, 20.0, 
 #: Bytes that one repetition moves at most: fewer calls of large tensors, so that no disk is worn out.
 MOST_BYTES = 2 << 30
 CPU = torch.device("cpu")
+PAIR, SAVE_ON_CPU, KEPT = "pair that detaches", "save_on_cpu", "kept"
+OPERATOR, ALONE = "operator", "operator without hooks"
 
 
-@dataclass
 class Clock:
     """Sums up the thread's time and the wall's over the sections that it runs in."""
 
-    thread: float = 0.0
-    wall: float = 0.0
+    thread = wall = 0.0
 
     def __enter__(self) -> None:
         self._wall = time.perf_counter()
@@ -61,26 +61,19 @@ class Clock:
         self.wall += time.perf_counter() - self._wall
 
 
-@dataclass
-class Costs:
-    """Microseconds a call, one number for each repetition."""
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds a call, of one repetition."""
 
-    pack: list[float] = field(default_factory=list)
-    unpack: list[float] = field(default_factory=list)
-    wall: list[float] = field(default_factory=list)
-
-    def add(self, forward: Clock, backward: Clock, calls: int) -> None:
-        self.pack.append(forward.thread / calls * 1e6)
-        self.unpack.append(backward.thread / calls * 1e6)
-        self.wall.append((forward.wall + backward.wall) / calls * 1e6)
+    variant: str
+    round: int
+    pack: float
+    unpack: float
+    wall: float
 
     @property
-    def total(self) -> list[float]:
-        return [sum(pair) for pair in zip(self.pack, self.unpack, strict=True)]
-
-    def above(self, other: Costs) -> list[float]:
-        """What this costs more than ``other``, repetition by repetition."""
-        return [own - its for own, its in zip(self.total, other.total, strict=True)]
+    def total(self) -> float:
+        return self.pack + self.unpack
 
 
 @dataclass(frozen=True)
@@ -88,28 +81,40 @@ class Candidate:
     """One way to handle saved tensors."""
 
     name: str
-    pack: Callable[[Tensor], object]
-    unpack: Callable[[object], Tensor]
+    pack: Callable[[Tensor], Any]
+    unpack: Callable[[Any], Tensor]
     #: What surrounds the calls of pack, or the forward.
-    context: Callable[[], AbstractContextManager[object]]
-    offload: eo.Offload | None = None
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
     #: Whether anything moves, so that there is something to wait for between the calls.
     moves: bool = False
 
+    def settle(self) -> None:
+        """Lets every transfer that was enqueued end, without a call into what is measured."""
+        runtime = host_runtime()
+        for direction in Direction if self.moves else ():
+            runtime.synchronize(runtime.record(runtime.transfer_stream(CPU, direction)))
 
-def pair() -> Candidate:
-    """The least that a pair of hooks can do: holding the tensor itself would leak, see the library's handles."""
-    pack, unpack_ = lambda tensor: tensor.detach(), lambda tensor: tensor
-    return Candidate("pair that detaches", pack, unpack_, lambda: saved_tensors_hooks(pack, unpack_))
+
+#: Takes a candidate through one batch of calls, timed by a clock for each way.
+Batch: TypeAlias = Callable[[Candidate, Clock, Clock], None]
 
 
-def on_cpu() -> Candidate:
-    hooks = save_on_cpu()
-    return Candidate("save_on_cpu", hooks.pack_hook, hooks.unpack_hook, save_on_cpu)
+def _detach(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def _nothing(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+#: The least that a pair of hooks can do: holding the tensor itself would leak, see the library's handles.
+DETACHING = Candidate(PAIR, _detach, _nothing, partial(saved_tensors_hooks, _detach, _nothing))
+ON_CPU = Candidate(SAVE_ON_CPU, save_on_cpu().pack_hook, save_on_cpu().unpack_hook, save_on_cpu)
+WITHOUT = Candidate(ALONE, _detach, _nothing)
 
 
 def ours(name: str, offload: eo.Offload, *, moves: bool) -> Candidate:
-    return Candidate(name, offload._hooks.pack, unpack, lambda: offload, offload, moves)
+    return Candidate(name, offload._hooks.pack, unpack, lambda: offload, moves)
 
 
 @contextmanager
@@ -123,137 +128,127 @@ def recorded(offload: eo.Offload) -> Iterator[None]:
         plans._DECIDE_AGAIN = before
 
 
-def quiesce() -> None:
-    """Lets every transfer that was enqueued end, without a call into what is measured."""
-    runtime = host_runtime()
-    for direction in Direction:
-        runtime.synchronize(runtime.record(runtime.transfer_stream(CPU, direction)))
+def chunks(options: argparse.Namespace) -> Iterator[range]:
+    starts = range(0, options.live, options.chunk)
+    return (range(start, min(start + options.chunk, options.live)) for start in starts)
 
 
-def chunks(count: int, chunk: int) -> Iterator[range]:
-    return (range(start, min(start + chunk, count)) for start in range(0, count, chunk))
-
-
-def call_directly(candidate: Candidate, tensors: list[Tensor], chunk: int, forward: Clock, backward: Clock) -> None:
+def call_directly(make: Callable[[], list[Tensor]], options: argparse.Namespace) -> Batch:
     """Packs all tensors, then unpacks them in reverse and lets go of each handle and each tensor at once."""
-    handles: list[object] = []
-    context = candidate.context() if candidate.offload is not None else nullcontext()
-    context.__enter__()
-    for part in chunks(len(tensors), chunk):
+
+    def run(candidate: Candidate, forward: Clock, backward: Clock) -> None:
+        tensors, handles = make(), list[Any]()
+        # Hooks that are called by hand are not entered; an offload is, for what it does at the end of a forward.
+        context = candidate.context() if candidate.unpack is unpack else nullcontext()
+        context.__enter__()
+        for part in chunks(options):
+            with forward:
+                for index in part:
+                    handles.append(candidate.pack(tensors[index]))
+            candidate.settle()
         with forward:
-            for index in part:
-                handles.append(candidate.pack(tensors[index]))
-        wait_if_needed(candidate)
-    with forward:
-        context.__exit__(None, None, None)
-    tensors.clear()
-    wait_if_needed(candidate)
-    for part in chunks(len(handles), chunk):
-        with backward:
-            for _ in part:
-                candidate.unpack(handles.pop())
-        wait_if_needed(candidate)
+            context.__exit__(None, None, None)
+        tensors.clear()
+        candidate.settle()
+        for part in chunks(options):
+            with backward:
+                for _ in part:
+                    candidate.unpack(handles.pop())
+            candidate.settle()
+
+    return run
 
 
-def run_operator(candidate: Candidate, leaf: Tensor, live: int, chunk: int, forward: Clock, backward: Clock) -> None:
-    """Forward and backward of ``live`` operators that save one tensor each."""
-    outputs: list[Tensor] = []
-    gradient = torch.ones_like(leaf)
-    context = candidate.context()
-    context.__enter__()
-    for part in chunks(live, chunk):
-        with forward:
-            for _ in part:
-                outputs.append(leaf.exp().neg())  # which saves nothing, so that nothing else holds what exp has saved
-        wait_if_needed(candidate)
-    with forward:
-        context.__exit__(None, None, None)
-    wait_if_needed(candidate)
-    for part in chunks(live, chunk):
-        with backward:
-            for _ in part:
-                torch.autograd.backward(outputs.pop(), gradient)
-        wait_if_needed(candidate)
-    leaf.grad = None
-
-
-def wait_if_needed(candidate: Candidate) -> None:
-    if candidate.moves:
-        quiesce()
-
-
-def repeat(
-    candidates: Sequence[Candidate],
-    make: Callable[[Candidate], list[Tensor]],
-    calls: int,
-    options: argparse.Namespace,
-) -> list[Costs]:
-    """Calls the hooks of all candidates in turn, ``options.repeats`` times."""
-    costs = [Costs() for _ in candidates]
-    for number in range(-1, options.repeats):  # the first is for warming up
-        for candidate, cost in zip(candidates, costs, strict=True):
-            forward, backward = Clock(), Clock()
-            gc.collect()
-            for _ in range(batches := -(-calls // options.live)):
-                call_directly(candidate, make(candidate), options.chunk, forward, backward)
-            if number >= 0:
-                cost.add(forward, backward, batches * options.live)
-    return costs
-
-
-def repeat_operator(
-    candidates: Sequence[Candidate], nbytes: int, calls: int, options: argparse.Namespace
-) -> list[Costs]:
-    costs = [Costs() for _ in candidates]
+def run_operator(nbytes: int, options: argparse.Namespace) -> Batch:
+    """Forward and backward of operators that save one tensor each."""
     leaf = torch.zeros(nbytes // 4).requires_grad_()
-    for number in range(-1, options.repeats):
-        for candidate, cost in zip(candidates, costs, strict=True):
+    gradient = torch.ones_like(leaf)
+
+    def run(candidate: Candidate, forward: Clock, backward: Clock) -> None:
+        outputs: list[Tensor] = []
+        context = candidate.context()
+        context.__enter__()
+        for part in chunks(options):
+            with forward:
+                for _ in part:
+                    outputs.append(
+                        leaf.exp().neg()
+                    )  # which saves nothing, so that nothing else holds what exp has saved
+            candidate.settle()
+        with forward:
+            context.__exit__(None, None, None)
+        candidate.settle()
+        for part in chunks(options):
+            with backward:
+                for _ in part:
+                    torch.autograd.backward(outputs.pop(), gradient)
+            candidate.settle()
+        leaf.grad = None
+
+    return run
+
+
+def repeat(batch: Batch, calls: int, options: argparse.Namespace, *candidates: Candidate) -> list[Cost]:
+    """Has all candidates take turns, ``options.repeats`` times."""
+    costs = []
+    for number in range(-1, options.repeats):  # the first is for warming up
+        for candidate in candidates:
             forward, backward = Clock(), Clock()
             gc.collect()
             for _ in range(batches := -(-calls // options.live)):
-                run_operator(candidate, leaf, options.live, options.chunk, forward, backward)
+                batch(candidate, forward, backward)
+            unit = batches * options.live / 1e6
+            times = (forward.thread / unit, backward.thread / unit, (forward.wall + backward.wall) / unit)
             if number >= 0:
-                cost.add(forward, backward, batches * options.live)
+                costs.append(Cost(candidate.name, number, *times))
     return costs
 
 
-def measure_kept(report: Report, options: argparse.Namespace) -> dict[str, dict[str, Costs]]:
+def spread(costs: list[Cost], name: str, above: str | None = None, what: str = "total") -> Spread:
+    """Of one candidate, or what it costs more than another, repetition by repetition."""
+    own, base = ({one.round: getattr(one, what) for one in costs if one.variant == who} for who in (name, above))
+    return Spread.of(cost - base.get(number, 0.0) for number, cost in own.items())
+
+
+def measure_kept(report: Report, options: argparse.Namespace) -> dict[str, list[Cost]]:
     """Tensors that stay: too small, a parameter, and the view of one that ``nn.Linear`` saves."""
     offload = eo.Offload(tier="disk", disk_path=options.disk_path, min_bytes="1MiB")
+    following = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_plans=True)
+    kept, followed = (ours(KEPT, one, moves=False) for one in (offload, following))
     linear = torch.nn.Linear(64, 64)
-    small = torch.ones(64, 64).requires_grad_() * 1
-    what: dict[str, Tensor] = {"small": small, "parameter": linear.weight, "weight.t()": linear.weight.t()}
-    found: dict[str, dict[str, Costs]] = {}
-    for name, tensor in what.items():
-        candidates = [pair(), on_cpu(), ours("kept", offload, moves=False)]
-        costs = repeat(candidates, lambda _, saved=tensor: [saved] * options.live, options.calls, options)
-        found[name] = {candidate.name: cost for candidate, cost in zip(candidates, costs, strict=True)}
-    found["parameter, in a step that is followed"] = measure_kept_and_followed(linear.weight, options)
-    none = Candidate("no hooks", Tensor.detach, lambda tensor: tensor, nullcontext)
-    candidates = [none, pair(), on_cpu(), ours("kept", offload, moves=False)]
-    costs = repeat_operator(candidates, 4096, options.calls, options)
-    found["through an operator"] = {c.name: cost for c, cost in zip(candidates, costs, strict=True)}
-    moved = offload.stats(synchronize=True).offloaded_bytes
-    assert moved == 0, "these were to stay"
-    for name, costs_of in found.items():
-        above = Spread.of(costs_of["kept"].above(costs_of["pair that detaches"]))
+    what = {
+        "small": torch.ones(64, 64).requires_grad_() * 1,
+        "parameter": linear.weight,
+        "weight.t()": linear.weight.t(),
+    }
+    found = {
+        name: repeat(
+            call_directly(lambda saved=tensor: [saved] * options.live, options),
+            options.calls,
+            options,
+            DETACHING,
+            ON_CPU,
+            kept,
+        )
+        for name, tensor in what.items()
+    }
+
+    def one_leaves() -> list[Tensor]:  # as the first tensor does in a forward that follows a plan
+        return [*fresh_tensors(4096, 1), *[linear.weight] * (options.live - 1)]
+
+    found["parameter, in a step that is followed"] = repeat(
+        call_directly(one_leaves, options), options.calls, options, DETACHING, followed
+    )
+    check_followed(following)
+    following.close()
+    found["through an operator"] = repeat(
+        run_operator(4096, options), options.calls, options, WITHOUT, DETACHING, ON_CPU, kept
+    )
+    assert offload.stats(synchronize=True).offloaded_bytes == 0, "these were to stay"
+    for name, costs in found.items():
         most = FOLLOWED_KEPT_ABOVE_PAIR if "followed" in name else KEPT_ABOVE_PAIR
-        report.at_most(f"kept, {name}: us above the pair", above.median, most)
+        report.at_most(f"kept, {name}: us above the pair", spread(costs, KEPT, PAIR).median, most)
     return found
-
-
-def measure_kept_and_followed(stays: Tensor, options: argparse.Namespace) -> dict[str, Costs]:
-    """Tensors that stay in a forward that follows a plan, as it does where its first tensor leaves."""
-    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_plans=True)
-    candidates = [pair(), ours("kept", offload, moves=False)]
-
-    def make(_: Candidate) -> list[Tensor]:
-        return [*fresh_tensors(4096, 1), *[stays] * (options.live - 1)]
-
-    costs = repeat(candidates, make, options.calls, options)
-    check_followed(offload)
-    offload.close()
-    return {candidate.name: cost for candidate, cost in zip(candidates, costs, strict=True)}
 
 
 def check_followed(offload: eo.Offload) -> None:
@@ -269,117 +264,85 @@ def fresh_tensors(nbytes: int, live: int) -> list[Tensor]:
     return [leaf * 1 for _ in range(live)]
 
 
-def measure_offloaded(report: Report, tier: str, size: str, options: argparse.Namespace) -> dict[str, Costs]:
+def measure_offloaded(report: Report, tier: str, size: str, options: argparse.Namespace) -> list[Cost]:
     nbytes = parse_size(size)
-    window = max(nbytes * options.live, 1 << 20)
     fields = {
         "tier": tier,
         "disk_path": options.disk_path if tier == "disk" else None,
         "min_bytes": 0,
         "keep_last_bytes": 0,
-        "max_inflight_bytes": window,
+        "max_inflight_bytes": max(nbytes * options.live, 1 << 20),
         "prefetch_bytes": nbytes * options.live // 4,
     }
     offload, following, recording = (eo.Offload(fields, step_plans=how) for how in (False, True, True))
     calls = max(min(options.calls, MOST_BYTES // nbytes), options.live)
-    candidate, followed = (ours("offloaded", one, moves=True) for one in (offload, following))
+    anew, followed = ours("offloaded", offload, moves=True), ours("followed", following, moves=True)
     noted = replace(ours("recorded", recording, moves=True), context=partial(recorded, recording))
-    direct, least, planned, written = repeat(
-        [candidate, pair(), followed, noted], lambda _: fresh_tensors(nbytes, options.live), calls, options
-    )
+    direct = call_directly(lambda: fresh_tensors(nbytes, options.live), options)
+    costs = repeat(direct, calls, options, anew, DETACHING, followed, noted)
     check_followed(following)
     following.close()
     recording.close()
-    none = Candidate("no hooks", Tensor.detach, lambda tensor: tensor, nullcontext)
-    operator, alone = repeat_operator([candidate, none], nbytes, min(calls, options.calls // 4), options)
+    operator = replace(anew, name=OPERATOR)
+    costs += repeat(run_operator(nbytes, options), min(calls, options.calls // 4), options, operator, WITHOUT)
     stats = offload.stats(synchronize=True)
     eligible = stats.saved_bytes - stats.kept_bytes.get("small", 0)
     if stats.offloaded_bytes < 0.99 * eligible or stats.demotions:
         raise SystemExit(f"benchmarks.hooks: not everything was offloaded, so there is nothing to measure\n{stats}")
     offload.close()
-    report.at_most(f"offloaded, {tier}, {size}: us", Spread.of(direct.total).median, OFFLOADED)
-    report.at_most(f"followed, {tier}, {size}: us", Spread.of(planned.total).median, FOLLOWED)
-    report.at_most(f"followed of anew, {tier}, {size}", share(planned, direct), FOLLOWED_SHARE)
-    report.at_most(f"recorded of anew, {tier}, {size}", share(written, direct), RECORDED_SHARE)
-    return {
-        "direct": direct,
-        "followed": planned,
-        "recorded": written,
-        "pair that detaches": least,
-        "operator": operator,
-        "operator without hooks": alone,
-    }
-
-
-def share(costs: Costs, others: Costs) -> float:
-    """The part that ``costs`` are of the others, the median over the repetitions."""
-    return Spread.of([one / other for one, other in zip(costs.total, others.total, strict=True)]).median
-
-
-def show_kept(found: dict[str, dict[str, Costs]]) -> None:
-    shown = table("kept: microseconds a call", "median (least .. most)", "above the pair")
-    for what, costs_of in found.items():
-        base = costs_of["pair that detaches"]
-        for name, costs in costs_of.items():
-            above = "" if costs is base else Spread.of(costs.above(base)).show(2)
-            shown.add_row(f"{what}: {name}", Spread.of(costs.total).show(2), above)
-    console.print(shown)
-
-
-def show_offloaded(found: dict[str, dict[str, Costs]]) -> None:
-    headers = ("pack", "unpack", "both: median (least .. most)", "followed", "recorded", "wall", "pair", "operator")
-    shown = table("offloaded: microseconds a call", *headers)
-    for what, costs_of in found.items():
-        direct = costs_of["direct"]
-        shown.add_row(
-            what,
-            f"{Spread.of(direct.pack).median:.2f}",
-            f"{Spread.of(direct.unpack).median:.2f}",
-            Spread.of(direct.total).show(2),
-            Spread.of(costs_of["followed"].total).show(2),
-            f"{Spread.of(costs_of['recorded'].total).median:.2f}",
-            f"{Spread.of(direct.wall).median:.2f}",
-            f"{Spread.of(costs_of['pair that detaches'].total).median:.2f}",
-            f"{Spread.of(costs_of['operator'].above(costs_of['operator without hooks'])).median:.2f}",
-        )
-    console.print(shown)
-
-
-def prepare(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)  # the caller's own thread is what is measured
-    warnings.filterwarnings("ignore", message=".*copies within host memory.*")
+    report.at_most(f"offloaded, {tier}, {size}: us", spread(costs, "offloaded").median, OFFLOADED)
+    report.at_most(f"followed, {tier}, {size}: us", spread(costs, "followed").median, FOLLOWED)
+    for name, most in (("followed", FOLLOWED_SHARE), ("recorded", RECORDED_SHARE)):
+        share = Spread.of(ratios(costs, "total", name, "offloaded")).median
+        report.at_most(f"{name} of anew, {tier}, {size}", share, most)
+    return costs
 
 
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
-    if "disk" in options.tiers:
-        report.environment["disk"] = disk(options.disk_path)
+    torch.set_num_threads(1)  # the caller's own thread is what is measured
+    warnings.filterwarnings("ignore", message=".*copies within host memory.*")
     kept = measure_kept(report, options)
-    show_kept(kept)
-    offloaded = {
-        f"{tier}, {size}": measure_offloaded(report, tier, size, options)
-        for tier in options.tiers
-        for size in options.sizes
-    }
-    show_offloaded(offloaded)
+    rows = (
+        {"": f"{what}: {name}", "a call": spread(costs, name), "above the pair": spread(costs, name, PAIR)}
+        for what, costs in kept.items()
+        for name in dict.fromkeys(one.variant for one in costs)
+    )
+    show("Kept: microseconds a call", rows)
+    places = [(tier, size) for tier in options.tiers for size in options.sizes]
+    offloaded = {f"{tier}, {size}": measure_offloaded(report, tier, size, options) for tier, size in places}
+    rows = (
+        {
+            "": what,
+            "pack": spread(costs, "offloaded", what="pack").median,
+            "unpack": spread(costs, "offloaded", what="unpack").median,
+            "both": spread(costs, "offloaded"),
+            "followed": spread(costs, "followed"),
+            "recorded": spread(costs, "recorded").median,
+            "wall": spread(costs, "offloaded", what="wall").median,
+            "pair": spread(costs, PAIR).median,
+            "operator": spread(costs, OPERATOR, ALONE).median,
+        }
+        for what, costs in offloaded.items()
+    )
+    show("Offloaded: microseconds a call", rows)
+    groups = {"kept": kept, "offloaded": offloaded}
     summary = {
         group: {
-            what: {name: Spread.of(costs.total) for name, costs in costs_of.items()} for what, costs_of in found.items()
+            what: {name: spread(costs, name) for name in dict.fromkeys(one.variant for one in costs)}
+            for what, costs in found.items()
         }
-        for group, found in (("kept", kept), ("offloaded", offloaded))
+        for group, found in groups.items()
     }
-    return {"unit": "microseconds a call", "kept": kept, "offloaded": offloaded}, summary
+    return {"unit": "microseconds a call", **groups}, summary
 
 
 def options_of() -> argparse.Namespace:
-    parser = command_line(__doc__)
-    parser.add_argument("--calls", type=positive, default=20_480, help="pack and unpack pairs in a repetition")
-    parser.add_argument("--repeats", type=positive, default=7)
-    parser.add_argument("--live", type=positive, default=256, help="handles that are alive at once")
-    parser.add_argument("--chunk", type=positive, default=16, help="calls between pauses for the transfers")
+    # Pairs of pack and unpack in a repetition; handles that are alive at once; calls between pauses for the transfers.
+    parser = command_line(__doc__, calls=20_480, repeats=7, live=256, chunk=16)
     parser.add_argument("--tiers", type=listed(str), default="host,disk")
     parser.add_argument("--sizes", type=listed(str), default="4KiB,64KiB,1MiB")
     return parse(parser, calls=1024, repeats=3)
 
 
 if __name__ == "__main__":
-    sys.exit(drive("hooks", options_of(), run, prepare=prepare))
+    sys.exit(drive("hooks", options_of(), run, on_disk=True))

@@ -16,21 +16,19 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 import torch
 from torch import Tensor
 
 import eager_offload as eo
-from benchmarks.common import Report, console, drive, table
-from benchmarks.options import command_line, parse
-from eager_offload.config import parse_size
+from benchmarks.common import Report, command_line, drive, parse, show, turns
+from benchmarks.training import language_model as make_model
+from benchmarks.training import text, windows
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.simulation.timeline import Timeline
-
-from lm.data import batches, read_text
-from lm.model import LanguageModel
 
 STEPS = 6
 #: Numbers of the steps that are compared: with ``"auto"`` a plan is followed once three steps were alike.
@@ -87,9 +85,8 @@ def towers(options: argparse.Namespace) -> Callable[[], Graphs]:
 
 
 def language_model(options: argparse.Namespace, *, hold: bool) -> Callable[[], Graphs]:
-    torch.manual_seed(0)
-    model = LanguageModel(options.layers, options.width, 4, options.sequence, checkpointing=False)
-    batch = batches(read_text(), count=1, batch=4, sequence=options.sequence, seed=0)[0]
+    model = make_model(options)
+    (batch,) = text(options, seed=0)
     held: list[Tensor] = []
     if hold:
         for module in model.modules():
@@ -113,16 +110,14 @@ PROGRAMS: dict[str, Callable[[argparse.Namespace], Callable[[], Graphs]]] = {
 @contextmanager
 def device(name: str, options: argparse.Namespace) -> Iterator[tuple[eo.Offload, SimulatedRuntime | None]]:
     """An ``Offload`` on one of the two devices."""
-    window = parse_size(options.window)
-    fields = {"min_bytes": options.min_bytes, "max_inflight_bytes": window, "prefetch_bytes": window}
     if name == "CPU":
-        offload = eo.Offload(tier="disk", disk_path=options.disk_path, **fields)
+        offload = eo.Offload(**windows(options))
         yield offload, None
         offload.close()
         return
     runtime = SimulatedRuntime(compute_rate=COMPUTE, out_bandwidth=LINK, in_bandwidth=LINK)
     with runtime.checked() as checker:
-        offload = eo.Offload(runtime=runtime, tier="host", **fields)
+        offload = eo.Offload(runtime=runtime, **windows(options, "host"))
         yield offload, runtime
         offload.close()
     checker.assert_clean()
@@ -155,42 +150,38 @@ def run(program: str, where: str, number: int, options: argparse.Namespace) -> l
 
 
 def measure(report: Report, options: argparse.Namespace) -> tuple[object, object]:
+    places = [(where, program) for where in ("simulated", "CPU") for program in PROGRAMS]
     steps = [
         step
-        for number in range(options.rounds)
-        for where in ("simulated", "CPU")
-        for program in PROGRAMS
+        for number, (where, program), _ in turns(options.rounds, places)
         for step in run(program, where, number, options)
     ]
-    headings = [f"{name}, {step}" if step == "first" else step for _, name, _ in MEASURES for step in COMPARED]
-    shown = table("program, device", *headings)
-    for where in ("simulated", "CPU"):
-        for program in PROGRAMS:
-            compared = [
-                [step for step in steps if (step.program, step.device, step.number) == (program, where, number)]
-                for number in COMPARED.values()
-            ]
-            following = [sum(step.followed for step in some) for some in compared]
-            report.at_most(
-                f"{program}, {where}: first and learnt steps that follow a plan", following[0] + following[1], 0
-            )
-            report.at_least(f"{program}, {where}: last steps that follow one", following[2], options.rounds)
-            cells: list[str] = []
-            for what, name, scale in MEASURES:
-                first, learnt, followed = (median(getattr(step, what) for step in some) * scale for some in compared)
-                cells += [f"{value:,.2f}" for value in (first, learnt, followed)]
-                if where == "simulated":
-                    more, most = round(followed - learnt, 6), f"{program}: {name} of the"
-                    report.at_most(f"{most} followed step, above the learnt", more, 0)
-                    if what != "resident_bytes_peak":
-                        report.at_most(f"{most} learnt step, above the first", round(learnt - first, 6), 0)
-            shown.add_row(f"{program}, {where}", *cells)
-    console.print(shown)
-    return [asdict(step) for step in steps], {}
+    rows = []
+    for where, program in places:
+        own = [step for step in steps if (step.program, step.device) == (program, where)]
+        first, learnt, followed = ([step for step in own if step.number == number] for number in COMPARED.values())
+        title = f"{program}, {where}"
+        early = sum(step.followed for step in (*first, *learnt))
+        report.at_most(f"{title}: first and learnt steps that follow a plan", early, 0)
+        report.at_least(f"{title}: last steps that follow one", sum(step.followed for step in followed), options.rounds)
+        row: dict[str, object] = {"program, device": title}
+        for what, name, scale in MEASURES:
+            values = [median(getattr(step, what) for step in some) * scale for some in (first, learnt, followed)]
+            row |= {f"{name}, {when}": value for when, value in zip(COMPARED, values, strict=True)}
+            more_learnt, more_followed = (round(two - one, 6) for one, two in pairwise(values))
+            if where == "simulated":
+                report.at_most(f"{program}: {name} of the followed step, above the learnt", more_followed, 0)
+                if what != "resident_bytes_peak":
+                    report.at_most(f"{program}: {name} of the learnt step, above the first", more_learnt, 0)
+        rows.append(row)
+    show("Medians", rows)
+    return steps, rows
 
 
 def options_of() -> argparse.Namespace:
-    parser = command_line(__doc__, rounds=5, layers=6, width=256, sequence=256, window="8MiB", min_bytes="256KiB")
+    parser = command_line(
+        __doc__, rounds=5, layers=6, width=256, heads=4, sequence=256, batch=4, window="8MiB", min_bytes="256KiB"
+    )
     return parse(parser, rounds=1)
 
 

@@ -14,7 +14,7 @@ import gc
 import sys
 import warnings
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, console, disk, drive, table
-from benchmarks.options import MODEL, command_line, listed, parse
-from benchmarks.training import hash_gradients, language_model, one_batch, windows
+from benchmarks.common import MIB, MODEL, Report, command_line, drive, listed, parse, show
+from benchmarks.training import hash_gradients, language_model, text, windows
 
 #: The least part of the offloaded bytes that has to be freed, and the most room that they may take.
 FREED, HELD = 0.99, 1.05
@@ -89,7 +88,7 @@ class Found:
 def measure(tier: str | None, options: argparse.Namespace) -> Found:
     """One forward and backward of a new model."""
     model = language_model(options)
-    data = one_batch(options)
+    (data,) = text(options)
     offload = eo.Offload(**windows(options, tier)) if tier is not None else None
     census = StorageCensus()
     with census, offload or nullcontext():
@@ -155,31 +154,28 @@ def judge(report: Report, none: Found, found: Found) -> dict[str, float]:
     return {**parts, "held / moved": held}
 
 
-def show(results: list[Found]) -> None:
-    shown = table("MiB", *(found.tier for found in results))
-    for name, title in (
-        ("live_at_once", "live right after forward"),
-        ("live_settled", "live once transfers are over"),
-        ("offloaded_settled", "offloaded (of tensors as saved)"),
-        ("moved_settled", "moved (of storages)"),
-        ("inflight_at_once", "in flight right after forward"),
-        ("resident_settled", "newest, resident"),
-        ("used_by_tier", "in slots"),
-        ("held_by_tier", "held by the tier"),
-        ("live_at_end", "live after backward"),
-    ):
-        shown.add_row(title, *(f"{getattr(found, name) / MIB:,.1f}" for found in results))
-    console.print(shown)
-
-
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     warnings.filterwarnings("ignore", message=".*copies within host memory.*")
-    if "disk" in options.tiers:
-        report.environment["disk"] = disk(options.disk_path)
     none, *results = [measure(tier, options) for tier in (None, *options.tiers)]
     summary = {found.tier: judge(report, none, found) for found in results}
-    show([none, *results])
-    return [asdict(found) for found in (none, *results)], summary
+    titles = {
+        "live_at_once": "live right after forward",
+        "live_settled": "live once transfers are over",
+        "offloaded_settled": "offloaded (of tensors as saved)",
+        "moved_settled": "moved (of storages)",
+        "inflight_at_once": "in flight right after forward",
+        "resident_settled": "newest, resident",
+        "used_by_tier": "in slots",
+        "held_by_tier": "held by the tier",
+        "live_at_end": "live after backward",
+    }
+    columns = (none, *results)
+    rows = (
+        {"MiB": title, **{found.tier: getattr(found, name) / MIB for found in columns}}
+        for name, title in titles.items()
+    )
+    show("Where the bytes are", rows)
+    return columns, summary
 
 
 def options_of() -> argparse.Namespace:
@@ -189,4 +185,4 @@ def options_of() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(drive("memory", options_of(), run))
+    sys.exit(drive("memory", options_of(), run, on_disk=True))

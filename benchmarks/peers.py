@@ -17,9 +17,9 @@ from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import eager_offload as eo
-from benchmarks.llama import Run
+from benchmarks.models import Run
 
-__all__ = ["VARIANTS", "Method", "Variant"]
+__all__ = ["VARIANTS", "Method", "Variant", "checkpointed", "plain"]
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Variant:
         return self.base.startswith("compiled")
 
 
-def _plain(block: nn.Module, x: Tensor) -> Tensor:
+def plain(block: nn.Module, x: Tensor) -> Tensor:
     return block(x)
 
 
-def _checkpointed(block: nn.Module, x: Tensor) -> Tensor:
+def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(block, x, use_reentrant=False)
 
 
@@ -78,7 +78,7 @@ def _without(run: Run) -> Callable[[torch.device], Method]:
 
 def _save_on_cpu(device: torch.device) -> Method:
     pin_memory = device.type != "cpu"
-    return Method(_plain, lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin_memory))
+    return Method(plain, lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin_memory))
 
 
 def _ours(run: Run) -> Callable[[torch.device], Method]:
@@ -99,7 +99,7 @@ def _activations(module: str) -> Callable[[torch.device], Method | None]:
             kind = importlib.import_module(module).OffloadActivations
         except (ImportError, AttributeError):
             return None
-        return Method(_plain, kind)
+        return Method(plain, kind)
 
     return make
 
@@ -132,30 +132,30 @@ class _MarkAll(CustomGraphPass):
 
 def _torch_offloads(device: torch.device) -> Method | None:
     """Torch's own offloading in compiled code."""
-    method = _compiled(_plain, enable_activation_offloading=True, activation_offload_separate_stream=True)(device)
+    method = _compiled(plain, enable_activation_offloading=True, activation_offload_separate_stream=True)(device)
     if method is None:
         return None
     options = {"joint_custom_post_pass": _MarkAll()}
-    return Method(_plain, nullcontext, compiled=lambda model: torch.compile(model, dynamic=False, options=options))
+    return Method(plain, nullcontext, compiled=lambda model: torch.compile(model, dynamic=False, options=options))
 
 
 def _ours_compiled(device: torch.device) -> Method:
     offload = eo.Offload()
-    return Method(_plain, nullcontext, offload, lambda model: offload.compile(model, dynamic=False))
+    return Method(plain, nullcontext, offload, lambda model: offload.compile(model, dynamic=False))
 
 
 VARIANTS = {
-    "none": Variant(_without(_plain)),
+    "none": Variant(_without(plain)),
     "save_on_cpu": Variant(_save_on_cpu),
-    "checkpointing": Variant(_without(_checkpointed), base="checkpointing"),
+    "checkpointing": Variant(_without(checkpointed), base="checkpointing"),
     "selective checkpointing": Variant(_without(_selectively), base="selective checkpointing"),
-    "ours": Variant(_ours(_plain), ours=True),
-    "ours + checkpointing": Variant(_ours(_checkpointed), base="checkpointing", ours=True),
+    "ours": Variant(_ours(plain), ours=True),
+    "ours + checkpointing": Variant(_ours(checkpointed), base="checkpointing", ours=True),
     "torchtune": Variant(_activations("torchtune.training")),
-    "compiled": Variant(_compiled(_plain), base="compiled"),
+    "compiled": Variant(_compiled(plain), base="compiled"),
     "compiled, ours": Variant(_ours_compiled, base="compiled", ours=True),
     "compiled, torch's own pass": Variant(_torch_offloads, base="compiled"),
-    "compiled, checkpointing": Variant(_compiled(_checkpointed), base="compiled, checkpointing"),
-    "compiled, budget 0.5": Variant(_compiled(_plain, activation_memory_budget=0.5), base="compiled"),
+    "compiled, checkpointing": Variant(_compiled(checkpointed), base="compiled, checkpointing"),
+    "compiled, budget 0.5": Variant(_compiled(plain, activation_memory_budget=0.5), base="compiled"),
     "TRL": Variant(_activations("trl.models.activation_offloading")),
 }

@@ -14,17 +14,16 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
 
 import eager_offload as eo
-from benchmarks.common import Report, Spread, console, drive, table
-from benchmarks.options import command_line, named, parse, positive
+from benchmarks.common import GIB, Report, Spread, command_line, drive, named, parse, show
+from benchmarks.models import Shape, Stack
 from benchmarks.simulation.device import H200, Op, OperatorClock, Scale
-from benchmarks.simulation.model import Shape, Stack
 from benchmarks.simulation.oracle import Program, best_step, watch
 from benchmarks.training import hash_gradients
 from eager_offload.config import parse_size
@@ -32,7 +31,6 @@ from eager_offload.plan.predict import floor_seconds
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.simulation.timeline import Span, Timeline
 
-GIB = 1 << 30
 #: What is simulated, and the tokens of the small model that stands for any of them.
 LARGE = Shape(layers=32, width=4096, hidden=11008, heads=32)
 SMALL_WIDTH, SMALL_TOKENS = 64, 128
@@ -56,7 +54,6 @@ class Wait:
 class Step:
     """One step. Seconds, and bytes of the large model."""
 
-    tokens: int
     number: int
     step_seconds: float
     forward_seconds: float
@@ -103,8 +100,7 @@ class Simulation:
         self.min_bytes = self.small(parse_size(options.min_bytes))
         self.program, self.forward_ops, self.expected_hash = self._look()
         largest = max(self.program.nbytes)
-        window = options.window_tensors * largest if options.window is None else self.small(parse_size(options.window))
-        self.window = int(window)
+        self.window = int(window_of(options, largest, self.scale.nbytes))
 
     def small(self, nbytes: float) -> int:
         """Bytes of the tensors at hand that stand for ``nbytes``."""
@@ -171,7 +167,6 @@ class Simulation:
         stats = offload.stats()
         waits = self._waits(runtime, begun, forward_ops)
         return Step(
-            tokens=self.tokens,
             number=number,
             step_seconds=runtime.default_stream.tail - begun,
             forward_seconds=forward,
@@ -217,87 +212,80 @@ def _on(timeline: Timeline, runtime: SimulatedRuntime) -> list[Span]:
     return [span for span in timeline.spans if span.stream is runtime.default_stream]
 
 
-def judge(report: Report, name: str, simulation: Simulation, steps: list[Step]) -> dict[str, object]:
-    learnt = steps[1:] or steps
-    over_floor = Spread.of([step.over_floor for step in learnt])
-    report.at_most(f"{name}: step over floor", over_floor.median, LIMIT)
-    report.at_most(
-        f"{name}: different gradients", len({simulation.expected_hash, *(s.gradients_hash for s in steps)}), 1
-    )
-    return {
-        "window_bytes": simulation.large(simulation.window),
-        "largest_saved_bytes": simulation.large(max(simulation.program.nbytes)),
-        "saved_bytes": simulation.large(simulation.program.total_bytes),
-        "step over floor": over_floor,
-        "step over floor, first step": steps[0].over_floor,
-        "best over floor": Spread.of([step.best_seconds / step.floor_seconds for step in learnt]),
-        "step over best": Spread.of([step.over_best for step in learnt]),
-    }
-
-
-def show(found: dict[str, list[Step]], summary: dict[str, dict[str, object]]) -> None:
-    shown = table(
-        "tokens", "saved GiB", "window GiB", "compute s", "floor s", "step s", "over floor", "first", "over best"
-    )
-    for name, steps in found.items():
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
+    torch.set_num_threads(1)
+    found: dict[str, list[Step]] = {}
+    summary: dict[str, dict[str, Any]] = {}
+    rows = []
+    for name in options.tokens:
+        simulation = Simulation(SEQUENCES[name], options)
+        expected, steps = simulation.expected_hash, list(simulation.run())
         learnt = steps[1:] or steps
-        figures = summary[name]
-        over_floor, over_best = figures["step over floor"], figures["step over best"]
-        assert isinstance(over_floor, Spread)
-        assert isinstance(over_best, Spread)
-        shown.add_row(
-            name,
-            f"{figures['saved_bytes'] / GIB:,.1f}",  # type: ignore[operator]  # these two are numbers
-            f"{figures['window_bytes'] / GIB:,.2f}",  # type: ignore[operator]  # as the one above
-            f"{median(s.forward_seconds + s.backward_seconds for s in learnt):,.3f}",
-            f"{median(s.floor_seconds for s in learnt):,.3f}",
-            f"{median(s.step_seconds for s in learnt):,.3f}",
-            over_floor.show(),
-            f"{steps[0].over_floor:,.3f}",
-            over_best.show(),
+        over_floor = Spread.of(step.over_floor for step in learnt)
+        report.at_most(f"{name}: step over floor", over_floor.median, LIMIT)
+        report.at_most(f"{name}: different gradients", len({expected, *(step.gradients_hash for step in steps)}), 1)
+        found[name] = steps
+        summary[name] = figures = {
+            "window_bytes": simulation.large(simulation.window),
+            "largest_saved_bytes": simulation.large(max(simulation.program.nbytes)),
+            "saved_bytes": simulation.large(simulation.program.total_bytes),
+            "step over floor": over_floor,
+            "step over floor, first step": steps[0].over_floor,
+            "best over floor": Spread.of(step.best_seconds / step.floor_seconds for step in learnt),
+            "step over best": Spread.of(step.over_best for step in learnt),
+        }
+        rows.append(
+            {
+                "tokens": name,
+                "saved GiB": figures["saved_bytes"] / GIB,
+                "window GiB": figures["window_bytes"] / GIB,
+                "compute s": median(step.forward_seconds + step.backward_seconds for step in learnt),
+                "floor s": median(step.floor_seconds for step in learnt),
+                "step s": median(step.step_seconds for step in learnt),
+                "over floor": over_floor,
+                "first": steps[0].over_floor,
+                "over best": figures["step over best"],
+            }
         )
-    console.print("Medians of all steps but the first; times of the virtual clock")
-    console.print(shown)
+    show("Medians of all steps but the first; times of the virtual clock", rows)
+    for name, steps in found.items() if options.waits else ():
+        show_waits(name, steps[-1])
+    return found, summary
 
 
 def show_waits(name: str, step: Step) -> None:
-    shown = table(f"{name}: the longest waits of compute, last step", "ms", "after ms", "for")
-    for wait in step.longest_waits:
-        shown.add_row(wait.before, f"{1e3 * wait.seconds:,.2f}", f"{1e3 * wait.begin:,.1f}", wait.reason)
-    console.print(shown)
-    console.print(
+    rows = (
+        {"": wait.before, "ms": 1e3 * wait.seconds, "after ms": 1e3 * wait.begin, "for": wait.reason}
+        for wait in step.longest_waits
+    )
+    show(f"{name}: the longest waits of compute, last step", rows)
+    print(
         f"  in all {1e3 * step.stall_seconds:,.1f} ms for transfers; the host waited for "
         f"{1e3 * step.host_wait_seconds:,.1f} ms; {step.bytes_out / GIB:,.1f} GiB out, {step.bytes_in / GIB:,.1f} in, "
         f"{step.wasted_bytes / GIB:,.2f} for nothing"
     )
 
 
-def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
-    found, summary = {}, {}
-    for name in options.tokens:
-        simulation = Simulation(SEQUENCES[name], options)
-        found[name] = list(simulation.run())
-        summary[name] = judge(report, name, simulation, found[name])
-    show(found, summary)
-    if options.waits:
-        for name, steps in found.items():
-            show_waits(name, steps[-1])
-    return {name: [asdict(step) for step in steps] for name, steps in found.items()}, summary
+def window_of(options: argparse.Namespace, largest: float, scale: float = 1.0) -> float:
+    """Both windows, in bytes of tensors that are smaller than the model's by ``scale``."""
+    return options.window_tensors * largest if options.window is None else parse_size(options.window) / scale
+
+
+def parser_of(doc: str | None, **more: Any) -> argparse.ArgumentParser:
+    """What all simulations of the large model take."""
+    parser = command_line(doc, layers=LARGE.layers, steps=5, jitter=0.3, window_tensors=5.0, **more)
+    parser.add_argument("--tokens", type=named(SEQUENCES), default=",".join(SEQUENCES))
+    parser.add_argument("--seed", type=int, default=0, help="of the jitter")
+    parser.add_argument("--window", help="both windows, in bytes in place of largest saved tensors")
+    return parser
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(__doc__, layers=LARGE.layers, min_bytes="1MiB")
-    parser.add_argument("--tokens", type=named(SEQUENCES), default=",".join(SEQUENCES))
-    parser.add_argument("--steps", type=positive, default=5, help="the first knows nothing and is shown apart")
-    parser.add_argument("--jitter", type=float, default=0.3, help="how far operator times vary; a part of them")
-    parser.add_argument("--seed", type=int, default=0, help="of that")
-    parser.add_argument("--window-tensors", type=float, default=5.0, help="all windows, in largest saved tensors")
-    parser.add_argument("--window", help="all windows, in bytes instead")
+    parser = parser_of(__doc__, min_bytes="1MiB", launch_seconds=5e-6)
     parser.add_argument("--fixed", action="store_true", help="keep_last_bytes is a window too, and nothing is learnt")
-    parser.add_argument("--launch-seconds", type=float, default=5e-6, help="of the host, for each call")
     parser.add_argument("--waits", action="store_true", help="show where compute waited")
     return parse(parser, arguments, steps=2, layers=4)
 
 
 if __name__ == "__main__":
-    sys.exit(drive("simulate", options_of(), run, prepare=lambda _: torch.set_num_threads(1)))
+    sys.exit(drive("simulate", options_of(), run))

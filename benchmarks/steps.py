@@ -15,22 +15,19 @@ import sys
 import time
 import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from statistics import linear_regression
 
 import torch
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, console, disk, drive, table
-from benchmarks.options import command_line, listed, parse
-from benchmarks.training import language_model, windows
+from benchmarks.common import MIB, Report, command_line, drive, listed, parse, show
+from benchmarks.training import language_model, text, windows
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.base import release_idle_slots
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.host import HostTier
 from tools.soak.census import counted
-
-from lm.data import batches, read_text
 
 #: Bytes that the process may grow by from the first sample to the last, in the straight line through all samples.
 MOST_GROWTH = 4 << 20
@@ -95,7 +92,7 @@ def train(tier: str, options: argparse.Namespace) -> list[Sample]:
     model = language_model(options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     offload = eo.Offload(**windows(options, tier))
-    data = batches(read_text(), count=16, batch=4, sequence=options.sequence, seed=1)
+    data = text(options, 16)
     samples: list[Sample] = []
     began = time.perf_counter()
     gc.collect()
@@ -144,36 +141,25 @@ def slope_of(samples: list[Sample], name: str) -> float:
     return linear_regression([one.step for one in samples], [getattr(one, name) for one in samples]).slope
 
 
-def show(tier: str, samples: list[Sample]) -> None:
-    shown = table(tier, *(f.name.removesuffix("_bytes").replace("_", "\n") for f in fields(Sample)[1:]))
-    for one in samples:
-        cells = []
-        for f in fields(Sample)[1:]:
-            value = getattr(one, f.name)
-            cells.append(f"{value / MIB:,.1f}" if f.name.endswith("_bytes") else f"{value:,.0f}")
-        shown.add_row(f"{one.step:,}", *cells)
-    console.print(shown)
-
-
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     warnings.filterwarnings("ignore", message=".*copies within host memory.*")
-    if "disk" in options.tiers:
-        report.environment["disk"] = disk(options.disk_path)
-    samples, summary = {}, {}
-    for tier in options.tiers:
-        samples[tier] = train(tier, options)
-        show(tier, samples[tier])
-        summary[tier] = judge(report, tier, samples[tier])
-    return {tier: [asdict(one) for one in found] for tier, found in samples.items()}, summary
+    samples = {tier: train(tier, options) for tier in options.tiers}
+    for tier, found in samples.items():
+        show(f"{tier}; bytes in MiB", ({name: shown(name, x) for name, x in asdict(one).items()} for one in found))
+    return samples, {tier: judge(report, tier, found) for tier, found in samples.items()}
+
+
+def shown(name: str, value: float) -> float:
+    return value / MIB if name.endswith("_bytes") else value
 
 
 def options_of() -> argparse.Namespace:
     parser = command_line(
-        __doc__, steps=1000, layers=2, width=64, heads=2, sequence=128, window="256KiB", min_bytes="4KiB"
+        __doc__, steps=1000, layers=2, width=64, heads=2, sequence=128, batch=4, window="256KiB", min_bytes="4KiB"
     )
     parser.add_argument("--tiers", type=listed(str), default="disk,host")
     return parse(parser, steps=100)
 
 
 if __name__ == "__main__":
-    sys.exit(drive("steps", options_of(), run))
+    sys.exit(drive("steps", options_of(), run, on_disk=True))

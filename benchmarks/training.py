@@ -1,10 +1,11 @@
-"""What benchmarks share that train the demo's model: the model, its text, the offload, and what came out."""
+"""What benchmarks share that train the demo's model: the model, its text, the offload, memory, and what came out."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,6 @@ import eager_offload as eo
 from lm.data import Batch, batches, read_text
 from lm.model import LanguageModel
 
-__all__ = ["hash_gradients", "language_model", "on_a_quiet_cpu", "one_batch", "windows"]
-
 
 def language_model(options: argparse.Namespace, *, checkpointing: bool = False) -> LanguageModel:
     """The model of ``--layers``, ``--width``, ``--heads`` and ``--sequence``, the same each time."""
@@ -24,10 +23,14 @@ def language_model(options: argparse.Namespace, *, checkpointing: bool = False) 
     return LanguageModel(options.layers, options.width, options.heads, options.sequence, checkpointing=checkpointing)
 
 
-def one_batch(options: argparse.Namespace) -> Batch:
-    """A batch of ``--batch`` and ``--sequence``, the same each time."""
-    (batch,) = batches(read_text(), count=1, batch=options.batch, sequence=options.sequence, seed=1)
-    return batch
+def text(options: argparse.Namespace, count: int = 1, seed: int = 1) -> list[Batch]:
+    """Batches of ``--batch`` and ``--sequence``, the same each time."""
+    return batches(read_text(), count=count, batch=options.batch, sequence=options.sequence, seed=seed)
+
+
+def tiny_text(count: int = 1) -> list[Batch]:
+    """Batches that hardly have activations: a step on them loads code and makes gradients."""
+    return batches(read_text(), count=count, batch=1, sequence=8, seed=0)
 
 
 def windows(options: argparse.Namespace, tier: str = "disk") -> dict[str, Any]:
@@ -55,3 +58,24 @@ def hash_gradients(model: nn.Module) -> str:
         assert parameter.grad is not None
         digest.update(parameter.grad.view(torch.uint8).numpy(force=True).tobytes())
     return digest.hexdigest()[:16]
+
+
+def release_or_refuse() -> None:
+    """Has freed memory go back to the system, without which peaks say nothing."""
+    if not eo.release_freed_memory():
+        raise SystemExit("this C library has no mallopt, so its memory cannot be compared")
+
+
+def status_bytes(field: str) -> int:
+    """A figure of this process by the kernel's own account, such as ``VmRSS`` or its peak, ``VmHWM``."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(field + ":"))
+
+
+def reset_peak() -> str:
+    """Makes the kernel's peak start anew at what is resident now; how it was done, or that it could not be."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return "VmHWM since the process began"
+    return "VmHWM, reset after the tiny step"

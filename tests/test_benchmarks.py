@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.plain import PlainTable
+from benchmarks.common import Spread, table
 from tests.virtual_device import build
-
-pytest.importorskip("rich", reason="the demo's extra is not installed")
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Limits that hold on any machine, whatever the size of the model.
@@ -37,25 +35,20 @@ RUNS = [
     "compiled_simulate --layers 2 --tokens 32k,128k --jitter 0",
     f"cpu_floor {SMALL} --ratios 0.5,2",
     f"cpu_train {SMALL} --variants 'none;none, huge pages;offload;offload, huge pages'",
-    "disk --slot 2MiB --slots 4",
-    "frameworks --frameworks Accelerate",
-    "frameworks --frameworks Lightning",
-    "frameworks --frameworks Transformers",
-    f"fsdp_memory {SMALL}",
-    "gpu_frameworks --device cpu --rows 'Transformers;Transformers, ours'",
-    "gpu_train --device cpu --sequences 64 --variants 'none;ours'",
+    f"cpu_train {SMALL} --ranks 2",
+    "gpu_frameworks --device cpu --variants 'Accelerate;Accelerate, ours'",
+    "gpu_frameworks --device cpu --variants 'Lightning;Lightning, ours'",
+    "gpu_frameworks --device cpu --variants 'Transformers;Transformers, ours'",
+    "gpu_train --device cpu --variants 'none;ours'",
     "hooks --calls 64 --live 32 --repeats 2 --sizes 4KiB",
     "learning --layers 2 --width 64 --sequence 64 --min-bytes 4KiB --window 256KiB",
     f"memory {SMALL}",
-    "observe",
     "planning --layers 2 --parts training,ways,free",
     "planning --layers 2 --window 128KiB --parts cost",
     "planning --cpu-layers 1 --cpu-width 64 --cpu-heads 2 --sequence 64 --min-bytes 4KiB --window 128KiB --parts cpu",
     "simulate --layers 2 --tokens 8k,128k --waits",
-    f"slowdown {TINY} --layers 2",
-    "small_models --rounds 1 --steps 1 --malloc released --models 'graph network'",
+    "slowdown",
     f"steps {TINY} --steps 20 --tiers disk",
-    "virtual_peers --layers 1",
 ]
 
 
@@ -94,10 +87,7 @@ def test_without_an_accelerator_it_ends_with_one_line(
     assert said.err.count("\n") == 1
 
 
-def test_a_table_without_rich_has_columns() -> None:
-    shown = PlainTable()
-    for header in ("limit", "measured"):
-        shown.add_column(header, justify="right")
-    shown.add_row("[green]a[/green]", "1.0")
-    shown.add_row("long one")
-    assert str(shown) == "limit     measured\na              1.0\nlong one          "
+def test_a_table_has_a_column_for_each_key() -> None:
+    shown = table([{"limit": "a", "measured": 1.0}, {"limit": "long one", "met": True}])
+    assert shown.split("\n") == ["limit     measured  met", "a            1.000     ", "long one            yes"]
+    assert str(Spread.of([10.0, 3.0, 1234.5])) == "10.00 (3.000 .. 1,234)"

@@ -9,14 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulation.device import H200, OperatorClock, Scale
+from benchmarks.simulation.oracle import Program, best_step, watch
 from eager_offload.machine import Machine
 from eager_offload.plan.predict import floor_seconds
 from eager_offload.simulation.simulated import SimulatedRuntime
-
-pytest.importorskip("rich", reason="the demo's extra is not installed")
-
-from benchmarks.simulation.device import H200, OperatorClock, Scale
-from benchmarks.simulation.oracle import Program, best_step, watch
 
 
 def chain(nbytes: list[int]) -> Program:

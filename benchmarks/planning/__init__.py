@@ -15,15 +15,13 @@ cpu        the predicted peak and step against resident bytes and seconds of tra
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict
+from collections.abc import Iterator
 
 import torch
 
-from benchmarks.common import Report
-from benchmarks.options import command_line, listed, named, parse, positive
-from benchmarks.planning.cost import cost, cost_of
-from benchmarks.planning.cpu import cpu, on_cpu
+from benchmarks.common import Report, command_line, drive, listed, named, parse
+from benchmarks.planning.cost import Cost, cost, cost_of
+from benchmarks.planning.cpu import OnCpu, cpu, on_cpu
 from benchmarks.planning.free import free
 from benchmarks.planning.training import training
 from benchmarks.planning.ways import ways
@@ -34,36 +32,34 @@ __all__ = ["main"]
 PARTS = {"cost": cost, "training": training, "ways": ways, "free": free, "cpu": cpu}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = options_of(arguments)
+def main() -> int:
     torch.set_num_threads(1)
-    if options.worker is not None:
-        part, _, argument = options.worker.partition("=")
-        found = cost_of(float(argument), options) if part == "cost" else on_cpu(float(argument), options)
-        print(json.dumps(asdict(found)))
-        return 0
-    report = Report("planning", options)
+    return drive("planning", options_of(), run, work=work)
+
+
+def work(name: str, options: argparse.Namespace) -> Iterator[Cost | OnCpu]:
+    part, _, argument = name.partition("=")
+    yield cost_of(float(argument), options) if part == "cost" else on_cpu(float(argument), options)
+
+
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     samples = {part: PARTS[part](options, report) for part in options.parts}
-    return report.finish(samples, {limit.what: limit.measured for limit in report.limits})
+    return samples, {limit.what: limit.measured for limit in report.limits}
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line(__doc__, layers=LARGE.layers, sequence=512, batch=4, window="32MiB", min_bytes="256KiB")
+def options_of() -> argparse.Namespace:
+    # Rounds are processes for each budget, budgets those at which ways are compared, and steps follow a plan.
+    several = {"rounds": 3, "budgets": 8, "steps": 4, "cpu_layers": 8, "cpu_width": 512, "cpu_heads": 8}
+    model = {"layers": LARGE.layers, "sequence": 512, "batch": 4, "window": "32MiB", "min_bytes": "256KiB"}
+    parser = command_line(__doc__, workers=True, **several, **model)
     parser.add_argument("--parts", type=named(PARTS), default=",".join(PARTS), help="with commas between")
     parser.add_argument("--tokens", type=named(SEQUENCES), default=",".join(SEQUENCES), help="of a sequence")
-    parser.add_argument("--rounds", type=positive, default=3, help="processes for each budget")
-    parser.add_argument("--budgets", type=positive, default=8, help="at which ways are compared")
-    parser.add_argument("--steps", type=positive, default=4, help="that follow a plan")
+    shares = listed(float, lambda one: 0 <= one <= 1)
     parser.add_argument("--shares", type=shares, default="0.25,0.5,0.75", help=SHARES)
-    parser.add_argument("--cpu-layers", type=positive, default=8, help="of the model on the CPU")
-    parser.add_argument("--cpu-width", type=positive, default=512)
-    parser.add_argument("--cpu-heads", type=positive, default=8)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parse(parser, arguments, layers=4, rounds=1, budgets=2, steps=1)
+    options = parse(parser, layers=4, rounds=1, budgets=2, steps=1)
     if options.quick:
         options.tokens, options.shares = options.tokens[:1], options.shares[:1]
     return options
 
 
-shares = listed(float, lambda one: 0 <= one <= 1, "a budget is a part of the way, from 0 to 1")
 SHARES = "budgets, by the part of the way from the least one to the one for which nothing moves"

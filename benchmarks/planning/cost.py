@@ -11,10 +11,10 @@ from statistics import median
 import torch
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, console, table
-from benchmarks.planning.large import H200, large, worker
-from benchmarks.processes import reset_peak, status_bytes
-from benchmarks.simulate import GIB, LARGE, SEQUENCES
+from benchmarks.common import GIB, MIB, Report, in_process, show
+from benchmarks.planning.large import H200, large
+from benchmarks.simulate import LARGE, SEQUENCES
+from benchmarks.training import reset_peak, status_bytes
 
 __all__ = ["cost", "cost_of"]
 
@@ -50,17 +50,18 @@ def cost_of(share: float, options: argparse.Namespace) -> Cost:
 
 
 def cost(options: argparse.Namespace, report: Report) -> list[Cost]:
-    found = [Cost(**worker("cost", share)) for share in options.shares for _ in range(options.rounds)]
-    shown = table("budget GiB", "s", "of the processor", "MiB over before")
-    for one in found:
-        shown.add_row(
-            f"{one.budget / GIB:,.0f}",
-            f"{one.seconds:,.2f}",
-            f"{one.cpu_seconds:,.2f}",
-            f"{one.above_bytes / MIB:,.0f}",
-        )
-    console.print(f"A plan of {options.layers} blocks, 32k tokens, on meta")
-    console.print(shown)
+    shares = [f"cost={share}" for share in options.shares for _ in range(options.rounds)]
+    found = [Cost(**one) for share in shares for one in in_process("planning", share)]
+    rows = (
+        {
+            "budget GiB": one.budget / GIB,
+            "s": one.seconds,
+            "of the processor": one.cpu_seconds,
+            "MiB over before": one.above_bytes / MIB,
+        }
+        for one in found
+    )
+    show(f"A plan of {options.layers} blocks, 32k tokens, on meta", rows)
     # One thread does it all; what else runs on the machine has no part in that.
     taken = [
         median(one.cpu_seconds for one in found if one.budget == budget) for budget in {one.budget for one in found}

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, console, table
-from benchmarks.planning.large import worker
-from benchmarks.processes import release_or_refuse, reset_peak, status_bytes
+from benchmarks.common import MIB, Report, in_process, show
+from benchmarks.training import release_or_refuse, reset_peak, status_bytes, text, tiny_text, windows
 
-from lm.data import batches, read_text
 from lm.model import LanguageModel
 
 __all__ = ["cpu", "on_cpu"]
@@ -47,21 +45,15 @@ class OnCpu:
 
 def on_cpu(part: float, options: argparse.Namespace) -> OnCpu:
     """Trains in this process."""
-    release_or_refuse("planning")
+    release_or_refuse()
     torch.manual_seed(0)
     model = LanguageModel(
         options.cpu_layers, options.cpu_width, options.cpu_heads, options.sequence, checkpointing=False
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    text = read_text()
-    data = batches(text, count=options.steps, batch=options.batch, sequence=options.sequence, seed=1)
+    data = text(options, options.steps)
     inputs = data[0].inputs, data[0].targets
-    config = {
-        "tier": "disk",
-        "min_bytes": options.min_bytes,
-        "max_inflight_bytes": options.window,
-        "prefetch_bytes": options.window,
-    }
+    config = windows(options)
     plain = eo.plan(model, inputs, device_budget=1 << 50, config=config)
     budget = plain.least_budget + int((plain.peak_bytes - plain.least_budget) * part)
     plan = eo.plan(model, inputs, steps=2, device_budget=budget, config=config)
@@ -80,7 +72,7 @@ def on_cpu(part: float, options: argparse.Namespace) -> OnCpu:
             optimizer.step()
             return seconds
 
-        tiny = batches(text, count=1, batch=1, sequence=8, seed=0)[0]
+        (tiny,) = tiny_text()
         step(tiny.inputs, tiny.targets, None)  # loads code
         optimizer.zero_grad(set_to_none=True)
         gc.collect()
@@ -94,21 +86,22 @@ def on_cpu(part: float, options: argparse.Namespace) -> OnCpu:
 
 
 def cpu(options: argparse.Namespace, report: Report) -> list[OnCpu]:
-    found = [OnCpu(**worker("cpu", part)) for part in options.shares for _ in range(options.rounds)]
-    shown = table("budget", "predicted MiB", "resident MiB", "of predicted", "moved MiB", "predicted s", "s", "of it")
-    for one in found:
-        shown.add_row(
-            f"{one.part:.0%} of the way",
-            f"{one.predicted_bytes / MIB:,.1f}",
-            f"{one.real_bytes / MIB:,.1f}",
-            f"{one.real_bytes / one.predicted_bytes:,.3f}",
-            f"{one.bytes_out / MIB:,.1f}",
-            f"{one.predicted_seconds:,.3f}",
-            f"{one.real_seconds:,.3f}",
-            f"{one.real_seconds / one.predicted_seconds:,.3f}",
-        )
-    console.print("Training on this CPU with the disk tier, following plans: bytes over the model")
-    console.print(shown)
+    parts = [f"cpu={part}" for part in options.shares for _ in range(options.rounds)]
+    found = [OnCpu(**one) for part in parts for one in in_process("planning", part)]
+    rows = (
+        {
+            "budget": f"{one.part:.0%} of the way",
+            "predicted MiB": one.predicted_bytes / MIB,
+            "resident MiB": one.real_bytes / MIB,
+            "of predicted": one.real_bytes / one.predicted_bytes,
+            "moved MiB": one.bytes_out / MIB,
+            "predicted s": one.predicted_seconds,
+            "s": one.real_seconds,
+            "of it": one.real_seconds / one.predicted_seconds,
+        }
+        for one in found
+    )
+    show("Training on this CPU with the disk tier, following plans: bytes over the model", rows)
     # A budget's plans differ between rounds, since measured times decide: each run is compared with its own.
     report.at_most("cpu: peak off", _off(found, lambda one: one.real_bytes / one.predicted_bytes), CPU_PEAK)
     report.at_most("cpu: step off", _off(found, lambda one: one.real_seconds / one.predicted_seconds), CPU_STEP)

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import eager_offload as eo
-from benchmarks.common import Report, console, table
+from benchmarks import models
+from benchmarks.common import GIB, Report, show
 from benchmarks.planning.large import H200, windows
-from benchmarks.simulate import GIB, SEQUENCES
+from benchmarks.simulate import SEQUENCES
 
 __all__ = ["free"]
 
@@ -43,51 +44,45 @@ class Free:
     slowdown: float
 
 
-class Llama(nn.Module):
+SHAPE = models.Shape(1, 4096, 14_336, 32, shared_heads=8)
+
+
+class Llama(models.Block):
     """A decoder block that saves what the formula counts: the norms, the attention and the product are one kernel each.
 
     Queries are grouped by a view, since the attention that a CPU has takes no groups.
     """
 
-    width, shared, hidden, heads = 4096, 1024, 14_336, 32
-
     def __init__(self, *, fused: bool) -> None:
-        super().__init__()
+        super().__init__(SHAPE, models.LayerNorm)
         self._fused = fused
-        width, shared, hidden = self.width, self.shared, self.hidden
-        self.attention_norm, self.mlp_norm = (nn.LayerNorm(width, bias=False) for _ in range(2))
-        self.query, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
-        self.key, self.value = (nn.Linear(width, shared, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        length, head = x.shape[0], self.width // self.heads
-        groups = self.shared // head
-        normed = self.attention_norm(x)
-        query = self.query(normed).view(length, groups, -1, head).permute(1, 2, 0, 3)
+    def attend(self, x: Tensor) -> Tensor:
+        length, head, groups = x.shape[0], SHAPE.head, SHAPE.shared_heads
+        query = self.query(x).view(length, groups, -1, head).permute(1, 2, 0, 3)
         key, value = (
-            project(normed).view(length, groups, 1, head).permute(1, 2, 0, 3).expand(query.shape)
+            project(x).view(length, groups, 1, head).permute(1, 2, 0, 3).expand(query.shape)
             for project in (self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.permute(2, 0, 1, 3).reshape(length, self.width))
-        normed = self.mlp_norm(x)
-        if self._fused:
-            projected: Tensor = SwiGLU.apply(self.gate(normed), self.up(normed), self.down.weight)
-            return x + projected
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return mixed.permute(2, 0, 1, 3).reshape(x.shape)
 
-    @classmethod
-    def flops(cls, tokens: int) -> float:
-        """Of forward, for each token."""
-        width, shared, hidden = cls.width, cls.shared, cls.hidden
-        return 2 * (2 * width**2 + 2 * width * shared + 3 * width * hidden) + 2 * tokens * width
+    def feed(self, x: Tensor) -> Tensor:
+        if not self._fused:
+            return super().feed(x)
+        projected: Tensor = SwiGLU.apply(self.gate(x), self.up(x), self.down.weight)
+        return projected
 
-    @classmethod
-    def saved(cls, *, fused: bool) -> float:
-        """Bytes, for each token."""
-        return 12 * cls.width + 4 * cls.shared + (4 if fused else 8) * cls.hidden
+
+def flops(tokens: int) -> float:
+    """Of forward, for each token."""
+    width, shared = SHAPE.width, SHAPE.shared_heads * SHAPE.head
+    return 2 * (2 * width**2 + 2 * width * shared + 3 * width * SHAPE.hidden) + 2 * tokens * width
+
+
+def saved(*, fused: bool) -> float:
+    """Bytes, for each token."""
+    return 12 * SHAPE.width + 4 * SHAPE.shared_heads * SHAPE.head + (4 if fused else 8) * SHAPE.hidden
 
 
 class SwiGLU(torch.autograd.Function):
@@ -109,24 +104,21 @@ class SwiGLU(torch.autograd.Function):
 
 def free(options: argparse.Namespace, report: Report) -> list[Free]:
     found = [free_of(name, options, fused=fused) for fused in (False, True) for name in options.tokens]
-    shown = table(
-        *("tokens", "free on an H200", "by products alone", "by the formula"),
-        *("may move GiB", "by the formula", "step longer by"),
-    )
+    rows = []
     for one in found:
         title = f"{one.tokens}, fused" if one.fused else one.tokens
-        shown.add_row(
-            title,
-            f"{one.on_h200:.1%}",
-            f"{one.planned:.1%}",
-            f"{one.formula:.1%}",
-            f"{one.saved_bytes / GIB:,.1f}",
-            f"{one.formula_bytes / GIB:,.1f}",
-            f"{one.slowdown:.2%}",
-        )
         report.at_most(f"free, {title}: off the formula", abs(one.planned - min(one.formula, 1.0)), POINTS)
-    console.print(f"What is free of {BLOCKS * options.layers} blocks of a Llama 8B")
-    console.print(shown)
+        row = {
+            "tokens": title,
+            "free on an H200": one.on_h200,
+            "by products alone": one.planned,
+            "by the formula": one.formula,
+            "may move GiB": one.saved_bytes / GIB,
+            "GiB by the formula": one.formula_bytes / GIB,
+            "step longer by": one.slowdown,
+        }
+        rows.append(row)
+    show(f"What is free of {BLOCKS * options.layers} blocks of a Llama 8B", rows)
     return found
 
 
@@ -134,19 +126,19 @@ def free_of(name: str, options: argparse.Namespace, *, fused: bool) -> Free:
     tokens, layers = SEQUENCES[name], BLOCKS * options.layers
     with torch.device("meta"):
         model = nn.Sequential(*(Llama(fused=fused) for _ in range(layers))).bfloat16()
-        x = torch.empty(tokens, Llama.width, dtype=torch.bfloat16)
-    config = windows(tokens, Llama.hidden)
+        x = torch.empty(tokens, SHAPE.width, dtype=torch.bfloat16)
+    config = windows(tokens, SHAPE.hidden)
     known, plan = (
         eo.plan(model, x, loss=torch.sum, device=device, policy="free", config=config)
         for device in (H200, PRODUCTS_ALONE)
     )
-    movable, nbytes = plan.problem.program.movable_bytes, Llama.saved(fused=fused)
+    movable, nbytes = plan.problem.program.movable_bytes, saved(fused=fused)
     return Free(
         tokens=name,
         fused=fused,
         on_h200=known.moved_bytes / movable,
         planned=plan.moved_bytes / movable,
-        formula=Llama.flops(tokens) / nbytes / (H200.flops / H200.out),
+        formula=flops(tokens) / nbytes / (H200.flops / H200.out),
         saved_bytes=movable,
         formula_bytes=nbytes * tokens * layers,
         slowdown=plan.step_seconds / plan.compute_seconds - 1,

@@ -1,19 +1,14 @@
-"""What several parts take: models on meta, and processes of their own."""
+"""What several parts take: models on meta, and windows."""
 
 from __future__ import annotations
-
-import json
-import sys
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.processes import run_worker
-from benchmarks.simulation.model import Shape, Stack
+from benchmarks.models import Shape, Stack
 from eager_offload.machine import MACHINES
 
-__all__ = ["H200", "WINDOW_TENSORS", "large", "windows", "worker"]
+__all__ = ["H200", "WINDOW_TENSORS", "large", "windows"]
 
 H200 = MACHINES["h200"]
 #: Windows hold so many of the largest saved tensors.
@@ -29,10 +24,3 @@ def large(shape: Shape, tokens: int) -> tuple[nn.Module, Tensor]:
 def windows(tokens: int, hidden: int) -> dict[str, int]:
     size = WINDOW_TENSORS * 2 * tokens * hidden
     return {"max_inflight_bytes": size, "prefetch_bytes": size}
-
-
-def worker(part: str, argument: object) -> dict[str, Any]:
-    """What a part finds in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.planning", *sys.argv[1:], "--worker", f"{part}={argument}"]
-    found: dict[str, Any] = json.loads(run_worker("planning", part, command).splitlines()[-1])
-    return found

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from benchmarks.common import MIB, positive
+from benchmarks.common import GIB, MIB, positive
 from benchmarks.planning.large import H200
 from benchmarks.planning.ways import rehearsed
-from benchmarks.simulate import GIB
 from eager_offload.plan.trace import trace
 
 matplotlib.use("Agg")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import eager_offload as eo
-from benchmarks.common import Report, console, table
+from benchmarks.common import Report, show
+from benchmarks.models import Shape, Stack
 from benchmarks.planning.large import H200, WINDOW_TENSORS
 from benchmarks.simulate import LARGE, SEQUENCES, SMALL_WIDTH
-from benchmarks.simulation.model import Shape, Stack
 from benchmarks.simulation.oracle import Program, best_step
 from benchmarks.simulation.stage import Stage
 from eager_offload.plan.predict import Problem
@@ -52,20 +52,20 @@ def training(options: argparse.Namespace, report: Report) -> list[Trained]:
         small = Small(name, options.layers)
         for part in options.shares:
             found += small.train(part, options)
-    shown = table("tokens, budget", "times", "link", "predicted", "step", "peak", "of budget", "of best")
-    for one in found:
-        shown.add_row(
-            f"{one.tokens}, {one.part:.0%} of the way",
-            f"+-{one.jitter:.0%}",
-            f"{one.link:g}",
-            f"{one.predicted:,.3f}",
-            f"{one.step:,.3f}",
-            f"{one.peak:,.3f}",
-            f"{one.of_budget:,.3f}",
-            f"{one.of_best:,.3f}",
-        )
-    console.print("Training that follows plans, on the simulated runtime: step and peak of what was predicted")
-    console.print(shown)
+    rows = (
+        {
+            "tokens, budget": f"{one.tokens}, {one.part:.0%} of the way",
+            "times": f"+-{one.jitter:.0%}",
+            "link": one.link,
+            "predicted": one.predicted,
+            "step": one.step,
+            "peak": one.peak,
+            "of budget": one.of_budget,
+            "of best": one.of_best,
+        }
+        for one in found
+    )
+    show("Training that follows plans, on the simulated runtime: step and peak of what was predicted", rows)
     as_said = [one for one in found if one.link == 1]
     report.at_most("training: step off", max(abs(one.step - 1) for one in as_said), STEP)
     report.at_most("training: peak off", max(abs(one.peak - 1) for one in as_said), PEAK)

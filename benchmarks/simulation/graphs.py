@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from benchmarks.simulation.model import Shape, Stack
+from benchmarks.models import Shape, Stack
 from eager_offload import OffloadConfig
 from eager_offload.compile import Choice, choose, insert_asynchronous, insert_synchronous, ops
 from eager_offload.compile.graphs import nbytes_of, outputs_of, storage_of
 
-__all__ = ["Halves", "halves_of", "peak_bytes"]
+__all__ = ["Halves", "halves_of", "peak_bytes", "traced"]
 
 
 @dataclass
@@ -30,6 +30,8 @@ class Halves:
     backward: GraphModule
     #: How many of the forward's outputs are the user's.
     num_outputs: int
+    #: Which of its inputs stay where they are from step to step, such as parameters.
+    static: Sequence[int]
 
     def saved(self) -> list[Node]:
         """What the forward leaves to the backward, and nothing else holds."""
@@ -53,28 +55,40 @@ class Halves:
 
 def halves_of(shape: Shape, tokens: int) -> Halves:
     """The graphs of a stack of blocks for one sequence of ``tokens``, as AOTAutograd splits them by itself."""
+    with torch.device("meta"):
+        like = Stack(shape)
+
+    def without_numbers() -> tuple[nn.Module, Tensor]:
+        for module in like.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
+        return like, torch.empty(tokens, shape.width, dtype=torch.bfloat16)
+
+    return traced(without_numbers)
+
+
+def traced(
+    make: Callable[[], tuple[nn.Module, Tensor]],
+    partition: Callable[..., tuple[GraphModule, GraphModule]] = default_partition,
+    decompositions: Mapping[Any, Any] | None = None,
+) -> Halves:
+    """The graphs of what ``make`` makes among fake tensors: a model, and what it is given."""
     found: list[Halves] = []
 
     def split(module: GraphModule, joint: Sequence[object], **named: Any) -> tuple[GraphModule, GraphModule]:
-        forward, backward = default_partition(module, joint, **named)
-        found.append(Halves(forward, backward, named["num_fwd_outputs"]))
+        forward, backward = partition(module, joint, **named)
+        static = named.get("static_lifetime_input_indices") or []
+        found.append(Halves(forward, backward, named["num_fwd_outputs"], static))
         return forward, backward
 
     def as_is(module: GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
         boxed: Callable[..., Any] = make_boxed_func(module.forward)
         return boxed
 
-    with torch.device("meta"):
-        model = Stack(shape)
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                    setattr(module, name, nn.Parameter(like))
-        backend = aot_autograd(fw_compiler=as_is, bw_compiler=as_is, partition_fn=split)
-        x = torch.empty(tokens, shape.width, dtype=torch.bfloat16)
+        model, x = make()
+        backend = aot_autograd(fw_compiler=as_is, bw_compiler=as_is, partition_fn=split, decompositions=decompositions)
         torch.compile(model, backend=backend, dynamic=False, fullgraph=True)(x)
     torch._dynamo.reset()
     return found[0]

@@ -38,10 +38,6 @@ class Played:
     together: dict[Kind, int] = field(default_factory=lambda: {Kind.OUT: 0, Kind.BACK: 0})
     alone: dict[Kind, int] = field(default_factory=lambda: {Kind.OUT: 0, Kind.BACK: 0})
 
-    def within(self, kind: Kind, room: int) -> bool:
-        """Whether no two transfers ever had more than ``room`` between them; a larger one may travel alone."""
-        return self.together[kind] <= room
-
 
 def play(graph: Graph, seconds: Callable[[Node], float], link: Machine, kinds: dict[object, Kind] = OURS) -> Played:
     """Runs the nodes of ``graph`` in order on one stream, and its transfers on one for each way.

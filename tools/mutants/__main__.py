@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,24 +38,6 @@ class Tried:
         return {**site, "caught_by": found.caught_by, "timeout": found.timeout, "seconds": round(found.seconds, 1)}
 
 
-class Workplaces:
-    """One for each thread."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._lock = threading.Lock()
-        self._count = 0
-        self._local = threading.local()
-
-    def mine(self) -> Workplace:
-        if not hasattr(self._local, "workplace"):
-            with self._lock:
-                self._count += 1
-                self._local.workplace = Workplace(self._directory / f"worker-{self._count}")
-        workplace: Workplace = self._local.workplace
-        return workplace
-
-
 def chosen(options: argparse.Namespace) -> list[Site]:
     """The sites that the command line asks for."""
     sites = [
@@ -77,9 +59,8 @@ def leave_out_equivalent(sites: list[Site]) -> list[Site]:
     return left
 
 
-def check_whole(workplaces: Workplaces, sites: list[Site], limit: float) -> list[str]:
+def check_whole(workplace: Workplace, sites: list[Site], limit: float) -> list[str]:
     """The tests that fail although nothing was taken out; with them, nothing could be told."""
-    workplace = workplaces.mine()
     imported = workplace.module_file()
     assert imported.is_relative_to(workplace.directory), f"the tests would see {imported}"
     failing = []
@@ -101,16 +82,20 @@ def device_suites(path: str) -> list[str]:
     return device_suites_of(path) if build.reason_not_to_build() is None else []
 
 
-def try_all(
-    workplaces: Workplaces, sites: list[Site], options: argparse.Namespace, tell: Callable[[Tried], None]
-) -> list[Tried]:
+def try_all(directory: Path, sites: list[Site], options: argparse.Namespace) -> list[Tried]:
+    """Each site in one of as many workplaces as there are jobs."""
+    mine, numbers = threading.local(), itertools.count(1)
+
+    def begin() -> None:
+        mine.workplace = Workplace(directory / f"worker-{next(numbers)}")
+
     def try_one(site: Site) -> Tried:
         suites, further = suites_of(site.path), device_suites(site.path)
-        tried = Tried(site, workplaces.mine().try_out(site, suites, further, options.timeout))
-        tell(tried)
+        tried = Tried(site, mine.workplace.try_out(site, suites, further, options.timeout))
+        print(tried.show(), flush=True)
         return tried
 
-    with ThreadPoolExecutor(options.jobs) as pool:
+    with ThreadPoolExecutor(options.jobs, initializer=begin) as pool:
         return list(pool.map(try_one, sites))
 
 
@@ -124,12 +109,13 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{site.kind:<9} {site.name}  {site.source}")
         return 0
     sites = leave_out_equivalent(sites)
-    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
-        workplaces = Workplaces(Path(directory))
-        if not options.no_baseline and (failing := check_whole(workplaces, sites, options.timeout)):
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        directory = Path(name)
+        failing = [] if options.no_baseline else check_whole(Workplace(directory / "whole"), sites, options.timeout)
+        if failing:
             print("these fail with nothing taken out:", *failing, sep="\n  ")
             return 2
-        tried = try_all(workplaces, sites, options, lambda one: print(one.show(), flush=True))
+        tried = try_all(directory, sites, options)
     survivors = [one for one in tried if one.verdict.survived]
     counts = Counter(one.site.kind for one in tried)
     print(f"\n{len(tried)} sites: " + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind]))
@@ -146,7 +132,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mutants", description="Takes out what keeps order, a call site at a time.")
     parser.add_argument("-j", "--jobs", type=int, default=2, help="how many at once (2)")
     parser.add_argument("--only", action="append", metavar="TEXT", help="sites whose path:line holds this; repeatable")
-    parser.add_argument("--kind", type=kinds, default=KINDS, help=f"some of {','.join(KINDS)}")
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS, help="only of these kinds")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="each Nth site")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N sites")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one test; a hang is caught (60)")
@@ -154,15 +140,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="the list as JSON too")
     parser.add_argument("--list", action="store_true", help="show the sites and try nothing")
     return parser.parse_args(arguments)
-
-
-def kinds(text: str) -> tuple[str, ...]:
-    """Kinds with commas between."""
-    found = tuple(text.split(","))
-    for kind in found:
-        if kind not in KINDS:
-            raise argparse.ArgumentTypeError(f"{kind!r} is not one of {', '.join(KINDS)}")
-    return found
 
 
 if __name__ == "__main__":

@@ -2,189 +2,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 __all__ = ["device_suites_of", "suites_of"]
 
-#: The cheap ones first: most sites are noticed there.
-_STEPS = [
-    "tests/hazards/test_streams.py",
-    "tests/hazards/test_copies.py",
-    "tests/hazards/test_interrupted_copies.py",
-    "tests/hazards/test_sharing.py",
-    "tests/hazards/test_in_between.py",
-    "tests/hazards/test_versions.py",
-    "tests/test_counts.py",
-    "tests/test_contract.py",
-    "tests/test_learned_steps.py",
-    "tests/hazards/test_out_of_memory.py",
-    "tests/test_prefetch_order.py",
-    "tests/hazards/test_interrupts.py",
-    "tests/hazards/test_lifetime.py",
-    "tests/hazards/test_steady_state.py",
-    "tests/hazards/test_graphs.py",
-    "tests/proof/test_random_programs.py",
-]
-_SIMULATED = [
-    "tests/runtime/test_simulated.py",
-    "tests/runtime/test_simulated_order.py",
-    "tests/runtime/test_simulated_clock.py",
-    "tests/runtime/test_checker.py",
-    "tests/runtime/test_observer.py",
-    "tests/runtime/test_simulated_agreement.py",
-]
-_ACCELERATOR = [
-    "tests/runtime/test_accelerator.py",
-    "tests/runtime/test_accelerator_memory.py",
-    "tests/runtime/test_accelerator_step.py",
-    "tests/runtime/test_two_devices.py",
-    "tests/runtime/test_staging.py",
-]
-_HOST = ["tests/test_host_runtime.py", "tests/test_transfer_threads.py"]
-_DISK = [
-    "tests/tiers/test_disk.py",
-    "tests/tiers/test_interrupted_slots.py",
-    "tests/tiers/test_disk_files.py",
-    "tests/tiers/test_disk_failures.py",
-    "tests/tiers/test_disk_room.py",
-    "tests/tiers/test_disk_stripes.py",
-]
+# A suite is named without what all of them have: ``tiers/arena`` is ``tests/tiers/test_arena.py``. One with ``=`` in
+# front stands for those of another module.
 
+#: Of training steps; the cheap ones first: most sites are noticed there.
+_STEPS = (
+    "hazards/streams hazards/copies hazards/interrupted_copies hazards/sharing hazards/in_between hazards/versions "
+    "counts contract learned_steps hazards/out_of_memory prefetch_order hazards/interrupts hazards/lifetime "
+    "hazards/steady_state hazards/graphs proof/random_programs"
+)
 #: By the beginning of the module's path in the package; the longest that fits counts.
-_FIRST: dict[str, list[str]] = {
-    "": [],
-    "compile": ["tests/compile/test_order.py", "tests/compile/test_backend.py"],
-    "codecs": ["tests/codecs/test_exact.py", "tests/codecs/test_rounded.py", "tests/codecs/test_policy.py"],
-    "codecs/policy": ["tests/codecs/test_policy.py", "tests/codecs/test_rounding.py"],
-    "compile/host_tensors": ["tests/compile/test_transfers.py", "tests/compile/test_operations.py"],
-    "engine": [
-        "tests/hazards/test_interrupted_copies.py",
-        "tests/hazards/test_copies.py",
-        "tests/compile/test_transfers.py",
-        "tests/compile/test_operations.py",
-    ],
-    "eager/coding": ["tests/codecs/test_saved_tensors.py", "tests/codecs/test_rounding.py"],
-    "eager/packing": [
-        "tests/codecs/test_saved_tensors.py",
-        "tests/codecs/test_rounding.py",
-        "tests/hazards/test_streams.py",
-        "tests/hazards/test_out_of_memory.py",
-    ],
-    "eager/follow": [
-        "tests/hazards/test_following.py",
-        "tests/hazards/test_following_guard.py",
-        "tests/hazards/test_following_alive.py",
-        "tests/test_followed_counts.py",
-        "tests/codecs/test_rounding.py",
-        "tests/hazards/test_out_of_memory.py",
-    ],
-    "eager/handles": ["tests/hazards/test_versions.py", "tests/hazards/test_lifetime.py"],
-    "eager/saving": [
-        "tests/hazards/test_versions.py",
-        "tests/hazards/test_lifetime.py",
-        "tests/compile/test_transfers.py",
-    ],
-    "eager/exposure": ["tests/test_exposure.py"],
-    "eager/hooks": ["tests/hazards/test_versions.py", "tests/test_contract.py"],
-    "eager/plans": ["tests/hazards/test_following.py"],
-    "eager/reloading": [
-        "tests/hazards/test_streams.py",
-        "tests/hazards/test_in_between.py",
-        "tests/hazards/test_out_of_memory.py",
-    ],
-    "eager/ownership": ["tests/hazards/test_gradients_that_are_saved.py"],
-    "eager/subclasses": ["tests/hazards/test_subclass_versions.py", "tests/hazards/test_subclasses.py"],
-    "kernels": [
-        "tests/kernels/test_signature.py",
-        "tests/kernels/test_staging_tree.py",
-        "tests/kernels/test_kernels.py",
-        "tests/kernels/test_pallas.py",
-    ],
-    "step_plan": ["tests/test_step_plans.py", "tests/hazards/test_following.py"],
-    "learning": ["tests/test_learning.py", "tests/test_learned_steps.py"],
-    "observe/doctor": ["tests/observe/test_doctor_accelerator.py"],
-    "observe/timestamps": ["tests/observe/test_tracing.py"],
-    "offload": ["tests/test_contract.py", "tests/test_counts.py"],
-    "runtime/accelerator": _ACCELERATOR,
-    "runtime/base": [
-        "tests/runtime/test_simulated.py",
-        "tests/runtime/test_checker.py",
-        "tests/hazards/test_copies.py",
-        *_ACCELERATOR,
-    ],
-    "simulation/checker": _SIMULATED,
-    "simulation/deferred": _SIMULATED,
-    "runtime/device_clock": ["tests/runtime/test_device_clock.py", *_ACCELERATOR],
-    "runtime/host": _HOST,
-    "simulation/device": _SIMULATED,
-    "simulation/log": ["tests/runtime/test_accelerator.py", *_SIMULATED],
-    "simulation/observer": _SIMULATED,
-    "runtime/link_probe": [
-        "tests/runtime/test_interrupted_probe.py",
-        "tests/runtime/test_accelerator_memory.py",
-        *_ACCELERATOR,
-    ],
-    "runtime/pinned": ["tests/runtime/test_pinned.py", *_ACCELERATOR],
-    "simulation/simulated": _SIMULATED,
-    "runtime/staging": ["tests/runtime/test_staging.py", *_ACCELERATOR],
-    "runtime/transfer_threads": _HOST,
-    "tiers/arena": [
-        "tests/tiers/test_arena.py",
-        "tests/tiers/test_interrupted_slots.py",
-        "tests/tiers/test_leases.py",
-        "tests/hazards/test_copies.py",
-    ],
-    "tiers/cgroups": ["tests/tiers/test_limits.py"],
-    "tiers/guard": ["tests/tiers/test_guard.py", "tests/hazards/test_short_memory.py"],
-    "tiers/host": ["tests/tiers/test_shares.py", "tests/tiers/test_arena.py", "tests/hazards/test_short_memory.py"],
-    "tiers/limits": ["tests/tiers/test_limits.py"],
-    "tiers/numa": ["tests/tiers/test_numa.py"],
-    "tiers/ranks": ["tests/tiers/test_limits.py"],
-    "tiers/base": ["tests/tiers/test_arena.py", "tests/tiers/test_disk.py"],
-    "tiers/disk": _DISK,
-    "tiers/extents": ["tests/tiers/test_extents.py"],
-    "tiers/slabs": ["tests/tiers/test_arena.py", "tests/runtime/test_pinned.py"],
-    "tiers/space": _DISK,
-    "tiers/spill": _DISK,
+_FIRST = {
+    "=simulated": (
+        "runtime/simulated runtime/simulated_order runtime/simulated_clock runtime/checker runtime/observer "
+        "runtime/simulated_agreement"
+    ),
+    "=accelerator": (
+        "runtime/accelerator runtime/accelerator_memory runtime/accelerator_step runtime/two_devices runtime/staging"
+    ),
+    "=host": "host_runtime transfer_threads",
+    "=disk": (
+        "tiers/disk tiers/interrupted_slots tiers/disk_files tiers/disk_failures tiers/disk_room tiers/disk_stripes"
+    ),
+    "": "",
+    "compile": "compile/order compile/backend",
+    "codecs": "codecs/exact codecs/rounded codecs/policy",
+    "codecs/policy": "codecs/policy codecs/rounding",
+    "compile/host_tensors": "compile/transfers compile/operations",
+    "engine": "hazards/interrupted_copies hazards/copies compile/transfers compile/operations",
+    "eager/coding": "codecs/saved_tensors codecs/rounding",
+    "eager/packing": "codecs/saved_tensors codecs/rounding hazards/streams hazards/out_of_memory",
+    "eager/follow": (
+        "hazards/following hazards/following_guard hazards/following_alive followed_counts codecs/rounding "
+        "hazards/out_of_memory"
+    ),
+    "eager/handles": "hazards/versions hazards/lifetime",
+    "eager/saving": "hazards/versions hazards/lifetime compile/transfers",
+    "eager/exposure": "exposure",
+    "eager/hooks": "hazards/versions contract",
+    "eager/plans": "hazards/following",
+    "eager/reloading": "hazards/streams hazards/in_between hazards/out_of_memory",
+    "eager/ownership": "hazards/gradients_that_are_saved",
+    "eager/subclasses": "hazards/subclass_versions hazards/subclasses",
+    "kernels": "kernels/signature kernels/staging_tree kernels/kernels kernels/pallas",
+    "step_plan": "step_plans hazards/following",
+    "learning": "learning learned_steps",
+    "observe/doctor": "observe/doctor_accelerator",
+    "observe/timestamps": "observe/tracing",
+    "offload": "contract counts",
+    "runtime/accelerator": "=accelerator",
+    "runtime/base": "runtime/simulated runtime/checker hazards/copies =accelerator",
+    "simulation/checker": "=simulated",
+    "simulation/deferred": "=simulated",
+    "runtime/device_clock": "runtime/device_clock =accelerator",
+    "runtime/host": "=host",
+    "simulation/device": "=simulated",
+    "simulation/log": "runtime/accelerator =simulated",
+    "simulation/observer": "=simulated",
+    "runtime/link_probe": "runtime/interrupted_probe runtime/accelerator_memory =accelerator",
+    "runtime/pinned": "runtime/pinned =accelerator",
+    "simulation/simulated": "=simulated",
+    "runtime/staging": "runtime/staging =accelerator",
+    "runtime/transfer_threads": "=host",
+    "tiers/arena": "tiers/arena tiers/interrupted_slots tiers/leases hazards/copies",
+    "tiers/cgroups": "tiers/limits",
+    "tiers/guard": "tiers/guard hazards/short_memory",
+    "tiers/host": "tiers/shares tiers/arena hazards/short_memory",
+    "tiers/limits": "tiers/limits",
+    "tiers/numa": "tiers/numa",
+    "tiers/ranks": "tiers/limits",
+    "tiers/base": "tiers/arena tiers/disk",
+    "tiers/disk": "=disk",
+    "tiers/extents": "tiers/extents",
+    "tiers/slabs": "tiers/arena runtime/pinned",
+    "tiers/space": "=disk",
+    "tiers/spill": "=disk",
 }
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
 _ON_THE_DEVICE = (
-    "eager/follow",
-    "eager/offloading",
-    "eager/packing",
-    "eager/reloading",
-    "eager/saving",
-    "observe/doctor",
-    "runtime/accelerator",
-    "runtime/device_clock",
-    "runtime/pinned",
-    "runtime/staging",
-    "compile/host_tensors",
-    "engine",
+    "eager/follow eager/offloading eager/packing eager/reloading eager/saving observe/doctor runtime/accelerator "
+    "runtime/device_clock runtime/pinned runtime/staging compile/host_tensors engine"
 )
-_DEVICE = [
-    "tests/runtime/test_accelerator_gpu.py",
-    "tests/virtual_device/on_device/test_hooks.py",
-    "tests/virtual_device/on_device/test_doctor.py",
-    "tests/virtual_device/on_device/test_it_can_tell.py::test_nothing_is_missing",
-    "tests/virtual_device/on_device/test_it_can_tell.py::test_nothing_is_missing_in_graphs",
-    "tests/virtual_device/on_device/test_training.py",
-    "tests/gpu/test_scenarios.py::test_on_the_device",
-]
+_DEVICE = (
+    "runtime/accelerator_gpu virtual_device/on_device/hooks virtual_device/on_device/doctor "
+    "virtual_device/on_device/it_can_tell::test_nothing_is_missing "
+    "virtual_device/on_device/it_can_tell::test_nothing_is_missing_in_graphs virtual_device/on_device/training "
+    "gpu/scenarios::test_on_the_device"
+)
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
-    "codecs",
-    "compile",
-    "eager/coding",
-    "kernels",
-    "observe/doctor",
-    "observe/timestamps",
-    "runtime/device_clock",
-    "runtime/link_probe",
-    "runtime/pinned",
-    "runtime/staging",
-    "tiers/cgroups",
-    "tiers/limits",
-    "tiers/numa",
-    "tiers/ranks",
+    "codecs compile eager/coding kernels observe/doctor observe/timestamps runtime/device_clock runtime/link_probe "
+    "runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/numa tiers/ranks"
 )
 
 
@@ -192,9 +104,20 @@ def suites_of(path: str) -> list[str]:
     """Test files for a module, such as ``eager_offload/tiers/arena.py``, the one that is likeliest to notice first."""
     module = path.partition("/")[2]
     beginning = max((known for known in _FIRST if module.startswith(known)), key=len)
-    return list(dict.fromkeys([*_FIRST[beginning], *(() if beginning in _ALONE else _STEPS)]))
+    further = () if beginning in _ALONE.split() else _files(_STEPS)
+    return list(dict.fromkeys([*_files(_FIRST[beginning]), *further]))
 
 
 def device_suites_of(path: str) -> list[str]:
     """What only the virtual device can tell of a module: tests that run where that is the accelerator."""
-    return _DEVICE if path.partition("/")[2].startswith(_ON_THE_DEVICE) else []
+    return list(_files(_DEVICE)) if path.partition("/")[2].startswith(tuple(_ON_THE_DEVICE.split())) else []
+
+
+def _files(names: str) -> Iterator[str]:
+    for name in names.split():
+        if name.startswith("="):
+            yield from _files(_FIRST[name])
+            continue
+        path, mark, test = name.partition("::")
+        room, slash, module = path.rpartition("/")
+        yield f"tests/{room}{slash}test_{module}.py{mark}{test}"

@@ -48,12 +48,12 @@ def census() -> dict[str, int]:
 
 def counted() -> dict[str, int]:
     """Counts as it is, with what waits for the garbage collector."""
-    process = psutil.Process()
+    process, unnamed = psutil.Process(), _unnamed_files()
     found = {
         "resident memory": process.memory_info().rss,
         "descriptors": process.num_fds(),
-        "unnamed files": sum(1 for path in _open_files() if path.endswith(" (deleted)")),
-        "bytes in unnamed files": _unnamed_bytes(),
+        "unnamed files": len(unnamed),
+        "bytes in unnamed files": sum(unnamed),
         "threads": threading.active_count(),
         "children": len(process.children()),
         "hooks on autograd": int(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None),
@@ -87,22 +87,13 @@ def _take_up() -> None:
             bool(one)
 
 
-def _open_files() -> list[str]:
+def _unnamed_files() -> list[int]:
+    """Bytes on the disk of each open file without a name."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
+            if os.readlink(f"/proc/self/fd/{name}").endswith(" (deleted)"):
+                found.append(os.stat(f"/proc/self/fd/{name}").st_blocks * 512)
         except OSError:  # the one that listed them
             continue
     return found
-
-
-def _unnamed_bytes() -> int:
-    total = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}").endswith(" (deleted)"):
-                total += os.stat(f"/proc/self/fd/{name}").st_blocks * 512
-        except OSError:
-            continue
-    return total

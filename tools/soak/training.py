@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -139,21 +139,8 @@ def crash(model: Model, around: AbstractContextManager[Any], chance: random.Rand
 
 def in_thread(model: Model, around: AbstractContextManager[Any], chance: random.Random) -> Sequence[Tensor]:
     """A step of a thread that then ends."""
-    results: list[Tensor] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.extend(train(model, around, chance))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors.pop()
-    return results
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(train, model, around, chance).result()
 
 
 works: dict[str, Work] = {
