@@ -26,8 +26,6 @@ from eager_offload.graphs import (
 from tests.gpu.machine import Machine
 from tests.gpu.scenarios import Scenario, Skipped
 
-__all__ = ["GRAPH_SCENARIOS", "REPLAYS", "names_of_copies", "require_graphs"]
-
 REPLAYS = 100
 
 

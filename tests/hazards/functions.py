@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Returned", "call_in_backward", "saving"]
-
 
 @dataclass(frozen=True)
 class Returned:
@@ -66,9 +64,7 @@ def saving(x: Tensor, *payload: Tensor, seen: list[Returned], times: int = 1, ho
         times: how often backward reads what was saved.
         hold: whether it holds on to what it has read meanwhile.
     """
-    result = _Saving.apply(x, seen, times, hold, *payload)
-    assert isinstance(result, Tensor)
-    return result
+    return _Saving.apply(x, seen, times, hold, *payload)
 
 
 class _Calling(torch.autograd.Function):
@@ -85,6 +81,4 @@ class _Calling(torch.autograd.Function):
 
 def call_in_backward(x: Tensor, call: Callable[[], object]) -> Tensor:
     """``x`` again; calls ``call`` when backward comes by."""
-    result = _Calling.apply(x, call)
-    assert isinstance(result, Tensor)
-    return result
+    return _Calling.apply(x, call)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,10 +22,7 @@ from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, DiskBackend, assert_settled, saves_of
 from tests.hazards.blocks import Step
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
-
-Around: TypeAlias = AbstractContextManager[Any]
-
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
 
 # -- H16 --------------------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -27,12 +27,11 @@ from torch.distributed.tensor.parallel import (
 
 from tests.hazards.backends import Backend, DiskBackend
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, leaf, same_gradients
+from tests.hazards.programs import REGIMES, Around, leaf, same_gradients
 from tests.hazards.wrappers import watching
 
 pytestmark = pytest.mark.xdist_group("mesh")
 
-Around: TypeAlias = AbstractContextManager[Any]
 
 WIDTH, ROWS = 32, 16
 

@@ -50,8 +50,6 @@ def step(around: AbstractContextManager[Any], layers: Sequence[str], seed: int, 
     del y, z
     for loss in losses if order else losses[::-1]:
         loss.backward()
-    assert x.grad is not None
-    assert w.grad is not None
     return [*(loss.detach() for loss in losses), x.grad, w.grad]
 
 
@@ -111,8 +109,6 @@ def test_h54_copies_that_start_together_share_an_event(backend: Backend, monkeyp
         with around:
             loss = ((x * 2) * (w * 3)).exp().sum()  # both factors are saved, then the power is, and they may leave
         loss.backward()
-        assert x.grad is not None
-        assert w.grad is not None
         return [x.grad, w.grad]
 
     offload = backend.offload(step_plans=True)
@@ -247,7 +243,6 @@ def test_h54_a_tensor_that_needs_no_gradient_is_not_taken_for_one_that_does(back
         with around:
             loss = ((x * 2) * (w * 3)).exp().sum()
         loss.backward()
-        assert w.grad is not None
         return [w.grad]
 
     offload = backend.offload(step_plans=True)
@@ -276,7 +271,6 @@ def shared(offload: AbstractContextManager[Any], *, same: bool) -> Tensor:
         loss = (y.sin() + other.cos()).sum()
     del y, other
     loss.backward()
-    assert x.grad is not None
     return x.grad
 
 
@@ -304,7 +298,6 @@ def test_h54_marks_and_regions_come_before_a_plan(how: str, backend: Backend) ->
             loss = z.cos().sum()
         del y, z
         loss.backward()
-        assert x.grad is not None
         return x.grad
 
     for given in ("", "", how):
@@ -347,7 +340,6 @@ def test_h54_what_is_not_final_yet_does_not_leave(backend: Backend) -> None:
             loss = torch.rrelu(y, training=True).sin().sum()
         del y
         loss.backward()
-        assert x.grad is not None
         return x.grad
 
     for _ in range(4):
@@ -396,7 +388,6 @@ def test_h54_what_is_not_final_yet_does_not_leave_although_its_plan_says_so(
             loss = y.sin().sum()
         del y
         loss.backward()
-        assert x.grad is not None
         return x.grad
 
     plan = plan_of(backend, noisy)
@@ -420,7 +411,6 @@ def test_h54_what_is_due_begins_to_leave_although_what_comes_next_stays(backend:
             loss = z.sum()
         del y, z
         loss.backward()
-        assert x.grad is not None
         return x.grad
 
     plan = plan_of(backend, step)
@@ -460,7 +450,6 @@ def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_any_more(is_written
             loss = (y * mask).sin().sum()
         del y, mask
         loss.backward()
-        assert x.grad is not None
         return x.grad
 
     backend.sources_change = True
@@ -695,7 +684,6 @@ def test_h54_a_mark_on_what_stayed_is_seen(backend: Backend) -> None:
                 eo.prefer_offload(y)
             y = (torch.cat([y.sin(), x]) * 2).cos().sum()
         y.backward()
-        assert x.grad is not None
         return x.grad
 
     for number in range(6):

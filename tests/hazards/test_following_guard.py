@@ -8,7 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
@@ -21,11 +21,10 @@ from eager_offload.eager.handles import SavedView
 from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.test_rounding import failing_behind
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, offloader_of, saves_of
-from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
+from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf
 from tests.hazards.test_following import deep, with_a_late_share
 from tests.hazards.test_streams import Streams
 
-Around: TypeAlias = AbstractContextManager[Any]
 SIDE = 16
 
 
@@ -52,9 +51,7 @@ class _Scaling(torch.autograd.Function):
 
 def scaling(x: Tensor, *saved: Tensor, read: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
     """``x`` again, whose gradient is multiplied by what ``read`` makes of each that it saves."""
-    result = _Scaling.apply(x, [*saved], read)
-    assert isinstance(result, Tensor)
-    return result
+    return _Scaling.apply(x, [*saved], read)
 
 
 def unread(saved: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType, FunctionType
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +20,7 @@ from eager_offload.tiers.disk import DiskSlot, DiskTier
 from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, DiskBackend, assert_settled, hooks_are_gone
 from tests.hazards.functions import call_in_backward
-from tests.hazards.programs import REGIMES, Regime, assert_identical, assert_moved, leaf
-
-Around: TypeAlias = AbstractContextManager[Any]
+from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, assert_moved, leaf
 
 
 class Fault(Exception):

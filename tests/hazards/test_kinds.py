@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from torch import Tensor, nn
 
 from tests.hazards.backends import Backend
 from tests.hazards.functions import Returned, saving
-from tests.hazards.programs import leaf, same_gradients
-
-Around: TypeAlias = AbstractContextManager[Any]
+from tests.hazards.programs import Around, leaf, same_gradients
 
 
 def named(case: NamedTuple) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from torch.nn.utils import parametrize
 
 from tests.hazards.backends import Backend
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import leaf, same_gradients
-
-Around: TypeAlias = AbstractContextManager[Any]
+from tests.hazards.programs import Around, leaf, same_gradients
 
 
 def no_parameter_moves(program: Callable[[Around], Iterable[Tensor]], backend: Backend) -> None:

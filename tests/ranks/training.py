@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -14,25 +14,9 @@ from torch.distributed.tensor import DTensor
 from eager_offload import OffloadStats
 from tests.hazards.backends import DiskBackend
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, assert_identical, leaf, same_gradients
+from tests.hazards.programs import REGIMES, Around, assert_identical, leaf, same_gradients
 from tests.ranks.launch import Ranks
 
-__all__ = [
-    "ROWS",
-    "STEPS",
-    "WIDTH",
-    "Around",
-    "Block",
-    "Program",
-    "Storages",
-    "batch",
-    "blocks",
-    "exact",
-    "local",
-    "steps",
-]
-
-Around: TypeAlias = AbstractContextManager[Any]
 #: Storages of weights, to which a program adds.
 Storages: TypeAlias = list[torch.UntypedStorage]
 Program: TypeAlias = Callable[[Around, Storages], object]

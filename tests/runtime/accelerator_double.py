@@ -16,8 +16,6 @@ from eager_offload.tiers.host import HostTier
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.runtime.accelerator_scenarios import Machine
 
-__all__ = ["DEVICE", "NBYTES", "SECOND", "DoubleMachine", "host_slot", "selection"]
-
 DEVICE = torch.device("cuda", 0)
 SECOND = torch.device("cuda", 1)
 #: Small enough for torch to use one thread.

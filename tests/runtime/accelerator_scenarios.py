@@ -20,8 +20,6 @@ from eager_offload.tiers.arena import Arena, HostSlot
 from eager_offload.tiers.base import Fence
 from eager_offload.tiers.host import HostTier
 
-__all__ = ["SCENARIOS", "Machine", "Outcome", "Scenario", "assert_exact"]
-
 
 class Outcome(NamedTuple):
     """Bytes that a scenario moved, on the CPU, and what they have to be."""

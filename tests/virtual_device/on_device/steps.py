@@ -16,8 +16,6 @@ from eager_offload.runtime.accelerator import accelerator_runtime
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import capturing
 
-__all__ = ["BATCH", "Step", "assert_captures", "captured", "graphs_alive", "inputs"]
-
 BATCH, TOKENS, WIDTH, HEADS = 2, 8, 16, 2
 
 

@@ -418,7 +418,6 @@ def test_another_thread_trains_and_pins_during_a_capture(virtual: VirtualDevice)
         loss.backward()
         assert offload.stats().bytes_out > 0
         offload.close()
-        assert x.grad is not None
         return x.grad.cpu()
 
     expected, out = train(), torch.zeros(4, device=NAME)
