@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,20 +64,3 @@ def saving(x: Tensor, *payload: Tensor, seen: list[Returned], times: int = 1, ho
         hold: whether it holds on to what it has read meanwhile.
     """
     return _Saving.apply(x, seen, times, hold, *payload)
-
-
-class _Calling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], object]) -> Tensor:
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.call()
-        return gradient, None
-
-
-def call_in_backward(x: Tensor, call: Callable[[], object]) -> Tensor:
-    """``x`` again; calls ``call`` when backward comes by."""
-    return _Calling.apply(x, call)

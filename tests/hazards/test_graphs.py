@@ -53,7 +53,6 @@ def steps(script: str) -> Callable[[Around], object]:
     "script",
     [
         pytest.param("(1)(2) -1", id="the backward of the first alone"),
-        pytest.param("(1)(-1 2) -2", id="a backward inside the next forward"),
         pytest.param("(1 2) -1 -2", id="one context around two forwards"),
         pytest.param("((1) 2) -1 -2", id="a context within itself"),
     ],
