@@ -19,8 +19,6 @@ from tests.gpu.scenarios import Around, Late, Scenario, Skipped, Step, same
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import Settled, assert_identical
 
-__all__ = ["CODEC_SCENARIOS"]
-
 ROUNDING: tuple[Codec, ...] = (
     BF16(),
     BlockFP8(),

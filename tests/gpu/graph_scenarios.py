@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -24,9 +24,7 @@ from eager_offload.graphs import (
     make_graphed_callable,
 )
 from tests.gpu.machine import Machine
-from tests.gpu.scenarios import Scenario, Skipped
-
-__all__ = ["GRAPH_SCENARIOS", "REPLAYS", "names_of_copies", "require_graphs"]
+from tests.gpu.scenarios import Around, Scenario, Skipped
 
 REPLAYS = 100
 
@@ -189,11 +187,15 @@ def a_pool_goes_on_after_a_capture_that_failed(machine: Machine) -> None:
 def another_thread_pins_and_trains_meanwhile(machine: Machine) -> None:
     require_graphs(machine)
 
+    def gradient(x: Tensor, around: Around) -> Tensor:
+        with around:
+            loss = (x @ x).tanh().exp().sum()
+        return torch.autograd.grad(loss, x)[0]
+
     def train() -> None:
         offload, x = machine.offload(), machine.leaf()
-        with offload:
-            loss = (x @ x).tanh().exp().sum()
-        loss.backward()
+        expected, found = (gradient(x, around) for around in (nullcontext(), offload))
+        assert torch.equal(found, expected)
         assert offload.stats().bytes_out > 0
 
     machine.in_thread(train)  # what a thread's first product creates, the next thread takes over

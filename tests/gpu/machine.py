@@ -18,8 +18,6 @@ from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRunti
 from eager_offload.runtime.base import Event
 from tests.threads import on_a_thread
 
-__all__ = ["DeviceMachine", "Machine", "keep_busy"]
-
 # Or cuBLAS may sum in another order on another stream; it looks when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -10,7 +10,7 @@ import itertools
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,12 +22,17 @@ from eager_offload.runtime.base import Layout
 from eager_offload.trace_file import Kind, read_trace
 from tests.gpu.machine import Machine
 from tests.hazards.backends import assert_settled, hooks_are_gone, wait_until_nothing_is_held
-from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, copies_given_at_once
+from tests.hazards.programs import (
+    REGIMES,
+    Around,
+    Program,
+    Regime,
+    Settled,
+    assert_identical,
+    assert_moved,
+    copies_given_at_once,
+)
 
-__all__ = ["SCENARIOS", "Scenario", "Skipped"]
-
-Around: TypeAlias = AbstractContextManager[Any]
-Program: TypeAlias = Callable[[Around], object]
 Scenario: TypeAlias = Callable[[Machine], None]
 
 

@@ -28,8 +28,6 @@ from tests.gpu.graph_scenarios import REPLAYS, names_of_copies, require_graphs
 from tests.gpu.machine import Machine
 from tests.gpu.scenarios import Scenario
 
-__all__ = ["STEP_SCENARIOS"]
-
 WARMUP = 3
 
 

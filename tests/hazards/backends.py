@@ -27,17 +27,6 @@ from eager_offload.tiers.disk import DiskSlot
 from tests.sampling import run_seed
 from tests.threads import on_a_thread
 
-__all__ = [
-    "Backend",
-    "DiskBackend",
-    "SimulatedBackend",
-    "offloader_of",
-    "tracked",
-    "tracked_storages",
-    "wait_until_nothing_is_held",
-    "without_changes_of_sources",
-]
-
 
 def follows_plans() -> bool:
     """Whether the test that runs is one of those whose second step follows a plan of the first, in this run.

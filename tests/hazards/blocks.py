@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from tests.hazards.programs import leaf
 
-__all__ = ["BOUNDARY", "ROWS", "WIDTH", "Block", "Step", "blocks", "gradients"]
-
 WIDTH, ROWS = 32, 16
 #: Bytes of what goes from one block to the next.
 BOUNDARY = WIDTH * ROWS * 4

@@ -6,19 +6,13 @@ Of ``MODIFIED`` a tensor is saved, changed and read in backward: autograd raises
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.hazards.programs import leaf
-
-__all__ = ["MODIFIED", "UNMODIFIED", "after_backward"]
-
-Around: TypeAlias = AbstractContextManager[Any]
-Program: TypeAlias = Callable[[Around], object]
+from tests.hazards.programs import Around, Program, leaf
 
 
 def plain() -> Tensor:

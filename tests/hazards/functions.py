@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-__all__ = ["Returned", "call_in_backward", "saving"]
 
 
 @dataclass(frozen=True)
@@ -66,25 +63,4 @@ def saving(x: Tensor, *payload: Tensor, seen: list[Returned], times: int = 1, ho
         times: how often backward reads what was saved.
         hold: whether it holds on to what it has read meanwhile.
     """
-    result = _Saving.apply(x, seen, times, hold, *payload)
-    assert isinstance(result, Tensor)
-    return result
-
-
-class _Calling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], object]) -> Tensor:
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.call()
-        return gradient, None
-
-
-def call_in_backward(x: Tensor, call: Callable[[], object]) -> Tensor:
-    """``x`` again; calls ``call`` when backward comes by."""
-    result = _Calling.apply(x, call)
-    assert isinstance(result, Tensor)
-    return result
+    return _Saving.apply(x, seen, times, hold, *payload)

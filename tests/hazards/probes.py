@@ -15,8 +15,6 @@ from eager_offload.eager.handles import SavedStorage
 from eager_offload.runtime.base import Event, Runtime, Stream
 from eager_offload.tiers.base import Region, Slot
 
-__all__ = ["Moved", "Transfers"]
-
 
 class Moved(NamedTuple):
     """One copy: its end on the device and its end in a tier."""

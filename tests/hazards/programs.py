@@ -15,20 +15,10 @@ from torch.utils._pytree import tree_leaves
 from eager_offload import Offload, OffloadStats
 from tests.hazards.backends import Backend, assert_balanced, assert_settled
 
-__all__ = [
-    "REGIMES",
-    "Program",
-    "Regime",
-    "Settled",
-    "assert_identical",
-    "assert_moved",
-    "copies_given_at_once",
-    "leaf",
-    "same_gradients",
-]
-
-#: Takes what stands around forwards, and returns whatever has to be the same with offload and without.
-Program: TypeAlias = Callable[[AbstractContextManager[Any]], object]
+#: What stands around forwards: an ``Offload``, or nothing.
+Around: TypeAlias = AbstractContextManager[Any]
+#: Takes that, and returns whatever has to be the same with offload and without.
+Program: TypeAlias = Callable[[Around], object]
 
 #: Why a saved tensor may stay although everything is asked to move.
 _INELIGIBLE = ("parameter", "layout", "device", "small")
@@ -60,7 +50,7 @@ class Regime:
     settled: bool
     fields: dict[str, Any] = field(default_factory=dict)
 
-    def around(self, offload: Offload) -> AbstractContextManager[Any]:
+    def around(self, offload: Offload) -> Around:
         return Settled(offload) if self.settled else offload
 
     def __str__(self) -> str:

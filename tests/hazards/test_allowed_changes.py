@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from eager_offload import Offload, SavedTensorModifiedError
 from tests.hazards.backends import Backend, assert_settled
-from tests.hazards.programs import REGIMES, Regime, assert_identical, leaf
+from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, leaf
 from tests.hazards.wrappers import parts_of, two
 
-Around: TypeAlias = AbstractContextManager[Any]
 aten = torch.ops.aten
 
 

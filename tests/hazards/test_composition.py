@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +15,13 @@ from eager_offload import Offload
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, blocks, gradients
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, assert_identical, assert_moved, leaf, same_gradients
-
-Around: TypeAlias = AbstractContextManager[Any]
-
+from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf, same_gradients
 
 # -- H22 --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_h22_nothing_moves_where_nothing_is_saved(
-    mode: Callable[[], AbstractContextManager[Any]], backend: Backend
-) -> None:
+def test_h22_nothing_moves_where_nothing_is_saved(mode: Callable[[], Around], backend: Backend) -> None:
     offload, model = backend.offload(), blocks()
     model.eval()
     with Transfers(backend.runtime) as transfers, offload, mode():
@@ -42,7 +37,7 @@ def test_h22_nothing_moves_where_nothing_is_saved(
 @pytest.mark.parametrize("outside_in", [True, False], ids=["mode outside", "mode inside"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_h22_a_validation_pass_between_steps_changes_nothing(
-    mode: Callable[[], AbstractContextManager[Any]], outside_in: bool, backend: Backend
+    mode: Callable[[], Around], outside_in: bool, backend: Backend
 ) -> None:
     backend.sources_change = True  # BatchNorm writes to the statistics that it saved the step before
 

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 import eager_offload as eo
 from eager_offload.compile.modules import OffloadedModule
 from eager_offload.tiers.base import Tier
-from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, hooks_are_gone
+from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical, assert_moved, leaf
 
 
@@ -79,74 +79,60 @@ def test_h48_a_copy_is_a_new_object_of_the_same_configuration(make: Callable[...
     assert_new(copied, offload)
 
 
-@pytest.mark.parametrize("make", [pickled, saved])
-def test_h48_a_pickle_is_one_too(make: Callable[..., Any]) -> None:
-    with DiskBackend() as backend:
-        offload = backend.offload(prefetch_bytes=1 << 12)
+@every_way
+def test_h48_one_that_is_entered_and_has_graphs_of_its_own(make: Callable[..., Any], disk: Backend) -> None:
+    offload, x = disk.offload(), leaf(16, 16)
+    with offload:
+        loss = (x * 2).exp().square().sum()
+        copied = make(offload)
+        with pytest.raises(eo.OffloadError, match="did not enter"):
+            copied.__exit__(None, None, None)
+    assert hooks_are_gone()
+    disk.offloads.append(copied)
+    assert_new(copied, offload)
+    loss.backward()
+    assert torch.equal(x.grad, 2 * (2 * x.detach()).exp() * (2 * (2 * x.detach()).exp()))
+    del loss
+    assert_moved(assert_settled(offload))
+
+
+@every_way
+def test_h48_one_that_is_being_traced(make: Callable[..., Any], tmp_path: Any, disk: Backend) -> None:
+    offload = disk.offload()
+    with offload.trace(tmp_path / "trace.json"):
         gradients(Layers(offload))
         copied = make(offload)
-        backend.offloads.append(copied)
+        disk.offloads.append(copied)
         assert_new(copied, offload)
+    with copied.trace(tmp_path / "other.json"):
+        gradients(Layers(copied))
+    assert (tmp_path / "other.json").stat().st_size > 0
+    assert copied.stats(synchronize=True).bytes_out > 0
 
 
 @every_way
-def test_h48_one_that_is_entered_and_has_graphs_of_its_own(make: Callable[..., Any]) -> None:
-    with DiskBackend() as backend:
-        offload, x = backend.offload(), leaf(16, 16)
-        with offload:
-            loss = (x * 2).exp().square().sum()
-            copied = make(offload)
-            with pytest.raises(eo.OffloadError, match="did not enter"):
-                copied.__exit__(None, None, None)
-        assert hooks_are_gone()
-        backend.offloads.append(copied)
-        assert_new(copied, offload)
-        loss.backward()
-        assert torch.equal(x.grad, 2 * (2 * x.detach()).exp() * (2 * (2 * x.detach()).exp()))
-        del loss
-        assert_moved(assert_settled(offload))
+def test_h48_modules_that_hold_one(make: Callable[..., Any], disk: Backend) -> None:
+    offload, expected = disk.offload(), gradients(Layers(None))
+    block = Layers(offload)
+    model = nn.ModuleList([block, block, Layers(offload)])
+    copied = make(model)
+    if make is not copy.copy:  # which has the same modules
+        assert copied[0].offload is not offload
+        assert copied[0].offload is copied[2].offload, "one stays one"
+    for one in (*model, *copied):
+        assert_identical(expected, gradients(one))
+    for used in {offload, copied[0].offload}:
+        disk.offloads.append(used)
+        assert_moved(assert_settled(used))
 
 
-@every_way
-def test_h48_one_that_is_being_traced(make: Callable[..., Any], tmp_path: Any) -> None:
-    with DiskBackend() as backend:
-        offload = backend.offload()
-        with offload.trace(tmp_path / "trace.json"):
-            gradients(Layers(offload))
-            copied = make(offload)
-            backend.offloads.append(copied)
-            assert_new(copied, offload)
-        with copied.trace(tmp_path / "other.json"):
-            gradients(Layers(copied))
-        assert (tmp_path / "other.json").stat().st_size > 0
-        assert copied.stats(synchronize=True).bytes_out > 0
-
-
-@every_way
-def test_h48_modules_that_hold_one(make: Callable[..., Any]) -> None:
-    with DiskBackend() as backend:
-        offload, expected = backend.offload(), gradients(Layers(None))
-        block = Layers(offload)
-        model = nn.ModuleList([block, block, Layers(offload)])
-        copied = make(model)
-        if make is not copy.copy:  # which has the same modules
-            assert copied[0].offload is not offload
-            assert copied[0].offload is copied[2].offload, "one stays one"
-        for one in (*model, *copied):
-            assert_identical(expected, gradients(one))
-        for used in {offload, copied[0].offload}:
-            backend.offloads.append(used)
-            assert_moved(assert_settled(used))
-
-
-def test_h48_an_averaged_model() -> None:
-    with DiskBackend() as backend:
-        model = Layers(backend.offload())
-        averaged = AveragedModel(model)
-        averaged.update_parameters(model)
-        assert_identical(gradients(Layers(None)), gradients(averaged))
-        backend.offloads.append(averaged.module.offload)
-        assert_moved(assert_settled(averaged.module.offload))
+def test_h48_an_averaged_model(disk: Backend) -> None:
+    model = Layers(disk.offload())
+    averaged = AveragedModel(model)
+    averaged.update_parameters(model)
+    assert_identical(gradients(Layers(None)), gradients(averaged))
+    disk.offloads.append(averaged.module.offload)
+    assert_moved(assert_settled(averaged.module.offload))
 
 
 def passing(tier: Tier) -> Tier:
@@ -175,25 +161,24 @@ class Named(eo.Offload):
 
 
 @every_way
-def test_h48_what_a_subclass_adds_goes_along(make: Callable[..., Any]) -> None:
-    with DiskBackend() as backend:
-        offload = Named("a", "b", steps=[1], **vars(backend.offload().config))
-        backend.offloads.append(offload)
-        offload.here = {"by": "the user"}
-        gradients(Layers(offload))
-        copied = make(offload)
-        backend.offloads.append(copied)
-        assert type(copied) is Named
-        assert (copied.before, copied.name, copied.kind, copied.steps) == ("a", "a", "b", [1])
-        assert copied.here == {"by": "the user"}
-        shared = make is copy.copy
-        assert (copied.steps is offload.steps) is (copied.here is offload.here) is shared
-        assert copied.me is (offload if shared else copied)
-        assert vars(copied).keys() == vars(offload).keys()
-        for name in ("_accounts", "_offloaders", "_hooks", "pack", "_warned"):
-            assert vars(copied)[name] is not vars(offload)[name], name
-        copied.me = offload.me = None
-        assert_new(copied, offload)
+def test_h48_what_a_subclass_adds_goes_along(make: Callable[..., Any], disk: Backend) -> None:
+    offload = Named("a", "b", steps=[1], **vars(disk.offload().config))
+    disk.offloads.append(offload)
+    offload.here = {"by": "the user"}
+    gradients(Layers(offload))
+    copied = make(offload)
+    disk.offloads.append(copied)
+    assert type(copied) is Named
+    assert (copied.before, copied.name, copied.kind, copied.steps) == ("a", "a", "b", [1])
+    assert copied.here == {"by": "the user"}
+    shared = make is copy.copy
+    assert (copied.steps is offload.steps) is (copied.here is offload.here) is shared
+    assert copied.me is (offload if shared else copied)
+    assert vars(copied).keys() == vars(offload).keys()
+    for name in ("_accounts", "_offloaders", "_hooks", "pack", "_warned"):
+        assert vars(copied)[name] is not vars(offload)[name], name
+    copied.me = offload.me = None
+    assert_new(copied, offload)
 
 
 def test_h48_a_runtime_is_shared_by_copies_and_cannot_be_pickled() -> None:
@@ -221,24 +206,23 @@ def test_h48_a_path_that_is_not_there_is_an_error_when_it_is_used(tmp_path: Any)
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickled, AveragedModel])
-def test_h48_compiled_modules(make: Callable[..., Any]) -> None:
+def test_h48_compiled_modules(make: Callable[..., Any], disk: Backend) -> None:
     torch._dynamo.reset()
-    with DiskBackend() as backend:
-        offload = backend.offload()
-        expected = gradients(torch.compile(Layers(None), backend="aot_eager"))
-        model = offload.compile(Layers(None), backend="aot_eager")
-        assert isinstance(model, OffloadedModule)
-        assert model.eager_offload is offload
-        copied = make(model)
-        served = copied.module.eager_offload if make is AveragedModel else copied.eager_offload
-        assert (served is offload) is (make is copy.copy)
-        assert_identical(expected, gradients(copied))
-        backend.offloads.append(served)
-        stats = assert_settled(served)
-        assert stats.compiled_regions > 0
-        assert stats.bytes_out > 0
-        assert_identical(expected, gradients(model))
-        assert offload.stats(synchronize=True).bytes_out > 0
+    offload = disk.offload()
+    expected = gradients(torch.compile(Layers(None), backend="aot_eager"))
+    model = offload.compile(Layers(None), backend="aot_eager")
+    assert isinstance(model, OffloadedModule)
+    assert model.eager_offload is offload
+    copied = make(model)
+    served = copied.module.eager_offload if make is AveragedModel else copied.eager_offload
+    assert (served is offload) is (make is copy.copy)
+    assert_identical(expected, gradients(copied))
+    disk.offloads.append(served)
+    stats = assert_settled(served)
+    assert stats.compiled_regions > 0
+    assert stats.bytes_out > 0
+    assert_identical(expected, gradients(model))
+    assert offload.stats(synchronize=True).bytes_out > 0
 
 
 def _train(model: nn.Module, results: Any) -> None:
@@ -248,13 +232,12 @@ def _train(model: nn.Module, results: Any) -> None:
 
 
 @pytest.mark.long
-def test_h48_a_process_that_is_spawned_with_one() -> None:
-    with DiskBackend() as backend:
-        model, context = Layers(backend.offload()), multiprocessing.get_context("spawn")
-        results = context.Queue()
-        process = context.Process(target=_train, args=(model, results))
-        process.start()
-        found, moved = results.get(timeout=120), results.get(timeout=120)
-        process.join()
-        assert found == [gradient.tolist() for gradient in gradients(Layers(None))]
-        assert moved > 0
+def test_h48_a_process_that_is_spawned_with_one(disk: Backend) -> None:
+    model, context = Layers(disk.offload()), multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=_train, args=(model, results))
+    process.start()
+    found, moved = results.get(timeout=120), results.get(timeout=120)
+    process.join()
+    assert found == [gradient.tolist() for gradient in gradients(Layers(None))]
+    assert moved > 0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,13 +19,10 @@ from eager_offload.simulation.log import Recorded, Waited, WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.disk import DiskSlot
-from tests.hazards.backends import Backend, DiskBackend, assert_settled, saves_of
+from tests.hazards.backends import Backend, assert_settled, saves_of
 from tests.hazards.blocks import Step
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
-
-Around: TypeAlias = AbstractContextManager[Any]
-
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
 
 # -- H16 --------------------------------------------------------------------------------------------------------------
 
@@ -168,49 +164,47 @@ def test_h18_an_offload_waits_for_the_last_read_of_its_slot() -> None:
     assert any(entry.event in reads for entry in waits), "no slot was used again while it was being read"
 
 
-def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it() -> None:
-    with DiskBackend() as backend:
-        offload, waiting, opened = backend.offload(prefetch_bytes=1 << 20), threading.Event(), threading.Event()
-        log: list[tuple[str, Region]] = []
-        read, write, wait = DiskSlot.read, DiskSlot.write, HostEvent.wait
+def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it(disk: Backend) -> None:
+    offload, waiting, opened = disk.offload(prefetch_bytes=1 << 20), threading.Event(), threading.Event()
+    log: list[tuple[str, Region]] = []
+    read, write, wait = DiskSlot.read, DiskSlot.write, HostEvent.wait
 
-        def held_back(slot: DiskSlot, target: Tensor) -> None:
-            assert opened.wait(60)
-            read(slot, target)
-            log.append(("read", slot.region))
+    def held_back(slot: DiskSlot, target: Tensor) -> None:
+        assert opened.wait(60)
+        read(slot, target)
+        log.append(("read", slot.region))
 
-        def noted(slot: DiskSlot, source: Tensor) -> None:
-            write(slot, source)
-            log.append(("write", slot.region))
+    def noted(slot: DiskSlot, source: Tensor) -> None:
+        write(slot, source)
+        log.append(("write", slot.region))
 
-        def noticed(event: HostEvent) -> None:
-            if threading.current_thread() is backward:
-                waiting.set()  # by now it has asked for everything that it expects
-            wait(event)
+    def noticed(event: HostEvent) -> None:
+        if threading.current_thread() is backward:
+            waiting.set()  # by now it has asked for everything that it expects
+        wait(event)
 
-        x = leaf(32, 32)
-        with Settled(offload):
-            losses = [(x * n).exp().sum() for n in range(1, 5)]
-        backward = threading.Thread(target=losses.pop().backward)
-        DiskSlot.read, DiskSlot.write, HostEvent.wait = held_back, noted, noticed  # type: ignore[method-assign]
-        try:
-            backward.start()
-            assert waiting.wait(60)  # the first of four reads stands before the gate, the others behind it
-            losses.clear()
-            with offload:
-                losses = [(x * n).exp().sum() for n in range(5, 12)]
-            opened.set()
-            backward.join()
-            offload.stats(synchronize=True)
-        finally:
-            opened.set()
-            DiskSlot.read, DiskSlot.write, HostEvent.wait = read, write, wait  # type: ignore[method-assign]
-        kinds = [what for what, _ in log]
-        assert kinds.count("read") >= 4
-        assert kinds.count("write") == 7
-        for index, (what, region) in enumerate(log):
-            assert what == "read" or ("read", region) not in log[index:], f"written before its last read: {log}"
-        while losses:
-            losses.pop().backward()
-        assert_moved(assert_settled(offload))
-        backend.assert_nothing_is_held()
+    x = leaf(32, 32)
+    with Settled(offload):
+        losses = [(x * n).exp().sum() for n in range(1, 5)]
+    backward = threading.Thread(target=losses.pop().backward)
+    DiskSlot.read, DiskSlot.write, HostEvent.wait = held_back, noted, noticed  # type: ignore[method-assign]
+    try:
+        backward.start()
+        assert waiting.wait(60)  # the first of four reads stands before the gate, the others behind it
+        losses.clear()
+        with offload:
+            losses = [(x * n).exp().sum() for n in range(5, 12)]
+        opened.set()
+        backward.join()
+        offload.stats(synchronize=True)
+    finally:
+        opened.set()
+        DiskSlot.read, DiskSlot.write, HostEvent.wait = read, write, wait  # type: ignore[method-assign]
+    kinds = [what for what, _ in log]
+    assert kinds.count("read") >= 4
+    assert kinds.count("write") == 7
+    for index, (what, region) in enumerate(log):
+        assert what == "read" or ("read", region) not in log[index:], f"written before its last read: {log}"
+    while losses:
+        losses.pop().backward()
+    assert_moved(assert_settled(offload))

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, TypeAlias
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
-from tests.hazards.backends import Backend, DiskBackend
+from tests.hazards.backends import Backend
+from tests.hazards.blocks import ROWS, WIDTH, Block
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, leaf, same_gradients
+from tests.hazards.programs import REGIMES, Around, leaf, same_gradients
 from tests.hazards.wrappers import watching
 
 pytestmark = pytest.mark.xdist_group("mesh")
-
-Around: TypeAlias = AbstractContextManager[Any]
-
-WIDTH, ROWS = 32, 16
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +37,6 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
-
-
-class Block(nn.Module):
-    """What tensor parallelism is made for: a norm, one matrix cut by columns and one cut by rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def in_parallel(mesh: DeviceMesh) -> nn.ModuleList:
@@ -190,36 +172,3 @@ def test_h13_what_a_collective_is_still_filling_is_waited_for(mesh: DeviceMesh, 
     assert waited[:2] == [False, False]
     assert len(waited) > 2 * len(REGIMES)
     assert all(waited[2:])
-
-
-# -- two processes ----------------------------------------------------------------------------------------------------
-
-
-def train_one_rank(rank: int, directory: str) -> None:
-    """One of two ranks: each has half of every weight and half of the sequence."""
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-
-        def program(offload: Around) -> object:
-            model = in_parallel(mesh)
-            parallelize_module(
-                model[0], mesh, PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Shard(0),))
-            )
-            return trained(model, mesh, offload, 3)
-
-        with DiskBackend() as backend:
-            for stats in same_gradients(program, backend):
-                assert stats.kept_bytes["parameter"] > 0
-            backend.assert_nothing_is_held()
-        (Path(directory) / f"rank {rank} passed").touch()
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.long
-def test_h13_two_processes_that_share_a_model(tmp_path: Path) -> None:
-    multiprocessing.spawn(train_one_rank, (str(tmp_path),), nprocs=2)
-    assert all((tmp_path / f"rank {rank} passed").exists() for rank in range(2))

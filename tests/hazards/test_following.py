@@ -50,8 +50,6 @@ def step(around: AbstractContextManager[Any], layers: Sequence[str], seed: int, 
     del y, z
     for loss in losses if order else losses[::-1]:
         loss.backward()
-    assert x.grad is not None
-    assert w.grad is not None
     return [*(loss.detach() for loss in losses), x.grad, w.grad]
 
 
@@ -111,8 +109,6 @@ def test_h54_copies_that_start_together_share_an_event(backend: Backend, monkeyp
         with around:
             loss = ((x * 2) * (w * 3)).exp().sum()  # both factors are saved, then the power is, and they may leave
         loss.backward()
-        assert x.grad is not None
-        assert w.grad is not None
         return [x.grad, w.grad]
 
     offload = backend.offload(step_plans=True)
@@ -132,14 +128,6 @@ def test_h54_copies_that_start_together_share_an_event(backend: Backend, monkeyp
     assert events[0] is events[1]
     assert_moved(assert_settled(offload))
     assert offload.stats().followed_forwards == 2
-
-
-def test_h54_one_forward_in_sixteen_is_decided_anew(backend: Backend) -> None:
-    offload = backend.offload(step_plans=True)
-    for seed in range(40):
-        step(Settled(offload), ["exp"], seed)
-    assert offload.stats().followed_forwards == 39 - 2
-    assert_moved(assert_settled(offload))
 
 
 def test_h54_a_step_that_differs_anywhere_is_exact(backend: Backend) -> None:
@@ -230,13 +218,13 @@ def test_h54_steps_of_which_too_much_is_decided_anew_say_so_once(backend: Backen
 
 @pytest.mark.parametrize(
     ("what", "layers"),
-    [("size", [FIRST[0], "halves", *FIRST[2:]]), ("more", [*FIRST, "exp"]), ("fewer", FIRST[:-1])],
+    [("size", [FIRST[0], "halves", *FIRST[2:]]), ("more", [*FIRST, "exp"]), ("fewer", FIRST[:-1]), ("order", FIRST)],
 )
 def test_h54_what_differs_is_counted(what: str, layers: list[str], backend: Backend) -> None:
-    offload = backend.offload(step_plans=True)
+    offload, order = backend.offload(step_plans=True), what != "order"
     for seed in range(2):
         step(Settled(offload), FIRST, seed)
-    assert_identical(step(nullcontext(), layers, 5), step(Settled(offload), layers, 5))
+    assert_identical(step(nullcontext(), layers, 5, order), step(Settled(offload), layers, 5, order))
     assert misses(offload) == [what]
     assert_moved(assert_settled(offload))
 
@@ -247,7 +235,6 @@ def test_h54_a_tensor_that_needs_no_gradient_is_not_taken_for_one_that_does(back
         with around:
             loss = ((x * 2) * (w * 3)).exp().sum()
         loss.backward()
-        assert w.grad is not None
         return [w.grad]
 
     offload = backend.offload(step_plans=True)
@@ -255,15 +242,6 @@ def test_h54_a_tensor_that_needs_no_gradient_is_not_taken_for_one_that_does(back
         step(Settled(offload), grad=True)
     assert_identical(step(nullcontext(), grad=False), step(Settled(offload), grad=False))
     assert misses(offload) == ["requires_grad"]
-    assert_moved(assert_settled(offload))
-
-
-def test_h54_a_backward_in_another_order_is_counted(backend: Backend) -> None:
-    offload = backend.offload(step_plans=True)
-    for seed in range(2):
-        step(Settled(offload), FIRST, seed)
-    assert_identical(step(nullcontext(), FIRST, 5, False), step(Settled(offload), FIRST, 5, False))
-    assert misses(offload) == ["order"]
     assert_moved(assert_settled(offload))
 
 
@@ -276,7 +254,6 @@ def shared(offload: AbstractContextManager[Any], *, same: bool) -> Tensor:
         loss = (y.sin() + other.cos()).sum()
     del y, other
     loss.backward()
-    assert x.grad is not None
     return x.grad
 
 
@@ -304,7 +281,6 @@ def test_h54_marks_and_regions_come_before_a_plan(how: str, backend: Backend) ->
             loss = z.cos().sum()
         del y, z
         loss.backward()
-        assert x.grad is not None
         return x.grad
 
     for given in ("", "", how):
@@ -333,28 +309,6 @@ def test_h54_a_change_in_place_raises_as_in_an_unknown_step(backend: Backend) ->
     assert offload.stats().followed_forwards == 2
     del loss, y
     assert_moved(assert_settled(offload))
-
-
-def test_h54_what_is_not_final_yet_does_not_leave(backend: Backend) -> None:
-    """``rrelu`` saves its noise, and fills it afterwards."""
-    offload = backend.offload(step_plans=True)
-
-    def noisy(around: AbstractContextManager[Any]) -> Tensor:
-        x = leaf(SIDE, SIDE)
-        torch.manual_seed(0)
-        with around:
-            y = torch.rrelu(x * 2, training=True)
-            loss = torch.rrelu(y, training=True).sin().sum()
-        del y
-        loss.backward()
-        assert x.grad is not None
-        return x.grad
-
-    for _ in range(4):
-        assert torch.equal(noisy(nullcontext()), noisy(Settled(offload)))
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (3, {})
-    assert_moved(stats)
 
 
 def plan_of(backend: Backend, step: Callable[[AbstractContextManager[Any]], Tensor]) -> StepPlan:
@@ -396,7 +350,6 @@ def test_h54_what_is_not_final_yet_does_not_leave_although_its_plan_says_so(
             loss = y.sin().sum()
         del y
         loss.backward()
-        assert x.grad is not None
         return x.grad
 
     plan = plan_of(backend, noisy)
@@ -420,7 +373,6 @@ def test_h54_what_is_due_begins_to_leave_although_what_comes_next_stays(backend:
             loss = z.sum()
         del y, z
         loss.backward()
-        assert x.grad is not None
         return x.grad
 
     plan = plan_of(backend, step)
@@ -460,7 +412,6 @@ def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_any_more(is_written
             loss = (y * mask).sin().sum()
         del y, mask
         loss.backward()
-        assert x.grad is not None
         return x.grad
 
     backend.sources_change = True
@@ -695,7 +646,6 @@ def test_h54_a_mark_on_what_stayed_is_seen(backend: Backend) -> None:
                 eo.prefer_offload(y)
             y = (torch.cat([y.sin(), x]) * 2).cos().sum()
         y.backward()
-        assert x.grad is not None
         return x.grad
 
     for number in range(6):

@@ -8,7 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
@@ -20,12 +20,11 @@ from eager_offload import CodecPolicy, Offload, OffloadStats
 from eager_offload.eager.handles import SavedView
 from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.test_rounding import failing_behind
-from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, offloader_of, saves_of
-from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
+from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of, saves_of
+from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf
 from tests.hazards.test_following import deep, with_a_late_share
 from tests.hazards.test_streams import Streams
 
-Around: TypeAlias = AbstractContextManager[Any]
 SIDE = 16
 
 
@@ -52,9 +51,7 @@ class _Scaling(torch.autograd.Function):
 
 def scaling(x: Tensor, *saved: Tensor, read: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
     """``x`` again, whose gradient is multiplied by what ``read`` makes of each that it saves."""
-    result = _Scaling.apply(x, [*saved], read)
-    assert isinstance(result, Tensor)
-    return result
+    return _Scaling.apply(x, [*saved], read)
 
 
 def unread(saved: Tensor) -> Tensor:
@@ -336,7 +333,7 @@ def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_whatever_its_plan_s
 
 @pytest.mark.filterwarnings("ignore:eager_offload. (offloading failed|the step plan that was given does not fit)")
 def test_h54_what_was_packed_and_did_not_arrive_is_not_shared_whatever_its_plan_says(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, disk: Backend
 ) -> None:
     """It stays as it was then, and its source may have been written since."""
 
@@ -353,20 +350,18 @@ def test_h54_what_was_packed_and_did_not_arrive_is_not_shared_whatever_its_plan_
         loss.backward()
         return [loss.detach(), x.grad]
 
-    with DiskBackend() as backend:
-        first = backend.offload(step_plans=True, codec="lossless")
-        expected = step(first)
-        assert_identical(expected, step(first))
-        plan = first.step_plan()
-        assert plan is not None
-        offload = backend.offload(step_plans=True, codec="lossless", plan=with_a_late_share(plan, 0, 3))
-        with backend.gate() as gate, monkeypatch.context() as patch:
-            patch.setattr(DiskSlot, "write", failing_behind(gate))
-            assert_identical(expected, step(offload, gate.open))
-        stats = assert_settled(offload)
-        assert (stats.followed_forwards, stats.plan_misses) == (1, {"share": 1})
-        assert stats.kept_bytes["failed"] > 0
-        backend.assert_nothing_is_held()
+    first = disk.offload(step_plans=True, codec="lossless")
+    expected = step(first)
+    assert_identical(expected, step(first))
+    plan = first.step_plan()
+    assert plan is not None
+    offload = disk.offload(step_plans=True, codec="lossless", plan=with_a_late_share(plan, 0, 3))
+    with disk.gate() as gate, monkeypatch.context() as patch:
+        patch.setattr(DiskSlot, "write", failing_behind(gate))
+        assert_identical(expected, step(offload, gate.open))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {"share": 1})
+    assert stats.kept_bytes["failed"] > 0
 
 
 def test_h54_what_shares_a_storage_that_stays_is_counted_with_it(backend: Backend) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +14,8 @@ import eager_offload as eo
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate
 from tests.hazards.backends import Backend, assert_settled
-from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
 
-Around: TypeAlias = AbstractContextManager[Any]
 SIDE = 16
 SIZE = SIDE * SIDE * 4
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +15,9 @@ import eager_offload as eo
 from eager_offload import CodecPolicy
 from eager_offload.codecs import BF16
 from tests.hazards.backends import Backend, assert_settled, offloader_of
-from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
 from tests.hazards.test_following import deep
 
-Around: TypeAlias = AbstractContextManager[Any]
 SIDE = 16
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,10 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from eager_offload import SavedTensorModifiedError
 from tests.hazards.backends import Backend, offloader_of
-from tests.hazards.programs import REGIMES, assert_identical, leaf, same_gradients
+from tests.hazards.programs import REGIMES, Around, assert_identical, leaf, same_gradients
 from tests.hazards.wrappers import Scaled, parts_of, two
-
-Around: TypeAlias = AbstractContextManager[Any]
 
 SIDE = 32
 
@@ -45,9 +42,7 @@ class _Scaling(torch.autograd.Function):
 
 
 def scaled(w: Tensor, x: Tensor, change: Callable[[Tensor], object] = lambda x: None) -> Tensor:
-    result = _Scaling.apply(w, x, change)
-    assert isinstance(result, Tensor)
-    return result
+    return _Scaling.apply(w, x, change)
 
 
 def made(seed: int) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 
 from tests.hazards.backends import Backend
 from tests.hazards.functions import Returned, saving
-from tests.hazards.programs import leaf, same_gradients
-
-Around: TypeAlias = AbstractContextManager[Any]
+from tests.hazards.programs import Around, leaf, same_gradients
+from tests.hazards.wrappers import watching
 
 
 def named(case: NamedTuple) -> str:
@@ -115,35 +113,18 @@ def values_of(tensor: Tensor) -> list[Tensor]:
 def test_h12_every_kind_of_tensor_comes_back_or_stays_for_a_reason(case: Payload, backend: Backend) -> None:
     seen: list[list[object]] = []
 
+    def look(payload: Tensor) -> None:
+        strided = payload.layout is torch.strided and not payload.is_nested
+        kind = [str(payload.dtype), str(payload.layout), str(payload.device), payload.is_conj(), payload.is_neg()]
+        sizes = [*payload.size(), *payload.stride()] if strided else []
+        seen.append([*values_of(payload.detach()), *kind, *sizes])
+
     def program(offload: Around) -> object:
-        class Watching(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor, payload: Tensor) -> Tensor:
-                ctx.save_for_backward(payload)
-                return x * 2
-
-            @staticmethod
-            def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-                (payload,) = ctx.saved_tensors
-                strided = payload.layout is torch.strided and not payload.is_nested
-                seen.append(
-                    [
-                        *values_of(payload.detach()),
-                        str(payload.dtype),
-                        str(payload.layout),
-                        str(payload.device),
-                        payload.is_conj(),
-                        payload.is_neg(),
-                        *([*payload.size(), *payload.stride()] if strided else []),
-                    ]
-                )
-                return gradient * 2, None
-
         seen.clear()
         x = leaf(32, 32)
         with offload:
             # Something that moves stands beside it, so that moving nothing does not pass.
-            y = Watching.apply((x * 3).tanh(), case.make())
+            y = watching((x * 3).tanh(), look, case.make())
         y.sum().backward()
         return x.grad, list(seen)
 

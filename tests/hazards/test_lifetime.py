@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from torch import Tensor, nn
 from eager_offload import Offload
 from tests.hazards.backends import Backend, assert_settled, offloader_of, tracked_storages
 from tests.hazards.functions import Returned, saving
-from tests.hazards.programs import REGIMES, Settled, assert_identical, assert_moved, leaf, same_gradients
-
-Around: TypeAlias = AbstractContextManager[Any]
+from tests.hazards.programs import REGIMES, Around, Settled, assert_identical, assert_moved, leaf, same_gradients
 
 
 @contextmanager

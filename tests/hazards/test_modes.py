@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.hazards.backends import Backend, DiskBackend, assert_settled
-from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf, same_gradients
-
-Around: TypeAlias = AbstractContextManager[Any]
-Program: TypeAlias = Callable[[Around], object]
+from tests.hazards.programs import Around, Program, Settled, assert_identical, assert_moved, leaf, same_gradients
 
 
 def layers(**where: Any) -> nn.Module:

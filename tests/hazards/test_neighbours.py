@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,10 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone, offloader_of
 from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, Block, blocks, gradients
-from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf, same_gradients
-
-Around: TypeAlias = AbstractContextManager[Any]
-
+from tests.hazards.programs import (
+    REGIMES,
+    Around,
+    Regime,
+    Settled,
+    assert_identical,
+    assert_moved,
+    leaf,
+    same_gradients,
+)
 
 # -- H24 --------------------------------------------------------------------------------------------------------------
 
@@ -32,9 +37,7 @@ class Doubling(saved_tensors_hooks):
 
 
 @pytest.mark.parametrize("theirs", [Doubling, save_on_cpu])
-def test_h24_hooks_that_hide_ours_are_counted_and_told_of_once(
-    theirs: Callable[[], AbstractContextManager[Any]], backend: Backend
-) -> None:
+def test_h24_hooks_that_hide_ours_are_counted_and_told_of_once(theirs: Callable[[], Around], backend: Backend) -> None:
     def program(offload: Around) -> object:
         x, results = leaf(ROWS, WIDTH), []
         for _ in range(3):

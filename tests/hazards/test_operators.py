@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,9 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import eager_offload as eo
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
-from tests.hazards.programs import REGIMES, Settled, assert_identical, assert_moved, leaf, same_gradients
-
-Around: TypeAlias = AbstractContextManager[Any]
+from tests.hazards.programs import REGIMES, Around, Settled, assert_identical, assert_moved, leaf, same_gradients
 
 
 def named(case: NamedTuple) -> str:

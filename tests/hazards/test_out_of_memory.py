@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -15,19 +16,16 @@ from eager_offload import Offload
 from eager_offload._torch import TorchDispatchMode
 from eager_offload.codecs import Gather
 from eager_offload.runtime.base import Layout, Runtime, Stream
-from tests.doubles.recorded_backend import RecordedBackend
-from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, hooks_are_gone
-from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
+from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
 
-Around: TypeAlias = AbstractContextManager[Any]
 ROWS, WIDTH = 8, 16
-
-
-@pytest.fixture
-def recorded(request: pytest.FixtureRequest) -> Any:
-    with RecordedBackend() as backend:
-        yield backend
-        backend.assert_nothing_is_held()
+_BACKENDS = ["disk", "simulated", "recorded"]
+#: Quick runs take the recording double too: it is the one whose memory is that of a device.
+on_the_double_too = pytest.mark.parametrize("backend", _BACKENDS, indirect=True)
+everywhere = pytest.mark.parametrize(
+    "backend", ["virtual"] if "tests.virtual_device.plugin" in sys.modules else _BACKENDS, indirect=True
+)
 
 
 class Trainer:
@@ -89,17 +87,9 @@ def retried_at(step: int, retried: bool) -> list[Tensor]:
     return trainer.state
 
 
+@everywhere
 @pytest.mark.parametrize("regime", [REGIMES[0], REGIMES[2]], ids=str)
 def test_h10_out_of_memory_in_any_operator_of_a_step(regime: Regime, backend: Backend) -> None:
-    out_of_memory(backend, regime, every=7)
-
-
-@pytest.mark.parametrize("regime", [REGIMES[0], REGIMES[2]], ids=str)
-def test_h10_out_of_memory_in_any_operator_of_a_step_on_the_double(regime: Regime, recorded: Backend) -> None:
-    out_of_memory(recorded, regime, every=7)
-
-
-def out_of_memory(backend: Backend, regime: Regime, every: int) -> None:
     expected = {retried: retried_at(1, retried) for retried in (False, True)}
     offload, number, found = backend.offload(**regime.fields), 1, 0
     while True:
@@ -112,7 +102,7 @@ def out_of_memory(backend: Backend, regime: Regime, every: int) -> None:
         if full.left > 0:
             break
         found += 1
-        number += every
+        number += 7
     assert found > 5
     assert_moved(assert_settled(offload), held=True)
 
@@ -153,12 +143,12 @@ def gathered_program(around: Around) -> tuple[Tensor, Tensor | None]:
 
 
 @pytest.mark.parametrize("refuse", [refuse_as_accelerators_do, refuse_as_the_cpu_does])
-@pytest.mark.parametrize("anywhere", ["disk", "simulated", "recorded"], indirect=True)
+@on_the_double_too
 def test_h10_what_finds_no_room_to_be_gathered_stays(
-    anywhere: Backend, refuse: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+    backend: Backend, refuse: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = gathered_program(nullcontext())
-    offload = anywhere.offload()
+    offload = backend.offload()
     assert_identical(expected, gathered_program(Settled(offload)))
     gathered = offload.stats()
     offload.reset_stats()
@@ -194,20 +184,10 @@ class Refusing:
         return self._allocate(layout, device, stream)
 
 
-@pytest.mark.sampled(3, quick=True)
+@everywhere
 @pytest.mark.parametrize("consecutive", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize("regime", REGIMES[:2], ids=str)
 def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Backend) -> None:
-    no_room_for_a_reload(backend, regime, consecutive)
-
-
-@pytest.mark.parametrize("consecutive", [1, 2], ids=["once", "twice"])
-@pytest.mark.parametrize("regime", REGIMES[:2], ids=str)
-def test_h10_no_room_for_a_reload_on_the_double(regime: Regime, consecutive: int, recorded: Backend) -> None:
-    no_room_for_a_reload(recorded, regime, consecutive)
-
-
-def no_room_for_a_reload(backend: Backend, regime: Regime, consecutive: int) -> None:
     """A single refusal is absorbed; the second one in a row reaches the user, whose retry is exact."""
     expected = {retried: retried_at(1, retried) for retried in (False, True)}
     offload = backend.offload(**regime.fields)
@@ -230,14 +210,6 @@ def no_room_for_a_reload(backend: Backend, regime: Regime, consecutive: int) -> 
     stats = assert_settled(offload)
     assert_moved(stats, held=True)
     assert stats.bytes_in > 0
-
-
-@pytest.fixture
-def anywhere(request: pytest.FixtureRequest) -> Any:
-    """The backends of every run, and the double."""
-    with {"disk": DiskBackend, "simulated": SimulatedBackend, "recorded": RecordedBackend}[request.param]() as backend:
-        yield backend
-        backend.assert_nothing_is_held()
 
 
 def full_while(alive: Callable[[], bool], runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -264,12 +236,11 @@ def saved(backend: Backend, around: Around, offload: Offload, count: int) -> tup
     return handles, [torch.tensor(value) for value in values]
 
 
-@pytest.mark.parametrize("anywhere", ["disk", "simulated", "recorded"], indirect=True)
+@on_the_double_too
 def test_what_was_brought_back_early_makes_room_for_what_is_needed(
-    anywhere: Backend, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is room for three; two were brought back early when something else is asked for."""
-    backend = anywhere
     offload = backend.offload(prefetch_bytes=2 * 32 * 32 * 4)
     handles, values = saved(backend, Settled(offload), offload, 6)
     targets: list[weakref.ref[torch.UntypedStorage]] = []
@@ -294,11 +265,10 @@ def test_what_was_brought_back_early_makes_room_for_what_is_needed(
     assert stats.bytes_in > 0
 
 
-@pytest.mark.parametrize("anywhere", ["disk", "simulated", "recorded"], indirect=True)
+@on_the_double_too
 def test_what_is_on_its_way_out_makes_room_for_what_is_needed(
-    anywhere: Backend, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = anywhere
     offload = backend.offload(prefetch_bytes=0)
     handles, values = saved(backend, Settled(offload), offload, 2)
     with backend.gate() as gate:

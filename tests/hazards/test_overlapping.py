@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +17,7 @@ import eager_offload as eo
 from eager_offload import active
 from eager_offload.eager import foreign
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
-from tests.hazards.programs import assert_identical, assert_moved, leaf
-
-Around: TypeAlias = AbstractContextManager[Any]
+from tests.hazards.programs import Around, assert_identical, assert_moved, leaf
 
 #: What two, or three, contexts have in common.
 KINDS: dict[str, Callable[[Backend, int], list[eo.Offload]]] = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from eager_offload import Offload, OffloadStats
 from eager_offload.tiers.memory import anonymous_slab
-from tests.hazards.backends import Backend, DiskBackend
+from tests.hazards.backends import Backend
 from tests.hazards.programs import REGIMES, assert_identical, same_gradients
 
 MIB = 1 << 20
@@ -50,11 +50,10 @@ def recurrent(around: AbstractContextManager[Any]) -> object:
     return loss.detach(), [x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
-def test_h49_a_workspace_that_was_touched_in_part_travels_in_part() -> None:
-    with DiskBackend() as backend:
-        for stats in same_gradients(untouched, backend):
-            assert 8 * MIB <= stats.bytes_out <= 12 * MIB
-            assert stats.bytes_in <= 2 * stats.bytes_out
+def test_h49_a_workspace_that_was_touched_in_part_travels_in_part(disk: Backend) -> None:
+    for stats in same_gradients(untouched, disk):
+        assert 8 * MIB <= stats.bytes_out <= 12 * MIB
+        assert stats.bytes_in <= 2 * stats.bytes_out
 
 
 @pytest.mark.parametrize("program", [untouched, recurrent])
@@ -63,17 +62,16 @@ def test_h49_a_workspace_is_exact_wherever_it_goes(program: Any, backend: Backen
     assert gathered[0].bytes_out > 0
 
 
-def test_h49_the_newest_bytes_are_counted_by_the_memory_that_they_take() -> None:
+def test_h49_the_newest_bytes_are_counted_by_the_memory_that_they_take(disk: Backend) -> None:
     """Two workspaces of 40 MiB, 4 of which are touched: within a line of 16 MiB, so that nothing has to move."""
-    with DiskBackend() as backend:
-        expected = untouched(nullcontext())
-        offload = backend.offload(keep_last_bytes=16 * MIB)
-        actual = untouched(offload)
-        stats = offload.stats(synchronize=True)
-        assert stats.bytes_out == 0
-        assert stats.kept_bytes["newest"] == 80 * MIB
-        assert_identical(expected, actual)
-        offload.close()
+    expected = untouched(nullcontext())
+    offload = disk.offload(keep_last_bytes=16 * MIB)
+    actual = untouched(offload)
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_out == 0
+    assert stats.kept_bytes["newest"] == 80 * MIB
+    assert_identical(expected, actual)
+    offload.close()
 
 
 @pytest.mark.parametrize("saves", [4, 9, 10, 11, 32])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.hazards.backends import Backend
-from tests.hazards.programs import leaf, same_gradients
+from tests.hazards.programs import Around, leaf, same_gradients
 from tests.hazards.wrappers import watching
-
-Around: TypeAlias = AbstractContextManager[Any]
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 float8 = pytest.importorskip("torchao.float8", reason="this torchao does not train in float8")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.hazards.backends import Backend
-from tests.hazards.programs import leaf, same_gradients
-
-Around: TypeAlias = AbstractContextManager[Any]
+from tests.hazards.programs import Around, leaf, same_gradients
 
 WIDTH, HEADS = 16, 2
 

@@ -156,21 +156,21 @@ def test_h38_a_call_in_the_midst_of_the_library(
     by_another: bool,
     call: Callable[[Offload], None],
     monkeypatch: pytest.MonkeyPatch,
+    disk: Backend,
 ) -> None:
     expected, outcomes = gradient(nullcontext(), lambda: None), Counter[str]()
     before = signal.getsignal(signal.SIGUSR1)
-    with DiskBackend() as disk:
-        offload, other = disk.offload(**FIELDS), disk.offload(**FIELDS)
-        called = other if by_another else offload
-        with monkeypatch.context() as patch, warnings.catch_warnings():
-            moment(lambda: count(called, call, outcomes), patch)
-            try:
-                found = gradient(offload, lambda: None)
-            finally:
-                signal.signal(signal.SIGUSR1, before)
-        assert torch.equal(found, expected)
-        assert assert_settled(offload).bytes_out > 0
-        assert set(outcomes) == {"refused" if call is train else "done"}, outcomes
+    offload, other = disk.offload(**FIELDS), disk.offload(**FIELDS)
+    called = other if by_another else offload
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        moment(lambda: count(called, call, outcomes), patch)
+        try:
+            found = gradient(offload, lambda: None)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+    assert torch.equal(found, expected)
+    assert assert_settled(offload).bytes_out > 0
+    assert set(outcomes) == {"refused" if call is train else "done"}, outcomes
 
 
 @pytest.mark.parametrize(("allocations", "nth"), [(3, 5), (10, 1)])

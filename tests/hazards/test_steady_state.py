@@ -6,8 +6,7 @@ import gc
 import os
 import threading
 import tracemalloc
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -16,10 +15,7 @@ from torch import Tensor, nn
 
 from eager_offload import Offload
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of, tracked
-from tests.hazards.programs import Settled, assert_moved, leaf, same_gradients
-
-Around: TypeAlias = AbstractContextManager[Any]
-
+from tests.hazards.programs import Around, Settled, assert_moved, leaf, same_gradients
 
 # -- H21 --------------------------------------------------------------------------------------------------------------
 

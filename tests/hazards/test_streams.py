@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +18,7 @@ from eager_offload.simulation.log import Operation, Recorded, Waited, WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.blocks import Step
-from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
-
-Around: TypeAlias = AbstractContextManager[Any]
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
 
 
 class Streams:

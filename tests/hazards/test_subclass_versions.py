@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import eager_offload as eo
 from tests.hazards.backends import Backend, assert_settled
-from tests.hazards.programs import Settled, assert_moved, leaf, same_gradients
+from tests.hazards.programs import Around, Settled, assert_moved, leaf, same_gradients
 from tests.hazards.wrappers import KINDS, Kind, Scaled, kinds, parts_of, watching, wrapped
-
-Around: TypeAlias = AbstractContextManager[Any]
 
 
 @kinds

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +13,8 @@ from torch.utils._pytree import tree_map_only
 import eager_offload as eo
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import Settled, assert_moved, leaf, same_gradients
+from tests.hazards.programs import Around, Settled, assert_moved, leaf, same_gradients
 from tests.hazards.wrappers import KINDS, Kind, Scaled, kinds, parts_of, two, watching, wrapped
-
-Around: TypeAlias = AbstractContextManager[Any]
-
 
 # -- exact ------------------------------------------------------------------------------------------------------------
 
@@ -271,7 +267,6 @@ def test_h13_a_subclass_that_wraps_nothing_stays_whole(backend: Backend) -> None
             y = (h * h).sum().as_subclass(Tensor) + (x * 2).tanh().exp().sum()
         del h
         y.backward()
-        assert x.grad is not None
         return x.grad.as_subclass(Tensor)
 
     for stats in same_gradients(program, backend):

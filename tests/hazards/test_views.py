@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from torch import Tensor, nn
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
 from tests.hazards.functions import Returned, saving
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, assert_moved, leaf, same_gradients
-
-Around: TypeAlias = AbstractContextManager[Any]
+from tests.hazards.programs import REGIMES, Around, assert_moved, leaf, same_gradients
 
 SIDE = 64
 KIB = 1 << 10

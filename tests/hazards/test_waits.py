@@ -15,7 +15,7 @@ from torch import Tensor
 import eager_offload as eo
 from eager_offload import Offload, marks
 from eager_offload.runtime.host import HostEvent
-from tests.hazards.backends import DiskBackend, assert_settled
+from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.programs import leaf
 
 NBYTES = 64 * 64 * 4
@@ -52,49 +52,45 @@ def forward_with_the_rest_at_its_end(offload: Offload) -> Tensor:
 
 
 @pytest.mark.parametrize("what", ["a full window", "the end of a with", "stats", "close", "a trace"])
-def test_h41_other_threads_go_on_while_one_waits(what: str, tmp_path: Path) -> None:
-    with DiskBackend() as disk:
-        window = NBYTES if what in ("a full window", "the end of a with") else 1 << 20
-        offload = disk.offload(min_bytes=NBYTES, max_inflight_bytes=window)
-        other: list[Tensor] = []
+def test_h41_other_threads_go_on_while_one_waits(what: str, tmp_path: Path, disk: Backend) -> None:
+    window = NBYTES if what in ("a full window", "the end of a with") else 1 << 20
+    offload = disk.offload(min_bytes=NBYTES, max_inflight_bytes=window)
+    other: list[Tensor] = []
 
-        def others_go_on() -> None:
-            with offload:
-                small, kept = leaf(8, 8, seed=2).exp(), eo.keep(leaf(64, 64, seed=3).mul(2))
-                other.extend([small.sin().sum(), kept.sin().sum()])
-            for loss in other:
-                loss.backward()
-            kept_bytes = offload.stats().kept_bytes
-            assert kept_bytes["small"] >= 8 * 8 * 4
-            assert kept_bytes["marked"] == NBYTES
-            gate.open()
+    def others_go_on() -> None:
+        with offload:
+            small, kept = leaf(8, 8, seed=2).exp(), eo.keep(leaf(64, 64, seed=3).mul(2))
+            other.extend([small.sin().sum(), kept.sin().sum()])
+        for loss in other:
+            loss.backward()
+        kept_bytes = offload.stats().kept_bytes
+        assert kept_bytes["small"] >= 8 * 8 * 4
+        assert kept_bytes["marked"] == NBYTES
+        gate.open()
 
-        def while_it_waits() -> None:
-            assert not offload._accounts.lock._is_owned(), "or the others would wait for ever"
-            disk.in_thread(others_go_on)
+    def while_it_waits() -> None:
+        assert not offload._accounts.lock._is_owned(), "or the others would wait for ever"
+        disk.in_thread(others_go_on)
 
-        with disk.gate() as gate, meanwhile(while_it_waits) as done:
-            if what == "the end of a with":
-                loss = forward_with_the_rest_at_its_end(offload)
-            else:
-                loss = forward(offload, seed=0)
-            if what == "stats":
-                offload.stats(synchronize=True)
-            elif what == "close":
-                offload.close()
-            elif what == "a trace":
-                with offload.trace(tmp_path / "trace.json"):
-                    pass
-        assert done == ["waits"]
-        assert other
-        loss.backward()
-        stats = offload.stats(synchronize=True)
-        assert stats.bytes_out > 0
-        if window == NBYTES:
-            assert stats.window_stall_seconds > 0
-        del loss
-        other.clear()
-        assert_settled(offload)
+    with disk.gate() as gate, meanwhile(while_it_waits) as done:
+        loss = forward_with_the_rest_at_its_end(offload) if what == "the end of a with" else forward(offload, seed=0)
+        if what == "stats":
+            offload.stats(synchronize=True)
+        elif what == "close":
+            offload.close()
+        elif what == "a trace":
+            with offload.trace(tmp_path / "trace.json"):
+                pass
+    assert done == ["waits"]
+    assert other
+    loss.backward()
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_out > 0
+    if window == NBYTES:
+        assert stats.window_stall_seconds > 0
+    del loss
+    other.clear()
+    assert_settled(offload)
 
 
 def test_h41_a_mark_goes_with_its_tensor() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -14,13 +12,150 @@ from torch.nn.utils import parametrize
 
 from tests.hazards.backends import Backend
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import leaf, same_gradients
-
-Around: TypeAlias = AbstractContextManager[Any]
+from tests.hazards.programs import Around, leaf, same_gradients
 
 
-def no_parameter_moves(program: Callable[[Around], Iterable[Tensor]], backend: Backend) -> None:
-    """Asserts that ``program`` stays exact and that no copy out reads a storage of the parameters it returns."""
+def a_linear_layer_saves_a_transpose_of_its_weight(offload: Around) -> Iterable[Tensor]:
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32, bias=False)), leaf(16, 32)
+    with offload:
+        y = model(x * 2)
+    y.sum().backward()
+    return model.parameters()
+
+
+def three_dimensional_input(offload: Around) -> Iterable[Tensor]:
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), leaf(4, 16, 32)
+    with offload:
+        y = model((x * 2).transpose(0, 1))
+    y.sum().backward()
+    return model.parameters()
+
+
+def weights_that_are_sliced_split_reshaped_and_expanded(offload: Around) -> Iterable[Tensor]:
+    fused = nn.Parameter(leaf(96, 32).detach())
+    scale = nn.Parameter(leaf(32, seed=2).detach())
+    x = leaf(16, 32, seed=3)
+    with offload:
+        q, k, v = fused.chunk(3)
+        h = F.linear(x * 2, q) * scale
+        h = h @ k.reshape(32, 32).t() + (h * scale.expand(16, 32)).tanh()
+        h = (h.view(16, 4, 8) * v.view(4, 8, 32).permute(2, 0, 1)[:16]).sin() + (h @ fused[5:37].T).view(16, 4, 8)
+    h.sum().backward()
+    return fused, scale
+
+
+def a_leaf_that_is_flattened_into_views(offload: Around) -> Iterable[Tensor]:
+    flat = leaf(32 * 64 + 64 * 32)  # no Parameter, but a leaf that is trained
+    first, second = flat[: 32 * 64].view(32, 64), flat[32 * 64 :].view(64, 32)
+    x = leaf(16, 32, seed=2, grad=False)
+    with offload:
+        y = ((x @ first).tanh() @ second).sin()
+    y.sum().backward()
+    return (flat,)
+
+
+def tied_weights(offload: Around) -> Iterable[Tensor]:
+    table = nn.Embedding(64, 32)
+    head = nn.Linear(32, 64, bias=False)
+    head.weight = table.weight
+    index = torch.arange(48) % 64
+    with offload:
+        loss = F.cross_entropy(head(table(index).tanh()), index)
+    loss.backward()
+    return (table.weight,)
+
+
+def a_frozen_weight(offload: Around) -> Iterable[Tensor]:
+    frozen, trained = nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32)
+    x = leaf(16, 32)
+    with offload:
+        y = trained(frozen(x * 2).tanh()).sin()
+    y.sum().backward()
+    return [*frozen.parameters(), *trained.parameters()]
+
+
+def convolution_norm_recurrence_and_embedding(offload: Around) -> Iterable[Tensor]:
+    conv, norm = nn.Conv1d(8, 16, 3, padding=1), nn.GroupNorm(4, 16)
+    rnn, table, tail = nn.LSTM(16, 16, batch_first=True), nn.Embedding(32, 8), nn.Bilinear(16, 16, 4)
+    index = torch.arange(4 * 24).view(4, 24) % 32
+    with offload:
+        h = norm(conv(table(index).transpose(1, 2))).relu()
+        h, _ = rnn(h.transpose(1, 2))
+        y = tail(h.reshape(-1, 16).tanh(), h.reshape(-1, 16).sin())
+    y.sum().backward()
+    return [p for module in (conv, norm, rnn, table, tail) for p in module.parameters()]
+
+
+def double_backward_saves_the_weights_again(offload: Around) -> Iterable[Tensor]:
+    """What backward was given for a weight is no view of it any more, and is saved for a backward of its own."""
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), leaf(16, 32)
+    with offload:
+        y = model(x * 2).square().sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        loss = y + slope.square().sum()
+    loss.backward()
+    return model.parameters()
+
+
+def functional_calls_with_other_tensors_for_parameters(offload: Around) -> Iterable[Tensor]:
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), leaf(16, 32)
+    fast = {name: leaf(*p.shape, seed=seed) for seed, (name, p) in enumerate(model.named_parameters())}
+    with offload:
+        y = torch.func.functional_call(model, fast, (x * 2,))
+    y.sum().backward()
+    return fast.values()
+
+
+class Squared(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.square()
+
+
+def what_is_computed_from_a_weight_moves_and_the_weight_does_not(offload: Around) -> Iterable[Tensor]:
+    layer, x = nn.Linear(64, 64), leaf(16, 64)
+    parametrize.register_parametrization(layer, "weight", Squared())
+    with offload:
+        y = layer(x * 2).tanh()
+    y.sum().backward()
+    return layer.parameters()
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64).requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def a_frozen_base_with_trained_adapters(offload: Around) -> Iterable[Tensor]:
+    model, x = nn.Sequential(Adapted(), nn.GELU(), Adapted()), leaf(16, 64, grad=False)
+    with offload:
+        y = model(x)
+    y.sum().backward()
+    return model.parameters()
+
+
+PROGRAMS = [
+    a_linear_layer_saves_a_transpose_of_its_weight,
+    three_dimensional_input,
+    weights_that_are_sliced_split_reshaped_and_expanded,
+    a_leaf_that_is_flattened_into_views,
+    tied_weights,
+    a_frozen_weight,
+    convolution_norm_recurrence_and_embedding,
+    double_backward_saves_the_weights_again,
+    functional_calls_with_other_tensors_for_parameters,
+    what_is_computed_from_a_weight_moves_and_the_weight_does_not,
+    a_frozen_base_with_trained_adapters,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_h06_no_parameter_moves(program: Callable[[Around], Iterable[Tensor]], backend: Backend) -> None:
+    """Nor is a bit of its gradient another: no copy out reads a storage of the parameters that a program returns."""
 
     def watched(offload: Around) -> object:
         with Transfers(backend.runtime) as transfers:
@@ -31,71 +166,6 @@ def no_parameter_moves(program: Callable[[Around], Iterable[Tensor]], backend: B
 
     for stats in same_gradients(watched, backend):
         assert stats.kept_bytes.get("parameter", 0) > 0, "no parameter was saved at all"
-
-
-def test_h06_a_linear_layer_saves_a_transpose_of_its_weight(backend: Backend) -> None:
-    def program(offload: Around) -> Iterable[Tensor]:
-        model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32, bias=False)), leaf(16, 32)
-        with offload:
-            y = model(x * 2)
-        y.sum().backward()
-        return model.parameters()
-
-    no_parameter_moves(program, backend)
-
-
-def test_h06_three_dimensional_input(backend: Backend) -> None:
-    def program(offload: Around) -> Iterable[Tensor]:
-        model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), leaf(4, 16, 32)
-        with offload:
-            y = model((x * 2).transpose(0, 1))
-        y.sum().backward()
-        return model.parameters()
-
-    no_parameter_moves(program, backend)
-
-
-def test_h06_weights_that_are_sliced_split_reshaped_and_expanded(backend: Backend) -> None:
-    def program(offload: Around) -> Iterable[Tensor]:
-        fused = nn.Parameter(leaf(96, 32).detach())
-        scale = nn.Parameter(leaf(32, seed=2).detach())
-        x = leaf(16, 32, seed=3)
-        with offload:
-            q, k, v = fused.chunk(3)
-            h = F.linear(x * 2, q) * scale
-            h = h @ k.reshape(32, 32).t() + (h * scale.expand(16, 32)).tanh()
-            h = (h.view(16, 4, 8) * v.view(4, 8, 32).permute(2, 0, 1)[:16]).sin() + (h @ fused[5:37].T).view(16, 4, 8)
-        h.sum().backward()
-        return fused, scale
-
-    no_parameter_moves(program, backend)
-
-
-def test_h06_a_leaf_that_is_flattened_into_views(backend: Backend) -> None:
-    def program(offload: Around) -> Iterable[Tensor]:
-        flat = leaf(32 * 64 + 64 * 32)  # no Parameter, but a leaf that is trained
-        first, second = flat[: 32 * 64].view(32, 64), flat[32 * 64 :].view(64, 32)
-        x = leaf(16, 32, seed=2, grad=False)
-        with offload:
-            y = ((x @ first).tanh() @ second).sin()
-        y.sum().backward()
-        return (flat,)
-
-    no_parameter_moves(program, backend)
-
-
-def test_h06_tied_weights(backend: Backend) -> None:
-    def program(offload: Around) -> Iterable[Tensor]:
-        table = nn.Embedding(64, 32)
-        head = nn.Linear(32, 64, bias=False)
-        head.weight = table.weight
-        index = torch.arange(48) % 64
-        with offload:
-            loss = F.cross_entropy(head(table(index).tanh()), index)
-        loss.backward()
-        return (table.weight,)
-
-    no_parameter_moves(program, backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -112,129 +182,3 @@ def test_h06_the_cast_of_a_weight_that_autocast_caches(dtype: torch.dtype, backe
         assert stats.kept_bytes["parameter"] >= 2 * 2 * 32 * 64
         # The input of each layer in two bytes, what goes into GELU in two: the casts would double that.
         assert stats.bytes_out <= 2 * (16 * 32 + 16 * 64 + 16 * 64) + 4 * 16 * 32
-
-
-def test_h06_a_frozen_weight(backend: Backend) -> None:
-    def program(offload: Around) -> Iterable[Tensor]:
-        frozen, trained = nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32)
-        x = leaf(16, 32)
-        with offload:
-            y = trained(frozen(x * 2).tanh()).sin()
-        y.sum().backward()
-        return [*frozen.parameters(), *trained.parameters()]
-
-    no_parameter_moves(program, backend)
-
-
-def test_h06_convolution_norm_recurrence_and_embedding(backend: Backend) -> None:
-    def program(offload: Around) -> Iterable[Tensor]:
-        conv, norm = nn.Conv1d(8, 16, 3, padding=1), nn.GroupNorm(4, 16)
-        rnn, table, tail = nn.LSTM(16, 16, batch_first=True), nn.Embedding(32, 8), nn.Bilinear(16, 16, 4)
-        index = torch.arange(4 * 24).view(4, 24) % 32
-        with offload:
-            h = norm(conv(table(index).transpose(1, 2))).relu()
-            h, _ = rnn(h.transpose(1, 2))
-            y = tail(h.reshape(-1, 16).tanh(), h.reshape(-1, 16).sin())
-        y.sum().backward()
-        return [p for module in (conv, norm, rnn, table, tail) for p in module.parameters()]
-
-    no_parameter_moves(program, backend)
-
-
-def test_h06_double_backward_saves_the_weights_again(backend: Backend) -> None:
-    """What backward was given for a weight is no view of it any more, and is saved for a backward of its own."""
-
-    def program(offload: Around) -> Iterable[Tensor]:
-        model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), leaf(16, 32)
-        with offload:
-            y = model(x * 2).square().sum()
-            (slope,) = torch.autograd.grad(y, x, create_graph=True)
-            loss = y + slope.square().sum()
-        loss.backward()
-        return model.parameters()
-
-    no_parameter_moves(program, backend)
-
-
-def test_h06_functional_calls_with_other_tensors_for_parameters(backend: Backend) -> None:
-    def program(offload: Around) -> Iterable[Tensor]:
-        model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), leaf(16, 32)
-        fast = {name: leaf(*p.shape, seed=seed) for seed, (name, p) in enumerate(model.named_parameters())}
-        with offload:
-            y = torch.func.functional_call(model, fast, (x * 2,))
-        y.sum().backward()
-        return fast.values()
-
-    no_parameter_moves(program, backend)
-
-
-def test_h06_what_is_computed_from_a_weight_moves_and_the_weight_does_not(backend: Backend) -> None:
-    class Squared(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight.square()
-
-    def program(offload: Around) -> Iterable[Tensor]:
-        layer, x = nn.Linear(64, 64), leaf(16, 64)
-        parametrize.register_parametrization(layer, "weight", Squared())
-        with offload:
-            y = layer(x * 2).tanh()
-        y.sum().backward()
-        return layer.parameters()
-
-    no_parameter_moves(program, backend)
-
-
-def test_h06_a_frozen_base_with_trained_adapters(backend: Backend) -> None:
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(64, 64).requires_grad_(False)
-            self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base(x) + self.up(self.down(x))
-
-    def program(offload: Around) -> Iterable[Tensor]:
-        model, x = nn.Sequential(Adapted(), nn.GELU(), Adapted()), leaf(16, 64, grad=False)
-        with offload:
-            y = model(x)
-        y.sum().backward()
-        return model.parameters()
-
-    no_parameter_moves(program, backend)
-
-
-@pytest.mark.long
-def test_h06_the_unsharded_weights_of_fsdp2(tmp_path: Any) -> None:
-    """The all-gathered weight is a leaf that no list of parameters could have had, and its storage is resized."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    from tests.hazards.backends import DiskBackend
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        with DiskBackend() as backend:
-
-            def program(offload: Around) -> object:
-                model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
-                for layer in model:
-                    if isinstance(layer, nn.Linear):
-                        fully_shard(layer)
-                fully_shard(model)
-                x = leaf(16, 32)
-                read: list[int] = []
-                with Transfers(backend.runtime) as transfers:
-                    with offload:
-                        y = model(x * 2).sin()
-                    y.sum().backward()
-                    read = sorted(source.nbytes() for ref in transfers.sources if (source := ref()) is not None)
-                    moved = sorted(moved.nbytes for moved in transfers.out)
-                assert 32 * 64 * 4 not in [*read, *moved], "a weight was moved"
-                return x.grad, [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-
-            for stats in same_gradients(program, backend):
-                assert stats.kept_bytes.get("parameter", 0) + stats.kept_bytes.get("layout", 0) > 0
-            backend.assert_nothing_is_held()
-    finally:
-        dist.destroy_process_group()

@@ -14,9 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 from tests.hazards.programs import leaf
 
-__all__ = ["KINDS", "Kind", "Scaled", "kinds", "parts_of", "two", "watching", "wrapped"]
-
-
 #: Makes a wrapper of plain tensors that it asks for by number.
 Wrap: TypeAlias = Callable[[Callable[[int], Tensor]], Tensor]
 
@@ -95,9 +92,7 @@ class _Watching(torch.autograd.Function):
 
 def watching(x: Tensor, look: Callable[[Tensor], None], *payload: Tensor) -> Tensor:
     """Twice ``x``; backward calls ``look`` with each of ``payload``, as it was saved."""
-    result = _Watching.apply(x, look, *payload)
-    assert isinstance(result, Tensor)
-    return result
+    return _Watching.apply(x, look, *payload)
 
 
 class Kind(NamedTuple):

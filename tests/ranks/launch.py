@@ -27,8 +27,6 @@ import torch.distributed as dist
 
 from tests.compiler_caches import environment_with_graphs, give_machine_code, take_machine_code
 
-__all__ = ["ROOT", "Ranks", "end", "launch", "started", "torchrun"]
-
 ROOT = Path(__file__).parents[2]
 
 #: No rank lives longer, whatever becomes of who started it. Seconds.

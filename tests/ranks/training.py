@@ -3,53 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from eager_offload import OffloadStats
 from tests.hazards.backends import DiskBackend
+from tests.hazards.blocks import ROWS, WIDTH, Block
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, assert_identical, leaf, same_gradients
+from tests.hazards.programs import REGIMES, Around, assert_identical, leaf, same_gradients
 from tests.ranks.launch import Ranks
 
-__all__ = [
-    "ROWS",
-    "STEPS",
-    "WIDTH",
-    "Around",
-    "Block",
-    "Program",
-    "Storages",
-    "batch",
-    "blocks",
-    "exact",
-    "local",
-    "steps",
-]
-
-Around: TypeAlias = AbstractContextManager[Any]
 #: Storages of weights, to which a program adds.
 Storages: TypeAlias = list[torch.UntypedStorage]
 Program: TypeAlias = Callable[[Around, Storages], object]
 
-WIDTH, ROWS, STEPS = 32, 16, 3
+STEPS = 3
 BROUGHT_BACK_EARLY, _, ONE_AT_A_TIME, _ = REGIMES
-
-
-class Block(nn.Module):
-    """The half of a transformer's layer that saves most."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def blocks(number: int = 3) -> nn.Sequential:

@@ -1,22 +1,17 @@
-"""The recording double as a machine for scenarios, and small helpers for the tests that use it."""
+"""The recording double with a runtime that computes on it, and small helpers for the tests that use it."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from eager_offload.runtime.accelerator import AcceleratorRuntime
-from eager_offload.simulation.checker import Checker
-from eager_offload.simulation.log import LoggedRuntime
 from eager_offload.tiers.arena import Arena, HostSlot
 from eager_offload.tiers.host import HostTier
 from tests.doubles.recording_accelerator import RecordingAccelerator
-from tests.runtime.accelerator_scenarios import Machine
-
-__all__ = ["DEVICE", "NBYTES", "SECOND", "DoubleMachine", "host_slot", "selection"]
 
 DEVICE = torch.device("cuda", 0)
 SECOND = torch.device("cuda", 1)
@@ -24,49 +19,43 @@ SECOND = torch.device("cuda", 1)
 NBYTES = 1 << 14
 
 
-class LoggedAccelerator(LoggedRuntime, AcceleratorRuntime):
-    """The runtime, with a log of what it is asked to do."""
+class DoubleMachine:
+    """The double, its runtime, and a user who computes on it."""
 
-
-class DoubleMachine(Machine):
-    """The double as a machine for scenarios, watched by the checker.
-
-    Args:
-        order: which of the orders in which streams may overtake each other.
-    """
-
-    nbytes = NBYTES
-
-    def __init__(self, order: int = 0) -> None:
+    def __init__(self) -> None:
         self.double = RecordingAccelerator()
-        self.checker = Checker()
-        runtime = LoggedAccelerator(self.double)
-        runtime.attach(self.checker, self.double)
-        self.double.log = self.checker
-        super().__init__(runtime, DEVICE, self.double)
-        self._order = order
-        self._streams = [self.compute, self.out, self.back]
+        self.runtime = AcceleratorRuntime(self.double)
 
-    def side_stream(self) -> torch.Stream:
-        stream = self.double.stream(DEVICE)
-        self._streams.append(stream)
-        return stream
+    @property
+    def compute(self) -> torch.Stream:
+        return self.runtime.current_stream(DEVICE)
+
+    @contextmanager
+    def selected(self, stream: torch.Stream) -> Iterator[None]:
+        """The user computes on ``stream`` inside."""
+        before = self.double.current_stream(stream.device)
+        self.double.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.double.set_stream(before)
 
     def empty(self, nbytes: int, stream: torch.Stream) -> Tensor:
+        """The user allocates on ``stream``."""
         with self.selected(stream):
-            tensor = self.double.empty(nbytes, DEVICE)
-        self.double.allocated(tensor, stream, "the user's tensor")
-        return tensor
+            return self.double.empty(nbytes, DEVICE)
 
     def launch(self, stream: torch.Stream, kernel: Callable[..., object], *args: Tensor, what: str) -> None:
+        """The user enqueues a kernel that writes its first argument and reads the others."""
         self.double.launch(stream, kernel, *args, what=what)
 
-    def delay(self, stream: torch.Stream) -> None:
-        """Nothing: whichever stream ``order`` puts last is late."""
-
     def finish(self) -> None:
-        orders = list(itertools.permutations(self._streams))
-        self.double.run_all(first=orders[self._order % len(orders)])
+        """The host waits for everything."""
+        self.double.run_all()
+
+
+def pattern(nbytes: int, seed: int) -> Tensor:
+    return ((torch.arange(nbytes) * (2 * seed + 1) + seed) % 251).to(torch.uint8)
 
 
 def host_slot(runtime: AcceleratorRuntime, nbytes: int) -> HostSlot:

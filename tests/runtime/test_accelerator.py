@@ -1,12 +1,11 @@
 """The accelerator runtime on a recording double of ``torch.accelerator``: order, and what is selected afterwards.
 
-The double shows which calls are made in which order and tries every order that the events leave open. That a real
-device agrees is for ``test_accelerator_gpu.py`` to show.
+Whole training steps on it are read by the happens-before checker in ``test_accelerator_step.py``. That a real device
+agrees is for ``tests/gpu`` to show.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 
 import pytest
@@ -15,14 +14,7 @@ import torch
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import Direction, Layout
 from tests.doubles.recording_accelerator import RecordingAccelerator
-from tests.runtime.accelerator_double import DEVICE, NBYTES, SECOND, DoubleMachine, host_slot, selection
-from tests.runtime.accelerator_scenarios import (
-    SCENARIOS,
-    Scenario,
-    assert_exact,
-    h14_streams_change_between_forward_and_backward,
-    pattern,
-)
+from tests.runtime.accelerator_double import DEVICE, NBYTES, SECOND, host_slot, pattern, selection
 
 
 @pytest.fixture
@@ -33,80 +25,6 @@ def double() -> RecordingAccelerator:
 @pytest.fixture
 def runtime(double: RecordingAccelerator) -> AcceleratorRuntime:
     return AcceleratorRuntime(double)
-
-
-# -- every order that events leave open -----------------------------------------------------------------------------
-
-
-def orders(scenario: Scenario) -> range:
-    """Three streams overtake each other in 6 ways; where the user has two more, the default stream idles: 24."""
-    return range(24 if scenario is h14_streams_change_between_forward_and_backward else 6)
-
-
-@pytest.mark.parametrize(
-    ("scenario", "order"), [(scenario, order) for scenario in SCENARIOS for order in orders(scenario)]
-)
-def test_scenario_is_exact_in_every_order_and_clean(scenario: Scenario, order: int) -> None:
-    machine = DoubleMachine(order)
-    assert_exact(scenario(machine))
-    machine.checker.assert_clean()
-    assert sum(call.startswith("copy") for call in machine.double.calls) >= 1
-
-
-def edges() -> list[tuple[Scenario, str]]:
-    pairs = []
-    for scenario in SCENARIOS:
-        machine = DoubleMachine()
-        scenario(machine)
-        pairs += [(scenario, edge) for edge in dict.fromkeys(machine.edges)]
-    return pairs
-
-
-@pytest.mark.parametrize(("scenario", "edge"), edges())
-def test_scenario_without_one_of_its_waits_is_reported(scenario: Scenario, edge: str) -> None:
-    machine = DoubleMachine()
-    machine.omitted = edge
-    scenario(machine)
-    assert machine.checker.violations
-
-
-#: Waits without which an order exists that gives wrong bytes. The other waits guard memory that is not in use
-#: in their scenario; those only the checker sees.
-DECISIVE = {
-    "h16_source_is_dropped_and_its_block_painted_over": {"the source is written", "the copy out is over"},
-    "h18_slot_goes_to_another_while_it_is_read": {
-        "the slot's last reader is done",
-        "the source is written",
-        "the reload has arrived",
-    },
-    "h17_reload_is_asked_for_while_the_copy_out_runs": {
-        "the source is written",
-        "the bytes are in the slot",
-        "the reload has arrived",
-    },
-    "reload_lands_in_a_block_whose_last_owner_is_queued": {"the target is allocated", "the reload has arrived"},
-    "h14_streams_change_between_forward_and_backward": {
-        "the source is written",
-        "the bytes are in the slot",
-        "the reload has arrived",
-    },
-    "target_has_the_phase_that_was_asked_for": {"the reload has arrived"},
-}
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_double_gives_wrong_bytes_in_some_order_without_a_decisive_wait(
-    scenario: Scenario,
-) -> None:
-    decisive = set()
-    first = DoubleMachine()
-    scenario(first)
-    for edge, order in itertools.product(dict.fromkeys(first.edges), orders(scenario)):
-        machine = DoubleMachine(order)
-        machine.omitted = edge
-        if not all(torch.equal(moved, expected) for moved, expected in scenario(machine)):
-            decisive.add(edge)
-    assert decisive == DECISIVE[scenario.__name__]
 
 
 # -- the order of calls, and what is selected afterwards ------------------------------------------------------------

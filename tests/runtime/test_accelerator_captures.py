@@ -28,7 +28,6 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode, Captures
 from eager_offload.tiers.memory import PAGE
 from tests.doubles.recording_accelerator import RecordingAccelerator
-from tests.doubles.recording_captures import RecordingGraph
 from tests.doubles.recording_streams import RecordingStream
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled
@@ -60,81 +59,6 @@ def runtime(double: RecordingAccelerator) -> AcceleratorRuntime:
 
 def here(call: Callable[[], object]) -> Any:
     return call()
-
-
-# -- what the double refuses ------------------------------------------------------------------------------------------
-
-
-class Driver:
-    """The calls that a driver may refuse, on a stream that is being captured and on one that is not."""
-
-    def __init__(self, double: RecordingAccelerator) -> None:
-        self.double = double
-        self.captured, self.free = double.stream(DEVICE), double.stream(DEVICE)
-        self.older = self.record(self.free)
-        self.pages = torch.empty(1 << 14, dtype=torch.uint8)
-        double.register(self.pages.data_ptr(), 1 << 10)
-        self.graph: RecordingGraph = double.graph(keep=False)
-
-    def record(self, stream: torch.Stream) -> torch.Event:
-        return stream.record_event(self.double.event(DEVICE, enable_timing=False))
-
-    def begin(self, mode: CaptureMode) -> None:
-        self.double.set_stream(self.captured)
-        self.double.begin_graph(self.graph, None, mode.value)
-        self.own = self.record(self.captured)
-
-
-#: Refused as the mode has it.
-UNSAFE: dict[str, Callable[[Driver], object]] = {
-    "to ask about an event": lambda driver: driver.older.query(),
-    "to wait for an event": lambda driver: driver.older.synchronize(),
-    "to pin": lambda driver: driver.double.register(driver.pages.data_ptr() + (1 << 12), 1 << 10),
-    "to have memory that is pinned": lambda driver: driver.double.empty_pinned(64),
-    "to unpin": lambda driver: driver.double.unregister(driver.pages.data_ptr()),
-    "to wait for another device": lambda driver: driver.double.synchronize(1),
-}
-#: Refused in every mode and thread.
-WRONG: dict[str, Callable[[Driver], object]] = {
-    "to ask about an event of the capture": lambda driver: driver.own.query(),
-    "to wait for an event of the capture": lambda driver: driver.own.synchronize(),
-    "to wait for the device": lambda driver: driver.double.synchronize(0),
-    "to wait for what is outside": lambda driver: driver.captured.wait_event(driver.older),
-    "the default stream's wait": lambda driver: driver.double.current_stream(torch.device("cuda", 1)).wait_event(
-        driver.own
-    ),
-}
-FINE: dict[str, Callable[[Driver], object]] = {
-    "to record an event": lambda driver: driver.record(driver.captured),
-    "to record an event beside": lambda driver: driver.record(driver.free),
-    "to wait beside": lambda driver: driver.double.stream(DEVICE).wait_event(driver.older),
-    "to allocate": lambda driver: driver.double.empty(64, DEVICE),
-}
-
-
-@pytest.mark.parametrize("where", [here, on_a_thread])
-@pytest.mark.parametrize("mode", CaptureMode)
-@pytest.mark.parametrize("name", [*UNSAFE, *WRONG, *FINE])
-def test_the_double_refuses_what_a_driver_does(
-    double: RecordingAccelerator, name: str, mode: CaptureMode, where: Callable[..., object]
-) -> None:
-    driver = Driver(double)
-    driver.begin(mode)
-    refuses = name in WRONG or (
-        name in UNSAFE and (mode is CaptureMode.GLOBAL or (mode is CaptureMode.THREAD_LOCAL and where is here))
-    )
-    if refuses:
-        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-            where(lambda: {**UNSAFE, **WRONG}[name](driver))
-        with pytest.raises(RuntimeError, match="previous error during capture"):
-            driver.record(driver.captured)
-        with pytest.raises(RuntimeError, match="previous error during capture"):
-            driver.graph.capture_end()
-    else:
-        where(lambda: {**UNSAFE, **FINE}[name](driver))
-        driver.graph.capture_end()
-    assert bool(double.captures.refused) is refuses
-    assert not double.captures.under_way
 
 
 # -- the runtime ------------------------------------------------------------------------------------------------------

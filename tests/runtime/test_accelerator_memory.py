@@ -17,8 +17,7 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_ru
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
 from eager_offload.tiers.memory import PAGE
 from tests.doubles.recording_accelerator import RecordingAccelerator
-from tests.runtime.accelerator_double import DEVICE, NBYTES, DoubleMachine, host_slot, selection
-from tests.runtime.accelerator_scenarios import Outcome, assert_exact, pattern
+from tests.runtime.accelerator_double import DEVICE, NBYTES, DoubleMachine, host_slot, pattern, selection
 
 MEGABYTE = 1 << 20
 
@@ -89,10 +88,10 @@ def test_h22_copies_are_exact_in_any_mode_of_the_caller(mode: Callable[[], torch
         slot = host_slot(machine.runtime, NBYTES)
         source = machine.empty(NBYTES, machine.compute)
         machine.launch(machine.compute, lambda x: x.copy_(pattern(NBYTES, 2)), source, what="forward")
-        machine.runtime.wait(machine.out, machine.runtime.record(machine.compute))
-        machine.runtime.copy(slot, source, machine.out)
+        out = machine.runtime.transfer_stream(DEVICE, Direction.OUT)
+        machine.runtime.copy(slot, source, out, [machine.runtime.record(machine.compute)])
     machine.finish()
-    assert_exact([Outcome(slot.tensor, pattern(NBYTES, 2))])
+    assert torch.equal(slot.tensor, pattern(NBYTES, 2))
 
 
 def test_host_buffer_is_page_aligned_and_exact(double: RecordingAccelerator, runtime: AcceleratorRuntime) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
@@ -23,9 +23,8 @@ from eager_offload.simulation.log import Allocated, Freed, Operation, Recorded, 
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled
 from tests.hazards.blocks import ROWS, WIDTH, blocks
-from tests.hazards.programs import REGIMES, Regime, assert_identical, assert_moved
+from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, assert_moved
 
-Around: TypeAlias = AbstractContextManager[Any]
 STEPS = 2
 
 #: What is run with offload and without.

@@ -1,12 +1,8 @@
-"""What an accelerator changes for tensors on the CPU, and what a graph that the program captures on it does to a step.
-
-Here torch only says that there is one, or the recording double is; ``tests/virtual_device`` has one.
-"""
+"""What a graph that the program captures on an accelerator does to a step, on the recording double."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eager_offload import ConfigError, Offload, OffloadConfig, OffloadError, _torch
-from eager_offload.engine import offloaders
+from eager_offload import Offload, OffloadError, _torch
 from eager_offload.runtime import accelerator
-from eager_offload.selection import keeps_cpu_tensors
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical, leaf
@@ -41,68 +35,10 @@ def leaves() -> list[Tensor]:
     return [leaf(32, 32, seed=seed) for seed in (1, 2)]
 
 
-def gradients_of(loss: Tensor, of: list[Tensor]) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(loss, of)
-
-
 @pytest.fixture
 def expected() -> tuple[Tensor, ...]:
     of = leaves()
-    return gradients_of(forward(*of), of)
-
-
-# -- tensors on the CPU -----------------------------------------------------------------------------------------------
-
-
-def test_h51_tensors_on_the_cpu_stay_where_the_user_has_named_no_disk(
-    monkeypatch: pytest.MonkeyPatch, expected: tuple[Tensor, ...]
-) -> None:
-    says_there_is(monkeypatch, CUDA)
-
-    def refuse(*_: object, **__: object) -> object:
-        raise ConfigError("disk_path=None is not accepted: no directory can serve")
-
-    monkeypatch.setattr(offloaders, "DiskTier", refuse)
-    offload, of = Offload(**EVERYTHING), leaves()
-    with offload:
-        loss = forward(*of)
-    assert_identical(expected, gradients_of(loss, of))
-    del loss
-    stats = assert_settled(offload)
-    assert stats.kept_bytes["device"] == 4 * of[0].nbytes, "what tanh, exp, the product and sin save"
-    assert stats.bytes_out == 0
-    offload.close()
-
-
-@pytest.mark.filterwarnings('ignore:eager_offload. tier="host" on a CPU device')
-@pytest.mark.parametrize(
-    ("found", "fields"),
-    [
-        (CUDA, {"tier": "auto", "disk_path": Path()}),
-        (CUDA, {"tier": "disk"}),
-        (CUDA, {"tier": "host"}),
-        (None, {"tier": "auto"}),
-    ],
-)
-def test_h51_tensors_on_the_cpu_move_where_the_user_has_or_there_is_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    expected: tuple[Tensor, ...],
-    found: torch.device | None,
-    fields: dict[str, Any],
-) -> None:
-    says_there_is(monkeypatch, found)
-    where = {name: tmp_path if name == "disk_path" else value for name, value in fields.items()}
-    assert not keeps_cpu_tensors(OffloadConfig(**where))
-    offload, of = Offload(**EVERYTHING, **where), leaves()
-    with offload:
-        loss = forward(*of)
-    assert_identical(expected, gradients_of(loss, of))
-    del loss
-    stats = assert_settled(offload)
-    assert "device" not in stats.kept_bytes
-    assert stats.bytes_out > 0
-    offload.close()
+    return torch.autograd.grad(forward(*of), of)
 
 
 # -- the program captures a graph -------------------------------------------------------------------------------------
@@ -131,7 +67,7 @@ def test_h52_to_enter_where_a_graph_is_captured_is_an_error(
     graph.capture_end()
     with offload:
         loss = forward(*of)
-    assert_identical(expected, gradients_of(loss, of))
+    assert_identical(expected, torch.autograd.grad(loss, of))
     del loss
     assert assert_settled(offload).bytes_out > 0
     offload.close()
@@ -150,12 +86,12 @@ def test_h52_what_is_saved_while_a_graph_is_captured_stays(
         assert double.calls == calls
         with pytest.raises(OffloadError, match="backward asked for a tensor that was offloaded"):
             torch.autograd.grad(before, of, retain_graph=True)
-        assert_identical(expected, gradients_of(captured, of))
+        assert_identical(expected, torch.autograd.grad(captured, of))
         assert double.calls == calls
         graph.capture_end()
     assert stats.kept_bytes["region"] == 4 * of[0].nbytes
     assert stats.bytes_out == moved > 0
-    assert_identical(expected, gradients_of(before, of))
+    assert_identical(expected, torch.autograd.grad(before, of))
     del before, captured
     assert_settled(offload)
     offload.close()

@@ -49,8 +49,6 @@ from torch import Tensor
 
 from tests.virtual_device import build
 
-__all__ = ["NAME", "VirtualDevice", "install"]
-
 NAME = "virtual"
 _CYCLES = 1.5e9  # a second, as the tests assume of a GPU
 

@@ -15,8 +15,6 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_ru
 from tests.hazards.backends import Backend, Gate
 from tests.virtual_device import NAME, install
 
-__all__ = ["VirtualBackend"]
-
 
 class _LinkGate(Gate):
     """Holds the link to the host."""

@@ -17,8 +17,6 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["load", "reason_not_to_build"]
-
 _NAME = "eager_offload_virtual_device"
 _SOURCES = Path(__file__).parent / "extension"
 #: In the checkout, where ``make clean`` removes it.

@@ -17,8 +17,6 @@ from eager_offload.simulation.log import Allocated, Freed, Operation, Recorded, 
 from eager_offload.tiers.base import Region
 from tests.virtual_device import NAME
 
-__all__ = ["Edge", "Node", "capturing", "nodes_of", "violations"]
-
 Edge = tuple[int, int]
 
 

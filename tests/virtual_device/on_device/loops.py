@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.virtual_device import NAME
 
-__all__ = ["LOOPS", "PEAKS_OF_ACTIVATIONS", "Around", "Loop", "Trace", "sizes_of_an_mlp"]
-
 #: Makes the context that forwards run in.
 Around: TypeAlias = Callable[[], AbstractContextManager[object]]
 #: Losses, gradients and parameters, on the host.

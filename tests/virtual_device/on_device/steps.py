@@ -16,8 +16,6 @@ from eager_offload.runtime.accelerator import accelerator_runtime
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import capturing
 
-__all__ = ["BATCH", "Step", "assert_captures", "captured", "graphs_alive", "inputs"]
-
 BATCH, TOKENS, WIDTH, HEADS = 2, 8, 16, 2
 
 
@@ -58,12 +56,9 @@ class Step:
     """Forward, backward and a fused AdamW. What backward needs of one shape crosses the link twice on the way there.
 
     Copies out run on a stream of their own, and so do copies in, into two slots that take turns.
-
-    Args:
-        left_out: one of the waits below that the step leaves out, for a test that sees it.
     """
 
-    def __init__(self, stream: torch.Stream, left_out: str = "") -> None:
+    def __init__(self, stream: torch.Stream) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.block = Block().to(NAME)
@@ -72,7 +67,6 @@ class Step:
         self.x, self.y = (torch.zeros(BATCH, TOKENS, WIDTH, device=NAME) for _ in range(2))
         self.optimizer = torch.optim.AdamW(self.block.parameters(), lr=self.rate, fused=True)
         self.slots = [torch.zeros(BATCH * TOKENS, WIDTH, device=NAME) for _ in range(2)]
-        self._left_out = left_out
         self._hosts: list[Tensor] = []
         self._left: list[torch.Event] = []
         self._taken = 0
@@ -86,8 +80,6 @@ class Step:
             loss = (self.block(self.x) - self.y).square().mean()
         loss.backward()
         self.optimizer.step()
-        for stream in (self.out, self.back):  # in case that a wait is left out, by which they have joined
-            self.stream.wait_stream(stream)
         return loss.detach()
 
     @property
@@ -105,8 +97,7 @@ class Step:
         with self.out:
             self._hosts[number].copy_(tensor.detach().view(BATCH * TOKENS, WIDTH), non_blocking=True)
         self._left.append(self.out.record_event())
-        if self._left_out != "of sources for copies out":
-            self.stream.wait_event(self._left[-1])  # its memory may have a new owner from here on
+        self.stream.wait_event(self._left[-1])  # its memory may have a new owner from here on
         return number, tensor.shape
 
     def _unpack(self, packed: tuple[int, torch.Size] | Tensor) -> Tensor:
@@ -115,12 +106,10 @@ class Step:
         number, shape = packed
         slot = self._taken % len(self.slots)
         self._taken += 1
-        if self._left_out != "of slots for their last readers" or self._taken == 1:
-            self.back.wait_event(self.stream.record_event())  # also for the copy out, since that stream has waited
+        self.back.wait_event(self.stream.record_event())  # also for the copy out, since that stream has waited
         with self.back:
             self.slots[slot].copy_(self._hosts[number], non_blocking=True)
-        if self._left_out != "of readers for copies in":
-            self.stream.wait_event(self.back.record_event())
+        self.stream.wait_event(self.back.record_event())
         return self.slots[slot].view(shape)
 
     def run(self, batches: Iterable[tuple[Tensor, Tensor, float]], one: Callable[[], Tensor]) -> Iterator[Tensor]:
@@ -163,7 +152,7 @@ def inputs(count: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor, float]]:
 
 
 @contextmanager
-def captured(left_out: str = "", **arguments: Any) -> Iterator[tuple[Step, Any, Tensor]]:
+def captured() -> Iterator[tuple[Step, Any, Tensor]]:
     """A step after two real ones, its graph, and the loss that a replay writes."""
     stream = torch.Stream(device=NAME)
     with stream:
@@ -172,8 +161,7 @@ def captured(left_out: str = "", **arguments: Any) -> Iterator[tuple[Step, Any, 
             step.feed(*batch)
             step()
     torch.accelerator.synchronize()
-    step._left_out = left_out  # the steps before are right, or there would be nothing finite to begin with
-    with capturing(stream=stream, **arguments) as graph:
+    with capturing(stream=stream) as graph:
         loss = step()
     yield step, graph, loss
     torch.accelerator.synchronize()

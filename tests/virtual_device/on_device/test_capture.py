@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,10 +18,6 @@ if not hasattr(torch.accelerator, "Graph"):
     pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
 
 MESSAGE = "being captured into a graph.*Leave the capture out of `with offload:`"
-
-
-def make() -> Offload:
-    return Offload(tier="host", min_bytes=0, keep_last_bytes=0)
 
 
 def leaves() -> tuple[Tensor, Tensor]:
@@ -39,8 +37,8 @@ def expected() -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_h52_to_enter_is_an_error(virtual: VirtualDevice, used: bool) -> None:
-    offload, (x, w) = make(), leaves()
+def test_h52_to_enter_is_an_error(virtual: VirtualDevice, used: bool, offloads: Any) -> None:
+    offload, (x, w) = offloads(), leaves()
     if used:
         with offload:
             loss = forward(x, w)
@@ -57,7 +55,7 @@ def test_h52_to_enter_is_an_error(virtual: VirtualDevice, used: bool) -> None:
     graph, other = torch.accelerator.Graph(), torch.Stream(device=NAME)
     with other:
         graph.capture_begin()
-    with make():
+    with offloads():
         pass  # another stream is of no concern
     with other:
         graph.capture_end()
@@ -66,13 +64,12 @@ def test_h52_to_enter_is_an_error(virtual: VirtualDevice, used: bool) -> None:
     assert_identical(expected(), torch.autograd.grad(loss, [x, w]))
     del loss
     assert assert_settled(offload).bytes_out > 0
-    offload.close()
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_h52_what_is_saved_in_a_capture_stays(virtual: VirtualDevice, used: bool) -> None:
+def test_h52_what_is_saved_in_a_capture_stays(virtual: VirtualDevice, used: bool, offloads: Any) -> None:
     """Its replays look for it where it is."""
-    offload, (x, w), stream = make(), leaves(), torch.Stream(device=NAME)
+    offload, (x, w), stream = offloads(), leaves(), torch.Stream(device=NAME)
     torch.accelerator.synchronize()
     with stream, virtual.slow_links(latency=0.01), offload:
         before = forward(x, w) if used else None
@@ -93,11 +90,10 @@ def test_h52_what_is_saved_in_a_capture_stays(virtual: VirtualDevice, used: bool
             assert_identical(expected(), torch.autograd.grad(loss, [x, w]))
     del captured, after, before, loss
     assert_settled(offload)
-    offload.close()
 
 
-def test_h52_a_view_of_what_has_left_does_not_go_with_it(virtual: VirtualDevice) -> None:
-    offload, (x, _) = Offload(tier="host", min_bytes=1024, keep_last_bytes=0), leaves()
+def test_h52_a_view_of_what_has_left_does_not_go_with_it(virtual: VirtualDevice, offloads: Any) -> None:
+    offload, (x, _) = offloads(min_bytes=1024), leaves()
     with offload:
         h = (x * 2).exp()
         first = h.sin().sum()
@@ -111,11 +107,10 @@ def test_h52_a_view_of_what_has_left_does_not_go_with_it(virtual: VirtualDevice)
     stats = assert_settled(offload)
     assert stats.bytes_out > 0
     assert stats.kept_bytes["small"] >= 64 * 4
-    offload.close()
 
 
-def test_h52_backward_in_a_capture_of_what_was_offloaded_is_an_error(virtual: VirtualDevice) -> None:
-    offload, (x, w), stream = make(), leaves(), torch.Stream(device=NAME)
+def test_h52_backward_in_a_capture_of_what_was_offloaded_is_an_error(virtual: VirtualDevice, offloads: Any) -> None:
+    offload, (x, w), stream = offloads(), leaves(), torch.Stream(device=NAME)
     torch.accelerator.synchronize()
     with stream, offload:
         loss = forward(x, w)
@@ -124,11 +119,10 @@ def test_h52_backward_in_a_capture_of_what_was_offloaded_is_an_error(virtual: Vi
     assert_identical(expected(), torch.autograd.grad(loss, [x, w]))
     del loss
     assert assert_settled(offload).bytes_in > 0
-    offload.close()
 
 
-def test_h52_a_context_that_is_left_in_a_capture_starts_nothing(virtual: VirtualDevice) -> None:
-    offload, (x, w) = make(), leaves()
+def test_h52_a_context_that_is_left_in_a_capture_starts_nothing(virtual: VirtualDevice, offloads: Any) -> None:
+    offload, (x, w) = offloads(), leaves()
     offload.__enter__()
     loss = forward(x, w)
     moved = offload.stats().bytes_out
@@ -139,7 +133,6 @@ def test_h52_a_context_that_is_left_in_a_capture_starts_nothing(virtual: Virtual
     assert_identical(expected(), torch.autograd.grad(loss, [x, w]))
     del loss
     assert_settled(offload)
-    offload.close()
 
 
 def test_h52_operations_of_a_compiled_graph_are_an_error(virtual: VirtualDevice) -> None:

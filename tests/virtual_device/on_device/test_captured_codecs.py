@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from eager_offload.graphs import CapturedStep, ScheduleMismatchError, capture_st
 from eager_offload.step_plan import Fate, StepPlan
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import nodes_of, violations
-from tests.virtual_device.on_device.test_captured_steps import copies, link_bytes, offloads, same
+from tests.virtual_device.on_device.test_captured_steps import copies, link_bytes, same
 
 if not hasattr(torch.accelerator, "Graph"):
     pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
@@ -98,7 +99,7 @@ def coded_saves(step: CapturedStep) -> int:
 @pytest.mark.parametrize("codec", [BlockInt(8), BlockFP8(), BF16()], ids=str)
 @pytest.mark.parametrize("forwards", [1, 2])
 def test_replays_are_steps_in_which_what_the_plan_says_is_rounded(
-    virtual: VirtualDevice, codec: Codec, forwards: int
+    virtual: VirtualDevice, codec: Codec, forwards: int, offloads: Any
 ) -> None:
     products, offload = Products(forwards), offloads(codec=rounding(codec))
     with products.capture(offload) as step:
@@ -117,10 +118,11 @@ def test_replays_are_steps_in_which_what_the_plan_says_is_rounded(
         slots = [plan.slots[one.slot] for plan in step.plans for one in plan.saves if one.coded is not None]
         assert set(slots) == {layout.nbytes}
         assert link_bytes(virtual, step.launch) == moved
-    offload.close()
 
 
-def test_stochastic_rounding_draws_anew_in_each_replay_and_its_mean_is_exact(virtual: VirtualDevice) -> None:
+def test_stochastic_rounding_draws_anew_in_each_replay_and_its_mean_is_exact(
+    virtual: VirtualDevice, offloads: Any
+) -> None:
     """A product is affine in what it saves, so the gradient's mean is that of the exact step."""
     count, x = 64, torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1)).to(NAME)
     weight = torch.eye(SIZE, device=NAME).requires_grad_()
@@ -148,7 +150,7 @@ def test_stochastic_rounding_draws_anew_in_each_replay_and_its_mean_is_exact(vir
     assert biases[SR] < bound < 3 * biases[BlockInt(8)], biases
 
 
-def test_each_edge_of_a_step_that_rounds_is_needed(virtual: VirtualDevice) -> None:
+def test_each_edge_of_a_step_that_rounds_is_needed(virtual: VirtualDevice, offloads: Any) -> None:
     """Left out, the checker reports it; and what it is reported of changes numbers, in some order of the replay."""
     products, offload = Products(), offloads(codec=rounding(BlockFP8()))
     with products.capture(offload) as step:
@@ -167,18 +169,16 @@ def test_each_edge_of_a_step_that_rounds_is_needed(virtual: VirtualDevice) -> No
         reported = {edge for edge in edges if violations(nodes, [edge])}
         assert len(reported) >= 3 * coded_saves(step) > 0
         assert not any(is_exact(1, [edge]) for edge in reported)
-    offload.close()
 
 
-def test_a_reader_that_has_no_rule_is_a_difference() -> None:
+def test_a_reader_that_has_no_rule_is_a_difference(offloads: Any) -> None:
     products, offload = Products(differs=4), offloads(codec=rounding(BlockInt(8)))
     with pytest.raises(ScheduleMismatchError, match=r"differs first at unpack .* int8 is for, .* ErfBackward0"):
         products.capture(offload)
-    offload.close()
 
 
 @pytest.mark.parametrize("codec", ["identity", "lossless"])
-def test_what_changes_no_bit_travels_as_it_is(virtual: VirtualDevice, codec: str) -> None:
+def test_what_changes_no_bit_travels_as_it_is(virtual: VirtualDevice, codec: str, offloads: Any) -> None:
     """A mask of ``bool`` is no save that is decided anew, as in eager steps, which would stay."""
     weight = torch.ones(SIZE, SIZE, device=NAME).requires_grad_()
 
@@ -194,4 +194,3 @@ def test_what_changes_no_bit_travels_as_it_is(virtual: VirtualDevice, codec: str
         assert [one.fate for one in masks] == [Fate.OFFLOAD]
         assert torch.equal(captured(x).cpu(), step(x).cpu())
         assert link_bytes(virtual, captured.launch)[0] == sum(captured.plan.slots) >= SIZE * SIZE
-    offload.close()

@@ -59,10 +59,6 @@ def _nothing_is_left(virtual: VirtualDevice) -> Iterator[None]:
     assert_captures()
 
 
-def offloads(**fields: Any) -> Offload:
-    return Offload(**{"tier": "host", "min_bytes": 0, "keep_last_bytes": 0} | fields)
-
-
 class Training:
     """A block of a GPT with dropout, a fused AdamW, and a rate that changes.
 
@@ -148,7 +144,7 @@ def copies(step: CapturedStep, kind: str) -> int:
     ("forwards", "replays", "codec"), [(1, REPLAYS, "identity"), (2, FEW, "identity"), (1, FEW, "lossless")]
 )
 def test_replays_of_a_step_that_offloads_are_eager_steps_to_the_bit(
-    virtual: VirtualDevice, forwards: int, replays: int, codec: str
+    virtual: VirtualDevice, forwards: int, replays: int, codec: str, offloads: Any
 ) -> None:
     """Forward, backward, dropout, clipping and a fused AdamW, with new inputs and another rate each time.
 
@@ -174,7 +170,6 @@ def test_replays_of_a_step_that_offloads_are_eager_steps_to_the_bit(
         leaving = sum(plan.totals.offloaded + shared_with_those(plan) for plan in step.plans)
         assert sum(step.kept.values()) == saved - leaving
         assert step.graph.num_replays == replays + 3
-    offload.close()
 
 
 def shared_with_those(plan: Any) -> int:
@@ -230,7 +225,9 @@ class Chain:
             return all(same(one, other) for one, other in zip(self._expected, replays, strict=True))
 
 
-def test_an_edge_of_offload_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(virtual: VirtualDevice) -> None:
+def test_an_edge_of_offload_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(
+    virtual: VirtualDevice, offloads: Any
+) -> None:
     """Of all edges between streams: forks, windows, joins, and slots that the second forward uses again."""
     chain, offload = Chain(), offloads()
     with chain.capture(offload, debug=True) as step:
@@ -246,77 +243,9 @@ def test_an_edge_of_offload_left_out_is_reported_and_shows_if_and_only_if_it_is_
         assert any(before == "copy in" for before, _ in kinds)  # compute waits for what comes back
         # Each has its copy out wait, its source, its target and compute; copies out that start together wait once.
         assert len(wrong) >= 3 * len(step.plans[0].slots)
-    offload.close()
 
 
-MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "compute does not wait for what comes back": lambda patch: patch_waits(patch, "_take"),
-    "a source goes before its copy is over": lambda patch: patch_waits(patch, "_release"),
-    "copies out do not wait for compute": lambda patch: patch_copies(patch, out=True),
-    "copies back do not wait for their targets": lambda patch: patch_copies(patch, out=False),
-}
-
-
-def patch_waits(patch: pytest.MonkeyPatch, caller: str) -> None:
-    """A method of the run that is captured does not wait, but for ``finish``, which has the streams join."""
-
-    def without(self: CapturedRun, *arguments: Any, **named: Any) -> Any:
-        runtime = self._runtime
-        self._runtime = Waitless(runtime)  # type: ignore[assignment]
-        try:
-            return intact(self, *arguments, **named)
-        finally:
-            self._runtime = runtime
-
-    intact = getattr(CapturedRun, caller)
-    patch.setattr(CapturedRun, caller, without)
-
-
-class Waitless:
-    def __init__(self, runtime: AcceleratorRuntime) -> None:
-        self._runtime = runtime
-
-    def wait(self, *_: object) -> None:
-        """Does not."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
-
-
-def patch_copies(patch: pytest.MonkeyPatch, *, out: bool) -> None:
-    """Copies one way wait for nothing, but for the first one, by which their stream comes into the capture."""
-    forked: set[torch.Stream] = set()
-
-    def copy(
-        self: AcceleratorRuntime, target: Tensor, source: Tensor, stream: torch.Stream, after: list[Event]
-    ) -> Event:
-        after = [] if stream in forked and (target.device.type == "cpu") is out else after
-        forked.add(stream)
-        return intact(self, target, source, stream, after)
-
-    intact = AcceleratorRuntime.copy_in_capture
-    patch.setattr(AcceleratorRuntime, "copy_in_capture", copy)
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_wait_that_the_library_leaves_out_is_reported_and_shows(
-    virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch, mutation: str
-) -> None:
-    chain, offload = Chain(), offloads()
-    with monkeypatch.context() as patch:
-        MUTATIONS[mutation](patch)
-        step = chain.capture(offload, debug=True)
-    found = violations(nodes_of(step.graph._graph))
-    assert found
-    assert all("copy_" in str(one) for one in found)
-    assert not chain.is_exact(virtual, step)
-    step = chain.capture(offload, debug=True)
-    assert not violations(nodes_of(step.graph._graph))
-    assert chain.is_exact(virtual, step)
-    offload.close()
-
-
-def test_a_fork_that_is_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_that_is_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch, offloads: Any) -> None:
     chain, offload = Chain(1), offloads()
     held: list[Tensor] = []
 
@@ -334,7 +263,6 @@ def test_a_fork_that_is_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     torch.accelerator.synchronize()
     held.clear()
     assert chain.capture(offload).plan is not None
-    offload.close()
 
 
 # -- what differs, and other errors -----------------------------------------------------------------------------------
@@ -387,16 +315,15 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_a_capture_that_differs_from_its_warm_ups_names_the_first_difference(what: str) -> None:
+def test_a_capture_that_differs_from_its_warm_ups_names_the_first_difference(what: str, offloads: Any) -> None:
     offload, x = offloads(), torch.ones(16, 16, device=NAME)
     with pytest.raises(ScheduleMismatchError, match=DIFFERENCES[what]):
         capture_step(Changing(4, what), (x,), offload=offload)
     with capture_step(Changing(1, what), (x,), offload=offload) as step:  # what happens once may be in the first one
         step.launch()
-    offload.close()
 
 
-def test_warm_ups_that_differ_are_an_error_before_the_capture() -> None:
+def test_warm_ups_that_differ_are_an_error_before_the_capture(offloads: Any) -> None:
     step, x = Changing(2, "size"), torch.ones(16, 16, device=NAME)
     with pytest.raises(ScheduleMismatchError, match=r"the warm-up before the last had.* 256 bytes.*the last one"):
         capture_step(step, (x,), offload=offloads())
@@ -414,7 +341,7 @@ def test_warm_ups_that_differ_are_an_error_before_the_capture() -> None:
     ],
 )
 def test_after_a_step_that_cannot_be_captured_everything_works(
-    virtual: VirtualDevice, at: int, what: str, error: type[Exception], message: str
+    virtual: VirtualDevice, at: int, what: str, error: type[Exception], message: str, offloads: Any
 ) -> None:
     offload, pool, x = offloads(), CapturePool("1MiB"), torch.ones(16, 16, device=NAME)
     state = graphs_alive(virtual), torch.accelerator.memory_allocated()
@@ -427,7 +354,6 @@ def test_after_a_step_that_cannot_be_captured_everything_works(
     pool.clear_buffers()
     assert_trains(offload)
     assert Chain(1).capture(offload, pool=pool).graph.pool is pool
-    offload.close()
 
 
 class Failing(Training):
@@ -440,11 +366,11 @@ class Failing(Training):
         return loss
 
 
-@pytest.mark.parametrize("offload", [None, offloads])
+@pytest.mark.parametrize("is_offloaded", [False, True])
 def test_steps_that_begin_without_gradients_go_on_after_a_capture_that_failed(
-    virtual: VirtualDevice, offload: Callable[[], Offload] | None
+    is_offloaded: bool, offloads: Any
 ) -> None:
-    training, around = Failing(), None if offload is None else offload()
+    training, around = Failing(), offloads() if is_offloaded else None
     x, y, _ = next(inputs(1))
     training(x.to(NAME), y.to(NAME))
     state = training.state()
@@ -456,7 +382,6 @@ def test_steps_that_begin_without_gradients_go_on_after_a_capture_that_failed(
         with around:
             assert same(training.run(training, state, 5), expected)
         assert around.stats(synchronize=True).bytes_out > 0
-        around.close()
 
 
 def assert_trains(offload: Offload) -> None:
@@ -473,11 +398,8 @@ def assert_trains(offload: Offload) -> None:
     assert offload.stats(synchronize=True).bytes_out > before
 
 
-def given_plan() -> Offload:
-    offload = offloads()
-    plan = Chain(1).capture(offload).plan
-    offload.close()
-    return Offload(tier="host", min_bytes=0, keep_last_bytes=0, plan=plan)
+def given_plan(offloads: Any) -> Offload:
+    return offloads(plan=Chain(1).capture(offloads()).plan)
 
 
 def sealed() -> CapturePool:
@@ -487,32 +409,32 @@ def sealed() -> CapturePool:
 
 
 #: Arguments that cannot be, each known before the step is called for the first time.
-REFUSED: dict[str, tuple[type[Exception], str, Callable[[Path], dict[str, Any]]]] = {
-    "disk tier": (CaptureStateError, "tier='disk'", lambda path: {"offload": Offload(tier="disk", disk_path=path)}),
-    "disk behind": (CaptureStateError, "no disk_path", lambda path: {"offload": Offload(disk_path=path)}),
-    "pageable": (CaptureStateError, "pin_memory=False", lambda path: {"offload": offloads(pin_memory=False)}),
-    "a plan": (CaptureStateError, "Leave plan= out", lambda path: {"offload": given_plan()}),
-    "no offload": (CaptureInputError, "is an eager_offload.Offload", lambda path: {"offload": "host"}),
-    "inputs": (CaptureInputError, "were given as Tensor", lambda path: {"inputs": torch.ones(2)}),
-    "scalars": (CaptureInputError, "was given 0.5", lambda path: {"scalars": [0.5]}),
-    "no warm-up": (CaptureInputError, "warmup=0 is not", lambda path: {"offload": offloads(), "warmup": 0}),
-    "warm-ups": (CaptureInputError, "a number from 0 on", lambda path: {"warmup": -1}),
-    "mode": (ValueError, "no mode", lambda path: {"mode": "no mode"}),
-    "pool": (PoolSealedError, "a step was captured", lambda path: {"pool": sealed()}),
-    "handle": (CaptureInputError, "names no pool", lambda path: {"pool": GraphPoolHandle(-1)}),
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any, Path], dict[str, Any]]]] = {
+    "disk tier": (CaptureStateError, "tier='disk'", lambda make, path: {"offload": make(tier="disk", disk_path=path)}),
+    "disk behind": (CaptureStateError, "no disk_path", lambda make, path: {"offload": Offload(disk_path=path)}),
+    "pageable": (CaptureStateError, "pin_memory=False", lambda make, path: {"offload": make(pin_memory=False)}),
+    "a plan": (CaptureStateError, "Leave plan= out", lambda make, path: {"offload": given_plan(make)}),
+    "no offload": (CaptureInputError, "is an eager_offload.Offload", lambda make, path: {"offload": "host"}),
+    "inputs": (CaptureInputError, "were given as Tensor", lambda make, path: {"inputs": torch.ones(2)}),
+    "scalars": (CaptureInputError, "was given 0.5", lambda make, path: {"scalars": [0.5]}),
+    "no warm-up": (CaptureInputError, "warmup=0 is not", lambda make, path: {"offload": make(), "warmup": 0}),
+    "warm-ups": (CaptureInputError, "a number from 0 on", lambda make, path: {"warmup": -1}),
+    "mode": (ValueError, "no mode", lambda make, path: {"mode": "no mode"}),
+    "pool": (PoolSealedError, "a step was captured", lambda make, path: {"pool": sealed()}),
+    "handle": (CaptureInputError, "names no pool", lambda make, path: {"pool": GraphPoolHandle(-1)}),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_captured_is_an_error_before_the_first_warm_up(name: str, tmp_path: Path) -> None:
+def test_what_cannot_be_captured_is_an_error_before_the_first_warm_up(name: str, tmp_path: Path, offloads: Any) -> None:
     error, message, arguments = REFUSED[name]
     calls: list[int] = []
     with pytest.raises(error, match=message):
-        capture_step(lambda: calls.append(1), **arguments(tmp_path))
+        capture_step(lambda: calls.append(1), **arguments(offloads, tmp_path))
     assert not calls
 
 
-def test_where_a_step_cannot_be_captured(tmp_path: Path) -> None:
+def test_where_a_step_cannot_be_captured(tmp_path: Path, offloads: Any) -> None:
     offload, calls = offloads(), list[int]()
 
     def capture() -> CapturedStep:
@@ -529,10 +451,9 @@ def test_where_a_step_cannot_be_captured(tmp_path: Path) -> None:
     with GraphCaptureGuard(), pytest.raises(CaptureStateError, match="inside of a capture"):
         capture()
     assert not calls
-    offload.close()
 
 
-def test_a_trace_that_is_begun_in_a_capture_is_an_error(tmp_path: Path) -> None:
+def test_a_trace_that_is_begun_in_a_capture_is_an_error(tmp_path: Path, offloads: Any) -> None:
     offload, chain = offloads(), Chain(1)
 
     def traced(x: Tensor) -> tuple[Tensor, ...]:
@@ -544,10 +465,9 @@ def test_a_trace_that_is_begun_in_a_capture_is_an_error(tmp_path: Path) -> None:
     with capture_step(traced, (torch.ones(8, 8, device=NAME),), offload=offload) as step:
         step.launch()
     assert not [*tmp_path.iterdir()]
-    offload.close()
 
 
-def test_a_pool_that_is_too_small_is_an_error_that_says_how_much_is_missing() -> None:
+def test_a_pool_that_is_too_small_is_an_error_that_says_how_much_is_missing(offloads: Any) -> None:
     offload, chain, pools = offloads(), Chain(1), list[CapturePool]()
 
     def capture_until_it_moves() -> None:  # what a busy machine's warm-ups copied in vain is left out of a capture
@@ -559,10 +479,9 @@ def test_a_pool_that_is_too_small_is_an_error_that_says_how_much_is_missing() ->
     with pytest.raises(CapacityError, match="256 left of its 256"):
         capture_until_it_moves()
     assert not pools[-1].sealed
-    offload.close()
 
 
-def test_a_step_that_is_closed_or_called_otherwise_is_an_error(virtual: VirtualDevice) -> None:
+def test_a_step_that_is_closed_or_called_otherwise_is_an_error(offloads: Any) -> None:
     offload, chain = offloads(), Chain(1)
     step = chain.capture(offload)
     with pytest.raises(CaptureInputError, match=r"captured as a tensor of \(8, 8\).*given as a tensor of \(4, 8\)"):
@@ -580,10 +499,9 @@ def test_a_step_that_is_closed_or_called_otherwise_is_an_error(virtual: VirtualD
     for call in (step.launch, lambda: step(1), lambda: step.graph, lambda: step.result):
         with pytest.raises(CaptureStateError, match="is closed"):
             call()
-    offload.close()
 
 
-def test_backward_after_the_capture_of_its_forward_is_an_error() -> None:
+def test_backward_after_the_capture_of_its_forward_is_an_error(offloads: Any) -> None:
     offload, w = offloads(), torch.ones(16, 16, device=NAME, requires_grad=True)
 
     def keeps_its_graph() -> Tensor:
@@ -595,13 +513,12 @@ def test_backward_after_the_capture_of_its_forward_is_an_error() -> None:
     with pytest.raises(CaptureStateError, match="after the capture"):
         step.result.backward()
     del step
-    offload.close()
 
 
 # -- pools, streams, threads, memory ----------------------------------------------------------------------------------
 
 
-def test_two_steps_on_one_pool_take_turns_on_any_stream(virtual: VirtualDevice) -> None:
+def test_two_steps_on_one_pool_take_turns_on_any_stream(virtual: VirtualDevice, offloads: Any) -> None:
     offload, chains, other = offloads(), [Chain(1), Chain(2)], torch.Stream(device=NAME)
     pool = CapturePool("64KiB")
     first = chains[0].capture(offload, pool=pool, debug=True)
@@ -624,7 +541,6 @@ def test_two_steps_on_one_pool_take_turns_on_any_stream(virtual: VirtualDevice) 
     second.close()
     gc.collect()
     pool.clear_buffers()
-    offload.close()
 
 
 def test_inputs_of_a_call_do_not_overtake_the_replay_before_on_another_stream(virtual: VirtualDevice) -> None:
@@ -641,7 +557,7 @@ def test_inputs_of_a_call_do_not_overtake_the_replay_before_on_another_stream(vi
 
 @pytest.mark.parametrize("mode", CaptureMode)
 def test_another_thread_offloads_meanwhile_on_the_streams_of_the_process(
-    virtual: VirtualDevice, mode: CaptureMode
+    virtual: VirtualDevice, mode: CaptureMode, offloads: Any
 ) -> None:
     offload, chain = offloads(), Chain(1)
     assert_trains(offload)
@@ -668,10 +584,9 @@ def test_another_thread_offloads_meanwhile_on_the_streams_of_the_process(
     streams = runtime.capture_streams(torch.device(NAME, 0))
     for direction in Direction:
         assert runtime.transfer_stream(torch.device(NAME, 0), direction) not in streams
-    offload.close()
 
 
-def test_a_graph_takes_less_of_the_device_with_offload_and_hands_memory_on(virtual: VirtualDevice) -> None:
+def test_a_graph_takes_less_of_the_device_with_offload_and_hands_memory_on(offloads: Any) -> None:
     weights = [torch.full((1 << 18,), 0.5, device=NAME, requires_grad=True) for _ in range(8)]
 
     def step() -> Tensor:
@@ -705,14 +620,15 @@ def test_a_graph_takes_less_of_the_device_with_offload_and_hands_memory_on(virtu
     assert len(handed_on) > len(sources)
     captured.launch()
     assert torch.equal(captured.result, step())
-    offload.close()
 
 
 def within(region: Any, node: Any) -> bool:
     return any(one.start <= region.start and region.stop <= one.stop for one in node.writes)
 
 
-def test_a_step_that_goes_while_it_runs_keeps_what_it_uses_and_then_leaves_nothing(virtual: VirtualDevice) -> None:
+def test_a_step_that_goes_while_it_runs_keeps_what_it_uses_and_then_leaves_nothing(
+    virtual: VirtualDevice, offloads: Any
+) -> None:
     offload, chain = offloads(), Chain(1)
     x = chain.batches[0]
     expected, alive, other = [value.cpu() for value in chain(x)], graphs_alive(virtual), torch.Stream(device=NAME)
@@ -735,10 +651,9 @@ def test_a_step_that_goes_while_it_runs_keeps_what_it_uses_and_then_leaves_nothi
     torch.accelerator.synchronize()
     assert same([value.cpu() for value in out], expected)
     assert graphs_alive(virtual) == alive
-    offload.close()
 
 
-def test_a_hundred_captured_steps_leak_nothing(virtual: VirtualDevice) -> None:
+def test_a_hundred_captured_steps_leak_nothing(virtual: VirtualDevice, offloads: Any) -> None:
     """Some are closed, some are dropped, some raise in the warm-up, in the capture, or differ."""
     offload, x, pool = offloads(), torch.ones(16, 16, device=NAME), CapturePool("16KiB")
 
@@ -773,13 +688,12 @@ def test_a_hundred_captured_steps_leak_nothing(virtual: VirtualDevice) -> None:
             gc.collect()
             pool.clear_buffers()
     assert held() == before
-    offload.close()
 
 
 # -- what is inside of a step -----------------------------------------------------------------------------------------
 
 
-def test_a_context_of_ones_own_and_checkpointing_inside_of_a_step(virtual: VirtualDevice) -> None:
+def test_a_context_of_ones_own_and_checkpointing_inside_of_a_step(virtual: VirtualDevice, offloads: Any) -> None:
     offload = offloads()
     generator = torch.Generator().manual_seed(0)
     w = (torch.randn(16, 16, generator=generator) / 4).to(NAME).requires_grad_()
@@ -798,10 +712,9 @@ def test_a_context_of_ones_own_and_checkpointing_inside_of_a_step(virtual: Virtu
         for _ in range(5):
             x = torch.randn(16, 16, generator=generator).to(NAME)
             assert torch.equal(captured(x), step(x))
-    offload.close()
 
 
-def test_a_parameter_that_another_stream_has_used_does_not_spoil_the_capture(virtual: VirtualDevice) -> None:
+def test_a_parameter_that_another_stream_has_used_does_not_spoil_the_capture(offloads: Any) -> None:
     """Its node keeps the stream that it was made on, for as long as a graph has it (pytorch#180090)."""
     training, offload = Training(), offloads()
     x, y, _ = next(inputs(1))
@@ -811,7 +724,6 @@ def test_a_parameter_that_another_stream_has_used_does_not_spoil_the_capture(vir
     eager = training.run(training, state, 5)
     assert same(eager, training.run(step, state, 5))
     assert graph.grad_fn is not None
-    offload.close()
 
 
 class Scaled(Training):
@@ -852,7 +764,7 @@ class Scaled(Training):
         return [*super()._changing(), self.scaler._growth_tracker, self.scaler._scale]
 
 
-def test_a_grad_scaler_with_a_fused_optimizer_is_a_part_of_the_step(virtual: VirtualDevice) -> None:
+def test_a_grad_scaler_with_a_fused_optimizer_is_a_part_of_the_step(virtual: VirtualDevice, offloads: Any) -> None:
     training, offload = Scaled(), offloads()
     with training.capture(offload, debug=True) as step:
         assert copies(step, "copy out") > 0
@@ -863,12 +775,9 @@ def test_a_grad_scaler_with_a_fused_optimizer_is_a_part_of_the_step(virtual: Vir
         assert [loss.item() == -1 for loss in eager[:FEW]] == [number % 5 == 4 for number in range(FEW)]
         # Of five steps, three that are good double the scale, and the last halves it.
         assert eager[-1].item() == state[-1].item() == 32.0
-    offload.close()
 
 
-def test_a_grad_scaler_with_an_optimizer_that_is_not_fused_asks_for_a_number_and_stays_outside(
-    virtual: VirtualDevice,
-) -> None:
+def test_a_grad_scaler_with_an_optimizer_that_is_not_fused_asks_for_a_number_and_stays_outside(offloads: Any) -> None:
     offload = offloads()
     with pytest.raises(RuntimeError, match="not permitted while a stream is being captured"):
         Scaled(fused=False).capture(offload)
@@ -894,10 +803,9 @@ def test_a_grad_scaler_with_an_optimizer_that_is_not_fused_asks_for_a_number_and
         assert all(one.grad is gradient for one, gradient in zip(training._parameters(), gradients, strict=True))
         assert same(training.run(eager, state, FEW), replayed)
     assert offload.stats(synchronize=True).bytes_out > 0
-    offload.close()
 
 
-def test_autocast_is_entered_inside_of_a_step_or_keeps_no_casts(virtual: VirtualDevice) -> None:
+def test_autocast_is_entered_inside_of_a_step_or_keeps_no_casts(virtual: VirtualDevice, offloads: Any) -> None:
     """Casts that were kept before a capture go with their autocast, and a replay would read what comes after them."""
     offload, chain = offloads(), Chain(1)
 
@@ -921,13 +829,12 @@ def test_autocast_is_entered_inside_of_a_step_or_keeps_no_casts(virtual: Virtual
                 same([value.cpu() for value in step(x)], values)
                 for x, values in zip(chain.batches[:5], expected, strict=True)
             )
-    offload.close()
 
 
 # -- last, since a compiler makes it long to collect garbage ----------------------------------------------------------
 
 
-def test_a_compiled_block_in_a_step_offloads_what_it_saves(virtual: VirtualDevice) -> None:
+def test_a_compiled_block_in_a_step_offloads_what_it_saves(virtual: VirtualDevice, offloads: Any) -> None:
     training, offload = Training(), offloads()
     training.block = torch.compile(training.model, backend="aot_eager")  # type: ignore[assignment]
     step = training.capture(offload, debug=True)
@@ -937,10 +844,9 @@ def test_a_compiled_block_in_a_step_offloads_what_it_saves(virtual: VirtualDevic
     eager = training.run(training, state, FEW)
     with virtual.replays(1):
         assert same(eager, training.run(step, state, FEW))
-    offload.close()
 
 
-def test_a_model_that_was_compiled_to_offload_is_compiled_anew_for_a_captured_step(virtual: VirtualDevice) -> None:
+def test_a_model_that_was_compiled_to_offload_is_compiled_anew_for_a_captured_step(offloads: Any) -> None:
     offload, chain = offloads(), Chain(1)
     generator = torch.Generator().manual_seed(0)
     w = (torch.randn(8, 8, generator=generator) / 4).to(NAME).requires_grad_()
@@ -954,7 +860,6 @@ def test_a_model_that_was_compiled_to_offload_is_compiled_anew_for_a_captured_st
         assert not violations(nodes_of(captured.graph._graph))
         assert same([captured(x).cpu() for x in chain.batches[:3]], expected)
     assert same([step(x).cpu() for x in chain.batches[:3]], expected)
-    offload.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing moved:RuntimeWarning")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eager_offload import ConfigError, Offload
+from eager_offload import ConfigError
 from eager_offload.engine import offloaders
 from eager_offload.tiers.base import Fence
 from eager_offload.tiers.disk import DiskSlot, DiskTier
@@ -20,7 +20,6 @@ from tests.hazards.programs import assert_identical
 
 ROWS, WIDTH = 512, 512
 NBYTES = ROWS * WIDTH * 4
-EVERYTHING: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0}
 
 
 def step(x: Tensor, w: Tensor, around: AbstractContextManager[object]) -> tuple[Tensor, ...]:
@@ -43,44 +42,41 @@ def on_both(around: AbstractContextManager[object], call: Callable[..., Any] = s
 
 
 @pytest.mark.parametrize("has_disk", [True, False])
-def test_h51_they_stay_unless_a_disk_is_named(monkeypatch: pytest.MonkeyPatch, has_disk: bool) -> None:
+def test_h51_they_stay_unless_a_disk_is_named(monkeypatch: pytest.MonkeyPatch, has_disk: bool, offloads: Any) -> None:
     def refuse(*_: object, **__: object) -> object:
         raise ConfigError("disk_path=None is not accepted: no directory can serve")
 
     if not has_disk:
         monkeypatch.setattr(offloaders, "DiskTier", refuse)
-    expected, offload = on_both(nullcontext()), Offload(**EVERYTHING)
+    expected, offload = on_both(nullcontext()), offloads(tier="auto")
     assert_identical(expected, on_both(offload))
     stats = assert_settled(offload)
     assert stats.kept_bytes["device"] == 4 * NBYTES, "what tanh, exp, the product and sin save"
     assert stats.bytes_out > 0, "what is on the device moves"
     assert stats.disk_bytes_written == 0
-    offload.close()
 
 
 @pytest.mark.parametrize("fields", [{"tier": "auto"}, {"tier": "disk"}, {"tier": "disk", "disk_path": None}])
-def test_h51_they_move_to_a_disk_that_is_asked_for(tmp_path: Path, fields: dict[str, Any]) -> None:
-    expected, offload = on_both(nullcontext()), Offload(**EVERYTHING, **{"disk_path": tmp_path, **fields})
+def test_h51_they_move_to_a_disk_that_is_asked_for(tmp_path: Path, fields: dict[str, Any], offloads: Any) -> None:
+    expected, offload = on_both(nullcontext()), offloads(**{"disk_path": tmp_path, **fields})
     assert_identical(expected, on_both(offload))
     stats = assert_settled(offload)
     assert "device" not in stats.kept_bytes
     assert stats.disk_bytes_written >= 2 * NBYTES
-    offload.close()
 
 
 @pytest.mark.filterwarnings('ignore:eager_offload. tier="host" on a CPU device')
-def test_h51_they_move_within_host_memory_where_that_is_asked_for() -> None:
-    expected, offload = on_both(nullcontext()), Offload(**EVERYTHING, tier="host")
+def test_h51_they_move_within_host_memory_where_that_is_asked_for(offloads: Any) -> None:
+    expected, offload = on_both(nullcontext()), offloads()
     assert_identical(expected, on_both(offload))
     stats = assert_settled(offload)
     assert "device" not in stats.kept_bytes
     assert stats.disk_bytes_written == 0
     assert stats.bytes_out >= 4 * NBYTES
-    offload.close()
 
 
-def test_h51_one_disk_budget_bounds_both(tmp_path: Path) -> None:
-    offload = Offload(**EVERYTHING, tier="disk", disk_path=tmp_path, disk_budget=3 * NBYTES)
+def test_h51_one_disk_budget_bounds_both(tmp_path: Path, offloads: Any) -> None:
+    offload = offloads(tier="disk", disk_path=tmp_path, disk_budget=3 * NBYTES)
     with pytest.warns(RuntimeWarning, match="no room"), offload:
         roots = [
             torch.ones(ROWS, WIDTH, device=device, requires_grad=True).exp()
@@ -92,7 +88,6 @@ def test_h51_one_disk_budget_bounds_both(tmp_path: Path) -> None:
     assert stats.disk_bytes_peak == 3 * NBYTES
     del roots
     assert_settled(offload)
-    offload.close()
 
 
 class Elsewhere:
@@ -102,7 +97,9 @@ class Elsewhere:
         return False
 
 
-def test_h51_neither_waits_for_what_the_other_did_with_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_h51_neither_waits_for_what_the_other_did_with_a_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offloads: Any
+) -> None:
     reserve = DiskTier.reserve
 
     def used_elsewhere(tier: DiskTier, nbytes: int) -> DiskSlot | None:
@@ -112,15 +109,14 @@ def test_h51_neither_waits_for_what_the_other_did_with_a_slot(tmp_path: Path, mo
         return slot
 
     monkeypatch.setattr(DiskTier, "reserve", used_elsewhere)
-    expected, offload = on_both(nullcontext()), Offload(**EVERYTHING, disk_path=tmp_path, host_budget=1)
+    expected, offload = on_both(nullcontext()), offloads(tier="auto", disk_path=tmp_path, host_budget=1)
     with pytest.warns(RuntimeWarning, match="go to the disk tier as well"):
         assert_identical(expected, on_both(offload))
     stats = assert_settled(offload)
     assert stats.disk_bytes_written >= 4 * NBYTES
-    offload.close()
 
 
-def test_h51_a_compiled_graph_leaves_them_too() -> None:
+def test_h51_a_compiled_graph_leaves_them_too(offloads: Any) -> None:
     forward = torch.compile(lambda x, w: ((x * 2).tanh().exp() @ w).sin().sum(), backend="aot_eager")
 
     def call(x: Tensor, w: Tensor, around: AbstractContextManager[object]) -> tuple[Tensor, ...]:
@@ -128,28 +124,26 @@ def test_h51_a_compiled_graph_leaves_them_too() -> None:
             loss = forward(x, w)
         return loss.detach(), *torch.autograd.grad(loss, [x, w])
 
-    expected, offload = on_both(nullcontext(), call), Offload(**EVERYTHING)
+    expected, offload = on_both(nullcontext(), call), offloads(tier="auto")
     with pytest.warns(RuntimeWarning, match="compiled code waits"):  # no Inductor, and so no pass that orders them
         assert_identical(expected, on_both(offload, call))
     stats = assert_settled(offload)
     assert stats.compiled_regions == 1, "the one on the device"
     assert stats.kept_bytes["device"] > 0
     assert stats.bytes_out > 0
-    offload.close()
 
 
-def test_h54_one_that_takes_the_place_of_what_a_plan_has_on_the_device_stays() -> None:
+def test_h54_one_that_takes_the_place_of_what_a_plan_has_on_the_device_stays(offloads: Any) -> None:
     def scaled(around: AbstractContextManager[object], device: str) -> list[Tensor]:
         x = torch.arange(256.0).div(100).to("virtual").requires_grad_()
         with around:
             loss = ((x * 2).tanh() * torch.tensor(3.0, device=device)).exp().sum()  # of a scalar no device is asked
         return [loss.detach(), *torch.autograd.grad(loss, x)]
 
-    offload = Offload(**EVERYTHING, step_plans=True)
+    offload = offloads(tier="auto", step_plans=True)
     for device in ("virtual", "virtual", "cpu"):
         assert_identical(scaled(nullcontext(), device), scaled(offload, device))
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (2, {"size": 1})
     assert stats.kept_bytes["device"] == 4, "the scalar"
     assert stats.bytes_out > 0
-    offload.close()

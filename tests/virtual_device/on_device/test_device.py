@@ -29,39 +29,6 @@ def side_stream() -> torch.Stream:
 # -- streams and events -----------------------------------------------------------------------------------------------
 
 
-def test_torch_takes_it_for_the_accelerator(virtual: VirtualDevice) -> None:
-    assert torch.accelerator.current_accelerator(check_available=True) == torch.device(NAME)
-    assert torch.accelerator.device_count() == virtual.devices == 2
-
-
-def test_compute_is_asynchronous_and_shapes_are_there_at_once(virtual: VirtualDevice) -> None:
-    x, waits = on_device(torch.ones(4, 8)), virtual.host_waits
-    with virtual.slow_compute(LATE):
-        y = x @ x.t()
-    assert y.shape == (4, 4)
-    assert not torch.equal(virtual.peek(y), torch.full((4, 4), 8.0)), "not computed yet"
-    assert virtual.host_waits == waits
-    assert torch.equal(y.cpu(), torch.full((4, 4), 8.0))
-
-
-def test_streams_run_side_by_side_and_wait_by_events(virtual: VirtualDevice) -> None:
-    x, side, event = on_device(torch.zeros(8)), side_stream(), torch.Event(device=NAME)
-    virtual.sleep(LATE)
-    x.add_(1)
-    event.record()
-    with side:
-        too_early = x.clone()
-    side.synchronize()
-    assert torch.equal(virtual.peek(too_early), torch.zeros(8)), "no wait, and so it overtook the addition"
-    assert not event.query()
-    with side:
-        side.wait_event(event)
-        in_time = x.clone()
-    side.synchronize()
-    assert event.query()
-    assert torch.equal(virtual.peek(in_time), torch.ones(8))
-
-
 def test_each_record_of_an_event_is_a_point_of_its_own(virtual: VirtualDevice) -> None:
     side, event = side_stream(), torch.Event(device=NAME)
     event.record()
@@ -73,23 +40,6 @@ def test_each_record_of_an_event_is_a_point_of_its_own(virtual: VirtualDevice) -
     side.wait_event(torch.Event(device=NAME))  # never recorded: no wait
     assert side.query()
     event.synchronize()
-
-
-def test_events_tell_the_time_between_them(virtual: VirtualDevice) -> None:
-    first, second = (torch.Event(device=NAME, enable_timing=True) for _ in range(2))
-    first.record()
-    virtual.sleep(LATE)
-    second.record()
-    with pytest.raises(RuntimeError, match="completed"):
-        first.elapsed_time(second)
-    second.synchronize()
-    assert first.elapsed_time(second) >= LATE * 1e3
-
-
-def test_the_ring_hands_out_a_stream_again(virtual: VirtualDevice) -> None:
-    streams = [side_stream() for _ in range(virtual.ring + 1)]
-    assert streams[0] == streams[-1]
-    assert len({stream.stream_id for stream in streams}) == virtual.ring
 
 
 def test_an_error_on_a_stream_is_told_later(virtual: VirtualDevice) -> None:
@@ -214,16 +164,6 @@ def test_it_is_full_at_its_capacity_and_tries_again_without_the_cache(virtual: V
         assert torch.accelerator.memory_allocated() >= y.nbytes
 
 
-def test_statistics_follow_what_is_allocated(virtual: VirtualDevice) -> None:
-    torch.accelerator.reset_peak_memory_stats()
-    before = torch.accelerator.memory_allocated()
-    x = torch.empty(4 * MIB, dtype=torch.uint8, device=NAME)
-    assert torch.accelerator.memory_allocated() - before == 4 * MIB
-    del x
-    assert torch.accelerator.memory_allocated() == before
-    assert torch.accelerator.max_memory_allocated() == before + 4 * MIB
-
-
 def test_pinned_memory_is_cached_and_rounded_up(virtual: VirtualDevice) -> None:
     x = torch.empty(3 * PAGE, dtype=torch.uint8, pin_memory=True)
     address = x.data_ptr()
@@ -282,14 +222,6 @@ def test_values_are_those_of_the_cpu(virtual: VirtualDevice, name: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_what_depends_on_data_drains_the_stream(virtual: VirtualDevice) -> None:
-    x = on_device(torch.tensor([1.0, 0.0, 2.0]))
-    with virtual.slow_compute(LATE):
-        x = x * 2
-        assert x.nonzero().flatten().tolist() == [0, 2]
-        assert x.max().item() == 4
-
-
 def test_what_draws_numbers_takes_one_from_the_generator_and_does_not_wait(virtual: VirtualDevice) -> None:
     def draws() -> list[Tensor]:
         return [torch.randn(5, device=NAME), torch.nn.functional.dropout(ones, 0.5), torch.rand(5, device=NAME)]
@@ -306,19 +238,6 @@ def test_what_draws_numbers_takes_one_from_the_generator_and_does_not_wait(virtu
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(first[0], draws()[0])
     assert 400 < (first[1] == 2).sum().item() < 624
-
-
-def test_two_devices_and_the_copies_between_them(virtual: VirtualDevice) -> None:
-    there = torch.device(NAME, 1)
-    x = torch.ones(4, device=there)
-    with virtual.slow_compute(LATE):
-        y = (x + 1).to(NAME + ":0") + 1
-    assert y.device.index == 0
-    assert torch.equal(y.cpu(), torch.full((4,), 3.0))
-    with pytest.raises(RuntimeError, match=r"same device|one device"):
-        x + y
-    with torch.accelerator.device_index(1):
-        assert torch.empty(1, device=NAME).device == there
 
 
 @pytest.mark.parametrize(
@@ -344,21 +263,3 @@ def test_numbers_and_indices_may_be_on_the_host(virtual: VirtualDevice) -> None:
     assert x[indices].tolist() == [3, 1]
     x[indices] = torch.tensor(7.0)
     assert x.tolist() == [0, 7, 2, 7]
-
-
-def test_autocast_chooses_dtypes(virtual: VirtualDevice) -> None:
-    x = torch.ones(4, 4, device=NAME)
-    with torch.autocast(NAME, dtype=torch.bfloat16):
-        assert (x @ x).dtype is torch.bfloat16
-        assert (x @ x).softmax(-1).dtype is torch.float32
-
-
-def test_sizes_and_storages_may_change(virtual: VirtualDevice) -> None:
-    x = torch.arange(4.0, device=NAME)
-    x.resize_(8)
-    assert torch.equal(x[:4].cpu(), torch.arange(4.0))
-    y = torch.empty(0, device=NAME)
-    y.set_(x.untyped_storage(), 1, (3,), (1,))
-    assert torch.equal(y.cpu(), torch.arange(1.0, 4.0))
-    x.untyped_storage().resize_(0)
-    assert x.untyped_storage().nbytes() == 0

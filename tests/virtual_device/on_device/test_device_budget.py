@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -58,17 +59,9 @@ def without() -> tuple[list[Tensor], int]:
 
 
 @pytest.fixture
-def budgeted() -> Iterator[Callable[..., eo.Offload]]:
-    made: list[eo.Offload] = []
-
-    def make(**fields: object) -> eo.Offload:
-        windows = {"max_inflight_bytes": WINDOW, "prefetch_bytes": WINDOW}
-        made.append(eo.Offload(**{"tier": "host", "min_bytes": MIB // 8, **windows, **fields}))
-        return made[-1]
-
-    yield make
-    for offload in made:
-        offload.close()
+def budgeted(offloads: Callable[..., eo.Offload]) -> Callable[..., eo.Offload]:
+    fields = {"min_bytes": MIB // 8, "keep_last_bytes": "auto", "max_inflight_bytes": WINDOW, "prefetch_bytes": WINDOW}
+    return partial(offloads, **fields)
 
 
 def moved_in_a_step(offload: eo.Offload, training: Training) -> int:

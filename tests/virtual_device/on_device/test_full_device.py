@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from eager_offload import Offload
 from tests.virtual_device import NAME, VirtualDevice
 
 MIB = 1 << 20
@@ -23,12 +23,12 @@ def gradient(x: Tensor, weight: Tensor, around: AbstractContextManager[object]) 
     return torch.autograd.grad(loss, weight)[0].cpu()
 
 
-def test_h10_a_view_that_finds_no_room_to_be_gathered_stays(virtual: VirtualDevice) -> None:
+def test_h10_a_view_that_finds_no_room_to_be_gathered_stays(virtual: VirtualDevice, offloads: Any) -> None:
     torch.accelerator.empty_cache()  # else there may be room beside them in the segments that they get
     x, weight = torch.randn(4096, 4096), torch.randn(4096, 512)
     x, weight = x.to(NAME), weight.to(NAME).requires_grad_()
     expected = gradient(x, weight, nullcontext())
-    offload = Offload(tier="host", keep_last_bytes=0, min_bytes=0)
+    offload = offloads()
     assert torch.equal(gradient(x, weight, offload), expected)
     assert offload.stats(synchronize=True).bytes_out == weight.nbytes, "gathered"
     offload.reset_stats()
@@ -46,4 +46,3 @@ def test_h10_a_view_that_finds_no_room_to_be_gathered_stays(virtual: VirtualDevi
     # What follows finds room.
     assert torch.equal(gradient(x, weight, offload), expected)
     assert offload.stats(synchronize=True).bytes_out == weight.nbytes
-    offload.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator
 from threading import Thread
 from typing import Any
@@ -53,28 +52,6 @@ class Beside:
 # -- exact, and what is not -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_replays_of_a_training_step_are_exact_in_any_order(virtual: VirtualDevice, seed: int) -> None:
-    with captured() as (step, graph, loss):
-        beside = Beside(virtual, step, graph, loss)
-        before = virtual.copied_bytes
-        assert beside.is_exact(seed)
-        moved = REPLAYS * step.offloads * step.x.nbytes
-        assert moved > 0
-        out, back = (now - then for now, then in zip(virtual.copied_bytes, before, strict=True))
-        assert (out - moved, back - moved) == other_copies(virtual, step)
-        assert not violations(nodes_of(graph))
-
-
-def other_copies(virtual: VirtualDevice, step: Step) -> tuple[int, int]:
-    """Bytes that cross the link to look at the values: out, in."""
-    before = virtual.copied_bytes
-    state = step.state()
-    step.restore(state)
-    out, back = (now - then for now, then in zip(virtual.copied_bytes, before, strict=True))
-    return out + REPLAYS * step.rate.nbytes, back + REPLAYS * 2 * step.x.nbytes
-
-
 def test_an_edge_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(virtual: VirtualDevice) -> None:
     """Of all edges of the step, those that follow from others included: these are neither reported nor wrong."""
     with captured() as (step, graph, loss):
@@ -86,18 +63,6 @@ def test_an_edge_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(virt
         assert len(across) > 2 * step.offloads  # there and back
         assert any(nodes[after].kind == "copy out" for _, after in across)
         assert any(nodes[before].kind == "copy in" for before, _ in across)
-
-
-@pytest.mark.parametrize(
-    "wait", ["of sources for copies out", "of slots for their last readers", "of readers for copies in"]
-)
-def test_a_wait_left_out_of_the_step_is_reported_and_shows(virtual: VirtualDevice, wait: str) -> None:
-    with captured(wait) as (step, graph, loss):
-        found = violations(nodes_of(graph))
-        assert found
-        assert all("copy_" in str(violation) for violation in found)
-        step._left_out = ""  # the eager steps are right
-        assert not Beside(virtual, step, graph, loss).is_exact(0)
 
 
 def test_orders_differ_and_follow_from_the_seed(virtual: VirtualDevice) -> None:
@@ -127,38 +92,6 @@ def test_orders_differ_and_follow_from_the_seed(virtual: VirtualDevice) -> None:
 
 
 # -- what a capture is ------------------------------------------------------------------------------------------------
-
-
-def test_nothing_runs_before_a_replay_and_all_of_it_in_each() -> None:
-    x = torch.ones(4, device=NAME)
-    with capturing() as graph:
-        assert torch.accelerator.current_stream().is_capturing()
-        x += 1
-    assert x.tolist() == [1.0] * 4
-    for count in range(2, 5):
-        graph.replay()
-        assert x.tolist() == [float(count)] * 4
-
-
-def test_random_numbers_are_those_of_eager_calls() -> None:
-    generator = torch.Generator().manual_seed(4)
-
-    def numbers() -> Tensor:
-        return torch.rand(8, device=NAME) + torch.empty(8, device=NAME).normal_(generator=generator)
-
-    with capturing() as graph:
-        found = numbers()
-    torch.manual_seed(1)
-    generator.manual_seed(2)
-    eager = [numbers().cpu() for _ in range(3)]
-    torch.manual_seed(1)
-    generator.manual_seed(2)
-    replayed = []
-    for _ in range(3):
-        graph.replay()
-        replayed.append(found.cpu())
-    assert same(eager, replayed)
-    assert not torch.equal(*eager[:2])
 
 
 def test_a_graph_has_memory_of_its_own(virtual: VirtualDevice) -> None:
@@ -206,26 +139,6 @@ def test_what_another_stream_uses_has_no_new_owner_in_the_capture() -> None:
     graph.replay()
     assert y.unique().tolist() == [2.0]
     del second
-
-
-def test_graphs_share_a_pool_and_streams_replay_them_one_after_the_other(virtual: VirtualDevice) -> None:
-    x, stream, other = torch.ones(8, device=NAME), torch.Stream(device=NAME), torch.Stream(device=NAME)
-    with capturing(stream=stream) as first:
-        h = x * 2
-    with capturing(stream=stream, pool=first.pool()) as second:
-        y = h + 1
-        del h
-    assert first.pool() == second.pool()
-    with virtual.slow_compute(0.0, mul=0.02):
-        x.fill_(3)
-        torch.accelerator.synchronize()
-        with stream:
-            first.replay()
-            first.replay()
-        with other:
-            first.replay()  # waits for the others by itself
-            second.replay()
-            assert y.unique().tolist() == [7.0]
 
 
 def test_a_graph_that_is_kept_is_made_ready_by_hand_and_shows_its_nodes_in_debug_mode(tmp_path: Any) -> None:
@@ -352,24 +265,6 @@ def test_nothing_is_added_to_a_capture_that_is_invalid() -> None:
     assert x.tolist() == [1.0] * 4
 
 
-def test_a_stream_that_has_not_joined_is_an_error(virtual: VirtualDevice) -> None:
-    x, other = torch.ones(4, device=NAME), torch.Stream(device=NAME)
-
-    def capture() -> None:
-        with capturing():
-            other.wait_stream(torch.accelerator.current_stream())
-            with other:
-                x.add_(1)
-
-    with pytest.raises(RuntimeError, match=f"stream {other.stream_id} has work"):
-        capture()
-    assert not other.is_capturing()
-    with capturing() as graph:
-        other.wait_stream(torch.accelerator.current_stream())  # and does nothing
-    del graph
-    assert_captures()
-
-
 def test_an_event_of_a_capture_is_of_no_use_outside() -> None:
     with capturing() as first:
         stale = torch.accelerator.current_stream().record_event()
@@ -455,61 +350,3 @@ def test_what_the_device_does_not_model_is_refused() -> None:
     with capturing(), pytest.raises(NotImplementedError, match="from one device to another"):
         x.to(f"{NAME}:1")
     assert_captures()
-
-
-# -- nothing is left --------------------------------------------------------------------------------------------------
-
-
-def test_a_hundred_captures_leak_nothing(virtual: VirtualDevice) -> None:
-    """Some end, some do not, and some are invalidated."""
-    stream = torch.Stream(device=NAME)
-    with stream:
-        step = Step(stream)
-        for batch in inputs(2):
-            step.feed(*batch)
-            step()
-
-    def capture(number: int) -> None:
-        graph = torch.accelerator.Graph()
-        with stream:
-            graph.capture_begin()
-            loss = step()
-            if number % 3 == 0:
-                graph.capture_end()
-                graph.replay()
-                assert loss.isfinite()
-            elif number % 3 == 1:
-                with pytest.raises(RuntimeError, match="not permitted"):
-                    loss.item()
-                with pytest.raises(RuntimeError, match=INVALIDATED):
-                    graph.capture_end()
-
-    def held() -> tuple[int, int, int]:
-        step.optimizer.zero_grad()
-        gc.collect()
-        torch.accelerator.synchronize()
-        torch.accelerator.empty_cache()
-        return virtual.graphs_alive, torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
-
-    capture(0)
-    before = held()
-    for number in range(100):
-        capture(number)
-    assert held() == before
-    assert not stream.is_capturing()
-    assert_captures()
-
-
-def test_who_drops_a_graph_that_runs_takes_nothing_from_it(virtual: VirtualDevice) -> None:
-    x = torch.ones(4, device=NAME)
-    with capturing() as graph:
-        x += 1
-    alive = virtual.graphs_alive
-    with virtual.held():
-        graph.replay()
-        del graph
-        gc.collect()
-        assert virtual.graphs_alive == alive
-    assert x.tolist() == [2.0] * 4
-    torch.accelerator.synchronize()
-    assert virtual.graphs_alive == alive - 1

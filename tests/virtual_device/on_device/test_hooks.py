@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import eager_offload as eo
 from eager_offload._torch import weak_storage
 from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction
@@ -39,21 +39,24 @@ def train(around: AbstractContextManager[object], virtual: VirtualDevice) -> tup
     return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None], waits, peaks
 
 
-def test_nothing_in_a_step_makes_the_host_wait_or_takes_memory_to_measure_with(virtual: VirtualDevice) -> None:
+def test_nothing_in_a_step_makes_the_host_wait_or_takes_memory_to_measure_with(
+    virtual: VirtualDevice, offloads: Any
+) -> None:
     with virtual.slow_links(bandwidth=2e8):
         expected, _, plain = train(nullcontext(), virtual)
-        offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0)
+        offload = offloads()
         actual, waits, peaks = train(offload, virtual)
     stats = offload.stats(synchronize=True)
-    offload.close()
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
     assert stats.bytes_out > 0
     assert waits == [0] * STEPS
     assert max(peaks) <= max(plain) + 2 * MIB, "one copy and one target"
 
 
-def test_copies_that_have_not_started_when_their_graph_is_dropped_are_not_made(virtual: VirtualDevice) -> None:
-    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, max_inflight_bytes="1GiB")
+def test_copies_that_have_not_started_when_their_graph_is_dropped_are_not_made(
+    virtual: VirtualDevice, offloads: Any
+) -> None:
+    offload = offloads(max_inflight_bytes="1GiB")
     x = torch.ones(512, 512).to(NAME).requires_grad_()
     runtime, copied = accelerator_runtime(), virtual.copied_bytes[0]
     transfers = runtime.transfer_stream(x.device, Direction.OUT)
@@ -68,15 +71,14 @@ def test_copies_that_have_not_started_when_their_graph_is_dropped_are_not_made(v
         del y
         offload.stats()
     stats = offload.stats(synchronize=True)
-    offload.close()
     assert stats.bytes_out == virtual.copied_bytes[0] - copied == x.nbytes, "the one that the stream had been given"
     assert stats.offloaded_bytes == stats.released_bytes == x.nbytes
     assert stats.kept_bytes["newest"] == stats.saved_bytes - x.nbytes
 
 
-def test_a_fast_link_is_given_little_ahead_of_what_the_device_would_hold(virtual: VirtualDevice) -> None:
+def test_a_fast_link_is_given_little_ahead_of_what_the_device_would_hold(virtual: VirtualDevice, offloads: Any) -> None:
     """What it has been given holds its source until the copy is over, whatever backward has done meanwhile."""
-    offload, runtime = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0), accelerator_runtime()
+    offload, runtime = offloads(), accelerator_runtime()
     x, several = torch.ones(1 << 12).to(NAME).requires_grad_(), 96
 
     def forward() -> torch.Tensor:
@@ -98,7 +100,6 @@ def test_a_fast_link_is_given_little_ahead_of_what_the_device_would_hold(virtual
         del y
         offload.stats()
     offload.stats(synchronize=True)
-    offload.close()
     assert 0 < virtual.copied_bytes[0] - copied <= several / 32 * x.nbytes
 
 
@@ -116,21 +117,24 @@ def peak_of_a_step(around: AbstractContextManager[object], nbytes: int) -> int:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_copies_that_a_slow_link_cannot_make_in_time_hold_no_sources(virtual: VirtualDevice, tier: str) -> None:
+def test_copies_that_a_slow_link_cannot_make_in_time_hold_no_sources(
+    virtual: VirtualDevice, tier: str, offloads: Any
+) -> None:
     with virtual.slow_links(latency=0.02):
         plain = peak_of_a_step(nullcontext(), 2 * MIB)
-        offload = eo.Offload(tier=tier, min_bytes=0, keep_last_bytes=0)
+        offload = offloads(tier=tier)
         peaks = [peak_of_a_step(offload, 2 * MIB) for _ in range(2)]
     stats = offload.stats(synchronize=True)
-    offload.close()
     assert stats.bytes_out > 0
     assert max(peaks) <= plain + 4 * MIB, "one copy and one target"
 
 
 @pytest.mark.parametrize("plans", [False, True], ids=["decided", "followed"])
-def test_h54_a_source_goes_at_the_save_at_which_it_went_before(virtual: VirtualDevice, plans: bool) -> None:
+def test_h54_a_source_goes_at_the_save_at_which_it_went_before(
+    virtual: VirtualDevice, plans: bool, offloads: Any
+) -> None:
     """Its copy is over by then, and what is saved there shares a storage."""
-    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_plans=plans)
+    offload = offloads(step_plans=plans)
     for number in range(4):
         x = torch.ones(64, 64).to(NAME).requires_grad_()
         with offload:
@@ -148,4 +152,3 @@ def test_h54_a_source_goes_at_the_save_at_which_it_went_before(virtual: VirtualD
     stats = offload.stats(synchronize=True)
     assert stats.followed_forwards == (3 if plans else 0)
     assert not stats.plan_misses
-    offload.close()
