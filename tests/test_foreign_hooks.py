@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 from eager_offload.eager import foreign
+from tests.threads import on_a_thread
 
 WARNING = "other saved-tensor hooks were entered inside this context"
 ORIGINAL = saved_tensors_hooks.__enter__
@@ -168,21 +169,19 @@ def test_h24_ours_inside_ours_are_not_foreign(make: Callable[..., eo.Offload]) -
 
 
 def test_what_another_thread_enters_does_not_concern_us(make: Callable[..., eo.Offload]) -> None:
-    offload, result = make(), []
+    offload = make()
 
-    def other() -> None:
+    def other() -> Tensor:
         with theirs():
-            result.append(gradient(nullcontext()))
+            return gradient(nullcontext())
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with offload:
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
+            found = on_a_thread(other)
             loss = forward(leaf())
     assert offload.stats().foreign_hooks == 0
-    assert torch.equal(result[0], gradient(nullcontext()))
+    assert torch.equal(found, gradient(nullcontext()))
     loss.backward()
 
 

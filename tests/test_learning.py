@@ -62,10 +62,6 @@ def begun_like(school: School, sizes: Sequence[int]) -> Forward:
 # -- what stays and what leaves ---------------------------------------------------------------------------------------
 
 
-def test_nothing_is_known_of_the_first_step() -> None:
-    assert School().step([10, 20], [1, 0]) == [Advice.UNKNOWN] * 2
-
-
 @pytest.mark.parametrize(("asked_at", "advice"), [(2.9, Advice.STAY), (3.0, Advice.LEAVE), (50.0, Advice.LEAVE)])
 def test_what_is_asked_for_within_a_round_trip_stays_and_the_rest_leaves(asked_at: float, advice: Advice) -> None:
     school = School()

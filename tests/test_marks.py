@@ -17,6 +17,7 @@ import eager_offload as eo
 from eager_offload import marks
 from tests.hazards.backends import offloader_of
 from tests.hazards.programs import assert_identical
+from tests.threads import on_a_thread
 
 BIG = 1 << 14  # elements: 64 KiB
 
@@ -124,9 +125,7 @@ def test_a_region_is_of_the_thread_that_entered_it(offload: Any) -> None:
 
     losses: list[Tensor] = []
     with eo.no_offload():
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
+        on_a_thread(other)
         assert marks.in_no_offload_region()
     stats = tool.stats(synchronize=True)
     assert kept(stats) == {}
@@ -162,25 +161,20 @@ def test_what_is_marked_stays_with_every_view_of_it(offload: Any) -> None:
     assert_identical(expected[0], x.grad)
 
 
-def test_what_is_small_moves_if_that_is_preferred(offload: Any) -> None:
-    x, tool = leaf(64), offload(min_bytes="1MiB")
+@pytest.mark.parametrize(
+    ("elements", "fields", "stays"),
+    [(64, {"min_bytes": "1MiB"}, {"small": 512}), (BIG, {"keep_last_bytes": "64MiB"}, {"newest": 4 * BIG})],
+)
+def test_what_is_small_or_new_moves_if_that_is_preferred(
+    elements: int, fields: dict[str, Any], stays: dict[str, int], offload: Any
+) -> None:
+    x, tool = leaf(elements), offload(**fields)
     with tool:
         loss = squared(x, eo.prefer_offload) + squared(x)
     stats = tool.stats(synchronize=True)
-    assert stats.offloaded_bytes == stats.bytes_out == stats.shared_bytes == 256
-    assert kept(stats) == {}
-    assert stats.kept_bytes == {"small": 512}
-    loss.backward()
-    assert torch.equal(x.grad, 16 * x.detach())
-
-
-def test_what_is_new_moves_if_that_is_preferred(offload: Any) -> None:
-    x, tool = leaf(), offload(keep_last_bytes="64MiB")
-    with tool:
-        loss = squared(x, eo.prefer_offload) + squared(x)
-    stats = tool.stats(synchronize=True)
-    assert stats.offloaded_bytes == stats.bytes_out == 4 * BIG
-    assert kept(stats) == {"newest": 4 * BIG}
+    assert stats.offloaded_bytes == stats.bytes_out == 4 * elements
+    assert stats.kept_bytes.items() >= stays.items()
+    assert kept(stats).keys() <= stays.keys()
     loss.backward()
     assert torch.equal(x.grad, 16 * x.detach())
 
@@ -224,6 +218,9 @@ def test_a_mark_that_comes_before_the_copy_has_started_is_in_force(offload: Any)
     assert storage() is not None
     loss.backward()
     assert torch.equal(x.grad, 16 * x.detach())
+    del loss
+    tool.stats(synchronize=True)
+    assert set(offloader_of(tool).census()) == {0}
 
 
 def test_a_mark_that_comes_after_the_copy_has_started_holds_for_later_saves_only(offload: Any) -> None:
@@ -311,17 +308,3 @@ def test_marks_come_and_go_in_several_threads_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not caught
-
-
-def test_a_marked_tensor_leaves_the_lane_empty_in_the_end(offload: Any) -> None:
-    x, tool = leaf(), offload(keep_last_bytes=4 * BIG)
-    with tool:
-        y = x * 2
-        loss = (y * y).sum()
-        eo.keep(y)
-        loss = loss + squared(x)
-    del y
-    loss.backward()
-    del loss
-    tool.stats(synchronize=True)
-    assert set(offloader_of(tool).census()) == {0}
