@@ -54,19 +54,9 @@ class PrefetchMachine(RuleBasedStateMachine):
         self.order.add(self.position, storage, self.weights[storage], sequence)
 
     @precondition(lambda self: self.uses)
-    @rule(data=st.data(), goes=st.booleans())
-    def ask(self, data: st.DataObject, goes: bool) -> None:
-        position = data.draw(st.sampled_from(sorted(self.uses)))
-        if position not in self.order._promised or self.order._lost:
-            self.walks = self.uses[position].sequence
-        self._carry_out(self.order.unpacked(position))
-        if goes:
-            self._remove(position)
-
-    @precondition(lambda self: self.uses)
-    @rule(goes=st.booleans())
-    def ask_for_the_newest(self, goes: bool) -> None:
-        position = max(self.uses)
+    @rule(data=st.data(), newest=st.booleans(), goes=st.booleans())
+    def ask(self, data: st.DataObject, newest: bool, goes: bool) -> None:
+        position = max(self.uses) if newest else data.draw(st.sampled_from(sorted(self.uses)))
         if position not in self.order._promised or self.order._lost:
             self.walks = self.uses[position].sequence
         self._carry_out(self.order.unpacked(position))
