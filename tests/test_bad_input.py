@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,6 +18,7 @@ import eager_offload as eo
 from eager_offload._torch import require_torch
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical, assert_moved
+from tests.threads import on_a_thread
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,11 +64,7 @@ def model() -> Iterator[Model]:
     assert hooks_are_gone()
     assert_identical(step(untouched), step(model), "after the error")
     assert_identical(step(untouched), step(model), "and again")
-    other: list[Tensor] = []
-    thread = threading.Thread(target=lambda: other.extend(step(model)))
-    thread.start()
-    thread.join()
-    assert_identical(step(untouched), other, "and in another thread")
+    assert_identical(step(untouched), on_a_thread(lambda: step(model)), "and in another thread")
 
 
 @pytest.fixture

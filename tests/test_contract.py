@@ -26,6 +26,7 @@ from tests.hazards.backends import (
     transfer_threads,
 )
 from tests.hazards.programs import assert_moved, leaf
+from tests.threads import on_a_thread
 
 N = 1 << 14
 NBYTES = 4 * N
@@ -171,20 +172,11 @@ def test_h29_one_object_in_several_threads(users_backend: Backend) -> None:
 
 
 def test_leaving_in_a_thread_that_did_not_enter_is_an_error_and_harms_nothing(users_backend: Backend) -> None:
-    offload, x, caught = users_backend.offload(), leaf(N), list[BaseException]()
-
-    def leave() -> None:
-        try:
-            offload.__exit__(None, None, None)
-        except eo.OffloadError as error:
-            caught.append(error)
-
+    offload, x = users_backend.offload(), leaf(N)
     with offload:
-        thread = threading.Thread(target=leave)
-        thread.start()
-        thread.join()
+        with pytest.raises(eo.OffloadError, match="in a thread that did not enter it"):
+            on_a_thread(lambda: offload.__exit__(None, None, None))
         loss = chain(x)
-    assert "in a thread that did not enter it" in str(caught[0])
     loss.backward()
     assert torch.equal(x.grad, gradient(x))
     with pytest.raises(eo.OffloadError, match="did not enter"):

@@ -12,7 +12,7 @@ from torch import Tensor
 import eager_offload as eo
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import TransferThread, host_runtime
-from tests.hazards.backends import DiskBackend, Gate, offloader_of
+from tests.hazards.backends import DiskBackend, Gate, assert_balanced, assert_settled, offloader_of
 from tests.hazards.programs import leaf
 
 N = 1 << 14
@@ -31,14 +31,6 @@ def chain(x: Tensor, depth: int = DEPTH) -> Tensor:
 def gradient(x: Tensor) -> Tensor:
     """Of ``chain``, without offload."""
     return torch.autograd.grad(chain(x), x)[0]
-
-
-def adds_up(stats: eo.OffloadStats) -> bool:
-    return stats.saved_bytes == stats.offloaded_bytes + stats.shared_bytes + sum(stats.kept_bytes.values())
-
-
-def settles(stats: eo.OffloadStats) -> bool:
-    return stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes
 
 
 def test_a_step_is_counted_to_the_byte(disk: DiskBackend) -> None:
@@ -61,7 +53,7 @@ def test_a_step_is_counted_to_the_byte(disk: DiskBackend) -> None:
     assert (stats.bytes_out, stats.bytes_in) == (ALL, ALL)
     assert stats.stall_seconds >= 0
     assert (stats.foreign_hooks, stats.empty_forwards) == (0, 0)
-    assert adds_up(stats)
+    assert_balanced(stats)
 
 
 def test_the_peak_on_the_device_is_of_what_is_alive_at_one_time(disk: DiskBackend) -> None:
@@ -188,8 +180,7 @@ def test_what_is_never_asked_for_is_released(disk: DiskBackend) -> None:
         gate.open()
         stats = offload.stats(synchronize=True)
     assert stats.released_bytes == 2 * ALL
-    assert adds_up(stats)
-    assert settles(stats)
+    assert_settled(offload)
 
 
 def test_a_retained_graph_is_counted_once_and_moves_twice(disk: DiskBackend) -> None:
@@ -204,8 +195,7 @@ def test_a_retained_graph_is_counted_once_and_moves_twice(disk: DiskBackend) -> 
     assert torch.equal(x.grad, 2 * gradient(x))
     assert stats.bytes_out == stats.offloaded_bytes == stats.reloaded_bytes == ALL
     assert stats.bytes_in == 2 * ALL
-    assert adds_up(stats)
-    assert settles(stats)
+    assert_settled(offload)
 
 
 def test_bytes_are_of_tensors_as_saved_and_the_link_carries_a_storage_once(disk: DiskBackend) -> None:
@@ -223,7 +213,7 @@ def test_bytes_are_of_tensors_as_saved_and_the_link_carries_a_storage_once(disk:
     del loss
     stats = offload.stats(synchronize=True)
     assert stats.bytes_in == stats.bytes_out
-    assert settles(stats)
+    assert_settled(offload)
 
 
 def test_a_broadcast_counts_as_large_as_it_looks_and_moves_as_small_as_it_is(disk: DiskBackend) -> None:
@@ -267,8 +257,7 @@ def test_counting_anew_in_mid_step_leaves_no_debts(disk: DiskBackend) -> None:
     assert stats.saved_bytes == ALL
     assert stats.kept_bytes == {"newest": 2 * NBYTES}
     assert stats.bytes_out == ALL, "the newest of the first forward had to make way for the second's"
-    assert adds_up(stats)
-    assert settles(stats)
+    assert_settled(offload)
 
 
 def test_synchronizing_waits_for_what_is_on_its_way_and_looking_does_not(disk: DiskBackend) -> None:
@@ -388,8 +377,7 @@ def test_the_newest_bytes_stay_within_theirs(newest: int, disk: DiskBackend) -> 
     assert torch.equal(x.grad, gradient(x))
     del loss
     stats = offload.stats(synchronize=True)
-    assert adds_up(stats)
-    assert settles(stats)
+    assert_settled(offload)
     assert stats.bytes_in == stats.offloaded_bytes
 
 
@@ -425,8 +413,7 @@ def test_a_budget_in_bytes_is_kept_and_the_rest_stays(tier: str, room: int, disk
     peaks = (stats.host_bytes_peak, stats.disk_bytes_peak)
     assert max(peaks) <= room
     assert peaks[tier == "host"] == 0
-    assert adds_up(stats)
-    assert settles(stats)
+    assert_settled(offload)
 
 
 def test_budgets_are_kept_by_what_is_held_across_graphs_that_live_side_by_side(disk: DiskBackend) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 import warnings
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,6 +14,8 @@ from hypothesis import strategies as st
 import eager_offload as eo
 from eager_offload.eager.device_budget import Allowance
 from eager_offload.simulation.simulated import SimulatedRuntime
+from tests.processes import printed_by
+from tests.test_exposure import exact_in_threads
 
 MIB = 1 << 20
 #: Parts of a budget: what is used anyway, what is saved in a step, and by how much steps of the same bytes differ.
@@ -95,43 +93,15 @@ def test_what_was_too_much_once_is_tried_again_after_many_forwards() -> None:
 @pytest.mark.parametrize("budget", [1, "1TiB", "auto"])
 def test_h55_threads_share_it_and_gradients_are_exact(budget: int | str, tmp_path: Path) -> None:
     offload = eo.Offload(device_budget=budget, prefetch_bytes="256KiB", min_bytes=0, tier="disk", disk_path=tmp_path)
-
-    def train(around: AbstractContextManager[object]) -> torch.Tensor:
-        torch.set_num_threads(1)
-        x = torch.linspace(0, 1, 1 << 14, requires_grad=True)
-        for _ in range(12):
-            with around:
-                y = x * 2
-                for _ in range(8):
-                    y = y.sin()
-            y.sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    expected = train(nullcontext())
-    with warnings.catch_warnings(), ThreadPoolExecutor(2) as pool:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a budget of a byte is not kept
-        assert all(torch.equal(one, expected) for one in pool.map(train, [offload] * 2))
+        assert all(exact_in_threads(offload, steps=12))
     stats = offload.stats(synchronize=True)
     offload.close()
     assert stats.bytes_out > 0
     assert ("over_budget" in stats.demotions) == (budget == 1)
     assert (stats.keep_last_bytes == 0) == (budget == 1)
     assert stats.device_memory_peak > 1
-
-
-def test_in_compiled_code_that_is_a_part_of_a_step_all_that_may_move_does(tmp_path: Path) -> None:
-    offload = eo.Offload(device_budget="1TiB", min_bytes=0, tier="disk", disk_path=tmp_path)
-    compiled = offload.compile(lambda x: (x * 2).sin().exp().sum(), backend="aot_eager")
-    x, plain = torch.ones(1 << 14, requires_grad=True), torch.ones(1 << 14, requires_grad=True)
-    compiled(x).backward()
-    (plain * 2).sin().exp().sum().backward()
-    stats = offload.stats(synchronize=True)
-    offload.close()
-    torch.compiler.reset()
-    assert stats.compiled_regions > 0
-    assert stats.bytes_out >= x.nbytes
-    assert torch.equal(x.grad, plain.grad)
 
 
 def test_a_device_that_does_not_tell_is_an_error() -> None:
@@ -173,10 +143,10 @@ def test_h55_on_a_cpu_it_is_the_memory_of_the_process(tmp_path: Path) -> None:
         print(*peaks, moved, offload.stats().demotions.get("over_budget", 0))
         """
     )
-    ran = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
-    *peaks, without, moved, over = map(int, ran.stdout.split())
+    printed = printed_by("-c", script, tmp_path)
+    *peaks, without, moved, over = map(int, printed.split())
     assert without > 180
     assert moved > 0
-    assert max(peaks[4:]) <= 130 * 1.05, ran.stdout
-    assert max(peaks[4:]) >= 130 * 0.75, ran.stdout
-    assert over <= 2, ran.stdout
+    assert max(peaks[4:]) <= 130 * 1.05, printed
+    assert max(peaks[4:]) >= 130 * 0.75, printed
+    assert over <= 2, printed

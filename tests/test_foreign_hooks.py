@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 from eager_offload.eager import foreign
+from tests.hazards.backends import DiskBackend
+from tests.threads import on_a_thread
 
 WARNING = "other saved-tensor hooks were entered inside this context"
 ORIGINAL = saved_tensors_hooks.__enter__
@@ -26,19 +28,6 @@ def _torchs_class_is_left_as_it_was() -> Iterator[None]:
     assert saved_tensors_hooks.__enter__ is ORIGINAL
     yield
     assert saved_tensors_hooks.__enter__ is ORIGINAL
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., eo.Offload]]:
-    made: list[eo.Offload] = []
-
-    def one(**fields: Any) -> eo.Offload:
-        made.append(eo.Offload(**{"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0, **fields}))
-        return made[-1]
-
-    yield one
-    for offload in made:
-        offload.close()
 
 
 def theirs() -> saved_tensors_hooks:
@@ -65,9 +54,9 @@ def gradient(around: AbstractContextManager[Any], inside: AbstractContextManager
 
 @pytest.mark.parametrize("hooks", [theirs, save_on_cpu])
 def test_h24_hooks_inside_ours_are_counted_and_told_once(
-    hooks: Callable[[], AbstractContextManager[Any]], make: Callable[..., eo.Offload]
+    hooks: Callable[[], AbstractContextManager[Any]], disk: DiskBackend
 ) -> None:
-    offload, expected = make(), gradient(nullcontext())
+    offload, expected = disk.offload(), gradient(nullcontext())
     with pytest.warns(RuntimeWarning, match=WARNING) as warned:
         actual = [gradient(offload, hooks()) for _ in range(3)]
     assert all(torch.equal(one, expected) for one in actual)
@@ -77,11 +66,11 @@ def test_h24_hooks_inside_ours_are_counted_and_told_once(
     assert stats.foreign_hooks == 3
     assert stats.bytes_out > 0, "what is saved outside theirs still moves"
     with pytest.warns(RuntimeWarning, match=WARNING):
-        gradient(make(), hooks())  # another object tells its own user
+        gradient(disk.offload(), hooks())  # another object tells its own user
 
 
-def test_h24_hooks_around_ours_are_not_foreign(make: Callable[..., eo.Offload]) -> None:
-    offload = make()
+def test_h24_hooks_around_ours_are_not_foreign(disk: DiskBackend) -> None:
+    offload = disk.offload()
     with warnings.catch_warnings(), theirs():
         warnings.simplefilter("error")
         assert torch.equal(gradient(offload), gradient(nullcontext()))
@@ -89,8 +78,8 @@ def test_h24_hooks_around_ours_are_not_foreign(make: Callable[..., eo.Offload]) 
     assert offload.stats().bytes_out > 0
 
 
-def test_h24_hooks_that_hide_everything_are_told_of_at_the_exit(make: Callable[..., eo.Offload]) -> None:
-    offload, x = make(), leaf()
+def test_h24_hooks_that_hide_everything_are_told_of_at_the_exit(disk: DiskBackend) -> None:
+    offload, x = disk.offload(), leaf()
 
     def step() -> None:
         with offload:
@@ -106,8 +95,8 @@ def test_h24_hooks_that_hide_everything_are_told_of_at_the_exit(make: Callable[.
     assert offload.stats().foreign_hooks == 2
 
 
-def test_a_context_without_a_forward_is_not_an_empty_one(make: Callable[..., eo.Offload]) -> None:
-    offload, x = make(), leaf()
+def test_a_context_without_a_forward_is_not_an_empty_one(disk: DiskBackend) -> None:
+    offload, x = disk.offload(), leaf()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with offload:
@@ -121,8 +110,8 @@ def test_a_context_without_a_forward_is_not_an_empty_one(make: Callable[..., eo.
     assert offload.stats().empty_forwards == 0
 
 
-def test_closing_inside_the_context_does_not_make_it_an_empty_one(make: Callable[..., eo.Offload]) -> None:
-    offload, x = make(), leaf()
+def test_closing_inside_the_context_does_not_make_it_an_empty_one(disk: DiskBackend) -> None:
+    offload, x = disk.offload(), leaf()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with offload:
@@ -136,9 +125,7 @@ def test_closing_inside_the_context_does_not_make_it_an_empty_one(make: Callable
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_h23_checkpointing_hides_what_it_recomputes_by_design(
-    use_reentrant: bool, make: Callable[..., eo.Offload]
-) -> None:
+def test_h23_checkpointing_hides_what_it_recomputes_by_design(use_reentrant: bool, disk: DiskBackend) -> None:
     def run(around: AbstractContextManager[Any]) -> Tensor:
         x = leaf()
         with around:
@@ -147,7 +134,7 @@ def test_h23_checkpointing_hides_what_it_recomputes_by_design(
         assert x.grad is not None
         return x.grad
 
-    offload = make()
+    offload = disk.offload()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(run(offload), run(nullcontext()))
@@ -156,8 +143,8 @@ def test_h23_checkpointing_hides_what_it_recomputes_by_design(
     assert stats.bytes_out > 0
 
 
-def test_h24_ours_inside_ours_are_not_foreign(make: Callable[..., eo.Offload]) -> None:
-    outer, inner = make(), make()
+def test_h24_ours_inside_ours_are_not_foreign(disk: DiskBackend) -> None:
+    outer, inner = disk.offload(), disk.offload()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(gradient(outer, inner), gradient(nullcontext()))
@@ -167,27 +154,25 @@ def test_h24_ours_inside_ours_are_not_foreign(make: Callable[..., eo.Offload]) -
         assert offload.stats().bytes_out > 0
 
 
-def test_what_another_thread_enters_does_not_concern_us(make: Callable[..., eo.Offload]) -> None:
-    offload, result = make(), []
+def test_what_another_thread_enters_does_not_concern_us(disk: DiskBackend) -> None:
+    offload = disk.offload()
 
-    def other() -> None:
+    def other() -> Tensor:
         with theirs():
-            result.append(gradient(nullcontext()))
+            return gradient(nullcontext())
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with offload:
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
+            found = on_a_thread(other)
             loss = forward(leaf())
     assert offload.stats().foreign_hooks == 0
-    assert torch.equal(result[0], gradient(nullcontext()))
+    assert torch.equal(found, gradient(nullcontext()))
     loss.backward()
 
 
-def test_the_innermost_of_ours_is_told_and_the_outer_one_again_after_it(make: Callable[..., eo.Offload]) -> None:
-    outer, inner = make(), make()
+def test_the_innermost_of_ours_is_told_and_the_outer_one_again_after_it(disk: DiskBackend) -> None:
+    outer, inner = disk.offload(), disk.offload()
     with warnings.catch_warnings(), outer:
         warnings.simplefilter("ignore")
         gradient(inner, theirs())
@@ -198,8 +183,8 @@ def test_the_innermost_of_ours_is_told_and_the_outer_one_again_after_it(make: Ca
     assert outer.stats().foreign_hooks == 2
 
 
-def test_torchs_class_is_changed_only_while_an_offload_watches(make: Callable[..., eo.Offload]) -> None:
-    first, second = make(), make()
+def test_torchs_class_is_changed_only_while_an_offload_watches(disk: DiskBackend) -> None:
+    first, second = disk.offload(), disk.offload()
     seen: list[bool] = []
     entered, leave = threading.Event(), threading.Event()
 
@@ -227,9 +212,9 @@ def test_torchs_class_is_changed_only_while_an_offload_watches(make: Callable[..
 
 
 def test_what_others_have_put_into_torchs_class_is_called_and_put_back(
-    make: Callable[..., eo.Offload], monkeypatch: pytest.MonkeyPatch
+    disk: DiskBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offload, calls = make(), []
+    offload, calls = disk.offload(), []
 
     def patched(hooks: saved_tensors_hooks) -> None:
         calls.append(hooks)
@@ -242,8 +227,8 @@ def test_what_others_have_put_into_torchs_class_is_called_and_put_back(
     assert len(calls) == 2, "theirs, and ours"
 
 
-def test_what_others_have_put_around_ours_stays_and_works(make: Callable[..., eo.Offload]) -> None:
-    offload, calls = make(), []
+def test_what_others_have_put_around_ours_stays_and_works(disk: DiskBackend) -> None:
+    offload, calls = disk.offload(), []
     offload.__enter__()
     ours = saved_tensors_hooks.__enter__
 
@@ -268,8 +253,8 @@ def test_what_others_have_put_around_ours_stays_and_works(make: Callable[..., eo
         saved_tensors_hooks.__enter__ = ORIGINAL  # type: ignore[method-assign]
 
 
-def test_where_torch_forbids_hooks_the_class_is_left_as_it_was(make: Callable[..., eo.Offload]) -> None:
-    offload = make()
+def test_where_torch_forbids_hooks_the_class_is_left_as_it_was(disk: DiskBackend) -> None:
+    offload = disk.offload()
     with disable_saved_tensors_hooks("saved tensor hooks are off"), pytest.raises(eo.OffloadError), offload:
         pass
     assert foreign._watchers == 0

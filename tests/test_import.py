@@ -15,6 +15,7 @@ import pytest
 
 import eager_offload as eo
 from eager_offload._torch import OTHER_VERSIONS, PATCHED, PRIVATE_NAMES
+from tests.processes import printed_by
 
 pytestmark = pytest.mark.xdist_group("import")
 
@@ -72,9 +73,7 @@ print(len(brought), sorted(brought & {"networkx", "torch._inductor.lowering", "t
 
 
 def test_h49_a_step_of_eager_code_loads_neither_the_rest_of_the_compiler_nor_the_simulation() -> None:
-    done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    count, named = done.stdout.split(maxsplit=1)
+    count, named = printed_by("-c", TRAINING).split(maxsplit=1)
     assert named.strip() == "[]"
     assert int(count) < 150, "some 40 MiB of modules that only a compilation needs"
 
@@ -82,17 +81,7 @@ def test_h49_a_step_of_eager_code_loads_neither_the_rest_of_the_compiler_nor_the
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """The state of a process before and after the import, and the modules that it brought in."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=tmp_path_factory.mktemp("empty"),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])},
-    )
-    assert done.returncode == 0, done.stderr
-    state: list[Any] = json.loads(done.stdout)
+    state: list[Any] = json.loads(printed_by("-W", "error", "-c", PROGRAM, cwd=tmp_path_factory.mktemp("empty")))
     return state
 
 

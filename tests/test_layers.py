@@ -61,19 +61,8 @@ ROOMS: dict[str, set[str]] = {
     "graphs": {"_torch", "codecs", "config", "eager", "errors", "offload", "runtime", "stats", "step_plan"},
     "plan": {
         *("_torch", "active", "codecs", "compile", "config", "eager", "errors", "learning", "machine", "marks"),
-        *(
-            "module_calls",
-            "observe",
-            "offload",
-            "runtime",
-            "schedule",
-            "selection",
-            "simulation",
-            "skipping",
-            "solver",
-            "stats",
-        ),
-        *("step_plan", "tiers"),
+        *("module_calls", "observe", "offload", "runtime", "schedule", "selection", "simulation", "skipping"),
+        *("solver", "stats", "step_plan", "tiers"),
     },
     "eager_offload": {
         *("codecs", "config", "errors", "machine", "malloc", "marks", "offload", "plan", "stats", "step_plan"),

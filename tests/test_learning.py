@@ -62,10 +62,6 @@ def begun_like(learner: Learner, sizes: Sequence[int]) -> Forward:
 # -- what stays and what leaves ---------------------------------------------------------------------------------------
 
 
-def test_nothing_is_known_of_the_first_step() -> None:
-    assert Learner().step([10, 20], [1, 0]) == [Decision.UNKNOWN] * 2
-
-
 @pytest.mark.parametrize(
     ("asked_at", "decisions"), [(2.9, Decision.STAY), (3.0, Decision.LEAVE), (50.0, Decision.LEAVE)]
 )

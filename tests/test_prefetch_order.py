@@ -12,14 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from eager_offload.schedule import Plan, PrefetchOrder
+from tests.test_schedule import is_empty
 
 SIZE = st.integers(1, 8)
 STEPS = settings(max_examples=120, stateful_step_count=40, deadline=None)
-
-
-def is_empty(machine: object) -> bool:
-    """Whether none of a machine's collections has anything left in it."""
-    return not any(value for value in vars(machine).values() if isinstance(value, dict | set | list))
 
 
 class Use(NamedTuple):
@@ -58,19 +54,9 @@ class PrefetchMachine(RuleBasedStateMachine):
         self.order.add(self.position, storage, self.weights[storage], sequence)
 
     @precondition(lambda self: self.uses)
-    @rule(data=st.data(), goes=st.booleans())
-    def ask(self, data: st.DataObject, goes: bool) -> None:
-        position = data.draw(st.sampled_from(sorted(self.uses)))
-        if position not in self.order._promised or self.order._lost:
-            self.walks = self.uses[position].sequence
-        self._carry_out(self.order.unpacked(position))
-        if goes:
-            self._remove(position)
-
-    @precondition(lambda self: self.uses)
-    @rule(goes=st.booleans())
-    def ask_for_the_newest(self, goes: bool) -> None:
-        position = max(self.uses)
+    @rule(data=st.data(), newest=st.booleans(), goes=st.booleans())
+    def ask(self, data: st.DataObject, newest: bool, goes: bool) -> None:
+        position = max(self.uses) if newest else data.draw(st.sampled_from(sorted(self.uses)))
         if position not in self.order._promised or self.order._lost:
             self.walks = self.uses[position].sequence
         self._carry_out(self.order.unpacked(position))
@@ -205,21 +191,6 @@ def test_uses_that_go_in_any_order_leave_nothing(data: st.DataObject) -> None:
     assert is_empty(order)
     assert order.promised_bytes == 0
     assert order._next is None
-
-
-def test_a_storage_that_weighs_more_than_the_limit_is_promised_alone() -> None:
-    order = PrefetchOrder(10)
-    packed(order, [(1, 4), (2, 11), (3, 4), (4, 4)])
-    assert order.unpacked(4) == Plan(bring=[3])
-    assert order.unpacked(3) == Plan(drop=[3], bring=[2])
-    assert order.unpacked(2) == Plan(drop=[2], bring=[1])
-    assert order.unpacked(1) == Plan(drop=[1])
-
-
-def test_without_a_limit_in_bytes_nothing_is_promised() -> None:
-    order = PrefetchOrder(0)
-    packed(order, [(1, 1), (2, 1), (3, 1)])
-    assert [order.unpacked(position) for position in (3, 2, 1)] == [Plan(), Plan(), Plan()]
 
 
 def test_forwards_do_not_mix_although_they_were_packed_in_turns() -> None:

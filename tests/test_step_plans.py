@@ -145,6 +145,12 @@ def test_the_source_of_what_is_packed_goes_then() -> None:
 def broken() -> list[Any]:
     good = plan()
     saves = good.saves
+
+    def but(at: int, **fields: Any) -> StepPlan:
+        """The good one, but for fields of one of its saves."""
+        changed = dataclasses.replace(saves[at], **fields)
+        return dataclasses.replace(good, saves=(*saves[:at], changed, *saves[at + 1 :]))
+
     return [
         pytest.param(dataclasses.replace(good, slots=(KIB,)), id="a slot that is too small"),
         pytest.param(dataclasses.replace(good, slots=()), id="no slot"),
@@ -152,12 +158,7 @@ def broken() -> list[Any]:
         pytest.param(dataclasses.replace(good, end=(0,)), id="an end that is none"),
         pytest.param(dataclasses.replace(good, asks=()), id="no unpack"),
         *(
-            pytest.param(
-                dataclasses.replace(
-                    good, saves=(*saves[:at], dataclasses.replace(saves[at], **{name: 0}), *saves[at + 1 :])
-                ),
-                id=f"a {name} of save {at}, which does not leave",
-            )
+            pytest.param(but(at, **{name: 0}), id=f"a {name} of save {at}, which does not leave")
             for at in range(1, 5)
             for name in ("slot", "start")
         ),
@@ -166,30 +167,17 @@ def broken() -> list[Any]:
         pytest.param(
             dataclasses.replace(good, saves=(saves[2], *saves[1:])), id="a share of a storage that comes later"
         ),
-        pytest.param(
-            dataclasses.replace(good, saves=(dataclasses.replace(saves[0], start=9), *saves[1:])), id="a late start"
-        ),
-        pytest.param(
-            dataclasses.replace(good, saves=(dataclasses.replace(saves[0], nbytes=-5), *saves[1:])), id="no size"
-        ),
-        pytest.param(
-            dataclasses.replace(good, saves=(dataclasses.replace(saves[0], autograd_bytes=10**9), *saves[1:])),
-            id="more than the storage has",
-        ),
+        pytest.param(but(0, start=9), id="a late start"),
+        pytest.param(but(0, nbytes=-5), id="no size"),
+        pytest.param(but(0, autograd_bytes=10**9), id="more than the storage has"),
         # What is equal to a number, and none: 0.0 is no place in a list, and 1 no answer.
-        pytest.param(
-            dataclasses.replace(good, end=(0.0,), saves=(dataclasses.replace(saves[0], start=len(saves)), *saves[1:])),
-            id="an end of floats",
-        ),
+        pytest.param(dataclasses.replace(but(0, start=len(saves)), end=(0.0,)), id="an end of floats"),
         pytest.param(dataclasses.replace(good, slots=(2.0 * KIB,)), id="slots of floats"),
         pytest.param(dataclasses.replace(good, asks=(Ask(2, bring=(0.0,)),)), id="a reload by a float"),
         pytest.param(dataclasses.replace(good, asks=(Ask(2, drop=(False,)),)), id="a drop by a bool"),
         pytest.param(dataclasses.replace(good, asks=(Ask(0.0),)), id="an unpack by a float"),
         pytest.param(dataclasses.replace(good, asks=(Ask(0, keep=1),)), id="a keep that is a number"),
-        pytest.param(
-            dataclasses.replace(good, saves=(dataclasses.replace(saves[0], slot=0.0), *saves[1:])),
-            id="a slot by a float",
-        ),
+        pytest.param(but(0, slot=0.0), id="a slot by a float"),
     ]
 
 

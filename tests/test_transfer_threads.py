@@ -16,7 +16,9 @@ from eager_offload import Offload
 from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.host import HostRuntime
 from tests import test_host_runtime
+from tests.processes import printed_by
 from tests.test_host_runtime import raising, stream
+from tests.threads import on_a_thread
 
 runtime = test_host_runtime.runtime
 
@@ -126,12 +128,8 @@ def test_h40_a_poll_waits_for_no_thread_that_is_inside() -> None:
     with offload:
         loss = torch.randn(64, 64, requires_grad=True).sin().sin().sum()
     (offloader,) = offload._offloaders.all()
-    polled: list[bool] = []
     with offload._accounts.lock:
-        other = threading.Thread(target=lambda: polled.append(offloader.poll_from_thread()))
-        other.start()
-        other.join()
-    assert polled == [False]
+        assert not on_a_thread(offloader.poll_from_thread)
     assert offloader.poll_from_thread()
     del loss
     assert offload.stats(synchronize=True).bytes_out > 0
@@ -399,27 +397,11 @@ def test_the_last_user_to_go_ends_the_threads(runtime: HostRuntime) -> None:
 # -- forks ----------------------------------------------------------------------------------------------------------
 
 
-def in_a_process_of_its_own(program: str) -> str:
-    """Runs a program and returns what it printed."""
-    code = "import torch; torch.set_num_threads(1)\n" + textwrap.dedent(program)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environ,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_h28_a_fork_in_the_middle_of_a_transfer_leaves_the_child_with_streams_that_work() -> None:
-    printed = in_a_process_of_its_own(
-        """
+    program = """
         import os, threading
+        import torch; torch.set_num_threads(1)
         from eager_offload import OffloadError
         from eager_offload.runtime.base import Direction
         from eager_offload.runtime.host import host_runtime
@@ -471,5 +453,5 @@ def test_h28_a_fork_in_the_middle_of_a_transfer_leaves_the_child_with_streams_th
             runtime.synchronize(event)
         print("parent goes on")
         """
-    )
+    printed = printed_by("-W", "error::RuntimeWarning", "-c", textwrap.dedent(program))
     assert printed == "parent goes on\n"

@@ -32,13 +32,10 @@ from tests.hazards.programs import Settled, assert_identical, leaf
 from tests.hazards.test_following import with_a_late_share
 from tests.hazards.wrappers import two as wrapped_two
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROWS, WIDTH = 32, 64
 BYTES = ROWS * WIDTH * 4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_one_thread(one_thread: None) -> None:
-    """All of them."""
 
 
 @pytest.fixture(params=[False, True], ids=["decided", "followed"])

@@ -19,12 +19,9 @@ from eager_offload.step_plan import Fate
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.programs import REGIMES, Settled, assert_identical, leaf, same_gradients
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROWS, WIDTH = 32, 64
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_one_thread(one_thread: None) -> None:
-    """All of them."""
 
 
 def block(x: Tensor, weight: Tensor) -> Tensor:
@@ -296,7 +293,6 @@ def test_views_of_one_cast_share_what_is_unpacked(users_backend: Backend) -> Non
 def test_no_room_in_a_tier_keeps_what_would_be_packed(users_backend: Backend) -> None:
     if users_backend.tier != "disk":
         pytest.skip("the disk's budget is the one that is set")
-    expected = program(nullcontext())
     torch.manual_seed(0)
     expected = program(nullcontext())
     offload = users_backend.offload(codec="lossless", disk_budget="8KiB")

@@ -13,12 +13,9 @@ from torch import Tensor, nn
 
 from eager_offload import Offload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCABULARY, WIDTH, LENGTH, BATCH, STEPS = 32, 32, 32, 16, 300
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_one_thread(one_thread: None) -> None:
-    """All of them."""
 
 
 class Block(nn.Module):

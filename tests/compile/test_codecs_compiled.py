@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import gc
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -32,9 +30,8 @@ from eager_offload.compile import (
 )
 from eager_offload.compile.cache_key import _sources
 from eager_offload.compile.coding import codec_for, insert_pack, insert_unpack
-from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.tensors import coded
-from tests.compile.compiled import BOTH, Compile, compare, compiler, fresh_compiler, results_of, same_results, step_of
+from tests.compile.compiled import BOTH, Compile, compare, compiler, fresh_compiler, step_of
 from tests.compile.split import Split, assert_moves_exactly, config_of, split
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import Settled
@@ -516,28 +513,6 @@ def test_h12_a_retained_graph_is_unpacked_twice(backend: str) -> None:
 def test_h26_without_room_what_was_packed_stays(budget: int) -> None:
     stats = compare(step_of(masked, *factors()), "aot_eager", moves=False, codec="lossless", disk_budget=budget)
     assert stats.kept_bytes["budget"] > 0
-
-
-@pytest.mark.parametrize("n", [0, 2])
-def test_h27_a_write_that_fails_leaves_what_was_packed(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, calls = DiskSlot.write, []
-
-    def failing(slot: DiskSlot, source: Tensor) -> None:
-        calls.append(source.nbytes)
-        if len(calls) > n:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        write(slot, source)
-
-    step = step_of(masked, *factors())
-    with fresh_compiler():
-        expected = results_of(step, compiler("aot_eager"), nullcontext())
-        offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, codec="lossless")
-        with monkeypatch.context() as patch:
-            patch.setattr(DiskSlot, "write", failing)
-            assert same_results(results_of(step, compiler("aot_eager"), offload), expected)
-        stats = assert_settled(offload)
-        assert stats.kept_bytes["failed"] > 0
-        offload.close()
 
 
 def test_what_packs_is_part_of_what_compilers_key_on() -> None:

@@ -17,7 +17,18 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import eager_offload as eo
 from eager_offload.tiers.disk import DiskSlot
-from tests.compile.compiled import BOTH, Compile, compare, compiler, fresh_compiler, results_of, same_results
+from tests.compile.compiled import (
+    BOTH,
+    Compile,
+    Step,
+    compare,
+    compiler,
+    fresh_compiler,
+    results_of,
+    same_results,
+    step_of,
+)
+from tests.compile.test_codecs_compiled import factors, masked
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import leaf
 
@@ -37,6 +48,9 @@ def deep_step(compile: Compile, around: AbstractContextManager[object]) -> list[
         loss = run(x, weight).sum()
     loss.backward()
     return [loss, x.grad, weight.grad]
+
+
+masked_step = step_of(masked, *factors())
 
 
 @pytest.fixture
@@ -119,8 +133,13 @@ def test_h26_without_room_values_stay_and_are_counted(backend: str) -> None:
     assert stats.kept_bytes["budget"] > 0
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 4])
-def test_h27_a_write_that_fails_leaves_the_value_where_it_was(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("step", "codec", "n"),
+    [*((deep_step, "identity", n) for n in (0, 1, 2, 4)), *((masked_step, "lossless", n) for n in (0, 2))],
+)
+def test_h27_a_write_that_fails_leaves_the_value_where_it_was(
+    step: Step, codec: str, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, calls = DiskSlot.write, Counter[str]()
 
     def failing(slot: DiskSlot, source: Tensor) -> None:
@@ -130,11 +149,11 @@ def test_h27_a_write_that_fails_leaves_the_value_where_it_was(n: int, monkeypatc
         write(slot, source)
 
     with fresh_compiler():
-        expected = results_of(deep_step, compiler("aot_eager"), nullcontext())
-        offload = eo.Offload(**FIELDS)
+        expected = results_of(step, compiler("aot_eager"), nullcontext())
+        offload = eo.Offload(**FIELDS, codec=codec)
         with monkeypatch.context() as patch:
             patch.setattr(DiskSlot, "write", failing)
-            assert same_results(results_of(deep_step, compiler("aot_eager"), offload), expected)
+            assert same_results(results_of(step, compiler("aot_eager"), offload), expected)
         stats = assert_settled(offload)
         assert calls["write"] > n
         assert stats.kept_bytes["failed"] > 0

@@ -84,16 +84,6 @@ def test_regions_count_as_they_do_in_eager_code(backend: str) -> None:
     assert stats.kept_bytes["region"] == 2 * SIZE * SIZE * 4
 
 
-def test_a_decorated_function_is_one_for_eager_code_too() -> None:
-    with eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0) as offload:
-        loss = decorated(inputs())
-    loss.backward()
-    stats = offload.stats(synchronize=True)
-    assert stats.kept_bytes == {"region": SIZE * SIZE * 4}
-    assert stats.offloaded_bytes == 2 * SIZE * SIZE * 4
-    offload.close()
-
-
 def traced_operators(program: Callable[[Tensor], Tensor]) -> tuple[list[str], list[str]]:
     """What the compiler keys on, and what is left of it when it traces on."""
     keyed, left = list[str](), list[str]()
@@ -132,8 +122,9 @@ def test_a_region_is_in_the_operators_that_compilers_key_on_and_in_none_that_run
 
 
 def test_what_is_kept_stays() -> None:
-    _, choice = assert_moves_exactly(chain(eo.keep), inputs())
+    one, choice = assert_moves_exactly(chain(eo.keep), inputs())
     assert reasons(choice) == {"sigmoid": "marked"}
+    assert not [node for node in one.forward.graph.nodes if "mark" in str(node.target)], "no operator is left behind"
 
 
 def test_a_mark_holds_for_a_view() -> None:
@@ -145,23 +136,12 @@ def test_a_mark_holds_for_a_view() -> None:
     assert reasons(choice) == {"sigmoid": "marked"}
 
 
-def test_what_is_preferred_moves_though_it_is_small() -> None:
-    config = config_of(min_bytes="1MiB")
+@pytest.mark.parametrize(("field", "reason"), [("min_bytes", "small"), ("keep_last_bytes", "newest")])
+def test_what_is_preferred_moves_though_it_is_small_or_new(field: str, reason: str) -> None:
+    config = config_of(**{field: "1MiB"})
     _, choice = assert_moves_exactly(chain(eo.prefer_offload), inputs(), config=config)
     assert moving(choice) == {"sigmoid"}
-    assert set(reasons(choice).values()) == {"small"}
-
-
-def test_what_is_preferred_moves_though_it_is_new() -> None:
-    config = config_of(keep_last_bytes="1MiB")
-    _, choice = assert_moves_exactly(chain(eo.prefer_offload), inputs(), config=config)
-    assert moving(choice) == {"sigmoid"}
-    assert set(reasons(choice).values()) == {"newest"}
-
-
-def test_marks_leave_no_operator_behind() -> None:
-    one, _ = assert_moves_exactly(chain(eo.keep), inputs())
-    assert not [node for node in one.forward.graph.nodes if "mark" in str(node.target)]
+    assert set(reasons(choice).values()) == {reason}
 
 
 def test_what_belongs_to_others_does_not_move_for_a_mark() -> None:

@@ -82,6 +82,7 @@ def compiled_step(monkeypatch: pytest.MonkeyPatch, *, pinned: bool, prefetch_byt
         compiled = torch.compile(model)
         _, codes = run_and_get_code(step)
     for code in codes:
+        assert "resize_" not in code
         lines = [line for line in code[code.index("def call(") :].splitlines() if not line.lstrip().startswith("#")]
         record.found.append([match[1] or "product" for line in lines if (match := _CALL.search(line))])
     record.gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("other devices")]
+from tests.processes import printed_by
 
-ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("other devices")]
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What a process found in which there is such a device, by name only."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.compile.elsewhere"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    report: dict[str, Any] = json.loads(printed_by("-m", "tests.compile.elsewhere").splitlines()[-1])
     return report
 
 

@@ -74,8 +74,9 @@ def test_one_comes_and_goes_for_one_compilation_each() -> None:
 
 
 def test_another_configuration_is_another_compilation() -> None:
-    run, one, other = Counted(), eo.Offload(**FIELDS), eo.Offload(**{**FIELDS, "min_bytes": 100})
+    run, one, other = Counted(), eo.Offload(**FIELDS), eo.Offload(**{**FIELDS, "min_bytes": 1 << 20})
     assert [run.step(each) for each in (one, other, one, other)] == [1, 2, 2, 2]
+    assert one.stats(synchronize=True).bytes_in > 0 == other.stats(synchronize=True).bytes_out
     one.close()
     other.close()
 

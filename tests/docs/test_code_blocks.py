@@ -28,6 +28,7 @@ import yaml
 
 import eager_offload as eo
 from tests.docs.pages import PAGES, ROOT, Block, blocks, name
+from tests.processes import printed_by
 
 pytestmark = pytest.mark.long
 
@@ -204,10 +205,7 @@ def own_modules() -> list[str]:
 def test_modules_that_pages_start_tell_their_options(module: str) -> None:
     if module == "tests.real_models":
         pytest.importorskip("transformers")
-    asked = [sys.executable, "-m", module, "--help"]
-    ended = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("usage:"), "it went to work when it was asked for its options"
+    assert printed_by("-m", module, "--help").startswith("usage:"), "it went to work when it was asked for its options"
 
 
 def test_modules_are_found_in_pages() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eager_offload.observe.doctor.diagnosis import Device, SelfTest, Speed, hidden_from_width, verdict
 from tests.docs.pages import ROOT
-from tests.observe.browser import CHROMIUM, Browser
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("roofline")]
 
@@ -21,47 +19,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 GIB = 1 << 30
 
 
-class Node:
-    """A process for each question: ``expression`` over the names that the script exports."""
-
-    def __init__(self, program: str) -> None:
-        self.program = program
-
-    def value(self, expression: str) -> Any:
-        script = f"const r = require({json.dumps(str(SCRIPT))}); console.log(JSON.stringify({expression}))"
-        ended = subprocess.run([self.program, "-e", script], capture_output=True, text=True, timeout=60)
-        assert ended.returncode == 0, ended.stderr
-        return json.loads(ended.stdout)
+def value(expression: str) -> Any:
+    """Of JavaScript over the names that the script exports; ``test_site.py`` has the calculator in a browser."""
+    if (node := shutil.which("node")) is None:
+        pytest.skip("node is not installed: nothing here runs JavaScript")
+    script = f"const r = require({json.dumps(str(SCRIPT))}); console.log(JSON.stringify({expression}))"
+    ended = subprocess.run([node, "-e", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
 
 
-class Chromium:
-    """The same in a page that loads nothing but the script."""
-
-    def __init__(self, browser: Browser, directory: Path) -> None:
-        page = directory / "page.html"
-        page.write_text(f"<!doctype html><script>const module = {{}}</script><script src='{SCRIPT.as_uri()}'></script>")
-        browser.open(page, 1280, dark=False)
-        self.browser = browser
-
-    def value(self, expression: str) -> Any:
-        return json.loads(
-            self.browser.run(f"(() => {{ const r = module.exports; return JSON.stringify({expression}) }})()")
-        )
-
-
-@pytest.fixture(scope="module")
-def javascript(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if node := shutil.which("node"):
-        yield Node(node)
-    elif CHROMIUM:
-        directory = tmp_path_factory.mktemp("browser")
-        with Browser(directory / "profile") as browser:
-            yield Chromium(browser, directory)
-    else:
-        pytest.skip("neither node nor Chromium is installed: nothing here runs JavaScript")
-
-
-def test_it_is_the_roofline_of_the_simulated_benchmark(javascript: Any) -> None:
+def test_it_is_the_roofline_of_the_simulated_benchmark() -> None:
     """Its floor, of forward and backward times and of the bytes without one window."""
     results = json.loads((RESULTS / "simulate.json").read_text())
     steps = [(results["summary"][tokens], step) for tokens, steps in results["samples"].items() for step in steps]
@@ -78,7 +46,7 @@ def test_it_is_the_roofline_of_the_simulated_benchmark(javascript: Any) -> None:
         }
         for summary, step in steps
     ]
-    found = javascript.value(f"{json.dumps(asked)}.map(r.roofline)")
+    found = value(f"{json.dumps(asked)}.map(r.roofline)")
     assert [one["step"] for one in found] == pytest.approx([step["floor_seconds"] for _, step in steps], rel=1e-6)
     for one, (summary, step) in zip(found, steps, strict=True):
         assert one["hidden"] == (one["moved"] <= 52e9 * min(step["forward_seconds"], step["backward_seconds"]))
@@ -86,7 +54,7 @@ def test_it_is_the_roofline_of_the_simulated_benchmark(javascript: Any) -> None:
         assert one["left"] == min(summary["saved_bytes"], 2 * summary["window_bytes"])
 
 
-def test_it_agrees_with_the_doctor_on_the_width(javascript: Any) -> None:
+def test_it_agrees_with_the_doctor_on_the_width() -> None:
     rows = [
         (flops, out, back, itemsize, checkpointed)
         for flops in (3.1e10, 5.98e14)
@@ -98,7 +66,7 @@ def test_it_agrees_with_the_doctor_on_the_width(javascript: Any) -> None:
         const perByte = r.flopPerByte(flops, out, back);
         return [perByte, r.hiddenFromWidth(perByte, itemsize, checkpointed)]
     }"""
-    found = javascript.value(f"{json.dumps(rows)}.map({asked})")
+    found = value(f"{json.dumps(rows)}.map({asked})")
     for (flops, out, back, itemsize, checkpointed), (per_byte, width) in zip(rows, found, strict=True):
         device = Device(name="xpu", model="", flops=flops, dtype="bfloat16", link=Speed(out=out, back=back))
         ratio = verdict([device], [], [SelfTest("xpu", equal=True, moved_bytes=1)], {}).flop_per_byte["xpu"]
@@ -106,9 +74,9 @@ def test_it_agrees_with_the_doctor_on_the_width(javascript: Any) -> None:
         assert width == pytest.approx(hidden_from_width(ratio, itemsize, checkpointed=checkpointed), abs=1)
 
 
-def test_a_block_at_that_width_is_just_hidden(javascript: Any) -> None:
+def test_a_block_at_that_width_is_just_hidden() -> None:
     """The shape's work and bytes, and the roofline over them, are of one piece with the width."""
-    found = javascript.value("""[false, true].flatMap(checkpointed => [0.99, 1.01].map(share => {
+    found = value("""[false, true].flatMap(checkpointed => [0.99, 1.01].map(share => {
         const flops = 598e12, width = share * r.flopPerByte(flops, 52e9, 52e9) * 2 / (checkpointed ? 24 : 1.5);
         const shape = r.transformer({layers: 32, width, tokens: 32768, sequence: 0, itemsize: 2}, checkpointed);
         const forward = shape.flop / flops;
@@ -118,10 +86,10 @@ def test_a_block_at_that_width_is_just_hidden(javascript: Any) -> None:
     assert found == [False, True, False, True]
 
 
-def test_what_it_tells_in_words(javascript: Any) -> None:
+def test_what_it_tells_in_words() -> None:
     given = {"forward": 2, "saved": 10, "window": 256, "newest": 0}
     links = [{"out": 100, "back": 100}, {"out": 4, "back": 100}, {"out": 4, "back": 1}]
-    hidden, limited, hopeless = javascript.value(
+    hidden, limited, hopeless = value(
         f"{json.dumps([given | link for link in links])}.map(one => r.report(one, false, false))"
     )
     share = 10 * GIB / 100e9 / 2
@@ -135,5 +103,5 @@ def test_what_it_tells_in_words(javascript: Any) -> None:
     assert rows["Saved on the device without offload"] == "10.0 GiB"
     assert rows["Saved on the device with it, at most about"] == "256 MiB"
     assert rows["A step with it, at best"] == "6.00 s"
-    nothing = javascript.value(f"r.report({json.dumps(given | links[0] | {'newest': 20000})}, false, false)")
+    nothing = value(f"r.report({json.dumps(given | links[0] | {'newest': 20000})}, false, false)")
     assert nothing["verdict"].startswith("Nothing leaves")

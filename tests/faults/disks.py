@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import ClassVar
 
@@ -135,8 +135,7 @@ def step(around: object, seed: int, loss: Callable[[Tensor], Tensor] = loss_of) 
 @functools.cache
 def expected(seed: int) -> Tensor:
     """The gradient without offload."""
-    x = torch.randn(48, 48, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-    return torch.autograd.grad(loss_of(x), x)[0]
+    return step(nullcontext(), seed)
 
 
 def step_is_exact(offload: eo.Offload, seed: int) -> None:

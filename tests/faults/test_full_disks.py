@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from eager_offload.tiers.spill import FLOOR_SHARE
 from tests.faults.disks import Faulty, make_offload, nothing_is_held, on_faulty_disk
+from tests.processes import printed_by
 from tests.proof.bits import same_bits
 from tests.tiers.files import Watched
 from tests.tiers.rig import content, noise, open_tier, stored
@@ -184,9 +184,5 @@ print("exact")
 
 @pytest.mark.long
 def test_h27_a_limit_on_the_size_of_files_is_room_that_is_not_there(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=200)
-    assert (ended.stdout, ended.returncode) == ("exact\n", 0), ended.stderr[-2000:]
+    assert printed_by("-c", LIMITED, tmp_path) == "exact\n"
     assert list(tmp_path.iterdir()) == []

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.processes import printed_by
 from tests.sampling import run_seed
 
 pytestmark = pytest.mark.xdist_group("processes that die")
@@ -154,18 +152,9 @@ print("both exact")
 
 def run(program: str, directory: Path, argument: int) -> str:
     """Runs ``program`` in a process of its own; returns what it said."""
-    root = Path(__file__).parents[2]
-    ended = subprocess.run(
-        [sys.executable, "-c", PRELUDE + program, str(directory), str(argument), str(run_seed())],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        timeout=280,
-    )
-    assert ended.returncode == 0, ended.stdout[-500:] + ended.stderr[-3000:]
+    said = printed_by("-c", PRELUDE + program, directory, str(argument), str(run_seed()))
     assert list(directory.iterdir()) == []
-    return ended.stdout.strip()
+    return said.strip()
 
 
 @pytest.fixture(scope="module")

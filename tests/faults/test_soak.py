@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 pytest.importorskip("rich", reason="the demo's extra is not installed")
 
 from tests.faults.disks import on_faulty_disk
+from tests.processes import printed_by
 from tools.soak.__main__ import Soak
 from tools.soak.census import compare
 from tools.soak.faults import Fault, FaultyFile
@@ -21,10 +20,8 @@ from tools.soak.faults import Fault, FaultyFile
 
 @pytest.mark.long
 def test_h25_a_short_soak_is_exact_and_flat(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    command = [sys.executable, "-m", "tools.soak", "--minutes", "0.05", "--disk-path", str(tmp_path)]
-    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    last = ended.stdout.splitlines()[-1]
+    printed = printed_by("-m", "tools.soak", "--minutes", "0.05", "--disk-path", tmp_path)
+    last = printed.splitlines()[-1]
     found = re.fullmatch(
         r"([\d,]+) steps, ([\d,]+) faults injected, (?:[\d,]+ errors that said so, )?([\d,]+) MiB moved, "
         "0 that must not happen",
@@ -36,7 +33,7 @@ def test_h25_a_short_soak_is_exact_and_flat(tmp_path: Path, record_property: Cal
     assert faults > 0
     record_property("faults", faults)
     assert moved > 0
-    assert "GREW" not in ended.stdout
+    assert "GREW" not in printed
     assert list(tmp_path.iterdir()) == []
 
 

@@ -227,7 +227,6 @@ def test_one_thing_is_said(stats: dict[str, Any], config: dict[str, Any], parts:
 def test_of_a_run_that_was_switched_off(
     fields: dict[str, Any], variable: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("EAGER_OFFLOAD", raising=False)
     if variable is not None:
         monkeypatch.setenv("EAGER_OFFLOAD", variable)
     offload, x = eo.Offload(**fields), torch.randn(4, requires_grad=True)

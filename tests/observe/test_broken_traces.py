@@ -22,11 +22,6 @@ from tests.observe.looking import FIELDS, assert_sound, nothing_is_left, of, tra
 from tests.observe.steps import Net, step
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "step.json"
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
     [("missing/step.json", "No such file"), (".", "is a directory"), ("file/step.json", "Not a directory")],
@@ -97,60 +92,55 @@ def test_a_directory_without_the_right_to_write_is_refused(tmp_path: Path) -> No
     tmp_path.chmod(0o700)
 
 
-def test_a_second_trace_at_the_same_time_is_refused_and_the_first_goes_on(path: Path, tmp_path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        with offload.trace(path):
-            with (
-                pytest.raises(eo.OffloadError, match=r"being traced already.*other\.json"),
-                offload.trace(tmp_path / "other.json"),
-            ):
-                raise AssertionError("two traces of one Offload")
-            step(net, offload)
-        assert_sound(read_trace(path))
-        assert nothing_is_left(offload)
+def test_a_second_trace_at_the_same_time_is_refused_and_the_first_goes_on(
+    path: Path, tmp_path: Path, net: Net, offload: eo.Offload
+) -> None:
+    with offload.trace(path):
+        with (
+            pytest.raises(eo.OffloadError, match=r"being traced already.*other\.json"),
+            offload.trace(tmp_path / "other.json"),
+        ):
+            raise AssertionError("two traces of one Offload")
+        step(net, offload)
+    assert_sound(read_trace(path))
+    assert nothing_is_left(offload)
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_two_offloads_may_be_traced_at_the_same_time(path: Path, tmp_path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        first, second = disk.offload(**FIELDS), disk.offload(**FIELDS)
-        with first.trace(path), second.trace(tmp_path / "other.json"):
-            step(net, first)
-        assert_sound(read_trace(path))
-        other = read_trace(tmp_path / "other.json")
-        assert other.stats["saved_bytes"] == 0
-        assert of(other, Kind.OFFLOAD) == []
+def test_two_offloads_may_be_traced_at_the_same_time(path: Path, tmp_path: Path, net: Net, disk: DiskBackend) -> None:
+    first, second = disk.offload(**FIELDS), disk.offload(**FIELDS)
+    with first.trace(path), second.trace(tmp_path / "other.json"):
+        step(net, first)
+    assert_sound(read_trace(path))
+    other = read_trace(tmp_path / "other.json")
+    assert other.stats["saved_bytes"] == 0
+    assert of(other, Kind.OFFLOAD) == []
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_exception_inside_ends_the_trace_and_the_file_is_there(path: Path, error: type[BaseException]) -> None:
+def test_an_exception_inside_ends_the_trace_and_the_file_is_there(
+    path: Path, error: type[BaseException], net: Net, offload: eo.Offload
+) -> None:
     class Fails(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise error("no")
 
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
+    def work() -> None:
+        step(net, offload)
+        with offload:
+            Fails()(net(torch.ones(64, 64)))
 
-        def work() -> None:
-            step(net, offload)
-            with offload:
-                Fails()(net(torch.ones(64, 64)))
-
-        with pytest.raises(error, match="no"), offload.trace(path):
-            work()
-        assert nothing_is_left(offload)
-        trace = read_trace(path)
-        assert trace.error == f"{error.__name__}: no"
-        assert "Fails" in of(trace, Kind.COMPUTE)
-        assert trace.stats["bytes_out"] > 0
-        gc.collect()  # the traceback and what it held
+    with pytest.raises(error, match="no"), offload.trace(path):
+        work()
+    assert nothing_is_left(offload)
+    trace = read_trace(path)
+    assert trace.error == f"{error.__name__}: no"
+    assert "Fails" in of(trace, Kind.COMPUTE)
+    assert trace.stats["bytes_out"] > 0
+    gc.collect()  # the traceback and what it held
 
 
-def test_a_backward_that_raises_ends_where_it_was_seen_last(path: Path) -> None:
+def test_a_backward_that_raises_ends_where_it_was_seen_last(path: Path, disk: DiskBackend) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
@@ -160,57 +150,51 @@ def test_a_backward_that_raises_ends_where_it_was_seen_last(path: Path) -> None:
         def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
             raise ValueError("no")
 
-    with DiskBackend() as disk:
-        offload = disk.offload(min_bytes=0)
+    offload = disk.offload(min_bytes=0)
 
-        def work() -> None:
-            x = torch.ones(64, 64, requires_grad=True)
-            with offload:
-                loss = Fails.apply(x.exp()).sin().sum()  # type: ignore[no-untyped-call]
-            with pytest.raises(ValueError, match="no"):
-                loss.backward()
+    def work() -> None:
+        x = torch.ones(64, 64, requires_grad=True)
+        with offload:
+            loss = Fails.apply(x.exp()).sin().sum()  # type: ignore[no-untyped-call]
+        with pytest.raises(ValueError, match="no"):
+            loss.backward()
 
-        trace = traced(offload, path, work)
+    trace = traced(offload, path, work)
     assert [one.name for one in trace.slices if one.track == "compute backward"] == ["SinBackward0", "backward"]
 
 
-def test_a_file_that_cannot_be_written_in_the_end_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_in_the_end_is_an_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch, net: Net, offload: eo.Offload
+) -> None:
     def fail(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    net = Net()
     monkeypatch.setattr(module, "write_trace", fail)
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        with pytest.raises(eo.OffloadError, match=r"could not be written.*No space left"), offload.trace(path):
-            step(net, offload)
-        assert nothing_is_left(offload)
-        with (
-            pytest.warns(RuntimeWarning, match="could not be written"),
-            pytest.raises(ValueError, match=r"^mine$"),
-            offload.trace(path),
-        ):
-            raise ValueError("mine")
-        assert nothing_is_left(offload)
+    with pytest.raises(eo.OffloadError, match=r"could not be written.*No space left"), offload.trace(path):
+        step(net, offload)
+    assert nothing_is_left(offload)
+    with (
+        pytest.warns(RuntimeWarning, match="could not be written"),
+        pytest.raises(ValueError, match=r"^mine$"),
+        offload.trace(path),
+    ):
+        raise ValueError("mine")
+    assert nothing_is_left(offload)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_h28_a_forked_child_leaves_the_file_to_its_parent(path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        with offload.trace(path) as tracing:
-            step(net, offload)
-            child = os.fork()
-            if not child:
-                tracing.__exit__(None, None, None)
-                os._exit(0 if not path.exists() and nothing_is_left(offload) else 1)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert_sound(read_trace(path))
+def test_h28_a_forked_child_leaves_the_file_to_its_parent(path: Path, net: Net, offload: eo.Offload) -> None:
+    with offload.trace(path) as tracing:
+        step(net, offload)
+        child = os.fork()
+        if not child:
+            tracing.__exit__(None, None, None)
+            os._exit(0 if not path.exists() and nothing_is_left(offload) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_sound(read_trace(path))
 
 
-def test_nothing_keeps_an_offload_that_was_traced(path: Path) -> None:
-    net = Net()
+def test_nothing_keeps_an_offload_that_was_traced(path: Path, net: Net) -> None:
     eo.Offload(tier="disk", **FIELDS)  # the first of a configuration makes the pair of hooks
     gc.collect()
     gc.disable()

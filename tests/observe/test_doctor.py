@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +19,11 @@ from eager_offload.tiers import disk
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.rawfile import RawFile
+from tests.processes import ROOT, printed_by
 
 pytestmark = pytest.mark.xdist_group("doctor")
 
-PROJECT = Path(eo.__file__).parents[1]
-DOCS = PROJECT / "docs" / "doctor_and_report.md"
+DOCS = ROOT / "docs" / "doctor_and_report.md"
 MIB = 1 << 20
 
 
@@ -251,17 +248,8 @@ def test_the_command_prints_json_and_nothing_else(
 
 @pytest.mark.long  # Python compiles torch once more for it
 def test_the_command_works_without_docstrings_and_assertions(directory: Path) -> None:
-    def run(*arguments: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-OO", *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PROJECT), *filter(None, sys.path)])},
-        ).stdout
-
-    assert "usage: python -m eager_offload.doctor" in run("-m", "eager_offload.doctor", "--help")
-    given = json.loads(run("-c", _PATIENT_COMMAND, "--json", "--disk-path", str(directory)))
+    assert "usage: python -m eager_offload.doctor" in printed_by("-OO", "-m", "eager_offload.doctor", "--help")
+    given = json.loads(printed_by("-OO", "-c", _PATIENT_COMMAND, "--json", "--disk-path", directory))
     assert given["verdict"]["works"] is True
     assert given["failures"] == []
     assert sum(feature["name"].startswith("torch.") for feature in given["features"]) > 30

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+import eager_offload as eo
 from eager_offload.observe import tracing
-from tests.hazards.backends import DiskBackend
-from tests.observe.looking import FIELDS, nothing_is_left
+from tests.observe.looking import nothing_is_left
 from tests.observe.steps import Net, step
 from tests.sampling import one_in
 
@@ -44,28 +44,25 @@ def lines(call: Callable[[FrameType], None]) -> Iterator[None]:
         sys.settrace(before)
 
 
-def test_h10_an_interrupt_at_any_line_of_a_trace_is_harmless(tmp_path: Path) -> None:
-    net, path = Net(), tmp_path / "step.json"
+def test_h10_an_interrupt_at_any_line_of_a_trace_is_harmless(path: Path, net: Net, offload: eo.Offload) -> None:
     expected = step(net, nullcontext())
     reached: dict[tuple[str, int], None] = {}
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        with lines(lambda frame: reached.setdefault((frame.f_code.co_filename, frame.f_lineno))), offload.trace(path):
-            step(net, offload)
-        assert len(reached) > 100
-        raised, places = set[tuple[str, int]](), one_in(16, list(reached))
-        for place in places:
+    with lines(lambda frame: reached.setdefault((frame.f_code.co_filename, frame.f_lineno))), offload.trace(path):
+        step(net, offload)
+    assert len(reached) > 100
+    raised, places = set[tuple[str, int]](), one_in(16, list(reached))
+    for place in places:
 
-            def interrupt(frame: FrameType, place: tuple[str, int] = place) -> None:
-                if (frame.f_code.co_filename, frame.f_lineno) == place and place not in raised:
-                    raised.add(place)
-                    raise KeyboardInterrupt
+        def interrupt(frame: FrameType, place: tuple[str, int] = place) -> None:
+            if (frame.f_code.co_filename, frame.f_lineno) == place and place not in raised:
+                raised.add(place)
+                raise KeyboardInterrupt
 
-            with suppress(KeyboardInterrupt), lines(interrupt), offload.trace(path):
-                step(net, offload)
-            assert nothing_is_left(offload), place
-            assert all(map(torch.equal, step(net, offload), expected)), place
-        assert len(raised) > 0.7 * len(places), "most are reached in every step"
-        with offload.trace(path):
+        with suppress(KeyboardInterrupt), lines(interrupt), offload.trace(path):
             step(net, offload)
-        assert offload.stats(synchronize=True).bytes_out > 0
+        assert nothing_is_left(offload), place
+        assert all(map(torch.equal, step(net, offload), expected)), place
+    assert len(raised) > 0.7 * len(places), "most are reached in every step"
+    with offload.trace(path):
+        step(net, offload)
+    assert offload.stats(synchronize=True).bytes_out > 0

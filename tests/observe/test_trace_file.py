@@ -39,16 +39,14 @@ def events(path: Path, phase: str) -> list[dict[str, Any]]:
     return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == phase]
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
+def test_what_is_written_is_read_again(path: Path) -> None:
     write_trace(TRACE, path)
     assert read_trace(path) == TRACE
     assert read_trace(str(path)).devices == ("cpu", "cuda:1")
     assert TRACE.slices[2].stop == 0.1875
 
 
-def test_times_are_microseconds_and_every_track_has_a_name(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
+def test_times_are_microseconds_and_every_track_has_a_name(path: Path) -> None:
     write_trace(TRACE, path)
     found = events(path, "X")
     assert [(one["ts"], one["dur"]) for one in found[:3]] == [
@@ -62,17 +60,15 @@ def test_times_are_microseconds_and_every_track_has_a_name(tmp_path: Path) -> No
     assert {one["args"]["bytes"] for one in events(path, "C") if one["name"] == "without offload"} == {0, 12}
 
 
-def test_a_counter_is_written_where_it_changes(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
+def test_a_counter_is_written_where_it_changes(path: Path) -> None:
     write_trace(TRACE, path)
     found = [(one["name"], one["args"]["bytes"]) for one in events(path, "C")]
     assert found[4:] == [("device", 8), ("disk", 4), ("without offload", 12), ("host", 2)]
 
 
 def test_a_file_that_was_there_stays_until_the_new_one_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "step.json"
     path.write_text("before")
 
     def fail(*arguments: object, **named: object) -> None:
@@ -91,8 +87,7 @@ def test_a_trace_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
     assert (tmp_path / "step.json").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_a_newer_format_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
+def test_a_newer_format_and_a_damaged_one_are_refused(path: Path) -> None:
     write_trace(TRACE, path)
     content = json.loads(path.read_text())
     content["eager_offload"]["format"] = FORMAT + 1

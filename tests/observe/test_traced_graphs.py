@@ -61,54 +61,47 @@ def assert_shows_graphs(trace: Trace) -> None:
     assert "CompiledFunctionBackward" in {one.operation for one in trace.slices if one.track == "compute backward"}
 
 
-def test_what_graphs_move_is_shown_and_nothing_is_compiled_for_it(tmp_path: Path) -> None:
-    net, path = Net(), tmp_path / "step.json"
-    with DiskBackend() as disk:
-        offload = disk.offload(min_bytes=NBYTES)
-        model = compiled(offload, net)
-        expected, known = step(model, offload), graphs()
-        offload.stats(synchronize=True)
-        found = traced(offload, model, path)
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-        assert graphs() == known == 1, "looking has nothing compiled anew"
-        step(model, offload)
-        assert graphs() == known
-        assert_shows_graphs(read_trace(path))
+def test_what_graphs_move_is_shown_and_nothing_is_compiled_for_it(path: Path, net: Net, disk: DiskBackend) -> None:
+    offload = disk.offload(min_bytes=NBYTES)
+    model = compiled(offload, net)
+    expected, known = step(model, offload), graphs()
+    offload.stats(synchronize=True)
+    found = traced(offload, model, path)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert graphs() == known == 1, "looking has nothing compiled anew"
+    step(model, offload)
+    assert graphs() == known
+    assert_shows_graphs(read_trace(path))
 
 
-def test_what_is_compiled_first_inside_a_trace_holds_no_trace_of_it(tmp_path: Path) -> None:
-    net, path = Net(), tmp_path / "step.json"
-    with DiskBackend() as disk:
-        offload = disk.offload(min_bytes=NBYTES)
-        model = compiled(offload, net)
-        found = traced(offload, model, path)
-        assert_shows_graphs(read_trace(path))
-        for _ in range(3):
-            assert all(torch.equal(a, b) for a, b in zip(step(model, offload), found, strict=True))
-        assert graphs() <= 2, "once more, when the hooks of the trace are gone"
-        traced(offload, model, path)
-        assert graphs() <= 2
-        assert_shows_graphs(read_trace(path))
+def test_what_is_compiled_first_inside_a_trace_holds_no_trace_of_it(path: Path, net: Net, disk: DiskBackend) -> None:
+    offload = disk.offload(min_bytes=NBYTES)
+    model = compiled(offload, net)
+    found = traced(offload, model, path)
+    assert_shows_graphs(read_trace(path))
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(step(model, offload), found, strict=True))
+    assert graphs() <= 2, "once more, when the hooks of the trace are gone"
+    traced(offload, model, path)
+    assert graphs() <= 2
+    assert_shows_graphs(read_trace(path))
 
 
-def test_torch_says_nothing_about_the_hooks_of_a_trace(tmp_path: Path) -> None:
-    with DiskBackend() as disk:
-        offload = disk.offload(min_bytes=NBYTES)
-        model = compiled(offload, Net())
-        with warnings.catch_warnings(record=True) as reported:
-            warnings.simplefilter("always")
-            with offload.trace(tmp_path / "step.json"):
-                step(model, offload)
+def test_torch_says_nothing_about_the_hooks_of_a_trace(tmp_path: Path, disk: DiskBackend) -> None:
+    offload = disk.offload(min_bytes=NBYTES)
+    model = compiled(offload, Net())
+    with warnings.catch_warnings(record=True) as reported:
+        warnings.simplefilter("always")
+        with offload.trace(tmp_path / "step.json"):
+            step(model, offload)
     assert not [one for one in reported if "global hooks" in str(one.message)]
 
 
-def test_a_graph_whose_tier_is_full_tells_what_stays(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
-    with DiskBackend() as disk:
-        offload = disk.offload(min_bytes=NBYTES, disk_budget=1)
-        model = compiled(offload, Net())
-        with pytest.warns(RuntimeWarning, match="no room"):
-            traced(offload, model, path)
+def test_a_graph_whose_tier_is_full_tells_what_stays(path: Path, disk: DiskBackend) -> None:
+    offload = disk.offload(min_bytes=NBYTES, disk_budget=1)
+    model = compiled(offload, Net())
+    with pytest.warns(RuntimeWarning, match="no room"):
+        traced(offload, model, path)
     trace = read_trace(path)
     assert sum(g.nbytes for g in trace.saved if g.reason == "budget") == trace.stats["kept_bytes"]["budget"] > 0
     assert {one.name for one in trace.slices if one.kind is Kind.DEMOTION} >= {"budget"}
@@ -131,28 +124,26 @@ def profile(offload: eo.Offload, net: Net) -> dict[str, int]:
     return dict(Counter(name.replace("::prefetch", "::reload") for name in names))
 
 
-def test_a_profile_has_ranges_of_the_library(tmp_path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(min_bytes=NBYTES, prefetch_bytes=2 * NBYTES)
-        found = profile(offload, net)
-        stats = offload.stats(synchronize=True)
-        assert found["eager_offload::pack"] == stats.saved_tensors
-        assert found["eager_offload::offload"] == stats.offloaded_tensors > 0
-        assert found["eager_offload::reload"] == stats.bytes_in // NBYTES > 0
-        with offload.trace(tmp_path / "step.json"):
-            assert set(profile(offload, net)) == set(found), "a trace and a profile go together"
+def test_a_profile_has_ranges_of_the_library(tmp_path: Path, net: Net, disk: DiskBackend) -> None:
+    offload = disk.offload(min_bytes=NBYTES, prefetch_bytes=2 * NBYTES)
+    found = profile(offload, net)
+    stats = offload.stats(synchronize=True)
+    assert found["eager_offload::pack"] == stats.saved_tensors
+    assert found["eager_offload::offload"] == stats.offloaded_tensors > 0
+    assert found["eager_offload::reload"] == stats.bytes_in // NBYTES > 0
+    with offload.trace(tmp_path / "step.json"):
+        assert set(profile(offload, net)) == set(found), "a trace and a profile go together"
 
 
-def test_without_a_profiler_no_range_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_profiler_no_range_is_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, net: Net, disk: DiskBackend
+) -> None:
     def never(*arguments: object) -> None:
         raise AssertionError("a range costs time")
 
     monkeypatch.setattr(torch.autograd.profiler, "record_function", never)
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(min_bytes=NBYTES, max_inflight_bytes=NBYTES)
+    offload = disk.offload(min_bytes=NBYTES, max_inflight_bytes=NBYTES)
+    step(net, offload)
+    with offload.trace(tmp_path / "step.json"):
         step(net, offload)
-        with offload.trace(tmp_path / "step.json"):
-            step(net, offload)
-        assert offload.stats(synchronize=True).bytes_in > 0
+    assert offload.stats(synchronize=True).bytes_in > 0

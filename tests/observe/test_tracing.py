@@ -23,14 +23,8 @@ from tests.observe.looking import FIELDS, WINDOW, assert_sound, of, saved, trace
 from tests.observe.steps import DEPTH, NBYTES, Net, step
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "step.json"
-
-
 @pytest.mark.parametrize("kind", [DiskBackend, SimulatedBackend, RecordedBackend])
-def test_a_step_is_shown_whole_and_is_the_same_step(kind: type[Backend], path: Path) -> None:
-    net = Net()
+def test_a_step_is_shown_whole_and_is_the_same_step(kind: type[Backend], path: Path, net: Net) -> None:
     expected = step(net, nullcontext())
     with kind() as backend:
         offload = backend.offload(**FIELDS)
@@ -49,43 +43,36 @@ def test_a_step_is_shown_whole_and_is_the_same_step(kind: type[Backend], path: P
         backend.assert_nothing_is_held()
 
 
-def test_what_is_too_much_is_counted_and_the_last_sample_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_much_is_counted_and_the_last_sample_stays(
+    path: Path, monkeypatch: pytest.MonkeyPatch, net: Net, offload: eo.Offload
+) -> None:
     most = 5
     monkeypatch.setattr(timestamps, "MOST", most)
-    net = Net()
     expected = step(net, nullcontext())
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        found: list[Tensor] = []
-        trace = traced(offload, path, lambda: found.extend(step(net, offload)))
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-        assert trace.stats["bytes_out"] > 0
+    found: list[Tensor] = []
+    trace = traced(offload, path, lambda: found.extend(step(net, offload)))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert trace.stats["bytes_out"] > 0
     assert sum(group.count for group in trace.saved) == most
     assert len(trace.memory) == most
     assert trace.memory[-1][1:] == (0, 0, 0, 0)
     assert trace.dropped > trace.stats["saved_tensors"] - most > 0
 
 
-def test_a_long_trace_keeps_nothing_of_storages_that_are_gone(path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        with offload.trace(path):
-            for _ in range(3):
-                step(net, offload)
-            found = offload._accounts.observer
-            assert isinstance(found, TraceRecorder)
-            with offload._accounts.lock:
-                found._log.poll()
-                assert not found._log._storages
-        assert offload.stats().bytes_out > 0
+def test_a_long_trace_keeps_nothing_of_storages_that_are_gone(path: Path, net: Net, offload: eo.Offload) -> None:
+    with offload.trace(path):
+        for _ in range(3):
+            step(net, offload)
+        found = offload._accounts.observer
+        assert isinstance(found, TraceRecorder)
+        with offload._accounts.lock:
+            found._log.poll()
+            assert not found._log._storages
+    assert offload.stats().bytes_out > 0
 
 
-def test_forward_and_backward_are_named_by_module_and_operation(path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        trace = traced(offload, path, lambda: step(net, offload))
+def test_forward_and_backward_are_named_by_module_and_operation(path: Path, net: Net, offload: eo.Offload) -> None:
+    trace = traced(offload, path, lambda: step(net, offload))
     forward = [one.name for one in trace.slices if one.track == "compute forward"]
     inner = [name for n in range(DEPTH) for name in (f"Net.layers.{n}", f"Net.layers.{n}.inner")]
     assert forward == ["Net", *inner]
@@ -102,30 +89,26 @@ def test_forward_and_backward_are_named_by_module_and_operation(path: Path) -> N
     assert {one.module for one in trace.slices if one.kind is Kind.OFFLOAD} >= {"Net.layers.0", "Net.layers.3"}
 
 
-def test_handles_outlive_a_trace(path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        graphs: list[Tensor] = []
+def test_handles_outlive_a_trace(path: Path, net: Net, offload: eo.Offload, disk: DiskBackend) -> None:
+    graphs: list[Tensor] = []
 
-        def forward() -> None:
-            with offload:
-                graphs.append(net(torch.ones(64, 64)))
+    def forward() -> None:
+        with offload:
+            graphs.append(net(torch.ones(64, 64)))
 
-        trace = traced(offload, path, forward)
-        assert {group.operation for group in trace.saved} == {""}, "backward never came to them"
-        assert {group.module for group in trace.saved} >= {"Net", "Net.layers.3", "Net.layers.3.inner"}
-        graphs[0].backward()
-        assert offload.stats().reloaded_bytes > 0
-        graphs.clear()
-        disk.assert_nothing_is_held()
+    trace = traced(offload, path, forward)
+    assert {group.operation for group in trace.saved} == {""}, "backward never came to them"
+    assert {group.module for group in trace.saved} >= {"Net", "Net.layers.3", "Net.layers.3.inner"}
+    graphs[0].backward()
+    assert offload.stats().reloaded_bytes > 0
+    graphs.clear()
+    disk.assert_nothing_is_held()
 
 
-def test_without_offload_autograd_would_hold_what_the_counter_says(path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        trace = traced(offload, path, lambda: step(net, offload))
+def test_without_offload_autograd_would_hold_what_the_counter_says(
+    path: Path, net: Net, offload: eo.Offload, disk: DiskBackend
+) -> None:
+    trace = traced(offload, path, lambda: step(net, offload))
     # The input, and two results in each layer, of which one is the next layer's input; no parameters.
     assert max(one.without_offload for one in trace.memory) == (1 + 2 * DEPTH) * NBYTES
     assert max(one.device for one in trace.memory) <= trace.stats["resident_bytes_peak"] + NBYTES
@@ -133,54 +116,49 @@ def test_without_offload_autograd_would_hold_what_the_counter_says(path: Path) -
     assert [one.seconds for one in trace.memory] == sorted(one.seconds for one in trace.memory)
 
 
-def test_what_stays_is_counted_on_the_device(path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(min_bytes=1 << 30)
-        trace = traced(offload, path, lambda: step(net, offload))
-        assert_sound(trace)
+def test_what_stays_is_counted_on_the_device(path: Path, net: Net, disk: DiskBackend) -> None:
+    offload = disk.offload(min_bytes=1 << 30)
+    trace = traced(offload, path, lambda: step(net, offload))
+    assert_sound(trace)
     assert max(one.device for one in trace.memory) == (1 + 2 * DEPTH) * NBYTES
     assert all(one.device == one.without_offload for one in trace.memory)
 
 
-def test_newest_bytes_that_are_asked_for_stay_on_the_device(path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(keep_last_bytes=1 << 30, min_bytes=NBYTES)
-        trace = traced(offload, path, lambda: step(net, offload))
-        assert_sound(trace)
+def test_newest_bytes_that_are_asked_for_stay_on_the_device(path: Path, net: Net, disk: DiskBackend) -> None:
+    offload = disk.offload(keep_last_bytes=1 << 30, min_bytes=NBYTES)
+    trace = traced(offload, path, lambda: step(net, offload))
+    assert_sound(trace)
     assert trace.stats["kept_bytes"]["newest"] > 0
     assert [one.device for one in trace.memory] == [one.without_offload for one in trace.memory]
 
 
-def test_a_full_tier_is_a_demotion(path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(disk_budget=1, min_bytes=NBYTES)
-        with pytest.warns(RuntimeWarning, match="no room"):
-            trace = traced(offload, path, lambda: step(net, offload))
-        assert_sound(trace)
+def test_a_full_tier_is_a_demotion(path: Path, net: Net, disk: DiskBackend) -> None:
+    offload = disk.offload(disk_budget=1, min_bytes=NBYTES)
+    with pytest.warns(RuntimeWarning, match="no room"):
+        trace = traced(offload, path, lambda: step(net, offload))
+    assert_sound(trace)
     assert set(of(trace, Kind.DEMOTION)) == {"budget"}
     assert trace.stats["kept_bytes"]["budget"] > 0
 
 
-def test_a_failed_write_is_shown_with_its_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_shown_with_its_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch, net: Net, offload: eo.Offload, disk: DiskBackend
+) -> None:
     def fail(slot: DiskSlot, source: Tensor) -> None:
         raise eo.TransferError("the disk is broken", errno=5, tier="disk", nbytes=slot.nbytes)
 
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        monkeypatch.setattr(DiskSlot, "write", fail)
-        with pytest.warns(RuntimeWarning, match="offloading failed"):
-            trace = traced(offload, path, lambda: step(net, offload))
-        monkeypatch.undo()
+    monkeypatch.setattr(DiskSlot, "write", fail)
+    with pytest.warns(RuntimeWarning, match="offloading failed"):
+        trace = traced(offload, path, lambda: step(net, offload))
+    monkeypatch.undo()
     assert {one.error for one in trace.slices if one.kind is Kind.OFFLOAD} == {"the disk is broken"}
     assert "write_failed" in of(trace, Kind.DEMOTION)
     assert trace.stats["bytes_out"] == 0
 
 
-def test_a_wait_is_shown_with_who_waited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_shown_with_who_waited(
+    path: Path, monkeypatch: pytest.MonkeyPatch, net: Net, disk: DiskBackend
+) -> None:
     """Backward waits for a read that ends when the main thread is seen to wait."""
     from eager_offload.runtime.host import HostEvent
 
@@ -195,28 +173,25 @@ def test_a_wait_is_shown_with_who_waited(path: Path, monkeypatch: pytest.MonkeyP
         assert waits.wait(60), "no thread waited for the read"
         read(slot, target)
 
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(min_bytes=NBYTES, prefetch_bytes=0)
+    offload = disk.offload(min_bytes=NBYTES, prefetch_bytes=0)
 
-        def work() -> None:
-            with offload:
-                loss = net(torch.ones(64, 64))
-            offload.stats(synchronize=True)
-            monkeypatch.setattr(HostEvent, "wait", seen)
-            monkeypatch.setattr(DiskSlot, "read", late)
-            loss.backward()
-            monkeypatch.undo()
+    def work() -> None:
+        with offload:
+            loss = net(torch.ones(64, 64))
+        offload.stats(synchronize=True)
+        monkeypatch.setattr(HostEvent, "wait", seen)
+        monkeypatch.setattr(DiskSlot, "read", late)
+        loss.backward()
+        monkeypatch.undo()
 
-        trace = traced(offload, path, work)
-        assert_sound(trace)
+    trace = traced(offload, path, work)
+    assert_sound(trace)
     (first, *_) = [one for one in trace.slices if one.kind is Kind.STALL]
     assert (first.name, first.module, first.operation) == ("reload", "Net", "PowBackward0")
     assert sum(one.seconds for one in trace.slices if one.kind is Kind.STALL) <= trace.stats["stall_seconds"] + 0.1
 
 
-def test_virtual_times_are_those_of_the_simulated_device(path: Path) -> None:
-    net = Net()
+def test_virtual_times_are_those_of_the_simulated_device(path: Path, net: Net) -> None:
     with SimulatedBackend() as simulated:
         offload = simulated.offload(**FIELDS)
         first = len(simulated.runtime.timeline.spans)
@@ -235,9 +210,9 @@ def test_virtual_times_are_those_of_the_simulated_device(path: Path) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_lies_inside_the_backward_that_asks_for_it(path: Path, reentrant: bool) -> None:
-    net = Net()
-
+def test_recomputation_lies_inside_the_backward_that_asks_for_it(
+    path: Path, reentrant: bool, net: Net, offload: eo.Offload
+) -> None:
     def work() -> None:
         x = torch.ones(64, 64, requires_grad=True)
         with offload:
@@ -245,14 +220,12 @@ def test_recomputation_lies_inside_the_backward_that_asks_for_it(path: Path, ree
                 x = checkpoint(layer, x, use_reentrant=reentrant)
         x.sum().backward()
 
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        trace = traced(offload, path, work)
-        assert_sound(trace)
+    trace = traced(offload, path, work)
+    assert_sound(trace)
     assert len([one for one in trace.slices if one.name == "Layer"]) == 2, "forward, and again in backward"
 
 
-def test_several_threads_have_tracks_of_their_own(path: Path) -> None:
+def test_several_threads_have_tracks_of_their_own(path: Path, offload: eo.Offload) -> None:
     nets = [Net(), Net()]
     together = threading.Barrier(2)
 
@@ -260,63 +233,50 @@ def test_several_threads_have_tracks_of_their_own(path: Path) -> None:
         together.wait(60)
         step(net, offload)
 
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
+    def work() -> None:
+        threads = [threading.Thread(target=train, args=(net,)) for net in nets]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
-        def work() -> None:
-            threads = [threading.Thread(target=train, args=(net,)) for net in nets]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-
-        trace = traced(offload, path, work)
-        assert_sound(trace)
+    trace = traced(offload, path, work)
+    assert_sound(trace)
     tracks = {one.track for one in trace.slices if one.kind is Kind.COMPUTE}
     assert tracks == {"compute forward", "compute forward 2", "compute backward", "compute backward 2"}
     assert {one.module.partition(".")[0] for one in trace.slices} >= {"Net", "Net 2"}
 
 
-def test_wrappers_are_counted_by_what_is_inside(path: Path) -> None:
-    with DiskBackend() as disk:
-        offload = disk.offload(min_bytes=0)
+def test_wrappers_are_counted_by_what_is_inside(path: Path, disk: DiskBackend) -> None:
+    offload = disk.offload(min_bytes=0)
 
-        def leaf_of(seed: int) -> Tensor:
-            return torch.full((64, 64), float(seed))
+    def leaf_of(seed: int) -> Tensor:
+        return torch.full((64, 64), float(seed))
 
-        def work() -> None:
-            x = two(leaf_of).requires_grad_()
-            with offload:
-                loss = (x.sin() * x.cos()).exp().sum()
-            loss.backward()
+    def work() -> None:
+        x = two(leaf_of).requires_grad_()
+        with offload:
+            loss = (x.sin() * x.cos()).exp().sum()
+        loss.backward()
 
-        trace = traced(offload, path, work)
+    trace = traced(offload, path, work)
     assert saved(trace, "offloaded") == trace.stats["offloaded_bytes"] > 0
     assert saved(trace, "shared") == trace.stats["shared_bytes"]
 
 
-def test_a_second_trace_begins_anew(path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        first = traced(offload, path, lambda: step(net, offload))
-        second = traced(offload, path, lambda: (step(net, offload), step(net, offload)))
-        assert_sound(second)
+def test_a_second_trace_begins_anew(path: Path, net: Net, offload: eo.Offload) -> None:
+    first = traced(offload, path, lambda: step(net, offload))
+    second = traced(offload, path, lambda: (step(net, offload), step(net, offload)))
+    assert_sound(second)
     assert second.stats["saved_bytes"] == 2 * first.stats["saved_bytes"]
 
 
-def test_counting_anew_inside_is_shown_as_it_is(path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        step(net, offload)
-        trace = traced(offload, path, lambda: (offload.reset_stats(), step(net, offload)))
-        assert trace.stats["saved_bytes"] == offload.stats().saved_bytes
+def test_counting_anew_inside_is_shown_as_it_is(path: Path, net: Net, offload: eo.Offload) -> None:
+    step(net, offload)
+    trace = traced(offload, path, lambda: (offload.reset_stats(), step(net, offload)))
+    assert trace.stats["saved_bytes"] == offload.stats().saved_bytes
 
 
-def test_closing_inside_a_trace_is_fine(path: Path) -> None:
-    net = Net()
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        trace = traced(offload, path, lambda: (step(net, offload), offload.close(), step(net, offload)))
-        assert_sound(trace)
+def test_closing_inside_a_trace_is_fine(path: Path, net: Net, offload: eo.Offload) -> None:
+    trace = traced(offload, path, lambda: (step(net, offload), offload.close(), step(net, offload)))
+    assert_sound(trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -9,11 +10,18 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import eager_offload as eo
 from eager_offload.machine import Machine
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import Op, Program, Storage
 
-__all__ = ["Block", "Stack", "chain", "forward_flops", "least_moved", "problems", "slow", "small", "wide"]
+__all__ = [
+    *("CONFIG", "Block", "Stack", "budget_of", "chain", "forward_flops", "least_moved", "problems", "slow", "small"),
+    "wide",
+]
+
+#: Has everything move that may, in windows that a small model fills.
+CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
 
 
 def chain(
@@ -111,6 +119,13 @@ def small() -> tuple[nn.Module, Tensor]:
 def wide() -> tuple[nn.Module, Tensor]:
     """One whose activations are larger than its parameters."""
     return Stack(3, 32, 4, 2, 64), torch.randn(256, 32)
+
+
+def budget_of(machine: Machine, made: Callable[[], tuple[nn.Module, Tensor]], part: float) -> int:
+    """One between the least and that for which nothing has to move."""
+    model, x = made()
+    plan = eo.plan(model, x, device=machine, config=CONFIG)
+    return plan.least_budget + int((plan.peak_bytes - plan.least_budget) * part)
 
 
 def least_moved(problem: Problem, budget: int) -> int:

@@ -1,4 +1,4 @@
-"""A plan learns from training: what operators take, how fast the link is, and what is in use where no record grows."""
+"""A plan learns from training: what operators take, and how fast the link is."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from eager_offload.eager.adapting import Adapting
 from eager_offload.eager.measuring import Measured
 from eager_offload.machine import Machine
 from eager_offload.plan.timed import timed
-from eager_offload.runtime.base import DeviceMemory
 from eager_offload.step_plan import Stretch, Timing
 from tests.hazards.programs import assert_identical
 from tests.plan.on_stage import Stage, gradients
-from tests.plan.programs import wide
-from tests.plan.test_adapt import CONFIG, MACHINE, Remembering, half, solved
+from tests.plan.programs import CONFIG, wide
+from tests.plan.test_adapt import MACHINE, half
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,42 +99,6 @@ def test_where_no_other_storages_would_do_better_the_same_move_and_more_is_expec
     assert adapted.plan.step_plans == nothing.step_plans
     assert adapted.plan.step_seconds == pytest.approx(2 * nothing.step_seconds)
     assert nothing.adapted(0) is None
-
-
-class UsedMoreBefore(Remembering):
-    """The user has used more of it before, so that its record does not grow."""
-
-    def memory(self, device: torch.device) -> DeviceMemory:
-        return DeviceMemory(super().memory(device).used, 1 << 40)
-
-
-@pytest.mark.long
-def test_a_peak_below_the_users_record_is_seen_too(half: eo.Plan) -> None:
-    others = (half.device_budget - half.least_budget) // 2
-    device = UsedMoreBefore(half, others)
-    before = device.train(16)
-    assert min(before) > half.device_budget
-    stats = device.offload.stats()
-    assert stats.demotions == {"over_budget": 1}
-    assert stats.plan is not None
-    assert stats.plan.peak_bytes is None, "the record says nothing"
-    after = device.train(20)
-    assert max(after) <= half.device_budget
-    stats = device.offload.stats(synchronize=True)
-    assert (stats.followed_forwards, stats.plan_misses) == (36, {})
-    assert stats.demotions == {"over_budget": 1}
-    device.offload.close()
-
-
-@pytest.mark.long
-def test_below_the_users_record_a_plan_that_is_right_is_not_made_anew(
-    half: eo.Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device, made = UsedMoreBefore(half), solved(monkeypatch)
-    device.train(34)
-    assert made == []
-    assert device.offload.stats(synchronize=True).demotions == {}
-    device.offload.close()
 
 
 def test_a_step_that_another_forward_comes_between_is_not_measured(half: eo.Plan) -> None:

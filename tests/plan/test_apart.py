@@ -21,11 +21,10 @@ from eager_offload._torch import top_pack_hook
 from eager_offload.plan.trace import trace
 from tests.hazards.programs import assert_identical
 from tests.plan.on_stage import gradients
-from tests.plan.programs import slow, wide
+from tests.plan.programs import CONFIG, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
 DEVICE = slow(out=1e8, back=1e8)
 
 

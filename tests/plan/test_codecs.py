@@ -15,11 +15,10 @@ from eager_offload.codecs import BF16, BlockInt
 from eager_offload.plan.coded import Coder
 from tests.hazards.programs import assert_identical
 from tests.plan.on_stage import Stage, gradients
-from tests.plan.programs import slow
+from tests.plan.programs import CONFIG, slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
 RULES = ("GeluBackward0", "AddmmBackward0", "MulBackward0", "NativeLayerNormBackward0")
 #: Where packing takes no time that would be seen, and one where it takes longer than the link saves.
 QUICK, IDLE = slow(memory=1e15), slow(memory=1e7, out=1e10, back=1e10)

@@ -18,20 +18,16 @@ from eager_offload.stats import PlanOutcome
 from eager_offload.step_plan import Fate
 from tests.hazards.programs import assert_identical
 from tests.plan.on_stage import Stage, gradients
-from tests.plan.programs import Stack, slow, wide
+from tests.plan.programs import CONFIG, Stack, budget_of, slow, wide
 from tests.sampling import search
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
 
 
 @pytest.fixture(scope="module")
 def half() -> eo.Plan:
     """One in which about half of all that may move does."""
-    model, x = wide()
-    most = eo.plan(model, x, device=slow(), config=CONFIG)
-    plan = eo.plan(model, x, device=slow(), device_budget=(most.peak_bytes + most.least_budget) // 2, config=CONFIG)
+    plan = eo.plan(*wide(), device=slow(), device_budget=budget_of(slow(), wide, 0.5), config=CONFIG)
     fates = {save.fate for save in plan.step_plans[0].saves}
     assert fates == {Fate.KEEP, Fate.SHARE, Fate.OFFLOAD}
     return plan
@@ -78,16 +74,6 @@ def test_every_step_follows_it_from_the_first_one_on(
     assert_identical(train(model, None, 1), train(model, offload, 1))
     again = offload.stats(synchronize=True)
     assert (again.followed_forwards, again.bytes_out) == (21, 21 * sum(step_plan.slots)), "and when it is used again"
-    offload.close()
-
-
-def test_a_plan_that_was_loaded_is_followed_too(half: eo.Plan, model: nn.Module, tmp_path: Path) -> None:
-    half.save(tmp_path / "plan.json")
-    offload = on_disk(tmp_path, plan=eo.Plan.load(tmp_path / "plan.json"))
-    assert offload.config.min_bytes == 1 << 10, "its settings"
-    assert_identical(train(model, None, 0), train(model, offload, 0))
-    assert offload.stats().followed_forwards == 1
-    assert offload.stats(synchronize=True).bytes_out == sum(half.step_plans[0].slots)
     offload.close()
 
 

@@ -17,13 +17,11 @@ from eager_offload.plan.predict import Problem
 from eager_offload.plan.solve import Solver
 from tests.hazards.programs import assert_identical
 from tests.plan.on_stage import Stage, gradients
-from tests.plan.programs import chain, problems, slow, wide
-from tests.plan.test_recompute import CONFIG as AGAIN_CONFIG
+from tests.plan.programs import CONFIG, chain, problems, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KIB = 1 << 10
-CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
 
 
 def scaled(problem: Problem) -> Problem:
@@ -118,9 +116,9 @@ def test_what_is_saved_in_parts_has_its_room_in_any_case() -> None:
 
 def test_modules_that_are_computed_again_make_room() -> None:
     model, x = wide()
-    free = eo.plan(model, x, device=slow(), config=AGAIN_CONFIG)
+    free = eo.plan(model, x, device=slow(), config=CONFIG)
     budget = free.least_budget + (free.peak_bytes - free.least_budget) // 8
-    given = {"device": slow(), "device_budget": budget, "config": AGAIN_CONFIG, "recompute": True}
+    given = {"device": slow(), "device_budget": budget, "config": CONFIG, "recompute": True}
     plan = eo.plan(model, x, host_budget="64KiB", **given)  # type: ignore[arg-type]
     assert plan.host_bytes <= 64 * KIB
     assert plan.again

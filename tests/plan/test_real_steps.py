@@ -18,12 +18,10 @@ from eager_offload.plan.command import main
 from eager_offload.plan.program import Program
 from tests.hazards.programs import assert_identical
 from tests.plan.on_stage import Stage, gradients
-from tests.plan.programs import slow, wide
+from tests.plan.programs import CONFIG, slow, wide
 from tests.plan.test_rehearse import shared
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
 
 
 class Gate(nn.Linear):

@@ -30,12 +30,12 @@ from eager_offload.plan.program import Ask, ModuleCall, Op, Program, Save, Stora
 from eager_offload.plan.recompute import Recomputing
 from eager_offload.plan.solve import Solver
 from eager_offload.plan.trace import trace
-from tests.plan.programs import Stack, slow, wide
+from tests.plan import on_stage
+from tests.plan.programs import CONFIG, Stack, budget_of, slow, wide
 from tests.plan.test_follow import Other
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
 #: On it moving is dear, and computing is not.
 FAR = slow(out=1e6, back=1e6)
 
@@ -184,10 +184,8 @@ def test_numbers_of_a_step_with_checkpoints_are_those_of_its_trace(kind: str) ->
 @pytest.fixture(scope="module")
 def plan() -> eo.Plan:
     """One in which something is computed again."""
-    model, x = wide()
-    all_moves = eo.plan(model, x, device=FAR, config=CONFIG)
-    budget = (all_moves.peak_bytes + all_moves.least_budget) // 2
-    return eo.plan(model, x, device=FAR, device_budget=budget, recompute=True, config=CONFIG)
+    budget = budget_of(FAR, wide, 0.5)
+    return eo.plan(*wide(), device=FAR, device_budget=budget, recompute=True, config=CONFIG)
 
 
 @pytest.mark.long
@@ -399,11 +397,7 @@ class Dropping(nn.Module):
 
 def gradients(model: nn.Module, x: Tensor, with_: Any = None) -> list[Tensor]:
     torch.manual_seed(3)
-    model.zero_grad(set_to_none=True)
-    with with_ or eo.Offload(enabled=False):
-        loss = model(x)
-    loss.backward()
-    return [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+    return on_stage.gradients(model, lambda: model(x), with_)
 
 
 def packs(step: Callable[[], object]) -> int:

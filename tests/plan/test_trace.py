@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging.handlers
 import random
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -290,35 +289,12 @@ def test_nothing_of_the_model_or_the_inputs_is_held_afterwards() -> None:
     assert plan.fits
 
 
-def test_threads_plan_side_by_side_while_the_model_trains() -> None:
-    model, x = small()
-    expected = trace(model, x, min_bytes=0)
-    real = torch.autograd.grad(model(x), list(model.parameters()))
-    found: list[Program] = []
-    threads = [threading.Thread(target=lambda: found.append(trace(model, x, min_bytes=0))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        grads = torch.autograd.grad(model(x), list(model.parameters()))
-        assert all(map(torch.equal, grads, real))
-    assert found == [expected] * 3
-
-
 def test_a_model_on_meta_is_planned_as_a_real_one() -> None:
     model, x = small()
     with torch.device("meta"):
         other = Stack(2, 32, 4, 2, 64)
     assert trace(other, x.to("meta"), min_bytes=0) == trace(model, x, min_bytes=0)
     assert {one.device.type for one in other.parameters()} == {"meta"}
-
-
-def test_the_callers_default_device_and_modes_are_none_of_the_traces() -> None:
-    model, x = small()
-    expected = trace(model, x, min_bytes=0)
-    with torch.device("meta"), torch.inference_mode():
-        assert trace(model, x, min_bytes=0) == expected
-    with torch.autograd.graph.save_on_cpu():
-        assert trace(model, x, min_bytes=0) == expected
 
 
 def test_tied_parameters_and_views_of_one_are_one_storage() -> None:

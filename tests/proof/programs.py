@@ -21,29 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 
-__all__ = [
-    "BINARY",
-    "CHANGES",
-    "LAYERS",
-    "RANDOM",
-    "UNARY",
-    "VIEWS",
-    "Abandon",
-    "Backward",
-    "Block",
-    "Call",
-    "Change",
-    "Drop",
-    "Fail",
-    "Idle",
-    "Instruction",
-    "Leaf",
-    "Machine",
-    "Mark",
-    "Program",
-    "Quiesce",
-]
-
 MODIFIED = "a saved tensor was modified"
 
 #: More registers than this, and the oldest go: a program of many views would grow without end.

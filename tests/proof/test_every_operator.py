@@ -8,7 +8,6 @@ same error is expected. No operator is left out.
 
 from __future__ import annotations
 
-import enum
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +23,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_leaves, tree_map
 
 import eager_offload as eo
-from eager_offload.tiers.base import release_idle_slots
+from tests.hazards.backends import assert_settled
 from tests.proof.bits import same_bits
 from tests.sampling import spread
 
@@ -56,13 +55,6 @@ NOT_ON_A_CPU = {
     "nn.functional.batch_norm.without_cudnn",
     "nn.functional.one_hot",
 }
-
-
-class Step(enum.Enum):
-    """How a result is differentiated."""
-
-    BACKWARD = enum.auto()
-    DOUBLE_BACKWARD = enum.auto()
 
 
 # -- what came out ----------------------------------------------------------------------------------------------------
@@ -169,17 +161,17 @@ def run(
     sample: SampleInput,
     offload: eo.Offload | None = None,
     *,
-    step: Step = Step.BACKWARD,
+    twice: bool = False,
     bump: Bump | None = None,
 ) -> Run:
-    """Calls ``operator`` and differentiates what it returns."""
+    """Calls ``operator`` and differentiates what it returns, and with ``twice`` the gradients too."""
     context: AbstractContextManager[Any] = nullcontext() if offload is None else offload
     try:
         done = forward(operator, sample, context, bump)
         if not done.results:
             return Run(done.outputs)
         all_left(offload)
-        if step is Step.BACKWARD:
+        if not twice:
             return Run(done.outputs, list(gradients_of(done.results, done.leaves)))
         with context:
             first = gradients_of(done.results, done.leaves, create_graph=True)
@@ -242,17 +234,17 @@ def described(error: Exception, *, under_offload: bool) -> str:
 # -- what is expected -------------------------------------------------------------------------------------------------
 
 
-def check_exact(op: OpInfo, offload: eo.Offload, choose: Choose, step: Step = Step.BACKWARD) -> None:
+def check_exact(op: OpInfo, offload: eo.Offload, choose: Choose, *, twice: bool = False) -> None:
     """The operator and its in-place variant give the same with and without ``offload``, for the samples chosen."""
     with unwritten_memory_filled(op):
         for variant in variants(op):
             for dtype in DTYPES:
                 for sample in samples_of(op, dtype, choose):
-                    plain = run(variant, sample, step=step)
+                    plain = run(variant, sample, twice=twice)
                     before = offload.stats(synchronize=True)
-                    wrong = run(variant, sample, offload, step=step).differences(plain)
-                    assert not wrong, f"{dtype} {sample}: {wrong}\n{verdict(variant, sample, step, plain)}"
-                    if step is Step.BACKWARD and plain.error is None:
+                    wrong = run(variant, sample, offload, twice=twice).differences(plain)
+                    assert not wrong, f"{dtype} {sample}: {wrong}\n{verdict(variant, sample, twice, plain)}"
+                    if not twice and plain.error is None:
                         check_moved(before, offload.stats(synchronize=True), LEAST.get(op.name, 0.9))
 
 
@@ -331,8 +323,8 @@ def samples_of(op: OpInfo, dtype: torch.dtype, choose: Choose) -> Sequence[Sampl
     return choose(op.sample_inputs_func(op, "cpu", dtype, requires_grad=True))
 
 
-def verdict(operator: Operator, sample: SampleInput, step: Step, plain: Run) -> str:
-    if any(run(operator, sample, step=step).differences(plain) for _ in range(20)):
+def verdict(operator: Operator, sample: SampleInput, twice: bool, plain: Run) -> str:
+    if any(run(operator, sample, twice=twice).differences(plain) for _ in range(20)):
         return "autograd alone is not reproducible here either: does the operator read memory that was never written?"
     return "autograd alone gives the same every time"
 
@@ -354,13 +346,7 @@ def offload() -> Iterator[eo.Offload]:
     """One object for all operators. When they are through, nothing is left in it."""
     offload = eo.Offload(min_bytes=0, tier="disk", keep_last_bytes=0)
     yield offload
-    stats = offload.stats(synchronize=True)
-    assert stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes
-    release_idle_slots()
-    for lane in offload._offloaders.all():
-        assert lane.resident_bytes == 0
-        assert lane.inflight_bytes == 0
-        assert [tier.used_bytes for tier in lane.tiers] == [0]
+    assert_settled(offload)
     offload.close()
 
 
@@ -387,7 +373,7 @@ def test_samples_of_all_kinds_are_exact(name: str, offload: eo.Offload) -> None:
 @pytest.mark.sampled(3, shift=1, quick=True)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_h08_double_backward_is_exact(name: str, offload: eo.Offload) -> None:
-    check_exact(OPERATORS[name], offload, across(1), Step.DOUBLE_BACKWARD)
+    check_exact(OPERATORS[name], offload, across(1), twice=True)
 
 
 @pytest.mark.sampled(3, shift=2, quick=True)

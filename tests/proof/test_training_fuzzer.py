@@ -12,6 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from tests.hazards.backends import Backend, DiskBackend, assert_balanced
 from tests.proof.bits import same_bits
-from tests.proof.training_programs import Around, Trace, train, train_compiled, train_in_threads, without
+from tests.proof.training_programs import Around, Trace, train, train_compiled, train_in_threads
 from tests.sampling import run_seed
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
@@ -75,7 +76,7 @@ def check(kind: str, number: int, seen: Counter[str], backend: Backend, device: 
     run = KINDS[kind]
     with torch.random.fork_rng(devices=[]), backend:
         torch._dynamo.reset()
-        expected = run(number, without, device)
+        expected = run(number, nullcontext, device)
         torch._dynamo.reset()
         offload = backend.offload(**fields_of(number))
         got = run(number, lambda: offload, device)

@@ -10,7 +10,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -500,8 +500,3 @@ def train_compiled(number: int, around: Around, device: torch.device) -> Trace:
         for parameter in (*model.parameters(), gain):
             parameter.grad = None
     return trace
-
-
-def without() -> AbstractContextManager[object]:
-    """No offload."""
-    return nullcontext()

@@ -1,0 +1,35 @@
+"""Python programs in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["ROOT", "printed_by"]
+
+ROOT = Path(__file__).parents[1]
+
+
+def printed_by(*arguments: str | Path, cwd: Path = ROOT, seconds: float = 280, **environment: str) -> str:
+    """What ``python *arguments`` prints. It finds this checkout and all that this process finds, and has to end well.
+
+    Args:
+        *arguments: of the interpreter.
+        cwd: where it runs.
+        seconds: how long it may take.
+        **environment: variables that it has besides those of this process.
+    """
+    found = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    ended = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, **found, **environment},
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-6000:]
+    return ended.stdout
