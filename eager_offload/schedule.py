@@ -21,10 +21,10 @@ __all__ = ["AT_THE_EXIT", "Plan", "PrefetchOrder", "Rate", "ResidentQueue"]
 AT_THE_EXIT = sys.maxsize
 
 
-@dataclass(slots=True)
 class _Waiting:
     """A storage in a queue: its bytes, the memory that they take, and the sequence number at the latest pack."""
 
+    __slots__ = ("nbytes", "packed_at", "weight")
     nbytes: int
     weight: int
     packed_at: int
@@ -49,6 +49,8 @@ class ResidentQueue:
         self.limit = limit
         #: What is in the queue weighs.
         self.nbytes = 0
+        #: Up to this sequence number of the thread nothing is to leave; a later one is to be asked for with ``due``.
+        self.final_after = AT_THE_EXIT
         self._waiting: dict[int, _Waiting] = {}  # oldest first
         self._awaited: dict[int, int] = {}  # the last save of those that are to be saved again, by its number
         self._urgent: dict[int, None] = {}  # a set that remembers its order
@@ -74,12 +76,15 @@ class ResidentQueue:
             weight: the bytes that it takes, where those are fewer than ``nbytes``.
             last_save: the number of the save that it waits for.
         """
-        waiting = self._waiting[key] = _Waiting(nbytes, nbytes if weight is None else weight, packed_at)
+        self._waiting[key] = waiting = _Waiting()
+        waiting.nbytes, waiting.weight, waiting.packed_at = nbytes, nbytes if weight is None else weight, packed_at
         self.nbytes += waiting.weight
         if urgent:
             self._urgent[key] = None
         if last_save is not None:
             self._awaited[key] = last_save
+        elif packed_at < self.final_after:
+            self.final_after = packed_at
 
     def postpone(self, key: int, packed_at: int) -> None:
         """The storage was saved again, by an operator that may still fill it."""
@@ -90,10 +95,13 @@ class ResidentQueue:
         """The bytes of a storage were saved again, as save ``number``."""
         if self._awaited.get(key, number + 1) <= number:
             del self._awaited[key]
+            self.final_after = 0
 
     def await_nothing(self) -> None:
         """What is saved again is not known any more."""
-        self._awaited.clear()
+        if self._awaited:
+            self._awaited.clear()
+            self.final_after = 0
 
     @property
     def awaiting_bytes(self) -> int:
@@ -122,6 +130,9 @@ class ResidentQueue:
             for key in keys:
                 if sequence is None or (sequence > self._waiting[key].packed_at and key not in self._awaited):
                     return key
+            if keys is self._waiting:
+                packed_at = [one.packed_at for key, one in self._waiting.items() if key not in self._awaited]
+                self.final_after = min(packed_at, default=AT_THE_EXIT)
         return None
 
 

@@ -70,6 +70,7 @@ class SavedTensors:
         self._offloading = Offloading(offloader)
         self._policy = config.codec_policy
         self._rounds = self._policy.rounds  # each unpack asks
+        self._packs = self._rounds or self._policy.lossless
         self.plans = StepPlans(config.step_plans, self._policy, self._accounts, StepMeasures(offloader))
         budget, keep = config.device_budget, config.delay_bytes
         #: What bounds the device; ``None`` for nothing.
@@ -184,7 +185,7 @@ class SavedTensors:
                 if self.budget is not None and self.budget.note_call():
                     self.budget.look()
                 saved = self._save(tensor, queue, packed_at, forward, mark)
-                if not isinstance(saved, SavedView) or saved.shares:
+                if packed_at <= queue.final_after or not isinstance(saved, SavedView) or saved.shares:
                     return saved
                 is_full = self._start_due(queue, packed_at)
             if is_full:
@@ -246,7 +247,9 @@ class SavedTensors:
 
     def _start_due(self, queue: ResidentQueue, sequence: int | None) -> bool:
         """Starts what has to leave ``queue`` beside the newest bytes of forwards that follow a plan."""
-        beside = sum(run.waiting_bytes for run in self.plans.runs if run.queue is queue)
+        beside = 0
+        if self.plans.last is not None:
+            beside = sum([run.waiting_bytes for run in self.plans.runs if run.queue is queue])
         return self._offloading.start_due(queue, sequence, beside)
 
     def _start_as_room_comes(self, queue: ResidentQueue, sequence: int | None) -> None:
@@ -268,7 +271,7 @@ class SavedTensors:
         self.offloader.poll()
         area = footprint(tensor, storage.nbytes())
         name: Hashable = storage_key(storage)
-        if mark is not Mark.PREFER and self._stays_again(storage, forward):
+        if forward.kept and mark is not Mark.PREFER and self._stays_again(storage, forward):
             return KeepReason.ALIVE
         if not area.whole:
             whole = self._known(name, storage)
@@ -311,9 +314,9 @@ class SavedTensors:
                 forward.kept[name] = Kept(weak_storage(storage), number)
                 return KeepReason.ALIVE
             forward.taken(number)
-        if not forward.is_known:
+        if (lesson := forward.lesson) is None:
             queue.await_nothing()
-        coding = self._coding(tensor, area, forward, number, first)
+        coding = self._coding(tensor, area, forward, number, first) if self._packs or area.gathered else None
         saved = SavedStorage(next(self._keys), name, tensor, area, coding, self, stream, forward, number)
         record, saved.first = saved.record, first
         saved.times_saved = 1 if known is None else known.times_saved + 1
@@ -323,7 +326,7 @@ class SavedTensors:
         self._offloading.storages[record.key] = self._names[name] = record
         offloader.records.add(record)
         view = self._view(saved, tensor, forward, number)
-        last_save = forward.last_save(number)
+        last_save = None if lesson is None else lesson.last_saves.get(number)
         if last_save is not None and queue.awaiting_bytes + area.nbytes > offloader.max_inflight_bytes:
             last_save = None
         # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
@@ -348,14 +351,14 @@ class SavedTensors:
         kind = self._kind(tensor, forward, number)
         if kind is None or kind in self._exact_kinds:
             return coding_of(tensor, area, self._policy)
-        if not forward.is_known and forward.recorder is not None:
+        if forward.lesson is None and forward.recorder is not None:
             forward.recorder.is_early = True  # the next one of its kind knows the readers
         coding = coding_of(tensor, area, self._policy, forward.readers(number, first, kind), kind)
         return None if coding is None else self.seeded(coding)
 
     def _kind(self, tensor: Tensor, forward: Forward, number: int) -> Kind | None:
         """What is learnt of save ``number``, where anything may be rounded."""
-        kind = kind_of(tensor) if self._policy.rounds else None
+        kind = kind_of(tensor) if self._rounds else None
         if kind is not None:
             forward.notes.kinds[number] = kind
         return kind
@@ -437,13 +440,15 @@ class SavedTensors:
 
     def _view(self, saved: SavedStorage, tensor: Tensor, forward: Forward, number: int) -> SavedView:
         position = next(self._keys)
-        nbytes = saved.moved if saved.rounds else saved.footprint.nbytes  # what may be refused comes back as it is
+        coding, nbytes = saved.coding, saved.footprint.nbytes
+        if coding is not None and coding.rounds:  # what may be refused comes back as it is
+            nbytes = coding.nbytes
         self.order.add(position, saved.record.key, nbytes, forward.sequence)
         view = SavedView(saved, tensor, position, forward, number)
         record = ViewRecord(view, self.offloader.finalized.append)
         record.position, record.saves = position, self._weak
         self.offloader.records.add(record)
-        forward.has_handle(number, position)
+        forward.positions[number] = position
         if saved.record.state is AWAY or saved.packed is not None:
             view.forget_bytes()
         else:
@@ -664,7 +669,7 @@ class SavedTensors:
         record = ViewRecord(view, self.offloader.finalized.append)
         record.position, record.saves = position, self._weak
         self.offloader.records.add(record)
-        forward.has_handle(number, position)
+        forward.positions[number] = position
         view.storage, view.number, view.position, view.run = saved, number, position, None
 
     def _adopt_storage(self, followed: FollowedStorage, run: Run) -> SavedStorage:
