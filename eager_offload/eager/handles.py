@@ -2,7 +2,7 @@
 
 [Note: lifetime belongs to handles]
     autograd's saved variable -> SavedView -> SavedStorage -> slot, source or reload
-Nothing else holds a ``SavedStorage`` strongly: schedules know it by its key, everything else by a weak reference. When
+Nothing else holds a ``SavedStorage`` strongly: everything else, schedules too, has a weak reference, its record. When
 autograd lets go of the last view, whatever the storage owns goes back by itself. There is no phase to be in, no count
 that has to reach zero, nothing to be cleared when a context is entered.
 
@@ -64,8 +64,8 @@ class Keeper(Protocol):
     def unpack(self, view: SavedView) -> Tensor:
         """The saved tensor again, for the stream that is current now."""
 
-    def forget_view(self, record: ViewRecord) -> None:
-        """A view has died."""
+    def drop(self, record: StorageRecord) -> None:
+        """No use of a storage is expected soon any more."""
 
     def forget_storage(self, record: StorageRecord) -> None:
         """The last view of a storage has died."""
@@ -144,7 +144,7 @@ class StorageRecord(BytesRecord["SavedStorage"]):
     """A weak reference to a saved storage, and the part of what is known of it that is needed once it is gone."""
 
     __slots__ = ("key", "leaving", "name", "queue", "reload", "saves")
-    #: Names it in the schedule.
+    #: Names it in traces; it grows with every save.
     key: int
     #: Names what it covers: further saves of the same bytes are recognised by it.
     name: Hashable
@@ -189,8 +189,8 @@ class ViewRecord(FinalizerRecord["SavedView"]):
 
     def on_finalized(self) -> None:
         """The view has died."""
-        if (saves := self.saves()) is not None:
-            saves.forget_view(self)
+        if (saves := self.saves()) is not None and (storage := saves.order.remove(self.position)) is not None:
+            saves.drop(storage)
 
 
 class SavedStorage:

@@ -159,7 +159,7 @@ class SavedTensors:
     def storages(self) -> list[SavedStorage]:
         """Every saved storage with a living handle."""
         with self.offloader.lock:
-            return [saved for record in self._offloading.storages.values() if (saved := record()) is not None]
+            return self._offloading.storages()
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class SavedTensors:
         if known is not None:
             known.saved_anew = True
             if known.record.queue is queue:  # on another stream
-                queue.saved_again(known.record.key, number)
+                queue.saved_again(known.record, number)
         if advice is Advice.ALIVE:
             if mark is not Mark.PREFER:
                 forward.kept[name] = Kept(weak_storage(storage), number)
@@ -323,7 +323,7 @@ class SavedTensors:
         autograd_bytes = area.nbytes if known is None else 0
         record.save(self._accounts.counters, tensor.nbytes, KeepReason.NEWEST, area.nbytes, autograd_bytes)
         record.queue = queue
-        self._offloading.storages[record.key] = self._names[name] = record
+        self._names[name] = record
         offloader.records.add(record)
         view = self._view(saved, tensor, forward, number)
         last_save = None if lesson is None else lesson.last_saves.get(number)
@@ -336,7 +336,7 @@ class SavedTensors:
         elif advice is Advice.LEAVE and self.exposure is not None:
             weight = 0  # it pushes nothing out of what is to stay
         queue.push(
-            record.key,
+            record,
             area.nbytes,
             AT_THE_EXIT if saved.times_saved == _MOST_TIMES else packed_at,
             urgent=mark is Mark.PREFER or (advice is Advice.LEAVE and self._leaves_early),
@@ -405,7 +405,7 @@ class SavedTensors:
         if self._runtime.current_stream(self.device) != saved.stream:
             return False
         if saved.record.queue is queue:
-            queue.postpone(saved.record.key, packed_at)
+            queue.postpone(saved.record, packed_at)
             return True
         return tensor.requires_grad
 
@@ -422,7 +422,7 @@ class SavedTensors:
         self._kind(tensor, forward, number)
         self._note(forward, saved.footprint.nbytes, owner, self._runtime.current_stream(self.device))
         if record.queue is not None and saved.forward is forward:
-            record.queue.saved_again(record.key, number)
+            record.queue.saved_again(record, number)
         return self._view(saved, tensor, forward, number)
 
     def _stays_again(self, storage: torch.UntypedStorage, forward: Forward) -> bool:
@@ -443,7 +443,7 @@ class SavedTensors:
         coding, nbytes = saved.coding, saved.footprint.nbytes
         if coding is not None and coding.rounds:  # what may be refused comes back as it is
             nbytes = coding.nbytes
-        self.order.add(position, saved.record.key, nbytes, forward.sequence)
+        self.order.add(position, saved.record, nbytes, forward.sequence)
         view = SavedView(saved, tensor, position, forward, number)
         record = ViewRecord(view, self.offloader.finalized.append)
         record.position, record.saves = position, self._weak
@@ -528,19 +528,16 @@ class SavedTensors:
         if not self.offloader.is_crashed:
             self._reloading.on_arrival(saved, transfer)
 
-    def forget_view(self, record: ViewRecord) -> None:
-        """A view has died."""
-        key = self.order.remove(record.position)
-        if key is not None:
-            self._reloading.drop(self._offloading.storage(key))
+    def drop(self, record: StorageRecord) -> None:
+        """No use of a storage is expected soon any more."""
+        self._reloading.drop(record())
 
     def forget_storage(self, record: StorageRecord) -> None:
         """The last view of a storage has died."""
-        self._offloading.storages.pop(record.key, None)
         if self._names.get(record.name) is record:
             del self._names[record.name]
         if record.queue is not None:
-            nbytes = record.queue.discard(record.key)
+            nbytes = record.queue.discard(record)
             if record.state is WAITING:
                 self.offloader.resident_bytes -= nbytes
         if record.leaving is not None and self.offloader.cancel(record.leaving):
@@ -663,8 +660,8 @@ class SavedTensors:
         number = len(forward.notes.sizes)
         forward.save(nbytes, None if view.number == followed.number else saved.first, 0.0, 0)
         position = next(self._keys)
-        self.order.add(position, saved.record.key, nbytes, forward.sequence)
-        if is_promised or self.order.holds(saved.record.key):
+        self.order.add(position, saved.record, nbytes, forward.sequence)
+        if is_promised or self.order.holds(saved.record):
             self.order.promise(position)
         record = ViewRecord(view, self.offloader.finalized.append)
         record.position, record.saves = position, self._weak
@@ -678,9 +675,9 @@ class SavedTensors:
         name: Hashable = next(self._keys) if origin is None else storage_key(origin)
         saved = followed.as_unknown(next(self._keys), name, run.forward)
         record, queue = saved.record, run.queue
-        self._offloading.storages[record.key] = self._names[name] = record
+        self._names[name] = record
         self.offloader.records.add(record)
         if record.state is WAITING:
-            queue.push(record.key, saved.footprint.nbytes, followed.packed_at)
+            queue.push(record, saved.footprint.nbytes, followed.packed_at)
             record.queue = queue
         return saved
