@@ -156,7 +156,7 @@ def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
     if where == "looking ahead":
         monkeypatch.setattr(reloading.order, "unpacked", interrupted)
     else:
-        monkeypatch.setattr(reloading, "_issue", interrupted)
+        monkeypatch.setattr(reloading, "_hand_over", interrupted)
     with runtime.stream(runtime.new_stream()), pytest.raises(KeyboardInterrupt):
         y.sum().backward()
     monkeypatch.undo()
