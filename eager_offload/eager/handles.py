@@ -29,7 +29,7 @@ from eager_offload.engine.transfer import WAITING, BytesRecord, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.kernels.workspace import Workspaces
 from eager_offload.learning import Forward
-from eager_offload.runtime.base import ALIGNMENT, Layout, Stream
+from eager_offload.runtime.base import ALIGNMENT, Layout, Stream, layout_of
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.selection import Footprint, root_of
 from eager_offload.stats import KeepReason
@@ -225,6 +225,7 @@ class SavedStorage:
         key: int,
         name: Hashable,
         tensor: Tensor,
+        storage: torch.UntypedStorage,
         footprint: Footprint,
         coding: Coding | None,
         saves: Keeper,
@@ -232,7 +233,6 @@ class SavedStorage:
         forward: Forward,
         number: int,
     ) -> None:
-        storage = tensor.untyped_storage()
         self.record = record = StorageRecord(self, saves.offloader.finalized.append)
         record.key, record.name, record.queue, record.leaving, record.reload = key, name, None, None, None
         record.saves = weakref.ref(saves)
@@ -281,12 +281,12 @@ class SavedStorage:
     @property
     def target_layout(self) -> Layout:
         """What a reload target must look like. What was packed is unpacked later, into other memory."""
-        return self.layout if self.coding is None else Layout(self.coding.nbytes)
+        return self.layout if self.coding is None else layout_of(self.coding.nbytes)
 
     @property
     def layout(self) -> Layout:
         """What memory must look like that its bytes are to be in again."""
-        return Layout(self.footprint.nbytes, self.alignment_offset)
+        return layout_of(self.footprint.nbytes, self.alignment_offset)
 
     @property
     def moved(self) -> int:

@@ -286,11 +286,12 @@ class SavedTensors:
                 return KeepReason.ALIVE
         if mark is Mark.KEEP:
             return KeepReason.MARKED  # not before: a mark that comes after the copy has started changes nothing
-        return self._save_anew(tensor, name, area, known, queue, packed_at, forward, mark)
+        return self._save_anew(tensor, storage, name, area, known, queue, packed_at, forward, mark)
 
     def _save_anew(
         self,
         tensor: Tensor,
+        storage: torch.UntypedStorage,
         name: Hashable,
         area: Footprint,
         known: SavedStorage | None,
@@ -300,7 +301,7 @@ class SavedTensors:
         mark: Mark | None,
     ) -> SavedView | KeepReason:
         """A storage that is not known, or not with the bytes that it has now; ``known`` is the same one, earlier."""
-        offloader, storage = self.offloader, tensor.untyped_storage()
+        offloader = self.offloader
         number = len(forward.notes.sizes)
         first = known.first if known is not None and known.forward is forward else number
         stream = self._runtime.current_stream(self.device)
@@ -317,7 +318,7 @@ class SavedTensors:
         if (lesson := forward.lesson) is None:
             queue.await_nothing()
         coding = self._coding(tensor, area, forward, number, first) if self._packs or area.gathered else None
-        saved = SavedStorage(next(self._keys), name, tensor, area, coding, self, stream, forward, number)
+        saved = SavedStorage(next(self._keys), name, tensor, storage, area, coding, self, stream, forward, number)
         record, saved.first = saved.record, first
         saved.times_saved = 1 if known is None else known.times_saved + 1
         autograd_bytes = area.nbytes if known is None else 0
