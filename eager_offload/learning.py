@@ -30,9 +30,10 @@ most, and shapes that change with every step are learnt and forgotten without ev
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import islice
 from typing import Any, NamedTuple
 
 from eager_offload.step_plan import StepRecorder
@@ -202,8 +203,8 @@ def _spread(storages: Sequence[tuple[int, int]], keep: int, newest: int) -> set[
     return found
 
 
-def _decisions(log: SaveLog, link: Link | None, room: int) -> list[Decision]:
-    fits = sum(log.sizes[number] for number in _taken_saves(log)) <= room
+def _advice(notes: Notes, link: Link | None, room: int) -> list[Advice]:
+    fits = sum([notes.sizes[number] for number in _taken_saves(notes)]) <= room
     first_asked: dict[int, float] = {}
     for number, seconds in log.asked_at.items():
         first_asked.setdefault(log.owners[number], seconds)
@@ -318,13 +319,15 @@ class Forward:
 
     __slots__ = (
         "__weakref__",
-        "_fitting",
-        "_handles",
+        "_expected",
         "_in_order",
         "_learned",
         "_rank",
+        "_school",
+        "is_over",
         "kept",
-        "log",
+        "lesson",
+        "notes",
         "positions",
         "recorder",
         "sequence",
@@ -333,34 +336,25 @@ class Forward:
     def __init__(self, sequence: int, learned: LearnedForwards) -> None:
         #: Names it in the prefetch order.
         self.sequence = sequence
-        self.log = SaveLog()
-        #: What the prefetch order calls each save; 0 for one that has no handle.
-        self.positions: list[int] = []
+        self.notes = Notes()
+        #: What the prefetch order calls each save that has a handle.
+        self.positions: dict[int, int] = {}
+        #: Whether whatever is saved now belongs to another forward: all that has a handle was asked for. So it is where
+        #: one context surrounds many steps. One that is never over ends when it is very long.
+        self.is_over = False
         #: Storages that stay although they could move, by name, for further saves of them.
         self.kept: dict[Hashable, Kept] = {}
         #: Writes down what becomes of its saves, where that may be followed.
         self.recorder: StepRecorder | None = None
-        self._learned = learned
-        self._fitting: list[LearnedForward] = []  # those that it may still turn out to fit
-        self._handles = 0
+        #: The lesson that it follows.
+        self.lesson: Lesson | None = None
+        self._school = lessons
+        self._lessons: list[Lesson] = []  # those that it may still turn out to fit, with that in front
+        self._expected: Iterator[tuple[int, int]] = iter(())  # the size and the owner of each save to come, as it says
         self._rank = 0
         self._in_order: LearnedForward | None = None  # the one in whose order backward goes
 
-    @property
-    def is_over(self) -> bool:
-        """Whether whatever is saved now belongs to another forward: all that has a handle was asked for.
-
-        So it is where one context surrounds many steps. One that is never over ends when it is very long.
-        """
-        asked = len(self.log.asked_at)
-        return (asked > 0 and asked >= self._handles) or len(self.positions) >= _MOST_SAVES
-
-    def has_handle(self, number: int, position: int) -> None:
-        """Save ``number`` has a handle, which the prefetch order calls ``position``."""
-        self.positions[number] = position
-        self._handles += 1
-
-    def save(self, nbytes: int, owner: int | None, seconds: float, ahead: int) -> Decision:
+    def save(self, nbytes: int, owner: int | None, seconds: float, ahead: int) -> Advice:
         """The next save; what to do with it, if it takes its storage.
 
         Args:
@@ -374,28 +368,30 @@ class Forward:
         number = len(log.sizes)
         owner = number if owner is None else owner
         if number == 0:
-            self._fitting = self._learned.all()
-        if self._fitting and not self._fitting[0].fits(number, nbytes, owner):
-            self._fitting = [learned for learned in self._fitting if learned.fits(number, nbytes, owner)]
-        log.sizes.append(nbytes)
-        log.owners.append(owner)
-        log.packed_at.append(seconds)
-        log.ahead.append(ahead)
-        self.positions.append(0)
-        if not self._fitting or owner != number:
-            return Decision.UNKNOWN
-        learned = self._fitting[0]
-        if learned.decisions[number] is Decision.ALIVE:
-            skipped = learned.alive[number] + 1
+            self._follow_one_of(self._school.all(), number, nbytes, owner)
+        elif self.lesson is not None and next(self._expected, None) != (nbytes, owner):
+            self._follow_one_of(self._lessons, number, nbytes, owner)
+        notes.sizes.append(nbytes)
+        notes.owners.append(owner)
+        notes.packed_at.append(seconds)
+        notes.ahead.append(ahead)
+        self.is_over = number + 1 >= _MOST_SAVES
+        lesson = self.lesson
+        if lesson is None or owner != number:
+            return Advice.UNKNOWN
+        if lesson.advice[number] is Advice.ALIVE:
+            skipped = lesson.alive[number] + 1
             if skipped == _LOOK_AGAIN or (self.recorder is not None and self.recorder.looks_again):
                 return Decision.UNKNOWN
             log.alive[number] = skipped
         return learned.decisions[number]
 
-    @property
-    def is_known(self) -> bool:
-        """Whether it follows what was learnt."""
-        return bool(self._fitting)
+    def _follow_one_of(self, lessons: Sequence[Lesson], number: int, nbytes: int, owner: int) -> None:
+        """Follows the first of ``lessons`` that has a save like this one, from the next save on."""
+        self._lessons = [lesson for lesson in lessons if lesson.fits(number, nbytes, owner)]
+        self.lesson = lesson = self._lessons[0] if self._lessons else None
+        if lesson is not None:
+            self._expected = islice(zip(lesson.sizes, lesson.owners, strict=True), number + 1, None)
 
     def readers(self, number: int, first: int, kind: Kind) -> frozenset[str]:
         """Readers of the storage that save ``number``, of this ``kind``, takes, as far as is known; none: it is not.
@@ -403,19 +399,15 @@ class Forward:
         Args:
             first: the first save of that storage.
         """
-        nbytes = self.log.sizes[number]
-        self._fitting = [learned for learned in self._fitting if learned.fits(number, nbytes, first)]
-        found = [learned.readers_of(first, number, kind) for learned in self._fitting]
+        nbytes = self.notes.sizes[number]
+        self._lessons = [lesson for lesson in self._lessons if lesson.fits(number, nbytes, first)]  # that in front does
+        found = [lesson.readers_of(first, number, kind) for lesson in self._lessons]
         return frozenset().union(*found) if all(found) else frozenset()
 
     def expects(self, owner: int, kind: Kind | None) -> bool:
         """Whether the next save is to be one of the storage that save ``owner`` has taken, of this ``kind``."""
         number = len(self.log.sizes)
         return bool(self._fitting) and all(learned.has(number, owner, kind) for learned in self._fitting)
-
-    def last_save(self, number: int) -> int | None:
-        """The last save to come of the storage that save ``number`` is the first of, as far as is known."""
-        return self._fitting[0].last_saves.get(number) if self._fitting else None
 
     def taken(self, number: int) -> None:
         """Save ``number`` has taken its storage against the decision: whether that lives will be seen."""
@@ -426,8 +418,9 @@ class Forward:
         log = self.log
         if number in log.asked_at:
             return None  # a second backward
-        first = not log.asked_at
-        log.asked_at[number] = seconds
+        first = not notes.asked_at
+        notes.asked_at[number] = seconds
+        self.is_over = self.is_over or len(notes.asked_at) >= len(self.positions)
         if first:  # more may be saved later, so what is followed now is noted apart from what still fits
             log.before_backward = len(log.sizes)
             fitting = [learned for learned in self._fitting if len(learned.sizes) == len(log.sizes)]
@@ -435,12 +428,12 @@ class Forward:
         learned = self._in_order
         if learned is None or number >= len(learned.sizes) or learned.owners[number] in learned.alive:
             return None
-        order, rank = learned.order, self._rank
+        order, rank, positions = lesson.order, self._rank, self.positions
         self._rank += 1
         if rank < len(order) and order[rank] == number:
-            return [self.positions[number] for number in order] if rank == 0 else None
+            return [positions[number] for number in order if number in positions] if rank == 0 else None
         self._in_order = None
-        return self.positions[::-1] if rank else None
+        return [*reversed(positions.values())] if rank else None
 
     def was_alive(self, number: int) -> None:
         """The original of the storage that save ``number`` took was alive when it was asked for."""

@@ -1,7 +1,7 @@
 """When bytes leave and when they come back: two small machines over numbers.
 
-No stream, no tensor and no clock appears here. A saved storage is a *key*, an int; what it weighs is its bytes. The
-callers carry out what is answered.
+No stream, no tensor and no clock appears here. A saved storage is a *key*, whatever names it; what it weighs is its
+bytes. The callers carry out what is answered.
 
     ResidentQueue  which saved storages leave now: the newest bytes stay, and nothing leaves before it is final
     PrefetchOrder  what comes back next: along the reverse of packing, unless something better is known
@@ -14,17 +14,21 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 __all__ = ["AT_THE_EXIT", "Plan", "PrefetchOrder", "Rate", "ResidentQueue"]
+
+#: Anything that hashes by its identity, or an int.
+Key: TypeAlias = Any
 
 #: In place of the autograd sequence number at pack: it is not to leave before the context is left.
 AT_THE_EXIT = sys.maxsize
 
 
-@dataclass(slots=True)
 class _Waiting:
     """A storage in a queue: its bytes, the memory that they take, and the sequence number at the latest pack."""
 
+    __slots__ = ("nbytes", "packed_at", "weight")
     nbytes: int
     weight: int
     packed_at: int
@@ -49,16 +53,18 @@ class ResidentQueue:
         self.limit = limit
         #: What is in the queue weighs.
         self.nbytes = 0
-        self._waiting: dict[int, _Waiting] = {}  # oldest first
-        self._awaited: dict[int, int] = {}  # the last save of those that are to be saved again, by its number
-        self._urgent: dict[int, None] = {}  # a set that remembers its order
+        #: Up to this sequence number of the thread nothing is to leave; a later one is to be asked for with ``due``.
+        self.final_after = AT_THE_EXIT
+        self._waiting: dict[Key, _Waiting] = {}  # oldest first
+        self._awaited: dict[Key, int] = {}  # the last save of those that are to be saved again, by its number
+        self._urgent: dict[Key, None] = {}  # a set that remembers its order
 
-    def __contains__(self, key: int) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self._waiting
 
     def push(
         self,
-        key: int,
+        key: Key,
         nbytes: int,
         packed_at: int,
         *,
@@ -74,33 +80,39 @@ class ResidentQueue:
             weight: the bytes that it takes, where those are fewer than ``nbytes``.
             last_save: the number of the save that it waits for.
         """
-        waiting = self._waiting[key] = _Waiting(nbytes, nbytes if weight is None else weight, packed_at)
+        self._waiting[key] = waiting = _Waiting()
+        waiting.nbytes, waiting.weight, waiting.packed_at = nbytes, nbytes if weight is None else weight, packed_at
         self.nbytes += waiting.weight
         if urgent:
             self._urgent[key] = None
         if last_save is not None:
             self._awaited[key] = last_save
+        elif packed_at < self.final_after:
+            self.final_after = packed_at
 
-    def postpone(self, key: int, packed_at: int) -> None:
+    def postpone(self, key: Key, packed_at: int) -> None:
         """The storage was saved again, by an operator that may still fill it."""
         waiting = self._waiting[key]
         waiting.packed_at = max(packed_at, waiting.packed_at)
 
-    def saved_again(self, key: int, number: int) -> None:
+    def saved_again(self, key: Key, number: int) -> None:
         """The bytes of a storage were saved again, as save ``number``."""
         if self._awaited.get(key, number + 1) <= number:
             del self._awaited[key]
+            self.final_after = 0
 
     def await_nothing(self) -> None:
         """What is saved again is not known any more."""
-        self._awaited.clear()
+        if self._awaited:
+            self._awaited.clear()
+            self.final_after = 0
 
     @property
     def awaiting_bytes(self) -> int:
         """The bytes of the storages that wait for their last save."""
         return sum(self._waiting[key].nbytes for key in self._awaited)
 
-    def discard(self, key: int) -> int:
+    def discard(self, key: Key) -> int:
         """Takes a storage out, if it is here; returns its bytes."""
         waiting = self._waiting.pop(key, None)
         if waiting is None:
@@ -110,7 +122,7 @@ class ResidentQueue:
         self.nbytes -= waiting.weight
         return waiting.nbytes
 
-    def due(self, sequence: int | None, beside: int = 0) -> int | None:
+    def due(self, sequence: int | None, beside: int = 0) -> Key | None:
         """What has to leave next, oldest first, or ``None``. It stays in the queue until it is discarded.
 
         Args:
@@ -122,6 +134,9 @@ class ResidentQueue:
             for key in keys:
                 if sequence is None or (sequence > self._waiting[key].packed_at and key not in self._awaited):
                     return key
+            if keys is self._waiting:
+                packed_at = [one.packed_at for key, one in self._waiting.items() if key not in self._awaited]
+                self.final_after = min(packed_at, default=AT_THE_EXIT)
         return None
 
 
@@ -150,25 +165,25 @@ class Rate:
         return self._timed / self._seconds if self._seconds else math.inf
 
 
-@dataclass(slots=True)
 class _Use:
     """One save of a storage: a link of its forward's chain, by default in the order of packing."""
 
-    storage: int
+    __slots__ = ("after", "asked", "before", "nbytes", "sequence", "storage")
+    storage: Key
     nbytes: int
     sequence: int
     before: int | None
-    after: int | None = None
+    after: int | None
     #: How many times it was asked for; more than once where graphs are retained.
-    asked: int = 0
+    asked: int
 
 
 @dataclass(slots=True)
 class Plan:
     """What an unpack sets off: storages to bring back, in the order of need, and storages to let go of."""
 
-    bring: list[int] = field(default_factory=list)
-    drop: list[int] = field(default_factory=list)
+    bring: list[Key] = field(default_factory=list)
+    drop: list[Key] = field(default_factory=list)
 
 
 class PrefetchOrder:
@@ -211,7 +226,7 @@ class PrefetchOrder:
         self._newest: dict[int, int] = {}  # of each sequence
         self._promised: OrderedDict[int, int] = OrderedDict()  # position -> the unpack by which it is expected
         # storage -> how many promised uses it has, and what it weighed when it was promised: its uses may differ
-        self._holders: dict[int, tuple[int, int]] = {}
+        self._holders: dict[Key, tuple[int, int]] = {}
         self._next: int | None = None  # the position that the walk comes to next
         self._lost = False  # whether the chains have changed under the walk
         self._expected: dict[int, int | None] = {}  # of each sequence that was asked for: what the chain leads to
@@ -222,20 +237,21 @@ class PrefetchOrder:
         """How many saves are known."""
         return len(self._uses)
 
-    def holds(self, storage: int) -> bool:
+    def holds(self, storage: Key) -> bool:
         """Whether some promised use needs ``storage`` on the device."""
         return storage in self._holders
 
-    def add(self, position: int, storage: int, nbytes: int, sequence: int) -> None:
+    def add(self, position: int, storage: Key, nbytes: int, sequence: int) -> None:
         """A save; ``sequence`` names the forward that it belongs to."""
         before = self._newest.get(sequence)
-        use = _Use(storage, nbytes, sequence, before)
-        self._uses[position] = use
+        self._uses[position] = use = _Use()
+        use.storage, use.nbytes, use.sequence = storage, nbytes, sequence
+        use.before, use.after, use.asked = before, None, 0
         if before is not None:
             self._uses[before].after = position
         self._newest[sequence] = position
 
-    def remove(self, position: int) -> int | None:
+    def remove(self, position: int) -> Key | None:
         """A save's handle is gone; returns its storage if that was promised for this use alone."""
         use = self._uses[position]
         dropped = self._unpromise(position) if position in self._promised else None
@@ -268,7 +284,7 @@ class PrefetchOrder:
         held = self.promised_bytes + self.followed_bytes
         return held + nbytes <= self.limit or self.limit > 0 == held
 
-    def make_room(self, nbytes: int) -> list[int]:
+    def make_room(self, nbytes: int) -> list[Key]:
         """For ``nbytes`` that a forward which follows a plan promises: the storages of promises that are given up."""
         plan = Plan()
         self._make_room(nbytes, plan)
@@ -309,7 +325,12 @@ class PrefetchOrder:
         """The use at ``position`` is asked for now."""
         self.unpacks += 1
         use, plan = self._uses[position], Plan()
-        self._judge(position, use)
+        newest = self._newest.get(use.sequence)
+        if newest is not None:  # else what is known of the order does not have it
+            expected = self._expected.get(use.sequence, newest)
+            if self._misses or position != expected:
+                self._judge(position, expected)
+            self._expected[use.sequence] = use.before
         promised = position in self._promised
         if promised:
             dropped = self._unpromise(position)
@@ -324,19 +345,14 @@ class PrefetchOrder:
         self._look_ahead(plan, use.asked)
         return plan
 
-    def _judge(self, position: int, use: _Use) -> None:
+    def _judge(self, position: int, expected: int | None) -> None:
         """Counts whether a save is asked for in order; see the class."""
-        newest = self._newest.get(use.sequence)
-        if newest is None:
-            return  # what is known of the order does not have it
-        expected = self._expected.get(use.sequence, newest)
         if position == expected or self._is_near(position, expected):
             self._misses = max(self._misses - 1, 0)
         else:
             self._misses = min(self._misses + 1, self.MISSES)
         if self._misses in (0, self.MISSES):
             self._follows_no_order = self._misses > 0
-        self._expected[use.sequence] = use.before
 
     def _is_near(self, position: int, expected: int | None) -> bool:
         if expected not in self._uses:
@@ -367,7 +383,7 @@ class PrefetchOrder:
                     return
             elif position not in self._promised:
                 brought = use.storage not in self._holders
-                if brought and not self._make_room(use.nbytes, plan):
+                if brought and not (self.has_room(use.nbytes) or self._make_room(use.nbytes, plan)):
                     return
                 self._promise(position, self.unpacks + len(self._promised) + 1)
                 if brought:
@@ -397,7 +413,7 @@ class PrefetchOrder:
                 plan.drop.append(dropped)
         return True
 
-    def _unpromise(self, position: int) -> int | None:
+    def _unpromise(self, position: int) -> Key | None:
         """Ends a promise; returns the storage if no other promise needs it."""
         use = self._uses[position]
         del self._promised[position]

@@ -7,6 +7,7 @@ functions serve eager code, which calls them with real tensors, and a compiler p
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "plain_tensors",
     "reason_to_stay",
     "root_of",
+    "whole",
 ]
 
 #: A view that covers less than one part in this many of its storage travels alone. The three thirds of a fused
@@ -111,18 +113,16 @@ def logical_bytes(tensor: Tensor) -> int:
     if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
         return sum(map(logical_bytes, plain_tensors(tensor)))  # its own number may be that of all processes together
     try:
-        return hint(tensor.nbytes, default=1)
+        nbytes = tensor.nbytes
+        return nbytes if type(nbytes) is int else hint(nbytes, default=1)
     except (NotImplementedError, RuntimeError):  # some layouts have no such number
         return hint(tensor.numel(), default=1) * tensor.element_size()
 
 
 def root_of(tensor: Tensor) -> Tensor:
     """The tensor that ``tensor`` is a view of, or itself. Views of one root share one version counter."""
-    if is_view(tensor):
-        base = base_of(tensor)
-        assert base is not None
-        return base
-    return tensor
+    base = base_of(tensor)
+    return tensor if base is None else base
 
 
 def is_parameter(tensor: Tensor) -> bool:
@@ -167,6 +167,12 @@ def own_bytes(tensor: Tensor) -> int:
     return min(count, _span(tensor)) * tensor.itemsize
 
 
+@lru_cache(maxsize=1024)
+def whole(nbytes: int) -> Footprint:
+    """That of a storage of ``nbytes`` bytes, all of which travel."""
+    return Footprint(True, 0, nbytes, nbytes, False)
+
+
 def footprint(tensor: Tensor, storage_nbytes: int) -> Footprint:
     """The bytes that travel when the strided, non-empty ``tensor`` leaves, out of a storage of ``storage_nbytes``.
 
@@ -174,11 +180,11 @@ def footprint(tensor: Tensor, storage_nbytes: int) -> Footprint:
     little travels alone: as the range that it spans if that is dense, else as its own elements, gathered.
     """
     if tensor.is_contiguous() and tensor.nbytes * _GATHER_BELOW >= storage_nbytes:
-        return Footprint(True, 0, storage_nbytes, storage_nbytes, False)  # the common case, told by a cheap question
+        return whole(storage_nbytes)  # the common case, told by a cheap question
     itemsize = tensor.itemsize
     own = own_bytes(tensor)
     if own * _GATHER_BELOW >= storage_nbytes:
-        return Footprint(True, 0, storage_nbytes, storage_nbytes, False)
+        return whole(storage_nbytes)
     span = _span(tensor) * itemsize
     return Footprint(False, int(tensor.storage_offset()) * itemsize, span, min(own, span), own < span)
 

@@ -39,11 +39,11 @@ class Learner:
     ) -> list[Decision]:
         """Saves at the seconds 0, 1, 2, ..., asks from second ``at`` on; what was decided for each save."""
         forward = self.forward()
-        decisions = [forward.save(size, None, float(second), 0) for second, size in enumerate(sizes)]
-        for number, decision in enumerate(decisions):
-            if decision is not Decision.ALIVE:
-                forward.has_handle(number, 1000 + number)
-        for second, number in enumerate(number for number in asked if decisions[number] is not Decision.ALIVE):
+        advice = [forward.save(size, None, float(second), 0) for second, size in enumerate(sizes)]
+        for number, given_advice in enumerate(advice):
+            if given_advice is not Advice.ALIVE:
+                forward.positions[number] = 1000 + number
+        for second, number in enumerate(number for number in asked if advice[number] is not Advice.ALIVE):
             if number in alive:
                 forward.was_alive(number)
             forward.asked(number, at + second)
@@ -55,7 +55,7 @@ def begun_like(learner: Learner, sizes: Sequence[int]) -> Forward:
     forward = learner.forward()
     for number, size in enumerate(sizes):
         forward.save(size, None, float(number), 0)
-        forward.has_handle(number, 1001 + number)
+        forward.positions[number] = 1001 + number
     return forward
 
 
@@ -245,7 +245,7 @@ def test_saves_that_come_after_backward_has_begun_leave_the_order_as_it_is() -> 
     forward = begun_like(learner, [10, 20, 30])
     assert forward.asked(0, 100.0) == [1001, 1003, 1002]
     forward.save(99, None, 101.0, 0)  # in a backward that makes a graph of its own
-    forward.has_handle(3, 1004)
+    forward.positions[3] = 1004
     assert forward.asked(3, 102.0) is None
     assert forward.asked(2, 103.0) is None
     assert forward.asked(1, 104.0) is None
@@ -276,7 +276,7 @@ def test_whatever_has_been_learnt_an_order_names_each_save_at_most_once_and_noth
             if forward.save(size, owner, float(number), 0) is Decision.ALIVE:
                 kept.add(number)
             else:
-                forward.has_handle(number, 1001 + number)
+                forward.positions[number] = 1001 + number
         alive = [number for number in range(len(sizes)) if number not in kept]
         for number in data.draw(st.lists(st.sampled_from(alive), max_size=6)) if alive else []:
             if data.draw(st.booleans()):

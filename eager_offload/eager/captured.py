@@ -45,7 +45,7 @@ from eager_offload.errors import CaptureStateError, OffloadError
 from eager_offload.learning import Forward, LearnedForwards
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
-from eager_offload.selection import Footprint, is_parameter, logical_bytes, reason_to_stay, root_of
+from eager_offload.selection import is_parameter, logical_bytes, reason_to_stay, root_of, whole
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate, Save, StepPlan
 
@@ -78,7 +78,7 @@ class CapturedStorage(SavedStorage):
     ) -> None:
         storage = tensor.untyped_storage()
         self.number, self.forward, self.stream = number, forward, stream
-        self.footprint = Footprint(True, 0, storage.nbytes(), storage.nbytes(), False)
+        self.footprint = whole(storage.nbytes())
         self.alignment_offset = storage.data_ptr() % ALIGNMENT
         self.origin, self.root = weak_storage(storage), weakref.ref(root_of(tensor))
         self.aliases, self.reload, self.returned, self.given = [], None, None, ()

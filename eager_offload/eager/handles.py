@@ -2,7 +2,7 @@
 
 [Note: lifetime belongs to handles]
     autograd's saved variable -> SavedView -> SavedStorage -> slot, source or reload
-Nothing else holds a ``SavedStorage`` strongly: schedules know it by its key, everything else by a weak reference. When
+Nothing else holds a ``SavedStorage`` strongly: everything else, schedules too, has a weak reference, its record. When
 autograd lets go of the last view, whatever the storage owns goes back by itself. There is no phase to be in, no count
 that has to reach zero, nothing to be cleared when a context is entered.
 
@@ -29,7 +29,7 @@ from eager_offload.engine.transfer import WAITING, BytesRecord, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.kernels.workspace import Workspaces
 from eager_offload.learning import Forward
-from eager_offload.runtime.base import ALIGNMENT, Layout, Stream
+from eager_offload.runtime.base import ALIGNMENT, Layout, Stream, layout_of
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.selection import Footprint, root_of
 from eager_offload.stats import KeepReason
@@ -64,8 +64,8 @@ class Keeper(Protocol):
     def unpack(self, view: SavedView) -> Tensor:
         """The saved tensor again, for the stream that is current now."""
 
-    def forget_view(self, record: ViewRecord) -> None:
-        """A view has died."""
+    def drop(self, record: StorageRecord) -> None:
+        """No use of a storage is expected soon any more."""
 
     def forget_storage(self, record: StorageRecord) -> None:
         """The last view of a storage has died."""
@@ -144,7 +144,7 @@ class StorageRecord(BytesRecord["SavedStorage"]):
     """A weak reference to a saved storage, and the part of what is known of it that is needed once it is gone."""
 
     __slots__ = ("key", "leaving", "name", "queue", "reload", "saves")
-    #: Names it in the schedule.
+    #: Names it in traces; it grows with every save.
     key: int
     #: Names what it covers: further saves of the same bytes are recognised by it.
     name: Hashable
@@ -189,8 +189,8 @@ class ViewRecord(FinalizerRecord["SavedView"]):
 
     def on_finalized(self) -> None:
         """The view has died."""
-        if (saves := self.saves()) is not None:
-            saves.forget_view(self)
+        if (saves := self.saves()) is not None and (storage := saves.order.remove(self.position)) is not None:
+            saves.drop(storage)
 
 
 class SavedStorage:
@@ -225,6 +225,7 @@ class SavedStorage:
         key: int,
         name: Hashable,
         tensor: Tensor,
+        storage: torch.UntypedStorage,
         footprint: Footprint,
         coding: Coding | None,
         saves: Keeper,
@@ -232,7 +233,6 @@ class SavedStorage:
         forward: Forward,
         number: int,
     ) -> None:
-        storage = tensor.untyped_storage()
         self.record = record = StorageRecord(self, saves.offloader.finalized.append)
         record.key, record.name, record.queue, record.leaving, record.reload = key, name, None, None, None
         record.saves = weakref.ref(saves)
@@ -281,12 +281,12 @@ class SavedStorage:
     @property
     def target_layout(self) -> Layout:
         """What a reload target must look like. What was packed is unpacked later, into other memory."""
-        return self.layout if self.coding is None else Layout(self.coding.nbytes)
+        return self.layout if self.coding is None else layout_of(self.coding.nbytes)
 
     @property
     def layout(self) -> Layout:
         """What memory must look like that its bytes are to be in again."""
-        return Layout(self.footprint.nbytes, self.alignment_offset)
+        return layout_of(self.footprint.nbytes, self.alignment_offset)
 
     @property
     def moved(self) -> int:

@@ -119,13 +119,14 @@ class ThreadState:
         return queue
 
     def forward(self, saves: SavedTensors) -> Forward:
-        """The current forward, as far as it concerns one device."""
+        """The current forward, as far as it concerns one device, which has a queue from then on."""
         forward = self._forwards.get(saves)
         if forward is not None and forward.is_over and self.run is None:
             self.sequence, forward = next(_sequences), None
             self.recorder = None
             saves.begin_step(self.queue(saves))
         if forward is None:
+            self.queue(saves)
             if self._forwards and self.recorder is not None:
                 self.recorder.is_void = True  # a plan is of one device
             forward = self._forwards[saves] = saves.new_forward(self.sequence, self.recorder)
@@ -199,9 +200,6 @@ class Hooks:
         Raises:
             ConfigError: the configuration cannot work with this device.
         """
-        saves = self._saves.get(device)
-        if saves is not None:
-            return saves
         offloader = self._offloaders.of(device)
         if isinstance(offloader, KeepReason):
             return offloader
@@ -266,7 +264,7 @@ class Hooks:
 
     def _decide(self, tensor: Tensor, thread: ThreadState) -> KeptTensor | SavedView | WrappedTensor:
         """The handle of a saved tensor of which nothing is known beforehand."""
-        mark = _mark_of(tensor) if marks.any_marks() else None
+        mark = _mark_of(tensor) if marks.standing and marks.any_marks() else None
         reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is Mark.PREFER)
         if reason is None:
             saved = self._save(tensor, mark, thread)
@@ -417,14 +415,15 @@ class Hooks:
         return handle
 
     def _save(self, tensor: Tensor, mark: Mark | None, thread: ThreadState) -> SavedView | KeepReason:
-        saves = self.saved_tensors(tensor.device)
+        saves = self._saves.get(tensor.device) or self.saved_tensors(tensor.device)
         if isinstance(saves, KeepReason):
             return saves
         if marks.in_no_offload_region():
             return KeepReason.REGION
-        if _in_recomputation():
+        if (node := current_autograd_node()) is not None and _recomputes(node):
             return KeepReason.NEWEST
-        return saves.save(tensor, thread.queue(saves), autograd_sequence(), thread.forward(saves), mark)
+        forward = thread.forward(saves)
+        return saves.save(tensor, thread.queues[saves], autograd_sequence(), forward, mark)
 
     def _share(self, tensor: Tensor, thread: ThreadState) -> SavedView | None:
         """A small tensor whose storage leaves anyway goes with it: kept, it would hold all of that on the device."""
@@ -444,11 +443,10 @@ def _mark_of(tensor: Tensor) -> Mark | None:
         return None
 
 
-def _in_recomputation() -> bool:
-    """Whether a function that recomputes its forward in backward is doing so.
+def _recomputes(node: object) -> bool:
+    """Whether ``node``, which the calling thread runs backward for, is a function that recomputes its forward in there.
 
     Reentrant checkpointing runs the forward again inside the backward of its own node and asks for the result at once.
     A graph that backward builds with ``create_graph=True`` is made by torch's own nodes, and moves like any other.
     """
-    node = current_autograd_node()
-    return node is not None and isinstance(node, torch.autograd.function.BackwardCFunction)
+    return isinstance(node, torch.autograd.function.BackwardCFunction)

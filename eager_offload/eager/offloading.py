@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
+import torch
 from torch import Tensor
 
 from eager_offload import marks
@@ -24,13 +27,12 @@ class Offloading:
 
     def __init__(self, offloader: DeviceOffloader) -> None:
         self.offloader = offloader
-        #: Every storage that has a living handle, by key.
-        self.storages: dict[int, StorageRecord] = {}
 
-    def storage(self, key: int) -> SavedStorage | None:
-        """The saved storage of ``key``, while a handle of it lives."""
-        record = self.storages.get(key)
-        return None if record is None else record()
+    def storages(self) -> list[SavedStorage]:
+        """Every storage that has a living handle, in the order of their saves."""
+        records = [record for record in self.offloader.records if isinstance(record, StorageRecord)]
+        records.sort(key=attrgetter("key"))
+        return [saved for record in records if (saved := record()) is not None]
 
     def start_due(self, queue: ResidentQueue, sequence: int | None, beside: int = 0) -> bool:
         """Starts what has to leave ``queue`` now; see ``ResidentQueue.due``.
@@ -39,21 +41,22 @@ class Offloading:
             Whether the window is full, so that the rest can only start when there is room.
         """
         offloader = self.offloader
-        while (key := queue.due(sequence, beside)) is not None:
-            saved = self.storage(key)
+        while (record := queue.due(sequence, beside)) is not None:
+            saved: SavedStorage | None = record()
             if saved is not None:
                 if saved.coding is not None and saved.coding.looks:
                     with offloader.runtime.enter(saved.stream):
                         saved.look(saved.coding)
-                if not offloader.has_room(saved.moved):
+                moved = saved.moved
+                if not offloader.has_room(moved):
                     offloader.poll()
-                    if not offloader.has_room(saved.moved):
+                    if not offloader.has_room(moved):
                         return True
-            nbytes = queue.discard(key)
+            nbytes = queue.discard(record)
             if saved is None:  # it died a moment ago
                 offloader.resident_bytes -= nbytes
                 continue
-            saved.record.queue = None
+            record.queue = None
             saved.started = queue, sequence, version_of(saved.aliases[0])
             self._start(saved)
         return False
@@ -78,26 +81,27 @@ class Offloading:
         if storage.nbytes() < area.start + area.nbytes:
             self.stay(saved, KeepReason.LAYOUT)  # resized since it was saved
             return
-        if marks.any_marks():
+        if marks.standing and marks.any_marks():
             if marks.mark_of(storage) is Mark.KEEP:
                 self.stay(saved, KeepReason.MARKED)
                 return
             marks.clear_mark(storage)
         if saved.coding is None:
-            self._start_as_it_is(saved)
+            self._start_as_it_is(saved, storage)
         else:
-            self._start_packed(saved, saved.coding)
+            self._start_packed(saved, saved.coding, storage)
 
-    def _start_as_it_is(self, saved: SavedStorage) -> None:
-        slot = self.offloader.reserve(saved.footprint.nbytes)
+    def _start_as_it_is(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
+        offloader, area = self.offloader, saved.footprint
+        slot = offloader.reserve(area.nbytes)
         if slot is None:
             self.stay(saved, KeepReason.BUDGET)
             return
-        storage, counters = saved.aliases[0].untyped_storage(), self.offloader.accounts.counters
-        transfer = Transfer(slot, saved.footprint.nbytes, counters, saved.record, storage)
-        self._leave(saved, saved.source_bytes(), slot, transfer)
+        transfer = Transfer(slot, area.nbytes, offloader.accounts.counters, saved.record, storage)
+        source = storage if area.whole and offloader.runtime.copies_storages else saved.source_bytes()
+        self._leave(saved, source, slot, transfer)
 
-    def _start_packed(self, saved: SavedStorage, coding: Coding) -> None:
+    def _start_packed(self, saved: SavedStorage, coding: Coding, storage: torch.UntypedStorage) -> None:
         offloader = self.offloader
         slot = offloader.reserve(coding.nbytes)
         if slot is None:
@@ -110,16 +114,22 @@ class Offloading:
         if found.is_refused:
             offloader.accounts.counters.refuse(coding.codec.name)
             saved.coding = slot = found = None
-            self._start_as_it_is(saved)
+            self._start_as_it_is(saved, storage)
             return
         transfer = Transfer(slot, saved.footprint.nbytes, offloader.accounts.counters, saved.record)
         transfer.codec, transfer.holds = coding.codec.name, found.holds
-        self._leave(saved, found.packed, slot, transfer, keepalive=saved.aliases[0].untyped_storage())
+        self._leave(saved, found.packed, slot, transfer, keepalive=storage)
         if found.holds is None:
             let_go(offloader, saved, transfer, found.packed)
 
     def _leave(
-        self, saved: SavedStorage, source: Tensor, slot: Slot, transfer: Transfer, *, keepalive: object = None
+        self,
+        saved: SavedStorage,
+        source: Tensor | torch.UntypedStorage,
+        slot: Slot,
+        transfer: Transfer,
+        *,
+        keepalive: object = None,
     ) -> None:
         record = saved.record
         record.leaving = transfer

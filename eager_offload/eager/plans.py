@@ -20,7 +20,7 @@ from eager_offload.errors import warn
 from eager_offload.learning import Kind, SaveLog, readers_of
 from eager_offload.runtime.base import Layout
 from eager_offload.schedule import ResidentQueue
-from eager_offload.selection import Footprint
+from eager_offload.selection import whole
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.step_plan import ComputedPlan, Fate, Save, StepPlan, StepRecorder
 from eager_offload.tiers.base import Slot, keep_ready
@@ -171,7 +171,7 @@ class KnownPlan:
         self.only_staying = [*staying, None]
         self._sums = list(itertools.accumulate(self.staying, KeptSums.plus, initial=KeptSums()))
         #: Of the storages that leave, which do whole, and of what they come back to.
-        self.footprints = [Footprint(True, 0, save.storage_nbytes, save.storage_nbytes, False) for save in plan.saves]
+        self.footprints = [whole(save.storage_nbytes) for save in plan.saves]
         self.layouts = [Layout(save.storage_nbytes) for save in plan.saves]
         #: The saves at which sources have gone: a run looks there whether they may go.
         self.releases = frozenset(save.release for save in plan.saves if save.fate is Fate.OFFLOAD)

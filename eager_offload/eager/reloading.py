@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import weak_storage
-from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView
+from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.packing import unpacked, unpacked_at_once
 from eager_offload.eager.plans import StepPlans
@@ -43,27 +43,34 @@ class Reloading:
         # Not while the error is handled, whose frames hold what is to go.
         if run is not None:
             run.is_out_of_memory(view)
-        self._offloader.make_room(partial(self._drop_all_but, view.storage.record.key))
+        self._offloader.make_room(partial(self._drop_all_but, view.storage))
         return self._unpack(view)
 
     def _unpack(self, view: SavedView) -> Tensor:
-        offloader, saved = self._offloader, view.storage
+        offloader, order, saved, forward = self._offloader, self.order, view.storage, view.forward
+        runtime, record = offloader.runtime, saved.record
         with offloader.lock:
             offloader.poll()
-            stream = offloader.runtime.current_stream(offloader.device)
+            stream = runtime.current_stream(offloader.device)
             tensor = self._resident(view, stream)
             reload = None if tensor is not None else self._reload_for(saved, stream)
             if not offloader.is_crashed:
-                self._note_asked(saved, resident=reload is None)
-                self._expect(view, stream)
-                if self.order.is_late:
+                if record.state is not AWAY:
+                    self._stay_if_it_can(saved)
+                if record.state is not KEPT:
+                    record.ask(resident=reload is None)
+                expected = forward.asked(view.number, runtime.clock(stream))
+                if expected is not None:  # other than before
+                    order.arrange(forward.sequence, expected)
+                if order.followed_bytes and order.is_late:
                     self._give_up()
-                plan = self.order.unpacked(view.position)
-                if view.forward.recorder is not None:
-                    self._record(view.forward.recorder, view, plan)
-                self._follow(plan, saved.record.key)
+                plan = order.unpacked(view.position)
+                if forward.recorder is not None:
+                    self._record(forward.recorder, view, plan)
+                if plan.drop or plan.bring:
+                    self._follow(plan, record)
             if tensor is not None:
-                if not self.order.holds(saved.record.key):
+                if not order.holds(record):
                     self.drop(saved)
                 return tensor
         assert reload is not None
@@ -81,17 +88,20 @@ class Reloading:
 
     def _hand_over(self, view: SavedView, reload: Reload, stream: Stream) -> Tensor:
         """What was reloaded belongs to autograd from here on, unless more of it is expected to be asked for."""
-        saved = view.storage
-        tensor, first_byte = self._issue(view, reload, stream)
-        expected = self.order.holds(saved.record.key)
-        if saved.reload is reload and (reload.is_packed or not expected):
-            saved.returned = Returned(weak_storage(tensor.untyped_storage()), first_byte)
-        if saved.reload is reload and not expected:
+        saved, place = view.storage, reload.target
+        if reload.is_packed:
+            place = unpacked(self._offloader, saved, place, stream)
+        storage, first_byte = place.untyped_storage(), int(place.storage_offset())
+        tensor, expected = view.over(storage, first_byte), self.order.holds(saved.record)
+        if saved.reload is reload:
+            if reload.is_packed or not expected:
+                saved.returned = Returned(weak_storage(storage), first_byte)
+            if expected:
+                return tensor
             saved.reload = saved.record.reload = None
-        if saved.reload is not reload:
-            self._offloader.release(reload.transfer)
-            if not expected:
-                self.drop(saved)  # the one on the stream of the pack, which this stream could not use
+        elif not expected:
+            self.drop(saved)  # the one on the stream of the pack, which this stream could not use
+        self._offloader.release(reload.transfer)
         return tensor
 
     def drop(self, saved: SavedStorage | None) -> None:
@@ -104,8 +114,8 @@ class Reloading:
         """Ends promises that are overdue, so that a forward which follows a plan may promise. The lock is held."""
         if self.order.is_late:
             self._give_up()
-        for key in self.order.make_room(nbytes):
-            self.drop(self._offloading.storage(key))
+        for record in self.order.make_room(nbytes):
+            self.drop(record())
 
     def _give_up(self) -> None:
         """Ends the promises of forwards that follow a plan which were not taken up for so long."""
@@ -114,54 +124,40 @@ class Reloading:
             (run.give_up(order.unpacks - order.PATIENCE) for run in self._plans.runs), default=sys.maxsize
         )
 
-    def _drop_all_but(self, needed: int) -> None:
+    def _drop_all_but(self, needed: SavedStorage) -> None:
         for run in self._plans.runs:
             run.drop_reloads()
-        for key in list(self._offloading.storages):
-            if key != needed:
-                self.drop(self._offloading.storage(key))
+        for saved in self._offloading.storages():
+            if saved is not needed:
+                self.drop(saved)
 
     def on_arrival(self, saved: SavedStorage, transfer: Transfer) -> None:
         """The bytes of a storage rest in a tier. What backward expects next stays, as if it had come back.
 
         Not where the storage was saved anew: that save would be taken for one that something else keeps alive.
         """
-        if (
-            saved.reload is None
-            and self.order.holds(saved.record.key)
-            and saved.coding is None
-            and not saved.saved_anew
-        ):
+        if saved.reload is None and self.order.holds(saved.record) and saved.coding is None and not saved.saved_anew:
             assert saved.slot is not None
             back = Transfer(saved.slot, transfer.nbytes, transfer.counters)
             back.event = transfer.event
             self._offloader.hold(back.nbytes)
             saved.reload, saved.record.reload = Reload(saved.source_bytes(), back), back
 
-    def _note_asked(self, saved: SavedStorage, *, resident: bool) -> None:
-        """Settles what became of a storage, the first time that it is asked for."""
+    def _stay_if_it_can(self, saved: SavedStorage) -> None:
+        """Backward has come to a storage, so that to move it from now on would be in vain."""
         record = saved.record
         if record.leaving is not None and self._offloader.cancel(record.leaving):
             self._offloading.stay_after_all(saved)
-        if record.state is WAITING:  # backward has come to it, so that to move it now would be in vain
+        elif record.state is WAITING:
             self.stay(saved)
-        elif record.state is not KEPT:
-            record.ask(resident=resident)
 
     def stay(self, saved: SavedStorage) -> None:
         """A storage whose copy has not started stays where it is. The lock is held."""
         self._offloading.stay(saved, KeepReason.NEWEST)
         record = saved.record
         if record.queue is not None:
-            record.queue.discard(record.key)
+            record.queue.discard(record)
             record.queue = None
-
-    def _expect(self, view: SavedView, stream: Stream) -> None:
-        """Has what is expected next be what was asked for next the last time."""
-        forward = view.forward
-        expected = forward.asked(view.number, self._offloader.runtime.clock(stream))
-        if expected is not None:
-            self.order.arrange(forward.sequence, expected)
 
     def _resident(self, view: SavedView, stream: Stream) -> Tensor | None:
         """The tensor, if its bytes are on the device: not gone yet, kept alive by another owner, or back already."""
@@ -189,29 +185,29 @@ class Reloading:
         return None if saved.packed is None else unpacked_at_once(view, saved, stream)
 
     def _record(self, recorder: StepRecorder, view: SavedView, plan: Plan) -> None:
-        """Writes down an unpack, and of what it sets off all that is the same forward's."""
-        saved, forward, storage = view.storage, view.forward, self._offloading.storage
+        """Notes an unpack, and of what it sets off all that is the same forward's."""
+        saved, forward = view.storage, view.forward
         if saved.forward is forward:
             kept = saved.record.kept if saved.record.state is KEPT else None
-            keep = self.order.holds(saved.record.key)
-            bring = [one.number for key in plan.bring if (one := storage(key)) is not None and one.forward is forward]
-            drop = [one.number for key in plan.drop if (one := storage(key)) is not None and one.forward is forward]
+            keep = self.order.holds(saved.record)
+            bring = [one.number for record in plan.bring if (one := record()) is not None and one.forward is forward]
+            drop = [one.number for record in plan.drop if (one := record()) is not None and one.forward is forward]
             recorder.asked(view.number, saved.number, bring, drop, keep, kept)
 
-    def _follow(self, plan: Plan, current: int) -> None:
+    def _follow(self, plan: Plan, current: StorageRecord) -> None:
         """Carries out what the prefetch order says; ``current`` is being handed out and sees to itself."""
-        for key in plan.drop:
-            if key != current:
-                self.drop(self._offloading.storage(key))
-        for key in plan.bring:
-            saved = self._offloading.storage(key)
-            if saved is None or saved.record.state is not AWAY or saved.reload is not None:
+        for record in plan.drop:
+            if record is not current:
+                self.drop(record())
+        for record in plan.bring:
+            saved: SavedStorage | None = record()
+            if saved is None or record.state is not AWAY or saved.reload is not None:
                 continue
             if saved.origin() is not None or (saved.returned is not None and saved.returned.storage() is not None):
                 continue
             try:
                 saved.reload = self._bring(saved, saved.stream, "prefetch")
-                saved.record.reload = saved.reload.transfer
+                record.reload = saved.reload.transfer
             except (torch.OutOfMemoryError, MemoryError):
                 return  # prefetch is a hint: what is needed now may still fit
 
@@ -235,11 +231,3 @@ class Reloading:
         layout, key = saved.target_layout, saved.record.key
         target, transfer = self._offloader.reload(saved.slot, layout, stream, what, key=key)
         return Reload(target, transfer, saved.coding is not None)
-
-    def _issue(self, view: SavedView, reload: Reload, stream: Stream) -> tuple[Tensor, int]:
-        """A tensor for autograd, and where in its storage the footprint begins."""
-        place, saved = reload.target, view.storage
-        if reload.is_packed:
-            place = unpacked(self._offloader, saved, reload.target, stream)
-        first_byte = int(place.storage_offset())
-        return view.over(place.untyped_storage(), first_byte), first_byte

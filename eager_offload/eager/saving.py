@@ -70,6 +70,7 @@ class SavedTensors:
         self._offloading = Offloading(offloader)
         self._policy = config.codec_policy
         self._rounds = self._policy.rounds  # each unpack asks
+        self._packs = self._rounds or self._policy.lossless
         self.plans = StepPlans(config.step_plans, self._policy, self._accounts, StepMeasures(offloader))
         budget, keep = config.device_budget, config.delay_bytes
         #: What bounds the device; ``None`` for nothing.
@@ -158,7 +159,7 @@ class SavedTensors:
     def storages(self) -> list[SavedStorage]:
         """Every saved storage with a living handle."""
         with self.offloader.lock:
-            return [saved for record in self._offloading.storages.values() if (saved := record()) is not None]
+            return self._offloading.storages()
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class SavedTensors:
                 if self.budget is not None and self.budget.note_call():
                     self.budget.look()
                 saved = self._save(tensor, queue, packed_at, forward, mark)
-                if not isinstance(saved, SavedView) or saved.shares:
+                if packed_at <= queue.final_after or not isinstance(saved, SavedView) or saved.shares:
                     return saved
                 is_full = self._start_due(queue, packed_at)
             if is_full:
@@ -246,7 +247,9 @@ class SavedTensors:
 
     def _start_due(self, queue: ResidentQueue, sequence: int | None) -> bool:
         """Starts what has to leave ``queue`` beside the newest bytes of forwards that follow a plan."""
-        beside = sum(run.waiting_bytes for run in self.plans.runs if run.queue is queue)
+        beside = 0
+        if self.plans.last is not None:
+            beside = sum([run.waiting_bytes for run in self.plans.runs if run.queue is queue])
         return self._offloading.start_due(queue, sequence, beside)
 
     def _start_as_room_comes(self, queue: ResidentQueue, sequence: int | None) -> None:
@@ -268,7 +271,7 @@ class SavedTensors:
         self.offloader.poll()
         area = footprint(tensor, storage.nbytes())
         name: Hashable = storage_key(storage)
-        if mark is not Mark.PREFER and self._stays_again(storage, forward):
+        if forward.kept and mark is not Mark.PREFER and self._stays_again(storage, forward):
             return KeepReason.ALIVE
         if not area.whole:
             whole = self._known(name, storage)
@@ -283,11 +286,12 @@ class SavedTensors:
                 return KeepReason.ALIVE
         if mark is Mark.KEEP:
             return KeepReason.MARKED  # not before: a mark that comes after the copy has started changes nothing
-        return self._save_anew(tensor, name, area, known, queue, packed_at, forward, mark)
+        return self._save_anew(tensor, storage, name, area, known, queue, packed_at, forward, mark)
 
     def _save_anew(
         self,
         tensor: Tensor,
+        storage: torch.UntypedStorage,
         name: Hashable,
         area: Footprint,
         known: SavedStorage | None,
@@ -297,33 +301,33 @@ class SavedTensors:
         mark: Mark | None,
     ) -> SavedView | KeepReason:
         """A storage that is not known, or not with the bytes that it has now; ``known`` is the same one, earlier."""
-        offloader, storage = self.offloader, tensor.untyped_storage()
-        number = len(forward.log.sizes)
+        offloader = self.offloader
+        number = len(forward.notes.sizes)
         first = known.first if known is not None and known.forward is forward else number
         stream = self._runtime.current_stream(self.device)
         decision = self._note(forward, area.nbytes, first, stream)
         if known is not None:
             known.saved_anew = True
             if known.record.queue is queue:  # on another stream
-                queue.saved_again(known.record.key, number)
-        if decision is Decision.ALIVE:
+                queue.saved_again(known.record, number)
+        if advice is Advice.ALIVE:
             if mark is not Mark.PREFER:
                 forward.kept[name] = Kept(weak_storage(storage), number)
                 return KeepReason.ALIVE
             forward.taken(number)
-        if not forward.is_known:
+        if (lesson := forward.lesson) is None:
             queue.await_nothing()
-        coding = self._coding(tensor, area, forward, number, first)
-        saved = SavedStorage(next(self._keys), name, tensor, area, coding, self, stream, forward, number)
+        coding = self._coding(tensor, area, forward, number, first) if self._packs or area.gathered else None
+        saved = SavedStorage(next(self._keys), name, tensor, storage, area, coding, self, stream, forward, number)
         record, saved.first = saved.record, first
         saved.times_saved = 1 if known is None else known.times_saved + 1
         autograd_bytes = area.nbytes if known is None else 0
         record.save(self._accounts.counters, tensor.nbytes, KeepReason.NEWEST, area.nbytes, autograd_bytes)
         record.queue = queue
-        self._offloading.storages[record.key] = self._names[name] = record
+        self._names[name] = record
         offloader.records.add(record)
         view = self._view(saved, tensor, forward, number)
-        last_save = forward.last_save(number)
+        last_save = None if lesson is None else lesson.last_saves.get(number)
         if last_save is not None and queue.awaiting_bytes + area.nbytes > offloader.max_inflight_bytes:
             last_save = None
         # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
@@ -333,7 +337,7 @@ class SavedTensors:
         elif decision is Decision.LEAVE and self.exposure is not None:
             weight = 0  # it pushes nothing out of what is to stay
         queue.push(
-            record.key,
+            record,
             area.nbytes,
             AT_THE_EXIT if saved.times_saved == _MOST_TIMES else packed_at,
             urgent=mark is Mark.PREFER or (decision is Decision.LEAVE and self._leaves_early),
@@ -348,14 +352,14 @@ class SavedTensors:
         kind = self._kind(tensor, forward, number)
         if kind is None or kind in self._exact_kinds:
             return coding_of(tensor, area, self._policy)
-        if not forward.is_known and forward.recorder is not None:
+        if forward.lesson is None and forward.recorder is not None:
             forward.recorder.is_early = True  # the next one of its kind knows the readers
         coding = coding_of(tensor, area, self._policy, forward.readers(number, first, kind), kind)
         return None if coding is None else self.seeded(coding)
 
     def _kind(self, tensor: Tensor, forward: Forward, number: int) -> Kind | None:
         """What is learnt of save ``number``, where anything may be rounded."""
-        kind = kind_of(tensor) if self._policy.rounds else None
+        kind = kind_of(tensor) if self._rounds else None
         if kind is not None:
             forward.log.kinds[number] = kind
         return kind
@@ -402,7 +406,7 @@ class SavedTensors:
         if self._runtime.current_stream(self.device) != saved.stream:
             return False
         if saved.record.queue is queue:
-            queue.postpone(saved.record.key, packed_at)
+            queue.postpone(saved.record, packed_at)
             return True
         return tensor.requires_grad
 
@@ -419,7 +423,7 @@ class SavedTensors:
         self._kind(tensor, forward, number)
         self._note(forward, saved.footprint.nbytes, owner, self._runtime.current_stream(self.device))
         if record.queue is not None and saved.forward is forward:
-            record.queue.saved_again(record.key, number)
+            record.queue.saved_again(record, number)
         return self._view(saved, tensor, forward, number)
 
     def _stays_again(self, storage: torch.UntypedStorage, forward: Forward) -> bool:
@@ -437,13 +441,15 @@ class SavedTensors:
 
     def _view(self, saved: SavedStorage, tensor: Tensor, forward: Forward, number: int) -> SavedView:
         position = next(self._keys)
-        nbytes = saved.moved if saved.rounds else saved.footprint.nbytes  # what may be refused comes back as it is
-        self.order.add(position, saved.record.key, nbytes, forward.sequence)
+        coding, nbytes = saved.coding, saved.footprint.nbytes
+        if coding is not None and coding.rounds:  # what may be refused comes back as it is
+            nbytes = coding.nbytes
+        self.order.add(position, saved.record, nbytes, forward.sequence)
         view = SavedView(saved, tensor, position, forward, number)
         record = ViewRecord(view, self.offloader.finalized.append)
         record.position, record.saves = position, self._weak
         self.offloader.records.add(record)
-        forward.has_handle(number, position)
+        forward.positions[number] = position
         if saved.record.state is AWAY or saved.packed is not None:
             view.forget_bytes()
         else:
@@ -523,19 +529,16 @@ class SavedTensors:
         if not self.offloader.is_crashed:
             self._reloading.on_arrival(saved, transfer)
 
-    def forget_view(self, record: ViewRecord) -> None:
-        """A view has died."""
-        key = self.order.remove(record.position)
-        if key is not None:
-            self._reloading.drop(self._offloading.storage(key))
+    def drop(self, record: StorageRecord) -> None:
+        """No use of a storage is expected soon any more."""
+        self._reloading.drop(record())
 
     def forget_storage(self, record: StorageRecord) -> None:
         """The last view of a storage has died."""
-        self._offloading.storages.pop(record.key, None)
         if self._names.get(record.name) is record:
             del self._names[record.name]
         if record.queue is not None:
-            nbytes = record.queue.discard(record.key)
+            nbytes = record.queue.discard(record)
             if record.state is WAITING:
                 self.offloader.resident_bytes -= nbytes
         if record.leaving is not None and self.offloader.cancel(record.leaving):
@@ -658,13 +661,13 @@ class SavedTensors:
         number = len(forward.log.sizes)
         forward.save(nbytes, None if view.number == followed.number else saved.first, 0.0, 0)
         position = next(self._keys)
-        self.order.add(position, saved.record.key, nbytes, forward.sequence)
-        if is_promised or self.order.holds(saved.record.key):
+        self.order.add(position, saved.record, nbytes, forward.sequence)
+        if is_promised or self.order.holds(saved.record):
             self.order.promise(position)
         record = ViewRecord(view, self.offloader.finalized.append)
         record.position, record.saves = position, self._weak
         self.offloader.records.add(record)
-        forward.has_handle(number, position)
+        forward.positions[number] = position
         view.storage, view.number, view.position, view.run = saved, number, position, None
 
     def _adopt_storage(self, followed: FollowedStorage, run: Run) -> SavedStorage:
@@ -673,9 +676,9 @@ class SavedTensors:
         name: Hashable = next(self._keys) if origin is None else storage_key(origin)
         saved = followed.as_unknown(next(self._keys), name, run.forward)
         record, queue = saved.record, run.queue
-        self._offloading.storages[record.key] = self._names[name] = record
+        self._names[name] = record
         self.offloader.records.add(record)
         if record.state is WAITING:
-            queue.push(record.key, saved.footprint.nbytes, followed.packed_at)
+            queue.push(record, saved.footprint.nbytes, followed.packed_at)
             record.queue = queue
         return saved

@@ -14,9 +14,10 @@ import abc
 import enum
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -27,7 +28,18 @@ from eager_offload.runtime.captures import Capture, CaptureMode, MemoryPool
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
 
-__all__ = ["ALIGNMENT", "DeviceMemory", "Direction", "Event", "Hop", "Layout", "Pollable", "Runtime", "Stream"]
+__all__ = [
+    "ALIGNMENT",
+    "DeviceMemory",
+    "Direction",
+    "Event",
+    "Hop",
+    "Layout",
+    "Pollable",
+    "Runtime",
+    "Stream",
+    "layout_of",
+]
 
 #: Streams and events are opaque and named by identity; each runtime has its own types.
 Stream: TypeAlias = Hashable
@@ -52,6 +64,10 @@ class Layout:
     nbytes: int
     #: The address of the first byte, modulo ``ALIGNMENT``.
     alignment_offset: int = 0
+
+
+#: Steps ask for the same ones again, and what is frozen takes three times as long to make.
+layout_of: Callable[..., Layout] = lru_cache(maxsize=1024)(Layout)
 
 
 class Hop(NamedTuple):

@@ -56,9 +56,9 @@ class Arena:
     Slots that die are taken up at the next call of any method; ``poll()`` is the call that does nothing else.
 
     [Note: ready]
-    Leases come and go with every reload, in the sizes of the step before. So one that has died, of a slab that it
-    shared, is *ready*: it goes on being counted, and serves the next lease of its size as it is. All other methods
-    take up what is ready, and so does a lease for which there would have to be new memory otherwise.
+    Slots and leases come and go with every step, in the sizes of the step before. So one that has died, of a slab that
+    it shared, is *ready*: it goes on being counted, and serves the next one of its size and quota as it is. All other
+    methods take up what is ready, and so does a request that nothing ready serves.
 
     [Note: rest]
     After a graph is gone there may be no further call, so an arena of leases can be told to ``rest()``: it gives back
@@ -113,9 +113,9 @@ class Arena:
         self.returned: deque[FinalizerRecord[Slot]] = deque()
         #: Of what is alive; see [Note: finalizers] in ``finalizers.py``.
         self._records: set[FinalizerRecord[Slot]] = set()
-        #: Where leases in shared slabs end up, and by size those that are ready, with their bytes.
+        #: Where what was in shared slabs ends up, and by quota and size what of that is ready, with its bytes.
         self._ended: deque[FinalizerRecord[Slot]] = deque()
-        self._ready: dict[int, list[FinalizerRecord[Slot]]] = {}
+        self._ready: dict[tuple[Quota | None, int], list[FinalizerRecord[Slot]]] = {}
         self._ready_bytes = 0
         self._new_slabs()
         #: Bytes of all slabs; of what is alive, as it was asked for; by which slabs of one slot are larger than that.
@@ -165,13 +165,18 @@ class Arena:
         if lock._is_owned():
             raise reentered()
         with lock:
+            former: Any = self._ready_for(nbytes, quota)
+            if former is not None:
+                slot = HostSlot(former.slab, former.extent, nbytes, former.fences, self._ended)
+                self._succeed(former, slot.record)
+                return slot
             try:
                 slab, extent = self._cut(nbytes, limit, quota)
             except (MemoryError, RuntimeError) as error:
                 if quota is not None:
                     quota.refusal = _why(error)
                 return None
-            slot = HostSlot(slab, extent, nbytes, self.returned)
+            slot = HostSlot(slab, extent, nbytes, extent.fences, self.returned if slab.kind == "whole" else self._ended)
             record: Any = slot.record  # here and below, `Any` in place of a `cast`, which would be a call
             self._register(record, slab, extent, quota)
             return slot
@@ -193,7 +198,7 @@ class Arena:
             if self._rests:
                 self._wakes()
                 self._rests = False
-            former: Any = self._ready_for(nbytes)
+            former: Any = self._ready_for(nbytes, None)
             slab, extent = self._cut(nbytes, None, None) if former is None else (former.slab, former.extent)
             assert not extent.fences, "memory that streams copy to and memory for leases come from different arenas"
             start = extent.start - slab.start
@@ -204,10 +209,7 @@ class Arena:
             if former is None:
                 self._register(record, slab, extent, None)
             else:
-                record.slab, record.extent, record.quota = slab, extent, None
-                self._records.add(record)
-                self._records.discard(former)
-                self._is_changing = False
+                self._succeed(former, record)
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def poll(self) -> None:
@@ -269,7 +271,7 @@ class Arena:
         Raises:
             MemoryError, RuntimeError: there is none.
         """
-        if self.returned or self._is_changing:
+        if self.returned or self._is_changing or (self._ready and quota is not None):  # which counts what is ready
             self._poll()
         alone = self._sizes.alone(nbytes)
         slabs = self._slabs["whole" if alone else "page" if nbytes >= PAGE else "line"]
@@ -296,8 +298,8 @@ class Arena:
             assert extent is not None
         return slabs.slab_at(extent.start), extent
 
-    def _ready_for(self, nbytes: int) -> FinalizerRecord[Slot] | None:
-        """A ready lease of ``nbytes`` bytes, for another one; the change goes on until that is registered."""
+    def _ready_for(self, nbytes: int, quota: Quota | None) -> FinalizerRecord[Slot] | None:
+        """What is ready of ``nbytes`` bytes, for another one; the change goes on until that succeeds it."""
         if self._is_changing or self._ready_bytes > self._idle_bytes or self.is_closed:
             self._poll()
         self._is_changing, ended = True, self._ended
@@ -306,13 +308,21 @@ class Arena:
             if record.slab.is_left:
                 self.returned.append(record)
             elif record in self._records:  # else it was taken up meanwhile
-                self._ready.setdefault(record.nbytes, []).append(record)
+                self._ready.setdefault((record.quota, record.nbytes), []).append(record)
                 self._ready_bytes += record.nbytes
-        if same := self._ready.get(nbytes):
+        if same := self._ready.get((quota, nbytes)):
             self._ready_bytes -= nbytes
+            self.served_bytes += nbytes
             return same.pop()
         self._is_changing = False
         return None
+
+    def _succeed(self, former: HostSlotRecord, record: Any) -> None:
+        """What ``record`` watches has the bytes of ``former`` from now on, which was ready."""
+        record.slab, record.extent, record.quota = former.slab, former.extent, former.quota
+        self._records.add(record)
+        self._records.discard(former)
+        self._is_changing = False
 
     def _fitting(self, size: int, nbytes: int) -> int | None:
         """The size of the idle slab that serves a request which gets one of its own; ``None`` for a new one."""
@@ -433,8 +443,9 @@ class Arena:
 
     def _recover(self) -> None:
         """See [Note: interrupted changes]."""
-        records = [cast(HostSlotRecord, record) for record in self._records]
-        records = [one for one in records if one() is not None or one.fences]  # what was ready is free
+        found = sorted([cast(HostSlotRecord, one) for one in self._records], key=lambda one: one() is not None)
+        records = [*{(one.slab, one.extent.start): one for one in found if one() is not None or one.fences}.values()]
+        self.returned.extend([one for one in records if one() is None])  # what was ready and no stream uses is free
         self._records, self._ready, self._ready_bytes = set(records), {}, 0
         slabs = {record.slab for record in records}
         for kind, all_of_kind in self._slabs.items():

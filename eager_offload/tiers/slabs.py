@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from eager_offload.tiers.base import Region, Shortage, Slot, SlotRecord
+from eager_offload.tiers.base import Fence, Region, Shortage, Slot, SlotRecord
 from eager_offload.tiers.extents import Extent, Extents
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.memory import PAGE, move, move_if_there, round_up, view_of
@@ -224,8 +224,10 @@ class HostSlot(Slot):
     writes_storages = True
     __slots__ = ("_slab", "_start")
 
-    def __init__(self, slab: Slab, extent: Extent, nbytes: int, returned: deque[FinalizerRecord[Slot]]) -> None:
-        super().__init__(nbytes, extent.fences, HostSlotRecord(self, returned.append))
+    def __init__(
+        self, slab: Slab, extent: Extent, nbytes: int, fences: tuple[Fence, ...], ended: deque[FinalizerRecord[Slot]]
+    ) -> None:
+        super().__init__(nbytes, fences, HostSlotRecord(self, ended.append))
         self._slab = slab
         #: Within the slab; bytes.
         self._start = extent.start - slab.start

@@ -278,7 +278,7 @@ def tracked(saves: SavedTensors) -> Tracked:
     """What is known of at this moment."""
     with saves.offloader.lock:
         saves.offloader.poll()
-        storages, order = saves._offloading.storages, saves.order
+        storages, order = saves.storages(), saves.order
         return Tracked(len(storages), len(saves._names), len(order), order.promised_bytes + order.followed_bytes)
 
 

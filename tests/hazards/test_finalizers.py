@@ -58,8 +58,7 @@ def test_h39_no_python_runs_when_a_graph_goes(way: str, backend: Backend, tmp_pa
         offload.stats(synchronize=True)
     if way == "back":
         graphs[0].sum().backward(retain_graph=True)
-    storages = saves_of(offload)._offloading.storages
-    alive = [record for record in storages.values() if record() is not None]
+    alive = [saved.record for saved in saves_of(offload).storages()]
     assert entered_in(graphs.clear) == []
     assert alive
     assert all(record() is None for record in alive)

@@ -19,6 +19,7 @@ from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.stats import Accounts
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Slot, Tier
+from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, offloader_of, saves_of, tracked
 
@@ -30,7 +31,7 @@ def test_h09_a_storage_that_dies_as_its_turn_to_leave_comes_is_not_counted_on() 
     tiers = [HostTier(Arena(runtime.host_buffer), 1 << 20)]
     offloader = DeviceOffloader(CPU, runtime, tiers, Accounts(), max_inflight_bytes=1 << 20)
     queue = ResidentQueue(0)
-    queue.push(1, 4096, 0)  # another thread drops the last handle before the copy starts
+    queue.push(FinalizerRecord(torch.empty(0)), 4096, 0)  # another thread drops the last handle before the copy starts
     offloader.hold(4096)
     Offloading(offloader).start_due(queue, None)
     assert queue.nbytes == 0
@@ -155,7 +156,7 @@ def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
     if where == "looking ahead":
         monkeypatch.setattr(reloading.order, "unpacked", interrupted)
     else:
-        monkeypatch.setattr(reloading, "_issue", interrupted)
+        monkeypatch.setattr(reloading, "_hand_over", interrupted)
     with runtime.stream(runtime.new_stream()), pytest.raises(KeyboardInterrupt):
         y.sum().backward()
     monkeypatch.undo()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eager_offload.tiers.arena import Arena, anonymous_slab
+from eager_offload.tiers.arena import Arena, Quota, anonymous_slab
 from eager_offload.tiers.base import Fence
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
@@ -205,6 +205,30 @@ def test_h25_a_thousand_steps_leave_nothing_behind() -> None:
     assert len(system.sizes) <= 4
 
 
+def test_a_slot_that_has_died_serves_the_next_of_its_size_and_quota_and_is_in_use_for_as_long() -> None:
+    arena, own, other, verdicts = Arena(slab_bytes=MIB), *(Quota(MIB, pooled=False) for _ in range(2)), Verdicts()
+    arena.join(own)
+    arena.join(other)
+    slots = [arena.allocate(8192, quota=own) for _ in range(3)]
+    regions = [slot.region for slot in slots if slot is not None]
+    for number, slot in enumerate(slots):
+        assert slot is not None
+        slot.fences = (verdicts.fence(number),)
+    del slot
+    slots.clear()
+    heir = arena.allocate(8192, quota=own)
+    assert heir is not None
+    assert heir.fences == (verdicts.fence(regions.index(heir.region)),)
+    verdicts.over.update(range(3))
+    of_another = arena.allocate(8192, quota=other)
+    assert of_another is not None
+    assert of_another.region in set(regions) - {heir.region}
+    assert of_another.fences == ()
+    assert own.used_bytes == other.used_bytes == 8192
+    assert arena.used_bytes == 2 * 8192
+    assert arena.allocate(MIB - 8192, quota=own) is not None, "what is ready is not counted against a budget"
+
+
 def test_a_call_in_the_midst_of_a_change_changes_nothing() -> None:
     found: list[tuple[int, int]] = []
 
@@ -223,7 +247,7 @@ def test_a_call_in_the_midst_of_a_change_changes_nothing() -> None:
     slot.write(noise(8192))
     del slot
     found.clear()
-    heir = arena.allocate(8192)
+    heir = arena.allocate(8192, quota=Quota(MIB, pooled=False))  # for which nothing of others is ready
     assert heir is not None
     assert found == [(0, MIB)]
     assert (arena.used_bytes, arena.held_bytes) == (8192, MIB)

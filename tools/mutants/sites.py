@@ -44,7 +44,6 @@ _RELEASES = {
     "forget",
     "forget_bytes",
     "forget_storage",
-    "forget_view",
     "keep_until",
     "release",
     "release_source",
