@@ -203,8 +203,8 @@ def _spread(storages: Sequence[tuple[int, int]], keep: int, newest: int) -> set[
     return found
 
 
-def _advice(notes: Notes, link: Link | None, room: int) -> list[Advice]:
-    fits = sum([notes.sizes[number] for number in _taken_saves(notes)]) <= room
+def _decisions(log: SaveLog, link: Link | None, room: int) -> list[Decision]:
+    fits = sum([log.sizes[number] for number in _taken_saves(log)]) <= room
     first_asked: dict[int, float] = {}
     for number, seconds in log.asked_at.items():
         first_asked.setdefault(log.owners[number], seconds)
@@ -320,23 +320,23 @@ class Forward:
     __slots__ = (
         "__weakref__",
         "_expected",
+        "_fitting",
         "_in_order",
-        "_learned",
         "_rank",
-        "_school",
+        "_remembered",
         "is_over",
         "kept",
-        "lesson",
-        "notes",
+        "learned",
+        "log",
         "positions",
         "recorder",
         "sequence",
     )
 
-    def __init__(self, sequence: int, learned: LearnedForwards) -> None:
+    def __init__(self, sequence: int, remembered: LearnedForwards) -> None:
         #: Names it in the prefetch order.
         self.sequence = sequence
-        self.notes = Notes()
+        self.log = SaveLog()
         #: What the prefetch order calls each save that has a handle.
         self.positions: dict[int, int] = {}
         #: Whether whatever is saved now belongs to another forward: all that has a handle was asked for. So it is where
@@ -346,15 +346,15 @@ class Forward:
         self.kept: dict[Hashable, Kept] = {}
         #: Writes down what becomes of its saves, where that may be followed.
         self.recorder: StepRecorder | None = None
-        #: The lesson that it follows.
-        self.lesson: Lesson | None = None
-        self._school = lessons
-        self._lessons: list[Lesson] = []  # those that it may still turn out to fit, with that in front
+        #: The learnt one that it follows.
+        self.learned: LearnedForward | None = None
+        self._remembered = remembered
+        self._fitting: list[LearnedForward] = []  # those that it may still turn out to fit, with that in front
         self._expected: Iterator[tuple[int, int]] = iter(())  # the size and the owner of each save to come, as it says
         self._rank = 0
         self._in_order: LearnedForward | None = None  # the one in whose order backward goes
 
-    def save(self, nbytes: int, owner: int | None, seconds: float, ahead: int) -> Advice:
+    def save(self, nbytes: int, owner: int | None, seconds: float, ahead: int) -> Decision:
         """The next save; what to do with it, if it takes its storage.
 
         Args:
@@ -368,30 +368,30 @@ class Forward:
         number = len(log.sizes)
         owner = number if owner is None else owner
         if number == 0:
-            self._follow_one_of(self._school.all(), number, nbytes, owner)
-        elif self.lesson is not None and next(self._expected, None) != (nbytes, owner):
-            self._follow_one_of(self._lessons, number, nbytes, owner)
-        notes.sizes.append(nbytes)
-        notes.owners.append(owner)
-        notes.packed_at.append(seconds)
-        notes.ahead.append(ahead)
+            self._follow_one_of(self._remembered.all(), number, nbytes, owner)
+        elif self.learned is not None and next(self._expected, None) != (nbytes, owner):
+            self._follow_one_of(self._fitting, number, nbytes, owner)
+        log.sizes.append(nbytes)
+        log.owners.append(owner)
+        log.packed_at.append(seconds)
+        log.ahead.append(ahead)
         self.is_over = number + 1 >= _MOST_SAVES
-        lesson = self.lesson
-        if lesson is None or owner != number:
-            return Advice.UNKNOWN
-        if lesson.advice[number] is Advice.ALIVE:
-            skipped = lesson.alive[number] + 1
+        learned = self.learned
+        if learned is None or owner != number:
+            return Decision.UNKNOWN
+        if learned.decisions[number] is Decision.ALIVE:
+            skipped = learned.alive[number] + 1
             if skipped == _LOOK_AGAIN or (self.recorder is not None and self.recorder.looks_again):
                 return Decision.UNKNOWN
             log.alive[number] = skipped
         return learned.decisions[number]
 
-    def _follow_one_of(self, lessons: Sequence[Lesson], number: int, nbytes: int, owner: int) -> None:
-        """Follows the first of ``lessons`` that has a save like this one, from the next save on."""
-        self._lessons = [lesson for lesson in lessons if lesson.fits(number, nbytes, owner)]
-        self.lesson = lesson = self._lessons[0] if self._lessons else None
-        if lesson is not None:
-            self._expected = islice(zip(lesson.sizes, lesson.owners, strict=True), number + 1, None)
+    def _follow_one_of(self, remembered: Sequence[LearnedForward], number: int, nbytes: int, owner: int) -> None:
+        """Follows the first of ``remembered`` that has a save like this one, from the next save on."""
+        self._fitting = [learned for learned in remembered if learned.fits(number, nbytes, owner)]
+        self.learned = learned = self._fitting[0] if self._fitting else None
+        if learned is not None:
+            self._expected = islice(zip(learned.sizes, learned.owners, strict=True), number + 1, None)
 
     def readers(self, number: int, first: int, kind: Kind) -> frozenset[str]:
         """Readers of the storage that save ``number``, of this ``kind``, takes, as far as is known; none: it is not.
@@ -399,9 +399,9 @@ class Forward:
         Args:
             first: the first save of that storage.
         """
-        nbytes = self.notes.sizes[number]
-        self._lessons = [lesson for lesson in self._lessons if lesson.fits(number, nbytes, first)]  # that in front does
-        found = [lesson.readers_of(first, number, kind) for lesson in self._lessons]
+        nbytes = self.log.sizes[number]
+        self._fitting = [learned for learned in self._fitting if learned.fits(number, nbytes, first)]
+        found = [learned.readers_of(first, number, kind) for learned in self._fitting]
         return frozenset().union(*found) if all(found) else frozenset()
 
     def expects(self, owner: int, kind: Kind | None) -> bool:
@@ -418,9 +418,9 @@ class Forward:
         log = self.log
         if number in log.asked_at:
             return None  # a second backward
-        first = not notes.asked_at
-        notes.asked_at[number] = seconds
-        self.is_over = self.is_over or len(notes.asked_at) >= len(self.positions)
+        first = not log.asked_at
+        log.asked_at[number] = seconds
+        self.is_over = self.is_over or len(log.asked_at) >= len(self.positions)
         if first:  # more may be saved later, so what is followed now is noted apart from what still fits
             log.before_backward = len(log.sizes)
             fitting = [learned for learned in self._fitting if len(learned.sizes) == len(log.sizes)]
@@ -428,7 +428,7 @@ class Forward:
         learned = self._in_order
         if learned is None or number >= len(learned.sizes) or learned.owners[number] in learned.alive:
             return None
-        order, rank, positions = lesson.order, self._rank, self.positions
+        order, rank, positions = learned.order, self._rank, self.positions
         self._rank += 1
         if rank < len(order) and order[rank] == number:
             return [positions[number] for number in order if number in positions] if rank == 0 else None

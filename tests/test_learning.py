@@ -39,11 +39,11 @@ class Learner:
     ) -> list[Decision]:
         """Saves at the seconds 0, 1, 2, ..., asks from second ``at`` on; what was decided for each save."""
         forward = self.forward()
-        advice = [forward.save(size, None, float(second), 0) for second, size in enumerate(sizes)]
-        for number, given_advice in enumerate(advice):
-            if given_advice is not Advice.ALIVE:
+        decisions = [forward.save(size, None, float(second), 0) for second, size in enumerate(sizes)]
+        for number, decision in enumerate(decisions):
+            if decision is not Decision.ALIVE:
                 forward.positions[number] = 1000 + number
-        for second, number in enumerate(number for number in asked if advice[number] is not Advice.ALIVE):
+        for second, number in enumerate(number for number in asked if decisions[number] is not Decision.ALIVE):
             if number in alive:
                 forward.was_alive(number)
             forward.asked(number, at + second)

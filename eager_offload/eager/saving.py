@@ -302,7 +302,7 @@ class SavedTensors:
     ) -> SavedView | KeepReason:
         """A storage that is not known, or not with the bytes that it has now; ``known`` is the same one, earlier."""
         offloader = self.offloader
-        number = len(forward.notes.sizes)
+        number = len(forward.log.sizes)
         first = known.first if known is not None and known.forward is forward else number
         stream = self._runtime.current_stream(self.device)
         decision = self._note(forward, area.nbytes, first, stream)
@@ -310,12 +310,12 @@ class SavedTensors:
             known.saved_anew = True
             if known.record.queue is queue:  # on another stream
                 queue.saved_again(known.record, number)
-        if advice is Advice.ALIVE:
+        if decision is Decision.ALIVE:
             if mark is not Mark.PREFER:
                 forward.kept[name] = Kept(weak_storage(storage), number)
                 return KeepReason.ALIVE
             forward.taken(number)
-        if (lesson := forward.lesson) is None:
+        if (learned := forward.learned) is None:
             queue.await_nothing()
         coding = self._coding(tensor, area, forward, number, first) if self._packs or area.gathered else None
         saved = SavedStorage(next(self._keys), name, tensor, storage, area, coding, self, stream, forward, number)
@@ -327,7 +327,7 @@ class SavedTensors:
         self._names[name] = record
         offloader.records.add(record)
         view = self._view(saved, tensor, forward, number)
-        last_save = None if lesson is None else lesson.last_saves.get(number)
+        last_save = None if learned is None else learned.last_saves.get(number)
         if last_save is not None and queue.awaiting_bytes + area.nbytes > offloader.max_inflight_bytes:
             last_save = None
         # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
@@ -352,7 +352,7 @@ class SavedTensors:
         kind = self._kind(tensor, forward, number)
         if kind is None or kind in self._exact_kinds:
             return coding_of(tensor, area, self._policy)
-        if forward.lesson is None and forward.recorder is not None:
+        if forward.learned is None and forward.recorder is not None:
             forward.recorder.is_early = True  # the next one of its kind knows the readers
         coding = coding_of(tensor, area, self._policy, forward.readers(number, first, kind), kind)
         return None if coding is None else self.seeded(coding)
