@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from eager_offload import marks
 from eager_offload._torch import version_of
-from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import SavedStorage, StorageRecord
-from eager_offload.eager.packing import let_go, packed
+from eager_offload.eager.packing import Packed, let_go, packed
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import Transfer
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
 from eager_offload.stats import KeepReason
-from eager_offload.tiers.base import Slot
+from eager_offload.tiers.base import MustGrow, Slot
 
-__all__ = ["Offloading"]
+__all__ = ["Found", "Lack", "Offloading"]
+
+
+class Lack(NamedTuple):
+    """What a storage that has to leave waits for."""
+
+    #: Of a slot for which a tier has to take memory from the system; 0 where the window is full.
+    nbytes: int
+
+
+class Found(NamedTuple):
+    """What came of a search for a slot of ``nbytes`` bytes."""
+
+    nbytes: int
+    slot: Slot | None
 
 
 class Offloading:
@@ -32,31 +47,59 @@ class Offloading:
         record = self.storages.get(key)
         return None if record is None else record()
 
-    def start_due(self, queue: ResidentQueue, sequence: int | None, beside: int = 0) -> bool:
+    def start_due(
+        self, queue: ResidentQueue, sequence: int | None, beside: int = 0, found: Found | None = None
+    ) -> Lack | None:
         """Starts what has to leave ``queue`` now; see ``ResidentQueue.due``.
 
+        Args:
+            found: what the first of them lacked.
+
         Returns:
-            Whether the window is full, so that the rest can only start when there is room.
+            What the rest waits for, if anything: the caller waits without the lock, and asks again.
         """
         offloader = self.offloader
         while (key := queue.due(sequence, beside)) is not None:
             saved = self.storage(key)
-            if saved is not None:
-                if saved.coding is not None and saved.coding.looks:
-                    with offloader.runtime.enter(saved.stream):
-                        saved.look(saved.coding)
-                if not offloader.has_room(saved.moved):
-                    offloader.poll()
-                    if not offloader.has_room(saved.moved):
-                        return True
-            nbytes = queue.discard(key)
             if saved is None:  # it died a moment ago
-                offloader.resident_bytes -= nbytes
+                offloader.resident_bytes -= queue.discard(key)
                 continue
+            if saved.coding is not None and saved.coding.looks:
+                with offloader.runtime.enter(saved.stream):
+                    saved.look(saved.coding)
+            nbytes = saved.moved
+            if not offloader.has_room(nbytes):
+                offloader.poll()
+                if not offloader.has_room(nbytes):
+                    return Lack(0)
+            reason, slot, packing = self._reason_to_stay(saved), None, None
+            if reason is None:
+                if found is not None and found.nbytes == nbytes:
+                    slot, found = found.slot, None
+                else:
+                    try:
+                        slot = offloader.reserve(nbytes, grows=False)
+                    except MustGrow:
+                        return Lack(nbytes)
+                reason = KeepReason.BUDGET if slot is None else None
+            if slot is not None and saved.coding is not None:
+                packing = packed(offloader, saved, saved.coding)
+                if packing is None:
+                    reason = KeepReason.FAILED
+                elif packing.is_refused:
+                    offloader.accounts.counters.refuse(saved.coding.codec.name)
+                    saved.coding = None
+                    continue
+            queue.discard(key)
             saved.record.queue = None
             saved.started = queue, sequence, version_of(saved.aliases[0])
-            self._start(saved)
-        return False
+            if slot is None or reason is not None:
+                self.stay(saved, reason or KeepReason.BUDGET)
+            elif packing is None:
+                self._start_as_it_is(saved, slot)
+            else:
+                self._start_packed(saved, slot, packing)
+        return None
 
     def stay(self, saved: SavedStorage, reason: KeepReason) -> None:
         """A storage that has not started to leave stays, and with it every save that shares it."""
@@ -72,51 +115,30 @@ class Offloading:
         if (observer := self.offloader.accounts.observer) is not None:
             observer.stays(saved.record.key)
 
-    def _start(self, saved: SavedStorage) -> None:
-        """Starts the copy of a storage, or finds that it stays."""
+    def _reason_to_stay(self, saved: SavedStorage) -> KeepReason | None:
+        """Why a storage whose turn it is stays after all."""
         area, storage = saved.footprint, saved.aliases[0].untyped_storage()
         if storage.nbytes() < area.start + area.nbytes:
-            self.stay(saved, KeepReason.LAYOUT)  # resized since it was saved
-            return
+            return KeepReason.LAYOUT  # resized since it was saved
         if marks.any_marks():
             if marks.mark_of(storage) is Mark.KEEP:
-                self.stay(saved, KeepReason.MARKED)
-                return
+                return KeepReason.MARKED
             marks.clear_mark(storage)
-        if saved.coding is None:
-            self._start_as_it_is(saved)
-        else:
-            self._start_packed(saved, saved.coding)
+        return None
 
-    def _start_as_it_is(self, saved: SavedStorage) -> None:
-        slot = self.offloader.reserve(saved.footprint.nbytes)
-        if slot is None:
-            self.stay(saved, KeepReason.BUDGET)
-            return
+    def _start_as_it_is(self, saved: SavedStorage, slot: Slot) -> None:
         storage, counters = saved.aliases[0].untyped_storage(), self.offloader.accounts.counters
         transfer = Transfer(slot, saved.footprint.nbytes, counters, saved.record, storage)
         self._leave(saved, saved.source_bytes(), slot, transfer)
 
-    def _start_packed(self, saved: SavedStorage, coding: Coding) -> None:
-        offloader = self.offloader
-        slot = offloader.reserve(coding.nbytes)
-        if slot is None:
-            self.stay(saved, KeepReason.BUDGET)
-            return
-        found = packed(offloader, saved, coding)
-        if found is None:
-            self.stay(saved, KeepReason.FAILED)
-            return
-        if found.is_refused:
-            offloader.accounts.counters.refuse(coding.codec.name)
-            saved.coding = slot = found = None
-            self._start_as_it_is(saved)
-            return
+    def _start_packed(self, saved: SavedStorage, slot: Slot, packing: Packed) -> None:
+        offloader, coding = self.offloader, saved.coding
+        assert coding is not None
         transfer = Transfer(slot, saved.footprint.nbytes, offloader.accounts.counters, saved.record)
-        transfer.codec, transfer.holds = coding.codec.name, found.holds
-        self._leave(saved, found.packed, slot, transfer, keepalive=saved.aliases[0].untyped_storage())
-        if found.holds is None:
-            let_go(offloader, saved, transfer, found.packed)
+        transfer.codec, transfer.holds = coding.codec.name, packing.holds
+        self._leave(saved, packing.packed, slot, transfer, keepalive=saved.aliases[0].untyped_storage())
+        if packing.holds is None:
+            let_go(offloader, saved, transfer, packing.packed)
 
     def _leave(
         self, saved: SavedStorage, source: Tensor, slot: Slot, transfer: Transfer, *, keepalive: object = None

@@ -27,7 +27,7 @@ from eager_offload.eager.followed import FollowedStorage
 from eager_offload.eager.following import Run
 from eager_offload.eager.handles import KeptTensor, SavedStorage, SavedView, StorageRecord, ViewRecord
 from eager_offload.eager.measuring import StepMeasures
-from eager_offload.eager.offloading import Offloading
+from eager_offload.eager.offloading import Found, Lack, Offloading
 from eager_offload.eager.ownership import own_until_taken
 from eager_offload.eager.plans import KnownPlan, Recording, StepPlans, Turn
 from eager_offload.eager.reloading import Reloading
@@ -186,9 +186,9 @@ class SavedTensors:
                 saved = self._save(tensor, queue, packed_at, forward, mark)
                 if not isinstance(saved, SavedView) or saved.shares:
                     return saved
-                is_full = self._start_due(queue, packed_at)
-            if is_full:
-                self._start_as_room_comes(queue, packed_at)
+                lack = self._start_due(queue, packed_at)
+            if lack is not None:
+                self._start_as_room_comes(queue, packed_at, lack)
         except OffloadError:
             raise
         except BaseException:
@@ -238,23 +238,34 @@ class SavedTensors:
         with offloader.crashing():
             with offloader.lock:
                 offloader.poll()
-                is_full = self._start_due(queue, None)
+                lack = self._start_due(queue, None)
                 if self.budget is not None:
                     self.budget.look(self.kept_newest())
-            if is_full and waits:
-                self._start_as_room_comes(queue, None)
+            if lack is not None:
+                self._start_as_room_comes(queue, None, lack, waits=waits)
 
-    def _start_due(self, queue: ResidentQueue, sequence: int | None) -> bool:
+    def _start_due(self, queue: ResidentQueue, sequence: int | None, found: Found | None = None) -> Lack | None:
         """Starts what has to leave ``queue`` beside the newest bytes of forwards that follow a plan."""
         beside = sum(run.waiting_bytes for run in self.plans.runs if run.queue is queue)
-        return self._offloading.start_due(queue, sequence, beside)
+        return self._offloading.start_due(queue, sequence, beside, found)
 
-    def _start_as_room_comes(self, queue: ResidentQueue, sequence: int | None) -> None:
-        """Starts the rest of what has to leave ``queue``; the lock is not held, and other threads may take the room."""
-        is_full = True
-        while is_full and self.offloader.wait_for_room():
-            with self.offloader.lock:
-                is_full = self._start_due(queue, sequence)
+    def _start_as_room_comes(
+        self, queue: ResidentQueue, sequence: int | None, lack: Lack | None, *, waits: bool = True
+    ) -> None:
+        """Starts the rest of what has to leave ``queue``; the lock is not held, and other threads may take the room.
+
+        Args:
+            waits: for room in the window.
+        """
+        offloader = self.offloader
+        while lack is not None:
+            found = None
+            if lack.nbytes:
+                found = Found(lack.nbytes, offloader.reserve(lack.nbytes))
+            elif not (waits and offloader.wait_for_room()):
+                return
+            with offloader.lock:
+                lack = self._start_due(queue, sequence, found)
 
     def _save(
         self, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward, mark: Mark | None
@@ -582,31 +593,33 @@ class SavedTensors:
         offloader, plans = self.offloader, self.plans
         if offloader.is_crashed or offloader.is_capturing() or self._accounts.observer is not None:
             return None
-        with offloader.lock, offloader.crashing():
-            offloader.poll()
-            known = plans.fitting(tensor, before)
-            if known is None:
-                if not plans.records(self._lessons.most_alike()):
+        with offloader.crashing():
+            with offloader.lock:
+                offloader.poll()
+                known = plans.fitting(tensor, before)
+                if known is None:
+                    if not plans.records(self._lessons.most_alike()):
+                        return None
+                    plans.release_sets()
+                    return Recording()
+                if not plans.has_room(known, queue):
+                    known.release_idle()
                     return None
-                plans.release_sets()
-                return Recording()
-            if not plans.has_room(known, queue):
-                known.release_idle()
-                return None
-            if not plans.begin(known):
-                return Recording(known)
+                if not plans.begin(known):
+                    return Recording(known)
             slots = self._slots(known)
-            if slots is None:
-                plans.has_no_slots()
-                return None
-            run = Run(known, [*slots], self, keep, queue, sequence)
-            plans.follow(run, known)
-            if self.exposure is not None:
-                self.exposure.note_forward()
-            return run
+            with offloader.lock:
+                if slots is None:
+                    plans.has_no_slots()
+                    return None
+                run = Run(known, [*slots], self, keep, queue, sequence)
+                plans.follow(run, known)
+                if self.exposure is not None:
+                    self.exposure.note_forward()
+                return run
 
     def _slots(self, known: KnownPlan) -> list[Slot] | None:
-        """Room for all that a plan offloads; ``None`` where no tier has it."""
+        """Room for all that a plan offloads; ``None`` where no tier has it. The lock is not held."""
         plans = self.plans
         for tier in self.offloader.tiers:  # with what the last step has given back
             tier.release_idle()

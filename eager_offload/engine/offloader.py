@@ -43,7 +43,7 @@ from eager_offload.live_bytes import LiveBytes
 from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.schedule import Rate
 from eager_offload.stats import Accounts
-from eager_offload.tiers.base import Fence, IdleSlots, Slot, Tier, release_idle_slots
+from eager_offload.tiers.base import Fence, IdleSlots, MustGrow, Slot, Tier, release_idle_slots
 from eager_offload.tiers.forking import tell_after_fork
 
 __all__ = ["REFUSED", "Census", "DeviceOffloader", "Wait", "replaced"]
@@ -199,15 +199,28 @@ class DeviceOffloader:
         """Whether ``nbytes`` more may be on their way out. A storage larger than the window may, alone."""
         return not (self._out or self._held_back) or self.inflight_bytes + nbytes <= self.max_inflight_bytes
 
-    def room(self, nbytes: int) -> Slot | None:
-        """Room in the first tier that has it; ``None`` where none has."""
+    def room(self, nbytes: int, *, grows: bool = True) -> Slot | None:
+        """Room in the first tier that has it; ``None`` where none has.
+
+        Args:
+            grows: whether that may take memory from the system, for which the host waits: without the lock, but for
+                callers that need a slot in the midst of a change.
+
+        Raises:
+            MustGrow: it would have to, and may not.
+        """
         first = self.tiers[0]
         for tier in self.tiers:
-            slot = tier.reserve(nbytes)
-            if slot is None and release_idle_slots():
-                slot = tier.reserve(nbytes)
+            try:
+                slot = tier.at_hand(nbytes)
+                if slot is None and release_idle_slots():
+                    slot = tier.at_hand(nbytes)
+            except MustGrow:
+                if not grows:
+                    raise
+                slot = self._grow(tier, nbytes)
             if slot is not None:
-                if tier is not first and self.accounts.counters.demote(f"{first.name}_to_{tier.name}"):
+                if tier is not first and self._demote(f"{first.name}_to_{tier.name}"):
                     reason, remedy = first.shortage
                     self.warn(
                         f"the {first.name} tier is full: saved tensors go to the {tier.name} tier as well. The reason: "
@@ -216,14 +229,28 @@ class DeviceOffloader:
                 return slot
         return None
 
-    def reserve(self, nbytes: int, *, fallback: str | None = None) -> Slot | None:
+    def _grow(self, tier: Tier, nbytes: int) -> Slot | None:
+        """Room in ``tier``, for which it takes memory from the system; a stall is counted."""
+        started = time.perf_counter()
+        slot = tier.reserve(nbytes)
+        if slot is None and release_idle_slots():
+            slot = tier.reserve(nbytes)
+        with self.lock:
+            self.accounts.counters.stall_seconds += time.perf_counter() - started
+        return slot
+
+    def _demote(self, what: str) -> bool:
+        with self.lock:
+            return self.accounts.counters.demote(what)
+
+    def reserve(self, nbytes: int, *, grows: bool = True, fallback: str | None = None) -> Slot | None:
         """The same, but counted and warned of where none has.
 
         Args:
             fallback: what becomes of the bytes then, for the warning; ``None``: they stay where they are.
         """
-        slot = self.room(nbytes)
-        if slot is None and self.accounts.counters.demote("budget"):
+        slot = self.room(nbytes, grows=grows)
+        if slot is None and self._demote("budget"):
             names = " and ".join(tier.name for tier in self.tiers)
             why = "; ".join(f"{tier.name}: {tier.shortage.reason}" for tier in self.tiers)
             cures = [tier.shortage.remedy for tier in self.tiers]
