@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from eager_offload import marks
 from eager_offload._torch import version_of
 from eager_offload.eager.handles import SavedStorage, StorageRecord
 from eager_offload.eager.packing import Packed, let_go, packed
-from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.offloader import DeviceOffloader, Found, Lack
 from eager_offload.engine.transfer import Transfer
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
 from eager_offload.stats import KeepReason
 from eager_offload.tiers.base import MustGrow, Slot
 
-__all__ = ["Found", "Lack", "Offloading"]
-
-
-class Lack(NamedTuple):
-    """What a storage that has to leave waits for."""
-
-    #: Of a slot for which a tier has to take memory from the system; 0 where the window is full.
-    nbytes: int
-
-
-class Found(NamedTuple):
-    """What came of a search for a slot of ``nbytes`` bytes."""
-
-    nbytes: int
-    slot: Slot | None
+__all__ = ["Offloading"]
 
 
 class Offloading:
@@ -56,7 +40,7 @@ class Offloading:
             found: what the first of them lacked.
 
         Returns:
-            What the rest waits for, if anything: the caller waits without the lock, and asks again.
+            What the rest waits for, if anything; see ``DeviceOffloader.go_on``.
         """
         offloader = self.offloader
         while (key := queue.due(sequence, beside)) is not None:

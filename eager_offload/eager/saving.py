@@ -12,6 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from functools import partial
 from typing import cast
 
 import torch
@@ -27,11 +28,11 @@ from eager_offload.eager.followed import FollowedStorage
 from eager_offload.eager.following import Run
 from eager_offload.eager.handles import KeptTensor, SavedStorage, SavedView, StorageRecord, ViewRecord
 from eager_offload.eager.measuring import StepMeasures
-from eager_offload.eager.offloading import Found, Lack, Offloading
+from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.ownership import own_until_taken
 from eager_offload.eager.plans import KnownPlan, Recording, StepPlans, Turn
 from eager_offload.eager.reloading import Reloading
-from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.offloader import DeviceOffloader, Found, Lack
 from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.errors import OffloadError, PrecisionError
 from eager_offload.kernels.codecs import CODECS
@@ -188,7 +189,7 @@ class SavedTensors:
                     return saved
                 lack = self._start_due(queue, packed_at)
             if lack is not None:
-                self._start_as_room_comes(queue, packed_at, lack)
+                offloader.go_on(lack, partial(self._start_due, queue, packed_at))
         except OffloadError:
             raise
         except BaseException:
@@ -242,30 +243,12 @@ class SavedTensors:
                 if self.budget is not None:
                     self.budget.look(self.kept_newest())
             if lack is not None:
-                self._start_as_room_comes(queue, None, lack, waits=waits)
+                offloader.go_on(lack, partial(self._start_due, queue, None), waits=waits)
 
     def _start_due(self, queue: ResidentQueue, sequence: int | None, found: Found | None = None) -> Lack | None:
         """Starts what has to leave ``queue`` beside the newest bytes of forwards that follow a plan."""
         beside = sum(run.waiting_bytes for run in self.plans.runs if run.queue is queue)
         return self._offloading.start_due(queue, sequence, beside, found)
-
-    def _start_as_room_comes(
-        self, queue: ResidentQueue, sequence: int | None, lack: Lack | None, *, waits: bool = True
-    ) -> None:
-        """Starts the rest of what has to leave ``queue``; the lock is not held, and other threads may take the room.
-
-        Args:
-            waits: for room in the window.
-        """
-        offloader = self.offloader
-        while lack is not None:
-            found = None
-            if lack.nbytes:
-                found = Found(lack.nbytes, offloader.reserve(lack.nbytes))
-            elif not (waits and offloader.wait_for_room()):
-                return
-            with offloader.lock:
-                lack = self._start_due(queue, sequence, found)
 
     def _save(
         self, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward, mark: Mark | None

@@ -46,7 +46,7 @@ from eager_offload.stats import Accounts
 from eager_offload.tiers.base import Fence, IdleSlots, MustGrow, Slot, Tier, release_idle_slots
 from eager_offload.tiers.forking import tell_after_fork
 
-__all__ = ["REFUSED", "Census", "DeviceOffloader", "Wait", "replaced"]
+__all__ = ["REFUSED", "Census", "DeviceOffloader", "Found", "Lack", "Wait", "replaced"]
 
 _NO_THREAD = (
     "the system starts no thread for transfers, so compute waits for each of them. What binds is a limit of threads: "
@@ -72,6 +72,20 @@ class _HeldBack(NamedTuple):
     #: Stands behind what computes ``source``.
     computed: Event
     key: int | None
+
+
+class Lack(NamedTuple):
+    """What a storage that has to leave waits for."""
+
+    #: Of a slot for which a tier has to take memory from the system; 0 where the window is full.
+    nbytes: int
+
+
+class Found(NamedTuple):
+    """What came of a search for a slot of ``nbytes`` bytes."""
+
+    nbytes: int
+    slot: Slot | None
 
 
 class Wait(NamedTuple):
@@ -203,8 +217,7 @@ class DeviceOffloader:
         """Room in the first tier that has it; ``None`` where none has.
 
         Args:
-            grows: whether that may take memory from the system, for which the host waits: without the lock, but for
-                callers that need a slot in the midst of a change.
+            grows: whether that may take memory from the system, for which the host waits: not with the lock held.
 
         Raises:
             MustGrow: it would have to, and may not.
@@ -262,6 +275,22 @@ class DeviceOffloader:
                 f"The reason: {why}. To change that, {cure}"
             )
         return slot
+
+    def go_on(self, lack: Lack | None, start: Callable[[Found | None], Lack | None], *, waits: bool = True) -> None:
+        """Waits for what copies out lack, and starts them; the lock is not held, and other threads may take the room.
+
+        Args:
+            start: is called with the lock held and what the first of them lacked; returns what is lacking next.
+            waits: for room in the window; else what finds none does not start.
+        """
+        while lack is not None:
+            found = None
+            if lack.nbytes:
+                found = Found(lack.nbytes, self.reserve(lack.nbytes))
+            elif not (waits and self.wait_for_room()):
+                return
+            with self.lock:
+                lack = start(found)
 
     def offload(
         self,
