@@ -99,21 +99,27 @@ def test_h41_other_threads_go_on_while_one_waits(what: str, tmp_path: Path) -> N
         assert_settled(offload)
 
 
-@pytest.mark.parametrize("what", ["an unknown step", "a step that follows a plan", "the end of a with"])
-def test_h41_other_threads_go_on_while_the_system_gives_one_a_slab(what: str) -> None:
+@pytest.mark.parametrize("follows", [False, True], ids=["unknown step", "step that follows a plan"])
+@pytest.mark.parametrize("what", ["a save", "the end of a with", "what a codec refuses"])
+def test_h41_other_threads_go_on_while_the_system_gives_one_a_slab(what: str, follows: bool) -> None:
+    refuses = what == "what a codec refuses"
     with SimulatedBackend() as simulated:
-        offload = simulated.offload(step_plans=what == "a step that follows a plan", max_inflight_bytes=64 << 20)
+        codec = "lossless" if refuses else "identity"
+        offload = simulated.offload(step_plans=follows, codec=codec, max_inflight_bytes=64 << 20)
         for _ in range(2):
             forward(offload, seed=1).backward()  # from here on there is a slab with room for as much
         large, other = leaf(1024, 1024, seed=0), []
 
-        def step() -> Tensor:
+        def step(last: float) -> Tensor:
             with offload:
-                x = large.sin()
-                return (x * torch.rand(1024, 1024)).sum() if what == "the end of a with" else x.cos().sum()
+                if what == "a save":
+                    return large.sin().cos().sum()
+                mask = torch.ones(1024, 1024)
+                mask[0, 0], mask[-1, -1] = 0.0, last
+                return (large * mask).sum()
 
-        if what == "a step that follows a plan":
-            step().backward()
+        if follows:
+            step(0.0).backward()
             large.grad = None
         offload.stats(synchronize=True)
         release_idle_slots()
@@ -143,7 +149,7 @@ def test_h41_other_threads_go_on_while_the_system_gives_one_a_slab(what: str) ->
         earlier = offload.stats()
         arena._allocate_slab = meanwhile_others
         try:
-            loss = step()
+            loss = step(0.5)
         finally:
             arena._allocate_slab = give
         assert len(other) == 2
@@ -152,7 +158,8 @@ def test_h41_other_threads_go_on_while_the_system_gives_one_a_slab(what: str) ->
         stats = offload.stats(synchronize=True)
         assert stats.kept_bytes["marked"] == NBYTES
         assert stats.bytes_out - earlier.bytes_out >= NBYTES + (4 << 20), "both have offloaded"
-        assert (stats.followed_forwards > earlier.followed_forwards) == (what == "a step that follows a plan")
+        assert (stats.followed_forwards > earlier.followed_forwards) == follows
+        assert stats.refused == ({"bitmask": 1} if refuses else {})
         assert stats.stall_seconds > 0
         assert not stats.demotions
         del loss, kept
