@@ -139,7 +139,8 @@ class OffloadStats:
     bytes_in: int = 0
     """Bytes that came back, in reality."""
     stall_seconds: float = 0.0
-    """Time that the host has waited for transfers; on a CPU device that is all that compute has waited."""
+    """Time that the host has waited for transfers, and for the system to give memory to a tier; on a CPU device that is
+    all that compute has waited."""
     window_stall_seconds: float = 0.0
     """The part of it that was for room in the in-flight window."""
     out_seconds: float = 0.0

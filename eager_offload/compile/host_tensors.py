@@ -158,20 +158,22 @@ def offload(
         OffloadError: the current stream is being captured.
     """
     offloader.refuse_call(_CAPTURED)
-    with offloader.lock, offloader.crashing():
-        offloader.poll()
-        counters, observer = offloader.accounts.counters, offloader.accounts.observer
-        kept = 0 if region is None else _begin_region(offloader, region, waits=wait)
+    with offloader.crashing():
+        with offloader.lock:
+            offloader.poll()
+            counters, observer = offloader.accounts.counters, offloader.accounts.observer
+            kept = 0 if region is None else _begin_region(offloader, region, waits=wait)
         slot = None if offloader.is_crashed else offloader.reserve(span_bytes(source), fallback=_OUT_OF_ROOM)
-        memory = None if slot is None else _memory_of(slot)
-        stands_for = HostBytes(offloader, source, None if memory is None else slot, counters, kept, coded)
-        if slot is None or memory is None:
-            host = _stay(stands_for, source)
-        else:
-            host = _over(memory, source, stands_for)
-            _send(stands_for, slot, source)
-        if observer is not None:
-            observer.graph_offloads(offloader, stands_for, region)
+        with offloader.lock:
+            memory = None if slot is None else _memory_of(slot)
+            stands_for = HostBytes(offloader, source, None if memory is None else slot, counters, kept, coded)
+            if slot is None or memory is None:
+                host = _stay(stands_for, source)
+            else:
+                host = _over(memory, source, stands_for)
+                _send(stands_for, slot, source)
+            if observer is not None:
+                observer.graph_offloads(offloader, stands_for, region)
     if wait:
         _finish_offload(stands_for, source)
     return host

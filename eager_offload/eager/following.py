@@ -20,6 +20,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,9 @@ from eager_offload.eager.coding import Coding, kind_of
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.followed import FollowedRecord, FollowedStorage, RunRecord
 from eager_offload.eager.handles import Keeper, KeptTensor, Reload, Returned, SavedView, what_stays_of
-from eager_offload.eager.packing import let_go, packed, unpacked, unpacked_at_once
+from eager_offload.eager.packing import Packed, let_go, packed, unpacked, unpacked_at_once
 from eager_offload.eager.plans import KnownPlan, Staying, StepPlans, Turn
+from eager_offload.engine.offloader import Found, Lack
 from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
 from eager_offload.errors import OffloadError
 from eager_offload.learning import Forward, LearnedForwards
@@ -43,7 +45,7 @@ from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import is_parameter, root_of
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Ask, Fate, Save
-from eager_offload.tiers.base import Slot
+from eager_offload.tiers.base import MustGrow, Slot
 
 __all__ = ["Adopter", "Run", "resident"]
 
@@ -282,9 +284,9 @@ class Run:
                     self.keeper.plans.saw(self, self.known, number, is_ask=False)
                 if self.keeper.budget is not None and self.keeper.budget.note_call():
                     self.keeper.budget.look()
-                is_full = bool(self._due) and self._start_due(autograd_sequence())
-            if is_full:
-                self._start_as_room_comes(autograd_sequence())
+                lack = self._start_due(autograd_sequence()) if self._due else None
+            if lack is not None:
+                offloader.go_on(lack, partial(self._start_due, autograd_sequence()))
         except OffloadError:
             raise
         except BaseException:
@@ -423,47 +425,52 @@ class Run:
                 elif is_outermost:
                     self.miss("fewer")
                     return
-                is_full = self._start_due(None)
-            if is_full and waits:
-                self._start_as_room_comes(None)
+                lack = self._start_due(None)
+            if lack is not None:
+                offloader.go_on(lack, partial(self._start_due, None), waits=waits)
 
-    def _start_as_room_comes(self, sequence: int | None) -> None:
-        """Starts the rest of what is due; the lock is not held, and other threads may take the room."""
-        is_full = True
-        while is_full and self._offloader.wait_for_room():
-            with self._offloader.lock:
-                is_full = not self.is_over and self._start_due(sequence)
-
-    def _start_due(self, sequence: int | None) -> bool:
+    def _start_due(self, sequence: int | None, found: Found | None = None) -> Lack | None:
         """Starts the copies whose turn it is.
 
         Args:
             sequence: the thread's autograd sequence number, ``None`` where every operator has run: see [Note: final
                 bytes] in ``schedule.py``.
+            found: what the first of them lacked.
 
         Returns:
-            Whether the window is full, so that the rest can only start when there is room.
+            What the rest waits for, if anything; see ``DeviceOffloader.go_on``.
         """
+        if self.is_over:  # since the lock was held before
+            return None
         offloader, due = self._offloader, self._due
         computed: Event = None  # stands behind what computes all that starts here: one for all of it
         while due:
             storage = self._storages[due[0]]()
             if storage is not None and storage.state is WAITING:
                 if sequence is not None and storage.packed_at >= sequence:
-                    return False
+                    return None
                 nbytes = storage.footprint.nbytes if storage.coding is None else storage.moved
                 if not offloader.has_room(nbytes):
                     offloader.poll()
                     if not offloader.has_room(nbytes):
-                        return True
+                        return Lack(0)
                 if computed is None:
                     computed = offloader.runtime.record(self.stream)
-                self._start(storage, sequence, computed)
+                try:
+                    self._start(storage, sequence, computed, found)
+                except MustGrow:
+                    return Lack(storage.footprint.nbytes)
+                found = None  # one slot is for one copy
             due.popleft()
-        return False
+        return None
 
-    def _start(self, storage: FollowedStorage, sequence: int | None, computed: Event) -> None:
-        source = storage.aliases[0].untyped_storage()
+    def _start(self, storage: FollowedStorage, sequence: int | None, computed: Event, found: Found | None) -> None:
+        """Starts a copy, or finds that the storage stays; ``found``: a slot for what its codec cannot hold.
+
+        Raises:
+            MustGrow: that has none.
+        """
+        source, offloader, coding = storage.aliases[0].untyped_storage(), self._offloader, storage.coding
         if source.nbytes() < storage.footprint.nbytes:
             storage.stay(KeepReason.LAYOUT)  # resized since it was saved
             return
@@ -472,41 +479,48 @@ class Run:
                 storage.stay(KeepReason.MARKED)
                 return
             marks.clear_mark(source)
-        slot = self.record.slots[self._saves[storage.number].slot]
+        slot, packing = self.record.slots[self._saves[storage.number].slot], None
+        if coding is not None:
+            packing = packed(offloader, storage, coding)
+            if packing is None:
+                storage.stay(KeepReason.FAILED)
+                return
+            if packing.is_refused:
+                storage.counters.refuse(coding.codec.name)
+                self.known.refuse()
+                storage.coding = packing = None
+        if packing is None and self.known.codings[storage.number] is not None:  # the plan's slot is for what is packed
+            nbytes = storage.footprint.nbytes
+            if found is not None and found.nbytes == nbytes:
+                slot = found.slot
+            else:
+                slot = offloader.reserve(nbytes, grows=False)
+            if slot is None:
+                storage.stay(KeepReason.BUDGET)
+                return
         assert slot is not None
         storage.started = (self.queue, sequence, version_of(storage.aliases[0]))
         storage.slot = slot
-        if storage.coding is not None and (slot := self._start_packed(storage, slot, storage.coding)) is None:
+        if packing is not None:
+            self._start_packed(storage, slot, packing)
             return
         transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage, source)
         self.record.waiting.discard(storage.number)  # `waits_no_more`, which would be a call
         self.record.waiting_bytes -= storage.footprint.nbytes
-        whole = source if self._offloader.runtime.copies_storages else storage.source_bytes()
-        self._offloader.offload(whole, slot, self.stream, transfer, computed=computed)
+        whole = source if offloader.runtime.copies_storages else storage.source_bytes()
+        offloader.offload(whole, slot, self.stream, transfer, computed=computed)
 
-    def _start_packed(self, storage: FollowedStorage, slot: Slot, coding: Coding) -> Slot | None:
-        """Starts the copy of a storage that a codec packs; where its codec cannot hold it, the slot for it as it is."""
-        offloader = self._offloader
-        found = packed(offloader, storage, coding)
-        if found is None:
-            storage.slot = None
-            storage.stay(KeepReason.FAILED)
-            return None
-        if found.is_refused:
-            storage.counters.refuse(coding.codec.name)
-            self.known.refuse()
-            storage.coding, storage.slot = None, offloader.reserve(storage.footprint.nbytes)
-            if storage.slot is None:
-                storage.stay(KeepReason.BUDGET)
-            return storage.slot
+    def _start_packed(self, storage: FollowedStorage, slot: Slot, packing: Packed) -> None:
+        """Starts the copy of a storage that a codec has packed."""
+        offloader, coding = self._offloader, storage.coding
+        assert coding is not None
         transfer = Transfer(slot, storage.footprint.nbytes, storage.counters, storage)
-        transfer.codec, transfer.holds = coding.codec.name, found.holds
+        transfer.codec, transfer.holds = coding.codec.name, packing.holds
         self.record.waits_no_more(storage.number)
         source = storage.aliases[0].untyped_storage()
-        offloader.offload(found.packed, slot, self.stream, transfer, keepalive=source)
-        if found.holds is None:
-            let_go(offloader, storage, transfer, found.packed)
-        return None
+        offloader.offload(packing.packed, slot, self.stream, transfer, keepalive=source)
+        if packing.holds is None:
+            let_go(offloader, storage, transfer, packing.packed)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 

@@ -9,15 +9,14 @@ from torch import Tensor
 
 from eager_offload import marks
 from eager_offload._torch import version_of
-from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import SavedStorage, StorageRecord
-from eager_offload.eager.packing import let_go, packed
-from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.eager.packing import Packed, let_go, packed
+from eager_offload.engine.offloader import DeviceOffloader, Found, Lack
 from eager_offload.engine.transfer import Transfer
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
 from eager_offload.stats import KeepReason
-from eager_offload.tiers.base import Slot
+from eager_offload.tiers.base import MustGrow, Slot
 
 __all__ = ["Offloading"]
 
@@ -34,32 +33,59 @@ class Offloading:
         records.sort(key=attrgetter("key"))
         return [saved for record in records if (saved := record()) is not None]
 
-    def start_due(self, queue: ResidentQueue, sequence: int | None, beside: int = 0) -> bool:
+    def start_due(
+        self, queue: ResidentQueue, sequence: int | None, beside: int = 0, found: Found | None = None
+    ) -> Lack | None:
         """Starts what has to leave ``queue`` now; see ``ResidentQueue.due``.
 
+        Args:
+            found: what the first of them lacked.
+
         Returns:
-            Whether the window is full, so that the rest can only start when there is room.
+            What the rest waits for, if anything; see ``DeviceOffloader.go_on``.
         """
         offloader = self.offloader
         while (record := queue.due(sequence, beside)) is not None:
             saved: SavedStorage | None = record()
-            if saved is not None:
-                if saved.coding is not None and saved.coding.looks:
-                    with offloader.runtime.enter(saved.stream):
-                        saved.look(saved.coding)
-                moved = saved.moved
-                if not offloader.has_room(moved):
-                    offloader.poll()
-                    if not offloader.has_room(moved):
-                        return True
-            nbytes = queue.discard(record)
             if saved is None:  # it died a moment ago
-                offloader.resident_bytes -= nbytes
+                offloader.resident_bytes -= queue.discard(record)
                 continue
+            if saved.coding is not None and saved.coding.looks:
+                with offloader.runtime.enter(saved.stream):
+                    saved.look(saved.coding)
+            nbytes = saved.moved
+            if not offloader.has_room(nbytes):
+                offloader.poll()
+                if not offloader.has_room(nbytes):
+                    return Lack(0)
+            reason, slot, packing = self._reason_to_stay(saved), None, None
+            if reason is None:
+                if found is not None and found.nbytes == nbytes:
+                    slot, found = found.slot, None
+                else:
+                    try:
+                        slot = offloader.reserve(nbytes, grows=False)
+                    except MustGrow:
+                        return Lack(nbytes)
+                reason = KeepReason.BUDGET if slot is None else None
+            if slot is not None and saved.coding is not None:
+                packing = packed(offloader, saved, saved.coding)
+                if packing is None:
+                    reason = KeepReason.FAILED
+                elif packing.is_refused:
+                    offloader.accounts.counters.refuse(saved.coding.codec.name)
+                    saved.coding = None
+                    continue
+            queue.discard(record)
             record.queue = None
             saved.started = queue, sequence, version_of(saved.aliases[0])
-            self._start(saved)
-        return False
+            if slot is None or reason is not None:
+                self.stay(saved, reason or KeepReason.BUDGET)
+            elif packing is None:
+                self._start_as_it_is(saved, slot)
+            else:
+                self._start_packed(saved, slot, packing)
+        return None
 
     def stay(self, saved: SavedStorage, reason: KeepReason) -> None:
         """A storage that has not started to leave stays, and with it every save that shares it."""
@@ -75,52 +101,31 @@ class Offloading:
         if (observer := self.offloader.accounts.observer) is not None:
             observer.stays(saved.record.key)
 
-    def _start(self, saved: SavedStorage) -> None:
-        """Starts the copy of a storage, or finds that it stays."""
+    def _reason_to_stay(self, saved: SavedStorage) -> KeepReason | None:
+        """Why a storage whose turn it is stays after all."""
         area, storage = saved.footprint, saved.aliases[0].untyped_storage()
         if storage.nbytes() < area.start + area.nbytes:
-            self.stay(saved, KeepReason.LAYOUT)  # resized since it was saved
-            return
+            return KeepReason.LAYOUT  # resized since it was saved
         if marks.standing and marks.any_marks():
             if marks.mark_of(storage) is Mark.KEEP:
-                self.stay(saved, KeepReason.MARKED)
-                return
+                return KeepReason.MARKED
             marks.clear_mark(storage)
-        if saved.coding is None:
-            self._start_as_it_is(saved, storage)
-        else:
-            self._start_packed(saved, saved.coding, storage)
+        return None
 
-    def _start_as_it_is(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
-        offloader, area = self.offloader, saved.footprint
-        slot = offloader.reserve(area.nbytes)
-        if slot is None:
-            self.stay(saved, KeepReason.BUDGET)
-            return
+    def _start_as_it_is(self, saved: SavedStorage, slot: Slot) -> None:
+        area, storage, offloader = saved.footprint, saved.aliases[0].untyped_storage(), self.offloader
         transfer = Transfer(slot, area.nbytes, offloader.accounts.counters, saved.record, storage)
         source = storage if area.whole and offloader.runtime.copies_storages else saved.source_bytes()
         self._leave(saved, source, slot, transfer)
 
-    def _start_packed(self, saved: SavedStorage, coding: Coding, storage: torch.UntypedStorage) -> None:
-        offloader = self.offloader
-        slot = offloader.reserve(coding.nbytes)
-        if slot is None:
-            self.stay(saved, KeepReason.BUDGET)
-            return
-        found = packed(offloader, saved, coding)
-        if found is None:
-            self.stay(saved, KeepReason.FAILED)
-            return
-        if found.is_refused:
-            offloader.accounts.counters.refuse(coding.codec.name)
-            saved.coding = slot = found = None
-            self._start_as_it_is(saved, storage)
-            return
+    def _start_packed(self, saved: SavedStorage, slot: Slot, packing: Packed) -> None:
+        offloader, coding = self.offloader, saved.coding
+        assert coding is not None
         transfer = Transfer(slot, saved.footprint.nbytes, offloader.accounts.counters, saved.record)
-        transfer.codec, transfer.holds = coding.codec.name, found.holds
-        self._leave(saved, found.packed, slot, transfer, keepalive=storage)
-        if found.holds is None:
-            let_go(offloader, saved, transfer, found.packed)
+        transfer.codec, transfer.holds = coding.codec.name, packing.holds
+        self._leave(saved, packing.packed, slot, transfer, keepalive=saved.aliases[0].untyped_storage())
+        if packing.holds is None:
+            let_go(offloader, saved, transfer, packing.packed)
 
     def _leave(
         self,

@@ -12,6 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from functools import partial
 from typing import cast
 
 import torch
@@ -31,7 +32,7 @@ from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.ownership import own_until_taken
 from eager_offload.eager.plans import KnownPlan, Recording, StepPlans, Turn
 from eager_offload.eager.reloading import Reloading
-from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.offloader import DeviceOffloader, Found, Lack
 from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.errors import OffloadError, PrecisionError
 from eager_offload.kernels.codecs import CODECS
@@ -187,9 +188,9 @@ class SavedTensors:
                 saved = self._save(tensor, queue, packed_at, forward, mark)
                 if packed_at <= queue.final_after or not isinstance(saved, SavedView) or saved.shares:
                     return saved
-                is_full = self._start_due(queue, packed_at)
-            if is_full:
-                self._start_as_room_comes(queue, packed_at)
+                lack = self._start_due(queue, packed_at)
+            if lack is not None:
+                offloader.go_on(lack, partial(self._start_due, queue, packed_at))
         except OffloadError:
             raise
         except BaseException:
@@ -239,25 +240,18 @@ class SavedTensors:
         with offloader.crashing():
             with offloader.lock:
                 offloader.poll()
-                is_full = self._start_due(queue, None)
+                lack = self._start_due(queue, None)
                 if self.budget is not None:
                     self.budget.look(self.kept_newest())
-            if is_full and waits:
-                self._start_as_room_comes(queue, None)
+            if lack is not None:
+                offloader.go_on(lack, partial(self._start_due, queue, None), waits=waits)
 
-    def _start_due(self, queue: ResidentQueue, sequence: int | None) -> bool:
+    def _start_due(self, queue: ResidentQueue, sequence: int | None, found: Found | None = None) -> Lack | None:
         """Starts what has to leave ``queue`` beside the newest bytes of forwards that follow a plan."""
         beside = 0
         if self.plans.last is not None:
             beside = sum([run.waiting_bytes for run in self.plans.runs if run.queue is queue])
-        return self._offloading.start_due(queue, sequence, beside)
-
-    def _start_as_room_comes(self, queue: ResidentQueue, sequence: int | None) -> None:
-        """Starts the rest of what has to leave ``queue``; the lock is not held, and other threads may take the room."""
-        is_full = True
-        while is_full and self.offloader.wait_for_room():
-            with self.offloader.lock:
-                is_full = self._start_due(queue, sequence)
+        return self._offloading.start_due(queue, sequence, beside, found)
 
     def _save(
         self, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward, mark: Mark | None
@@ -585,31 +579,33 @@ class SavedTensors:
         offloader, plans = self.offloader, self.plans
         if offloader.is_crashed or offloader.is_capturing() or self._accounts.observer is not None:
             return None
-        with offloader.lock, offloader.crashing():
-            offloader.poll()
-            known = plans.fitting(tensor, before)
-            if known is None:
-                if not plans.records(self._learned.most_alike()):
+        with offloader.crashing():
+            with offloader.lock:
+                offloader.poll()
+                known = plans.fitting(tensor, before)
+                if known is None:
+                    if not plans.records(self._learned.most_alike()):
+                        return None
+                    plans.release_sets()
+                    return Recording()
+                if not plans.has_room(known, queue):
+                    known.release_idle()
                     return None
-                plans.release_sets()
-                return Recording()
-            if not plans.has_room(known, queue):
-                known.release_idle()
-                return None
-            if not plans.begin(known):
-                return Recording(known)
+                if not plans.begin(known):
+                    return Recording(known)
             slots = self._slots(known)
-            if slots is None:
-                plans.has_no_slots()
-                return None
-            run = Run(known, [*slots], self, keep, queue, sequence)
-            plans.follow(run, known)
-            if self.exposure is not None:
-                self.exposure.note_forward()
-            return run
+            with offloader.lock:
+                if slots is None:
+                    plans.has_no_slots()
+                    return None
+                run = Run(known, [*slots], self, keep, queue, sequence)
+                plans.follow(run, known)
+                if self.exposure is not None:
+                    self.exposure.note_forward()
+                return run
 
     def _slots(self, known: KnownPlan) -> list[Slot] | None:
-        """Room for all that a plan offloads; ``None`` where no tier has it."""
+        """Room for all that a plan offloads; ``None`` where no tier has it. The lock is not held."""
         plans = self.plans
         for tier in self.offloader.tiers:  # with what the last step has given back
             tier.release_idle()

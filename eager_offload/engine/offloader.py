@@ -43,10 +43,10 @@ from eager_offload.live_bytes import LiveBytes
 from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.schedule import Rate
 from eager_offload.stats import Accounts
-from eager_offload.tiers.base import Fence, IdleSlots, Slot, Tier, release_idle_slots
+from eager_offload.tiers.base import Fence, IdleSlots, MustGrow, Slot, Tier, release_idle_slots
 from eager_offload.tiers.forking import tell_after_fork
 
-__all__ = ["REFUSED", "Census", "DeviceOffloader", "Wait", "replaced"]
+__all__ = ["REFUSED", "Census", "DeviceOffloader", "Found", "Lack", "Wait", "replaced"]
 
 _NO_THREAD = (
     "the system starts no thread for transfers, so compute waits for each of them. What binds is a limit of threads: "
@@ -72,6 +72,20 @@ class _HeldBack(NamedTuple):
     #: Stands behind what computes ``source``.
     computed: Event
     key: int | None
+
+
+class Lack(NamedTuple):
+    """What a storage that has to leave waits for."""
+
+    #: Of a slot for which a tier has to take memory from the system; 0 where the window is full.
+    nbytes: int
+
+
+class Found(NamedTuple):
+    """What came of a search for a slot of ``nbytes`` bytes."""
+
+    nbytes: int
+    slot: Slot | None
 
 
 class Wait(NamedTuple):
@@ -199,15 +213,27 @@ class DeviceOffloader:
         """Whether ``nbytes`` more may be on their way out. A storage larger than the window may, alone."""
         return not (self._out or self._held_back) or self.inflight_bytes + nbytes <= self.max_inflight_bytes
 
-    def room(self, nbytes: int) -> Slot | None:
-        """Room in the first tier that has it; ``None`` where none has."""
+    def room(self, nbytes: int, *, grows: bool = True) -> Slot | None:
+        """Room in the first tier that has it; ``None`` where none has.
+
+        Args:
+            grows: whether that may take memory from the system, for which the host waits: not with the lock held.
+
+        Raises:
+            MustGrow: it would have to, and may not.
+        """
         first = self.tiers[0]
         for tier in self.tiers:
-            slot = tier.reserve(nbytes)
-            if slot is None and release_idle_slots():
-                slot = tier.reserve(nbytes)
+            try:
+                slot = tier.at_hand(nbytes)
+                if slot is None and release_idle_slots():
+                    slot = tier.at_hand(nbytes)
+            except MustGrow:
+                if not grows:
+                    raise
+                slot = self._grow(tier, nbytes)
             if slot is not None:
-                if tier is not first and self.accounts.counters.demote(f"{first.name}_to_{tier.name}"):
+                if tier is not first and self._demote(f"{first.name}_to_{tier.name}"):
                     reason, remedy = first.shortage
                     self.warn(
                         f"the {first.name} tier is full: saved tensors go to the {tier.name} tier as well. The reason: "
@@ -216,14 +242,28 @@ class DeviceOffloader:
                 return slot
         return None
 
-    def reserve(self, nbytes: int, *, fallback: str | None = None) -> Slot | None:
+    def _grow(self, tier: Tier, nbytes: int) -> Slot | None:
+        """Room in ``tier``, for which it takes memory from the system; a stall is counted."""
+        started = time.perf_counter()
+        slot = tier.reserve(nbytes)
+        if slot is None and release_idle_slots():
+            slot = tier.reserve(nbytes)
+        with self.lock:
+            self.accounts.counters.stall_seconds += time.perf_counter() - started
+        return slot
+
+    def _demote(self, what: str) -> bool:
+        with self.lock:
+            return self.accounts.counters.demote(what)
+
+    def reserve(self, nbytes: int, *, grows: bool = True, fallback: str | None = None) -> Slot | None:
         """The same, but counted and warned of where none has.
 
         Args:
             fallback: what becomes of the bytes then, for the warning; ``None``: they stay where they are.
         """
-        slot = self.room(nbytes)
-        if slot is None and self.accounts.counters.demote("budget"):
+        slot = self.room(nbytes, grows=grows)
+        if slot is None and self._demote("budget"):
             names = " and ".join(tier.name for tier in self.tiers)
             why = "; ".join(f"{tier.name}: {tier.shortage.reason}" for tier in self.tiers)
             cures = [tier.shortage.remedy for tier in self.tiers]
@@ -235,6 +275,22 @@ class DeviceOffloader:
                 f"The reason: {why}. To change that, {cure}"
             )
         return slot
+
+    def go_on(self, lack: Lack | None, start: Callable[[Found | None], Lack | None], *, waits: bool = True) -> None:
+        """Waits for what copies out lack, and starts them; the lock is not held, and other threads may take the room.
+
+        Args:
+            start: is called with the lock held and what the first of them lacked; returns what is lacking next.
+            waits: for room in the window; else what finds none does not start.
+        """
+        while lack is not None:
+            found = None
+            if lack.nbytes:
+                found = Found(lack.nbytes, self.reserve(lack.nbytes))
+            elif not (waits and self.wait_for_room()):
+                return
+            with self.lock:
+                lack = start(found)
 
     def offload(
         self,

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from eager_offload.errors import reentered
-from eager_offload.tiers.base import Shortage, Slot
+from eager_offload.tiers.base import MustGrow, Shortage, Slot
 from eager_offload.tiers.extents import Extent
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
@@ -24,6 +25,8 @@ from eager_offload.tiers.memory import PAGE, anonymous_slab
 from eager_offload.tiers.slabs import ExactSizes, HostSlot, HostSlotRecord, Quota, Slab, Slabs, SlabSizes
 
 __all__ = ["Arena", "HostSlot", "OverBudgetError", "Quota", "anonymous_slab"]
+
+T = TypeVar("T")
 
 #: Bytes; requests below a page share slabs of their own, cut to multiples of this.
 _LINE = 64
@@ -37,6 +40,14 @@ _inherited: list[object] = []
 
 class OverBudgetError(MemoryError):
     """What was asked for would go beyond what may be held."""
+
+
+class _NewSlab(MustGrow):
+    """A slab of ``wanted`` bytes is needed, or where the system has no room for that, one of ``least`` bytes."""
+
+    def __init__(self, wanted: int, least: int) -> None:
+        super().__init__(wanted, least)
+        self.wanted, self.least = wanted, least
 
 
 class Arena:
@@ -69,6 +80,13 @@ class Arena:
     Several tiers may share an arena, and what is idle in it serves all of them. Each has a budget for the slots that
     it has alive. The budgets bound all that the arena holds too: those that are pooled, since each is the same part of
     the same machine, as if they were one; those in bytes that a user gave, added up.
+
+    [Note: growth]
+    The system takes long to give a slab: its pages have to be there, and pinned. So the lock is not held meanwhile, and
+    threads that need no slab go on. Another lock has one thread grow at a time. A second one that has waited for it
+    looks again, since what is left of the new slab may do. No other thread makes ``held`` grow meanwhile, so a size
+    that was within the limit before is within it after. The slab is added in the change that cuts the first slot from
+    it. Until then it is a tensor of one thread, which nothing counts and which goes back with an interrupt.
 
     [Note: interrupted changes]
     A KeyboardInterrupt may come between any two statements. Where one came in the midst of a change, ``_is_changing``
@@ -105,6 +123,8 @@ class Arena:
         #: Whether every tier has left it, so that it keeps nothing idle.
         self.is_closed = False
         self._lock = ForkSafeLock()
+        #: Of the thread that takes a slab from the system; it comes before ``_lock``.
+        self._growth = ForkSafeLock()
         self._reset()
         tell_after_fork(self)
 
@@ -161,6 +181,25 @@ class Arena:
             limit: what the arena may hold with the new slot, in bytes.
             quota: whose it is; it is given the reason where there is no room.
         """
+        try:
+            return self.at_hand(nbytes, limit=limit, quota=quota)
+        except MustGrow:
+            self._refuse_growth_in_growth()
+        try:
+            return self._grown(partial(self.at_hand, nbytes, limit=limit, quota=quota))
+        except (MemoryError, RuntimeError) as error:
+            if quota is not None:
+                quota.refusal = _why(error)
+            return None
+
+    def at_hand(
+        self, nbytes: int, *, limit: int | None = None, quota: Quota | None = None, memory: Tensor | None = None
+    ) -> HostSlot | None:
+        """The same of what is held already, and of ``memory``, which the system has given for it.
+
+        Raises:
+            MustGrow: there is room, but the system has to give a slab first.
+        """
         lock = self._lock.lock
         if lock._is_owned():
             raise reentered()
@@ -171,7 +210,7 @@ class Arena:
                 self._succeed(former, slot.record)
                 return slot
             try:
-                slab, extent = self._cut(nbytes, limit, quota)
+                slab, extent = self._cut(nbytes, limit, quota, memory)
             except (MemoryError, RuntimeError) as error:
                 if quota is not None:
                     quota.refusal = _why(error)
@@ -191,6 +230,14 @@ class Arena:
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
+        try:
+            return self._lease(nbytes)
+        except MustGrow:
+            self._refuse_growth_in_growth()
+        return self._grown(partial(self._lease, nbytes))
+
+    def _lease(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
+        """The same; arguments and errors as for ``at_hand``."""
         lock = self._lock.lock
         if lock._is_owned():
             raise reentered()
@@ -199,7 +246,10 @@ class Arena:
                 self._wakes()
                 self._rests = False
             former: Any = self._ready_for(nbytes, None)
-            slab, extent = self._cut(nbytes, None, None) if former is None else (former.slab, former.extent)
+            if former is None:
+                slab, extent = self._cut(nbytes, None, None, memory)
+            else:
+                slab, extent = former.slab, former.extent
             assert not extent.fences, "memory that streams copy to and memory for leases come from different arenas"
             start = extent.start - slab.start
             view: Any = slab.buffer[start : start + nbytes]
@@ -211,6 +261,39 @@ class Arena:
             else:
                 self._succeed(former, record)
         return torch.frombuffer(view, dtype=torch.uint8)
+
+    def _refuse_growth_in_growth(self) -> None:
+        if self._growth.is_held():  # see [Note: reentry] in forking.py
+            raise reentered()
+
+    def _grown(self, take: Callable[..., T]) -> T:
+        """What ``take`` makes of a new slab: see [Note: growth]. Without the lock.
+
+        Raises:
+            MemoryError, RuntimeError: the system has no room.
+        """
+        with self._growth.lock:
+            try:
+                return take()
+            except _NewSlab as slab:
+                wanted, least = slab.wanted, slab.least
+            return take(memory=self._new_memory(wanted, least))
+
+    def _new_memory(self, wanted: int, least: int) -> Tensor:
+        for size in dict.fromkeys((wanted, least)):  # a smaller one costs less than what is idle and was pinned
+            try:
+                return self._allocate_slab(size)
+            except (MemoryError, RuntimeError):
+                continue
+        with self._lock.lock:
+            self._release_idle(0)
+        return self._allocate_slab(least)
+
+    def restart_peak(self, quota: Quota) -> None:
+        """Measures anew how much of ``quota`` is used at most."""
+        with self._lock.lock:
+            self._poll()
+            quota.peak_bytes = quota.used_bytes
 
     def poll(self) -> None:
         """Takes up the slots that have died and gives back to the system what is idle beyond ``idle_bytes``."""
@@ -265,11 +348,15 @@ class Arena:
 
     # -- with the lock held ---------------------------------------------------------------------------------------
 
-    def _cut(self, nbytes: int, limit: int | None, quota: Quota | None) -> tuple[Slab, Extent]:
+    def _cut(self, nbytes: int, limit: int | None, quota: Quota | None, memory: Tensor | None) -> tuple[Slab, Extent]:
         """Room for ``nbytes``; the change goes on until what it is for is registered.
 
+        Args:
+            memory: a slab that the system has given for it.
+
         Raises:
-            MemoryError, RuntimeError: there is none.
+            OverBudgetError: there is none.
+            _NewSlab: there would be in such a slab.
         """
         if self.returned or self._is_changing or (self._ready and quota is not None):  # which counts what is ready
             self._poll()
@@ -278,8 +365,11 @@ class Arena:
         size = nbytes + -nbytes % slabs.alignment
         if quota is not None and quota.held_bytes + size > quota.budget:
             raise OverBudgetError(f"{nbytes} more bytes would go beyond the budget of {quota.budget} bytes")
-        self.served_bytes += nbytes
         self._is_changing = True
+        if memory is not None:  # nothing polls before it is cut: that would give it back if little may be idle
+            slab = slabs.add(memory)
+            self._held += slab.nbytes
+            self._note_idle(slab)
         fitting = self._fitting(size, nbytes) if alone else size
         extent = None if fitting is None else slabs.extents.allocate(fitting)
         if extent is None and self._ready:
@@ -289,13 +379,8 @@ class Arena:
             extent = None if alone else slabs.extents.allocate(size)
         if extent is None:
             self._is_changing = False
-            memory = self._new_memory(size, limit)
-            self._is_changing = True
-            slab = slabs.add(memory)
-            self._held += slab.nbytes
-            self._note_idle(slab)
-            extent = slabs.extents.allocate(size)
-            assert extent is not None
+            raise self._new_slab(size, limit)
+        self.served_bytes += nbytes
         return slabs.slab_at(extent.start), extent
 
     def _ready_for(self, nbytes: int, quota: Quota | None) -> FinalizerRecord[Slot] | None:
@@ -345,26 +430,25 @@ class Arena:
         if slab.kind == "whole":
             self._slack += slab.nbytes - record.nbytes
         if quota is not None:
-            quota.used_bytes += record.nbytes
+            used = quota.used_bytes = quota.used_bytes + record.nbytes
+            if used > quota.peak_bytes:
+                quota.peak_bytes = used
             quota.held_bytes += extent.nbytes
         self._is_changing = False
 
-    def _new_memory(self, need: int, limit: int | None) -> Tensor:
-        """A slab of the size that ``need`` calls for, or of a smaller one where that is all there is room for."""
+    def _new_slab(self, need: int, limit: int | None) -> _NewSlab:
+        """A slab of the size that ``need`` calls for, or of a smaller one where that is all there is room for.
+
+        Raises:
+            OverBudgetError: there is none.
+        """
         wanted, limit = self._sizes.wanted(need, self._held), self._limit(limit)
         if limit is not None and self._held + wanted > limit:
             self._release_idle(0)
             wanted = min(wanted, self._sizes.within(need, limit - self._held))
             if wanted <= 0:
                 raise OverBudgetError(f"{need} more bytes would go beyond the limit of {limit} bytes")
-        least = self._sizes.least(need)
-        for size in dict.fromkeys((wanted, least)):  # a smaller one costs less than what is idle and was pinned
-            try:
-                return self._allocate_slab(size)
-            except (MemoryError, RuntimeError):
-                continue
-        self._release_idle(0)
-        return self._allocate_slab(least)
+        return _NewSlab(wanted, self._sizes.least(need))
 
     def _limit(self, limit: int | None) -> int | None:
         """The least of ``limit`` and of what the quotas come to; ``None`` where nothing bounds it."""

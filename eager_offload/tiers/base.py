@@ -14,6 +14,7 @@ from eager_offload.tiers.finalizers import FinalizerRecord, Living
 __all__ = [
     "Fence",
     "IdleSlots",
+    "MustGrow",
     "Region",
     "Shortage",
     "Slot",
@@ -142,6 +143,10 @@ class Shortage(NamedTuple):
     remedy: str
 
 
+class MustGrow(Exception):
+    """There is room once a tier has taken more memory from the system."""
+
+
 class Tier(abc.ABC):
     """A place where saved bytes rest, with a bound in bytes."""
 
@@ -153,6 +158,14 @@ class Tier(abc.ABC):
 
         Reserving comes before moving: once it has succeeded, only an I/O error can stop the bytes. Thread-safe.
         """
+
+    def at_hand(self, nbytes: int) -> Slot | None:
+        """The same for a caller with a lock that others wait for: it takes no memory from the system, which takes long.
+
+        Raises:
+            MustGrow: that is what ``reserve`` would do.
+        """
+        return self.reserve(nbytes)
 
     @property
     def shortage(self) -> Shortage:

@@ -47,7 +47,6 @@ class HostTier(Tier):
                 "raise host_budget",
             )
         self._quota = Quota(budget, pooled=pooled)
-        self._peak = 0
         self._next_look = 0
         arena.join(self._quota)
 
@@ -60,7 +59,12 @@ class HostTier(Tier):
         slot = self._arena.allocate(nbytes, quota=self._quota)
         if slot is None:
             self._next_look = 0
-        self._peak = max(self._peak, self._quota.used_bytes)
+        return slot
+
+    def at_hand(self, nbytes: int) -> HostSlot | None:
+        slot = self._arena.at_hand(nbytes, quota=self._quota)
+        if slot is None:
+            self._next_look = 0
         return slot
 
     @property
@@ -101,10 +105,10 @@ class HostTier(Tier):
 
     @property
     def peak_bytes(self) -> int:
-        return self._peak
+        return self._quota.peak_bytes
 
     def restart_peak(self) -> None:
-        self._peak = self.used_bytes
+        self._arena.restart_peak(self._quota)
 
     def poll(self) -> None:
         """Takes up the slots that have died and gives back to the system what is idle beyond the arena's allowance."""

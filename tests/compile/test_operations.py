@@ -19,7 +19,7 @@ import eager_offload as eo
 from eager_offload import active
 from eager_offload.compile import ops
 from eager_offload.engine.offloader import Census
-from eager_offload.tiers.base import Slot, Tier
+from eager_offload.tiers.base import MustGrow, Slot, Tier
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import DiskBackend, assert_balanced
 from tests.test_counts import open_when_the_host_waits
@@ -246,6 +246,27 @@ def test_an_interrupt_while_a_reload_is_waited_for_lets_the_copy_go_on(
             ops.wait_tensor(back, host)
     ops.wait_tensor(back, host)
     assert torch.equal(back, source)
+
+
+def test_h41_a_tier_grows_without_the_lock(offload: eo.Offload, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = offload.offloader_of(CPU)
+    (tier,) = lane.tiers
+    reserve, owned = tier.reserve, list[bool]()
+
+    def at_hand(nbytes: int) -> Slot | None:
+        raise MustGrow
+
+    def growing(nbytes: int) -> Slot | None:
+        owned.append(lane.lock._is_owned())
+        return reserve(nbytes)
+
+    monkeypatch.setattr(tier, "at_hand", at_hand)
+    monkeypatch.setattr(tier, "reserve", growing)
+    source = torch.randn(64, 64)
+    host = ops.offload(source, config=offload.config_key)
+    assert owned == [False]
+    assert offload.stats(synchronize=True).stall_seconds > 0
+    assert torch.equal(ops.reload(host, CPU), source)
 
 
 def test_outside_of_every_context_what_an_interrupt_has_crashed_is_replaced(

@@ -181,7 +181,7 @@ def test_h54_a_forward_without_room_for_its_slots_follows_nothing_and_is_counted
     offload = backend.offload(step_plans=True)
     step(Settled(offload), FIRST, 0)
     with monkeypatch.context() as full:
-        full.setattr(offloader_of(offload), "room", lambda nbytes: None)
+        full.setattr(offloader_of(offload), "room", lambda nbytes, **_: None)
         assert_identical(step(nullcontext(), FIRST, 1), step(Settled(offload), FIRST, 1))
     assert offload.step_plan() is None, "none was followed"
     assert misses(offload) == ["room"]

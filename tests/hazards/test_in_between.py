@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -48,15 +49,16 @@ class Slots:
         self.refs: list[weakref.ref[Slot]] = []
 
     def around(self, tier: Tier) -> Tier:
-        reserve = tier.reserve
+        def noting(take: Callable[[int], Slot | None]) -> Callable[[int], Slot | None]:
+            def noted(nbytes: int) -> Slot | None:
+                slot = take(nbytes)
+                if slot is not None:
+                    self.refs.append(weakref.ref(slot))
+                return slot
 
-        def noted(nbytes: int) -> Slot | None:
-            slot = reserve(nbytes)
-            if slot is not None:
-                self.refs.append(weakref.ref(slot))
-            return slot
+            return noted
 
-        tier.reserve = noted  # type: ignore[method-assign]
+        tier.reserve, tier.at_hand = noting(tier.reserve), noting(tier.at_hand)  # type: ignore[method-assign]
         return tier
 
     @property

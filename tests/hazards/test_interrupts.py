@@ -158,13 +158,12 @@ def _observing(caller: FrameType) -> bool:
 
 
 #: What a pack and an unpack call of a runtime and a tier, each time.
-CALLS = ["copy", "record", "wait", "query", "synchronize", "allocate", "current_stream", "reserve"]
+CALLS = ["copy", "record", "wait", "query", "synchronize", "allocate", "current_stream", "at_hand"]
 
 
 def owner_of(name: str, backend: Backend) -> type:
-    if name == "reserve":
-        return DiskTier if backend.name == "disk" else HostTier
-    return next(kind for kind in type(backend.runtime).__mro__ if name in vars(kind))
+    tier = DiskTier if backend.name == "disk" else HostTier
+    return next(kind for kind in (tier if name == "at_hand" else type(backend.runtime)).__mro__ if name in vars(kind))
 
 
 @pytest.mark.sampled(5, quick=True)  # prime to the number of each choice: a run meets all of them

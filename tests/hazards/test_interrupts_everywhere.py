@@ -34,8 +34,17 @@ from torch import Tensor, nn
 import eager_offload
 from eager_offload import OffloadStats
 from eager_offload.runtime.host import host_runtime
+from eager_offload.tiers.base import release_idle_slots
+from eager_offload.tiers.host import HostTier
 from tests.doubles.recorded_backend import RecordedBackend
-from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, hooks_are_gone
+from tests.hazards.backends import (
+    Backend,
+    DiskBackend,
+    SimulatedBackend,
+    assert_settled,
+    hooks_are_gone,
+    offloader_of,
+)
 from tests.hazards.programs import assert_identical, leaf
 from tests.sampling import one_in
 
@@ -350,6 +359,25 @@ class FollowedTrials(Trials):
         raise AssertionError(f"none of {self.MOST} steps follows a plan")
 
 
+class GrowingTrials(Trials):
+    """Steps for which the host tier takes memory from the system."""
+
+    def prepare(self) -> None:
+        release_idle_slots()
+        for tier in offloader_of(self.offload).tiers if self.offload._offloaders.all() else ():
+            assert isinstance(tier, HostTier)
+            tier._arena.release_idle()
+            assert tier.held_bytes == 0
+
+    def is_looked_at(self, point: Point) -> bool:
+        return point.code.co_name in ("_grow", "_start_due", "go_on", "reserve", "room", "start_due")
+
+    def points(self) -> Counter[Point]:
+        found = super().points()
+        assert "_grow" in {point.code.co_name for point in found}
+        return found
+
+
 def assert_most_moved(stats: OffloadStats) -> None:
     """All that is not a leaf's, and not of the newest bytes; several saves share those."""
     assert set(stats.kept_bytes) <= {"newest", "parameter"}, stats
@@ -397,6 +425,12 @@ def no_finalizer_fails() -> Iterator[None]:
 def test_h10_h39_an_interrupt_at_any_point_is_harmless(kind: type[Backend], stride: int) -> None:
     with kind() as backend, no_finalizer_fails():
         run_all(Trials(backend), stride)
+        backend.assert_nothing_is_held()
+
+
+def test_h10_h41_an_interrupt_in_a_step_for_which_a_tier_grows_is_harmless() -> None:
+    with SimulatedBackend() as backend, no_finalizer_fails():
+        run_all(GrowingTrials(backend), stride=3)
         backend.assert_nothing_is_held()
 
 

@@ -15,7 +15,9 @@ from torch import Tensor
 import eager_offload as eo
 from eager_offload import Offload, marks
 from eager_offload.runtime.host import HostEvent
-from tests.hazards.backends import Backend, assert_settled
+from eager_offload.tiers.base import release_idle_slots
+from eager_offload.tiers.host import HostTier
+from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
 from tests.hazards.programs import leaf
 
 NBYTES = 64 * 64 * 4
@@ -91,6 +93,74 @@ def test_h41_other_threads_go_on_while_one_waits(what: str, tmp_path: Path, disk
     del loss
     other.clear()
     assert_settled(offload)
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["unknown step", "step that follows a plan"])
+@pytest.mark.parametrize("what", ["a save", "the end of a with", "what a codec refuses"])
+def test_h41_other_threads_go_on_while_the_system_gives_one_a_slab(what: str, follows: bool) -> None:
+    refuses = what == "what a codec refuses"
+    with SimulatedBackend() as simulated:
+        codec = "lossless" if refuses else "identity"
+        offload = simulated.offload(step_plans=follows, codec=codec, max_inflight_bytes=64 << 20)
+        for _ in range(2):
+            forward(offload, seed=1).backward()  # from here on there is a slab with room for as much
+        large, other = leaf(1024, 1024, seed=0), []
+
+        def step(last: float) -> Tensor:
+            with offload:
+                if what == "a save":
+                    return large.sin().cos().sum()
+                mask = torch.ones(1024, 1024)
+                mask[0, 0], mask[-1, -1] = 0.0, last
+                return (large * mask).sum()
+
+        if follows:
+            step(0.0).backward()
+            large.grad = None
+        offload.stats(synchronize=True)
+        release_idle_slots()
+        (tier,) = offloader_of(offload).tiers
+        assert isinstance(tier, HostTier)
+        arena, kept = tier._arena, tier.reserve(NBYTES)
+        assert kept is not None, "of the slab that is to serve the other thread"
+        arena.release_idle()
+        before, give = arena.held_bytes, arena._allocate_slab
+        assert before < 4 << 20
+
+        def others_go_on() -> None:
+            with offload:
+                marked, leaves = eo.keep(leaf(64, 64, seed=3).mul(2)), leaf(64, 64, seed=2)
+                other.extend([marked.sin().sum(), leaves.sin().cos().sum()])
+            for loss in other:
+                loss.backward()
+
+        def meanwhile_others(nbytes: int) -> Tensor:
+            if not other:
+                assert not offload._accounts.lock._is_owned(), "or the others would wait for ever"
+                simulated.in_thread(others_go_on)
+                assert other
+                assert arena.held_bytes == before
+            return give(nbytes)
+
+        earlier = offload.stats()
+        arena._allocate_slab = meanwhile_others
+        try:
+            loss = step(0.5)
+        finally:
+            arena._allocate_slab = give
+        assert len(other) == 2
+        assert arena.held_bytes > before
+        loss.backward()
+        stats = offload.stats(synchronize=True)
+        assert stats.kept_bytes["marked"] == NBYTES
+        assert stats.bytes_out - earlier.bytes_out >= NBYTES + (4 << 20), "both have offloaded"
+        assert (stats.followed_forwards > earlier.followed_forwards) == follows
+        assert stats.refused == ({"bitmask": 1} if refuses else {})
+        assert stats.stall_seconds > 0
+        assert not stats.demotions
+        del loss, kept
+        other.clear()
+        assert_settled(offload)
 
 
 def test_h41_a_mark_goes_with_its_tensor() -> None:

@@ -1,0 +1,191 @@
+"""H41: while the system gives a slab, only those wait that need one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload.tiers.arena import Arena
+from eager_offload.tiers.base import MustGrow
+from eager_offload.tiers.forking import ForkSafeLock, ReentrantLock
+from eager_offload.tiers.host import HostTier
+from tests.threads import on_a_thread
+from tests.tiers.rig import MIB, System, noise, reserve
+
+WAITS = 60  # seconds, for what comes at once where all is well
+
+
+class Slow(System):
+    """Gives a slab once ``meanwhile`` has returned, the first time that it has to."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def __call__(self, nbytes: int) -> Tensor:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return super().__call__(nbytes)
+
+
+class Watched:
+    """A lock that says who is about to wait for it."""
+
+    def __init__(self, lock: ReentrantLock) -> None:
+        self._lock = lock
+        self.waits = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.waits.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def _is_owned(self) -> bool:
+        return self._lock._is_owned()
+
+
+def watched(lock: ForkSafeLock) -> threading.Event:
+    lock.lock = found = Watched(lock.lock)  # type: ignore[assignment]
+    return found.waits
+
+
+@pytest.fixture
+def system() -> Slow:
+    return Slow()
+
+
+@pytest.fixture
+def arena(system: Slow) -> Arena:
+    return Arena(system, slab_bytes=MIB, idle_bytes=64 * MIB)
+
+
+def test_h41_other_threads_have_slots_and_leases_and_are_told_what_is_held(arena: Arena, system: Slow) -> None:
+    tier = HostTier(arena, 64 * MIB)
+    first = reserve(tier, 4096)
+
+    def others() -> None:
+        assert not arena._lock.is_held(), "or they would wait for ever"
+        slots.append(on_a_thread(lambda: reserve(tier, 8192)))
+        leases.append(on_a_thread(lambda: arena.lease(8192)))
+        assert on_a_thread(lambda: (arena.used_bytes, tier.held_bytes)) == (4096 + 2 * 8192, MIB)
+
+    slots, leases = [first], []
+    system.meanwhile = others
+    slots.append(reserve(tier, 3 * MIB))
+    assert system.sizes == [MIB, 3 * MIB]
+    assert len({slot.region for slot in slots}) == 3
+    assert arena.used_bytes == 4096 + 2 * 8192 + 3 * MIB
+    del first
+    slots.clear()
+    leases.clear()
+    assert arena.used_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["slots", "leases"])
+def test_h41_two_threads_that_need_a_slab_at_once_take_one_where_one_does(
+    kind: str, arena: Arena, system: Slow
+) -> None:
+    take = arena.allocate if kind == "slots" else arena.lease
+    waits = watched(arena._growth)
+    with ThreadPoolExecutor(1) as pool:
+
+        def second() -> None:
+            others.append(pool.submit(take, 8192))
+            assert waits.wait(WAITS)
+
+        others = []
+        system.meanwhile = second
+        mine = take(8192)
+        other = others[0].result(WAITS)
+    assert system.sizes == [MIB]
+    assert mine is not None
+    assert other is not None
+    assert arena.used_bytes == 2 * 8192
+
+
+def test_h26_h41_threads_that_grow_at_once_stay_within_the_budget_of_all(arena: Arena, system: Slow) -> None:
+    tier, held = HostTier(arena, 5 * MIB), []
+    waits = watched(arena._growth)
+    with ThreadPoolExecutor(1) as pool:
+
+        def second() -> None:
+            others.append(pool.submit(tier.reserve, 3 * MIB))
+            assert waits.wait(WAITS)
+            held.append(tier.held_bytes)
+
+        others = []
+        system.meanwhile = second
+        mine = tier.reserve(3 * MIB)
+        assert mine is not None
+        assert others[0].result(WAITS) is None
+    assert system.sizes == [3 * MIB]
+    assert held == [0]
+    assert tier.held_bytes == 3 * MIB
+    assert tier.shortage.reason.startswith("all of host_budget is in use")
+
+
+def test_what_another_thread_has_taken_of_a_budget_meanwhile_is_not_taken_twice(arena: Arena, system: Slow) -> None:
+    tier, other = HostTier(arena, 4 * MIB), HostTier(arena, 64 * MIB)
+    idle = reserve(tier, 2 * MIB)
+    del idle
+    taken = []
+    system.meanwhile = lambda: taken.append(on_a_thread(lambda: reserve(tier, 2 * MIB)))
+    assert tier.reserve(3 * MIB) is None
+    assert tier.used_bytes == tier.held_bytes == tier.peak_bytes == 2 * MIB
+    assert len(system.alive) == 1, "the slab is back"
+    assert other.used_bytes == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_h10_what_ends_a_growth_leaves_nothing_behind(error: type[BaseException], arena: Arena, system: Slow) -> None:
+    tier = HostTier(arena, 64 * MIB)
+
+    def fail() -> None:
+        if error is MemoryError:
+            system.refuse = True
+        raise error
+
+    system.meanwhile = fail
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            tier.reserve(MIB)
+    else:
+        assert tier.reserve(MIB) is None
+        assert tier.shortage.reason == "the system refused it (none left)"
+    system.refuse = False
+    assert tier.used_bytes == tier.held_bytes == len(system.alive) == 0
+    slot = on_a_thread(lambda: reserve(tier, MIB))
+    slot.write(noise(MIB))
+    assert torch.equal(slot.tensor, noise(MIB))
+
+
+def test_what_is_at_hand_takes_nothing_from_the_system(arena: Arena, system: Slow) -> None:
+    tier = HostTier(arena, 2 * MIB)
+    with pytest.raises(MustGrow):
+        tier.at_hand(8192)
+    assert system.sizes == []
+    assert tier.held_bytes == tier.peak_bytes == 0
+    slot = reserve(tier, 8192)
+    other = tier.at_hand(8192)
+    assert other is not None
+    assert other.region != slot.region
+    assert tier.peak_bytes == 2 * 8192
+    assert tier.at_hand(2 * MIB) is None, "the budget has no room, and the system need not be asked"
+
+
+def test_a_growth_in_the_midst_of_a_growth_is_refused(arena: Arena, system: Slow) -> None:
+    def again() -> None:
+        for take in (arena.allocate, arena.lease):
+            with pytest.raises(RuntimeError, match="in the midst of a call"):
+                take(8192)
+
+    system.meanwhile = again
+    assert arena.allocate(8192) is not None
+    assert system.sizes == [MIB]
