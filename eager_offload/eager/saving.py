@@ -612,7 +612,7 @@ class SavedTensors:
         with suppress(IndexError):  # there is none, or another thread was faster
             slots = known.idle.pop()
             for tier in self.offloader.tiers:
-                tier.note_reuse(sum(slot.nbytes for slot in slots if slot.tier == tier.name))
+                tier.note_reuse(sum([slot.nbytes for slot in slots if slot.tier == tier.name]))
             return slots
         for run in plans.runs:
             if run.is_mostly_gone:  # a program may keep a little of each step, a metric say
