@@ -59,7 +59,7 @@ _region = _Region()
 # Without a lock: each is changed by single operations, which no other thread comes between.
 #: By address: the marks, among them those of storages that have gone since ``any_marks`` was called last.
 standing: dict[int, _Marked] = {}
-_gone: deque[FinalizerRecord[torch.UntypedStorage]] = deque()
+_gone: deque[_Marked] = deque()
 
 
 class Region(ContextDecorator):
@@ -160,7 +160,6 @@ def _forget_gone() -> None:
             gone = _gone.popleft()
         except IndexError:  # another thread was faster
             return
-        assert isinstance(gone, _Marked)
         if standing.get(gone.address) is gone:  # else the address has a new owner, or the mark has ended
             standing.pop(gone.address, None)
 

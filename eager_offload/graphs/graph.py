@@ -40,15 +40,19 @@ class CapturedGraph:
         self._runtime = runtime
         self._graph = capture.graph
         self._stream = capture.stream
-        self._pool = pool
+        self.pool = pool
+        """That with which it was captured."""
         self._can_dump = can_dump
         self._order = ReplayOrder() if pool is None else pool.order
         if self._order.latest is None:
             behind = self._order.latest = runtime.record(self._stream)
             behind.note_over()  # the host has waited for the device, and to capture runs nothing on the stream
-        self._replays = 0
-        self._is_uploaded = False
-        self._pool_buffer_count = 0 if pool is None else pool.buffer_count
+        self.num_replays = 0
+        """How many times it was launched."""
+        self.is_uploaded = False
+        """Whether ``upload`` has sent it to the device."""
+        self.pool_buffer_count = 0 if pool is None else pool.buffer_count
+        """How many buffers the pool kept when the capture ended; 0 without a pool."""
         #: What the captured function returned: tensors that each replay writes anew.
         self.result: Any = None
         #: What a replay needs to live: that which was captured, with all that it refers to.
@@ -83,7 +87,7 @@ class CapturedGraph:
             with runtime.enter(there):
                 self._graph.replay()
             self._order.latest = runtime.record(there)
-            self._replays += 1
+            self.num_replays += 1
 
     def wait(self) -> None:
         """Has the current stream wait for the last replay of this graph and of those that share its pool.
@@ -105,9 +109,9 @@ class CapturedGraph:
             CaptureStateError: in a capture.
         """
         self._check_outside("a graph was uploaded", self._runtime.current_stream(self._stream.device))
-        if not self._is_uploaded:
-            self._is_uploaded = upload_graph(self._graph, self._runtime.current_stream(self._stream.device))
-        return self._is_uploaded
+        if not self.is_uploaded:
+            self.is_uploaded = upload_graph(self._graph, self._runtime.current_stream(self._stream.device))
+        return self.is_uploaded
 
     def dump(self, path: str | os.PathLike[str]) -> None:
         """Writes the nodes and edges to a file, in the backend's form: on CUDA as a drawing for Graphviz.
@@ -120,28 +124,8 @@ class CapturedGraph:
         self._graph.debug_dump(os.fspath(path))
 
     @property
-    def num_replays(self) -> int:
-        """How many times it was launched."""
-        return self._replays
-
-    @property
-    def is_uploaded(self) -> bool:
-        """Whether ``upload`` has sent it to the device."""
-        return self._is_uploaded
-
-    @property
-    def pool(self) -> CapturePool | None:
-        """That with which it was captured."""
-        return self._pool
-
-    @property
     def has_pool(self) -> bool:
-        return self._pool is not None
-
-    @property
-    def pool_buffer_count(self) -> int:
-        """How many buffers the pool kept when the capture ended; 0 without a pool."""
-        return self._pool_buffer_count
+        return self.pool is not None
 
     def keep(self, *used: object) -> None:
         """Has ``used`` live as long as a replay may need it."""

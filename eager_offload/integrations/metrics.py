@@ -98,11 +98,6 @@ class StepTrace:
         if step is not None:
             offload.trace(self._path)  # which refuses what cannot be written
 
-    @property
-    def is_on(self) -> bool:
-        """Whether a trace is being made."""
-        return self._tracing is not None
-
     def given(self) -> tuple[int | None, Path]:
         """The step and the path: what a copy for another ``Offload`` is made of."""
         return self._step, self._path

@@ -123,7 +123,7 @@ class SaveLog:
         self.unpack: Callable[[RecordedHandle], Tensor] | None = unpack
         self._add = add
         self._alive: set[_SaveRecord] = set()
-        self._finalized: deque[FinalizerRecord[RecordedHandle | GraphSave]] = deque()
+        self._finalized: deque[_SaveRecord] = deque()
         #: Bytes of distinct storages that living saved tensors hold, or would hold if nothing was moved; and those of
         #: them that autograd itself keeps on the device.
         self.without_offload = 0
@@ -181,7 +181,6 @@ class SaveLog:
         """Takes up what has died."""
         while self._finalized:
             gone = self._finalized.popleft()
-            assert isinstance(gone, _SaveRecord)
             self._alive.discard(gone)
             for held in gone.save.holds:
                 held.count -= 1

@@ -268,16 +268,18 @@ class _Stage:
 
     def _run(self, op: int) -> None:
         """An operator runs, with all that lives meanwhile."""
-        self._observer.sweep()
-        held = self._observer.resident_bytes * self._factor + self._program.other_bytes[op]
-        self._living.append(max(round(held), self._packed))
+        self._living.append(max(self._held(self._program.other_bytes[op]), self._packed))
         self._op, self._packed = op + 1, 0
         self._runtime.advance(self._runtime.default_stream, self._problem.op_seconds[op], self._program.ops[op].name)
 
     def _see(self, other_bytes: int) -> None:
         """What lives between two operators, with so many other bytes."""
+        self._seen = max(self._seen, self._held(other_bytes))
+
+    def _held(self, other_bytes: int) -> int:
+        """Bytes that live now, with so many others."""
         self._observer.sweep()
-        self._seen = max(self._seen, round(self._observer.resident_bytes * self._factor + other_bytes))
+        return round(self._observer.resident_bytes * self._factor + other_bytes)
 
     def _nbytes(self, nbytes: int) -> int:
         """Bytes of what stands for so many."""
@@ -313,10 +315,8 @@ class _Stage:
 
     def _packs(self, traffic: int, scratch: int) -> None:
         """A codec reads and writes so many bytes, and takes some for a moment."""
-        self._observer.sweep()
         op = min(self._op, len(self._program.ops) - 1)
-        held = self._observer.resident_bytes * self._factor + self._program.other_bytes[op] + scratch
-        self._packed = max(self._packed, round(held))
+        self._packed = max(self._packed, self._held(self._program.other_bytes[op] + scratch))
         self._runtime.advance(self._runtime.default_stream, traffic / self._problem.memory, "codec")
 
 

@@ -98,7 +98,8 @@ class Checker(Log):
         #: Everything found so far, in the order of the later access.
         self.violations: list[Violation] = []
         self._lock = threading.RLock()
-        self._number = 0
+        #: How many entries were written so far; the next one has this number.
+        self.entries = 0
         self._streams: dict[Stream, _Clock] = {}
         self._host: _Clock = {}
         self._events = _Events()
@@ -116,11 +117,6 @@ class Checker(Log):
             self.violations.append(violation)
 
     @property
-    def entries(self) -> int:
-        """How many entries were written so far; the next one has this number."""
-        return self._number
-
-    @property
     def cells(self) -> int:
         """How many ranges of bytes are followed at present."""
         return sum(len(space.cells) for space in self._spaces.values())
@@ -129,8 +125,8 @@ class Checker(Log):
 
     def write(self, entry: Entry) -> None:
         with self._lock:
-            number = self._number
-            self._number += 1
+            number = self.entries
+            self.entries += 1
             if isinstance(entry, Synchronized):
                 waiter = Access(None, AccessKind.SYNCHRONIZE, "synchronize", None, number)
                 _join(self._host, self._clock_at(entry.event, waiter))
@@ -181,7 +177,7 @@ class Checker(Log):
                 if clash.earlier not in found:
                     found[clash.earlier] = self._race(clash, access)
         self.violations += found.values()
-        if self._number >= self._compact_at:
+        if self.entries >= self._compact_at:
             self._compact()
 
     def _race(self, clash: _Clash, later: Access) -> Violation:
@@ -220,7 +216,7 @@ class Checker(Log):
         for space in list(self._spaces):
             if self._spaces[space].compact(self._host):
                 del self._spaces[space]
-        self._compact_at = self._number + max(_COMPACT_AT, 2 * self.cells)
+        self._compact_at = self.entries + max(_COMPACT_AT, 2 * self.cells)
 
 
 def _join(clock: _Clock, known: _Clock) -> None:

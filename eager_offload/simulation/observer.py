@@ -10,7 +10,6 @@ Storages are named by identity. What died since is written before every operator
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from eager_offload.simulation.log import Allocated, Entry, Freed, Log, Operation
 from eager_offload.simulation.signatures import Operand, signature_of
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.extents import Extents
+from eager_offload.tiers.finalizers import FinalizerRecord
 
 #: Bytes; CUDA's caching allocator hands out multiples of it.
 _GRANULARITY = 512
@@ -68,7 +68,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         self._work = work
         self._lock = threading.RLock()
         self._blocks: dict[int, _Block] = {}
-        self._died: deque[_StorageRef] = deque()
+        self._died: deque[_StorageRecord] = deque()
         self._pools: dict[Stream, _Pool] = {}
         self._inputs = 0
 
@@ -213,15 +213,10 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return block
 
     def _follow(self, storage: torch.UntypedStorage, stream: Stream, region: Region, *, observed: bool) -> _Block:
-        ref = _StorageRef(storage, self._on_death)
+        ref = _StorageRecord(storage, self._died.append)
         ref.key = id(storage)
         block = self._blocks[ref.key] = _Block(ref, stream, region, observed)
         return block
-
-    def _on_death(self, ref: weakref.ref[torch.UntypedStorage]) -> None:
-        # No lock: the garbage collector may come here from anywhere.
-        assert isinstance(ref, _StorageRef)
-        self._died.append(ref)
 
     def _release(self, block: _Block) -> None:
         if block.nbytes:
@@ -231,11 +226,8 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             self.resident_bytes -= block.nbytes
 
 
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """Names a storage without keeping its bytes, and still knows which it was when it is gone.
-
-    A storage has one Python object for as long as it lives; see ``weak_storage`` in ``_torch.py``.
-    """
+class _StorageRecord(FinalizerRecord[torch.UntypedStorage]):
+    """A weak reference to a storage, which still knows which it was when that is gone."""
 
     __slots__ = ("key",)
     #: The object's address, which another storage may get as soon as this reference is dead.
@@ -246,7 +238,7 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
 class _Block:
     """A storage that lives, as far as the observer has seen."""
 
-    ref: _StorageRef
+    ref: _StorageRecord
     #: Whose allocator it came from.
     stream: Stream
     region: Region
