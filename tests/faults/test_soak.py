@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("rich", reason="the demo's extra is not installed")
-
 from tests.faults.disks import on_faulty_disk
 from tools.soak.__main__ import Soak
 from tools.soak.census import compare
