@@ -66,9 +66,9 @@ def make_model(name: str, options: argparse.Namespace) -> tuple[nn.Module, Tenso
     torch.manual_seed(0)
     shape = models.Shape(1, options.width, options.width * 8 // 3 // 64 * 64, options.heads)
     llama = name == "llama"
-    blocks = (
+    blocks = [
         models.Block(shape, RMSNorm) if llama else GPTBlock(options.width, options.heads) for _ in range(options.layers)
-    )
+    ]
     dtype = torch.bfloat16 if llama else torch.float32
     x = torch.randn(options.batch, options.sequence, options.width)
     return nn.Sequential(*blocks).to(dtype), x.to(dtype)

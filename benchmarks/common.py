@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
+from eager_offload.config import size_text
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.disk import DiskTier
 
@@ -94,22 +95,27 @@ def ratios(runs: Iterable[Any], what: str, variant: str, base: str) -> list[floa
     return [most[variant, number] / most[base, number] for number in rounds]
 
 
-def show(title: str, rows: Iterable[Mapping[str, object]]) -> None:
-    """Prints a table with a column for each key, text to the left in the first one."""
+def show(title: str, rows: Iterable[object]) -> None:
+    """Prints a table with a column for each key or field, text to the left in the first one."""
     print(f"\n{title}\n{table(rows)}", flush=True)
 
 
-def table(rows: Iterable[Mapping[str, object]]) -> str:
-    rows = list(rows)
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+def table(rows: Iterable[object]) -> str:
+    """What a row has not is empty; numbers have four digits, or all before the point; bytes have a unit."""
+    found: list[Mapping[str, object]] = [row if isinstance(row, Mapping) else vars(row) for row in rows]
+    columns = list(dict.fromkeys(column for row in found for column in row))
+    cells = [
+        [column.removesuffix("_bytes").replace("_", " ") for column in columns],
+        *([_cell(row.get(column), column) for column in columns] for row in found),
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ([cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)] for line in cells)
     return "\n".join("  ".join([line[0].ljust(widths[0]), *rest]) for line, rest in zip(cells, lines, strict=True))
 
 
-def _cell(value: object) -> str:
-    """A number with four digits or all before the point; what is missing is empty."""
+def _cell(value: object, column: str = "") -> str:
+    if isinstance(value, float | int) and column.endswith("bytes"):
+        return size_text(int(value))
     if isinstance(value, float):
         return f"{value:,.{max(4 - len(str(int(abs(value)))), 0)}f}"
     if value is None or isinstance(value, bool):
@@ -194,7 +200,8 @@ def drive(
             return 2
     if work is not None and options.worker is not None:
         for found in work(options.worker, options):
-            print(json.dumps(found, default=_plain), flush=True)
+            sys.stdout.write(json.dumps(found, default=_plain) + "\n")  # at once, as ranks share it
+            sys.stdout.flush()
         return 0
     report = Report(name, options)
     if on_disk:
@@ -291,29 +298,23 @@ def positive(text: str) -> int:
     return value
 
 
-def listed(read: Callable[[str], T], accepts: Callable[[T], bool] = lambda one: True) -> Callable[[str], list[T]]:
-    """A type for argparse: what ``read`` makes of texts with commas between, each of which ``accepts`` takes."""
+def listed(
+    read: Callable[[str], T], accepts: Callable[[T], bool] = lambda one: True, separator: str = ","
+) -> Callable[[str], list[T]]:
+    """A type for argparse: what ``read`` makes of texts with ``separator`` between, each of which ``accepts`` takes."""
 
     def of(text: str) -> list[T]:
-        found = [read(one.strip()) for one in text.split(",")]
-        if not all(map(accepts, found)):
-            raise argparse.ArgumentTypeError(f"{text!r} has what is refused here")
+        found = [read(one.strip()) for one in text.split(separator)]
+        if refused := [one for one in found if not accepts(one)]:
+            raise argparse.ArgumentTypeError(f"{refused[0]!r} is not one of what is accepted")
         return found
 
     return of
 
 
-def named(known: Iterable[str], separator: str = ",") -> Callable[[str], list[str]]:
+def named(known: Collection[str], separator: str = ",") -> Callable[[str], list[str]]:
     """A type for argparse: names out of ``known`` with ``separator`` between."""
-
-    def of(text: str) -> list[str]:
-        chosen = [name.strip() for name in text.split(separator)]
-        for name in chosen:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {f'{separator} '.join(known)}")
-        return chosen
-
-    return of
+    return listed(str, known.__contains__, separator)
 
 
 #: A type for argparse: speeds of a link with commas between.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 from unittest.mock import patch
@@ -27,7 +26,7 @@ from benchmarks.common import GIB, Report, Spread, drive, parse, show
 from benchmarks.simulate import LARGE, LIMIT, SEQUENCES, parser_of, window_of
 from benchmarks.simulation.device import H200
 from benchmarks.simulation.graphs import halves_of, peak_bytes
-from benchmarks.simulation.player import OURS, Kind, Played, play
+from benchmarks.simulation.player import OURS, Kind, play
 from eager_offload.compile import prefetch, sink_waits
 from eager_offload.compile.cost import roofline
 from eager_offload.compile.graphs import nbytes_of
@@ -136,31 +135,29 @@ class Simulation:
 
     def run(self, ordered: Ordered, seed: int) -> Step:
         """A step, with the operator times of ``seed``."""
-        seconds = self._perturbed(seed)
-        forward = play(ordered.forward, seconds, self.truth, ordered.kinds)
-        backward = play(ordered.backward, seconds, self.truth, ordered.kinds)
+        estimate, jitter, link = roofline(self.truth), self.options.jitter, self.truth
+
+        def seconds(node: Node) -> float:
+            # By name: the same operator takes the same time, whatever has put transfers around it.
+            return estimate(node) * (1 + random.Random(f"{seed} {node.name}").uniform(-jitter, jitter))
+
+        forward, backward = (play(one, seconds, link, ordered.kinds) for one in (ordered.forward, ordered.backward))
         assert forward.bytes_out == backward.bytes_back
+        compute = forward.compute_seconds, backward.compute_seconds
         return Step(
             seed=seed,
             step_seconds=forward.seconds + backward.seconds,
-            compute_seconds=forward.compute_seconds + backward.compute_seconds,
-            floor_seconds=floor_seconds(
-                forward.compute_seconds, backward.compute_seconds, forward.bytes_out, self.truth.out, self.truth.back
-            ),
+            compute_seconds=sum(compute),
+            floor_seconds=floor_seconds(*compute, forward.bytes_out, link.out, link.back),
             bytes_out=forward.bytes_out,
             bytes_back=backward.bytes_back,
-            inflight_bytes_peak=_peak(forward, Kind.OUT),
-            prefetched_bytes_peak=_peak(backward, Kind.BACK),
+            inflight_bytes_peak=forward.most[Kind.OUT],
+            prefetched_bytes_peak=backward.most[Kind.BACK],
         )
 
     def without(self) -> Ordered:
         """The graphs as they were."""
         return self._ordered(self.halves.forward.graph, self.halves.backward.graph, {})
-
-    def _perturbed(self, seed: int) -> Callable[[Node], float]:
-        estimate, jitter = roofline(self.truth), self.options.jitter
-        # By name: the same operator takes the same time, whatever has put transfers around it.
-        return lambda node: estimate(node) * (1 + random.Random(f"{seed} {node.name}").uniform(-jitter, jitter))
 
     def _ordered(self, forward: Graph, backward: Graph, kinds: dict[object, Kind]) -> Ordered:
         forward.lint()
@@ -172,10 +169,6 @@ class Simulation:
             peak_bytes(forward, host=[target for target, kind in kinds.items() if kind is Kind.OUT]),
             peak_bytes(backward, [node.name for node in self.halves.saved()]),
         )
-
-
-def _peak(played: Played, kind: Kind) -> int:
-    return max(played.together[kind], played.alone[kind])
 
 
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:

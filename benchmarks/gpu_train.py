@@ -3,7 +3,6 @@
     python -m benchmarks.gpu_train
     python -m benchmarks.gpu_train --sequences 8192 --variants "none;ours"
     python -m benchmarks.gpu_train --device cpu --quick       # does it run? The numbers mean nothing
-    python -m benchmarks.gpu_train --draw benchmarks/results/gpu_train.json
 
 bf16, AdamW, random tokens, the same number of tokens for each length of a sequence. Every variant runs in a process of
 its own and is timed by the device's own events: forward, backward, optimizer. The floor of a step that offloads is
@@ -19,19 +18,17 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import psutil
 import torch
 
-from benchmarks.common import GIB, RESULTS, Report, Spread, command_line, drive, in_process, parse, positive, show
+from benchmarks.common import GIB, Report, Spread, command_line, drive, in_process, parse, positive, show
 from benchmarks.models import Llama, Shape
 from benchmarks.peers import VARIANTS
 from eager_offload.plan.predict import floor_seconds
@@ -39,8 +36,6 @@ from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction
 
 LARGE, QUICK = Shape(shared_heads=8), Shape(layers=3, width=64, hidden=192, heads=4, shared_heads=2, vocabulary=512)
-#: Okabe and Ito's palette, which colour-blind readers can tell apart; every point is named besides.
-OURS, OTHERS = "#0072B2", "#4D4D4D"
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ def work(name: str, options: argparse.Namespace) -> Iterator[Point]:
     method = VARIANTS[name].make(device)
     if method is None:
         return
-    shape = QUICK if options.quick else LARGE
+    shape = QUICK if options.quick else replace(LARGE, layers=options.layers)
     with device:
         model = Llama(shape, method.run).to(torch.float32 if device.type == "cpu" else torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
@@ -240,51 +235,16 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     return points, rows
 
 
-def draw(results: Path) -> int:
-    """Draws memory against time beside the results, a panel for each length, where matplotlib is installed."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        print("matplotlib is not installed: draw the picture elsewhere, with --draw FILE")
-        return 0
-    rows = [row for row in json.loads(results.read_text())["summary"] if "failure" not in row]
-    lengths = sorted({row["tokens"] for row in rows})
-    figure, grid = plt.subplots(1, max(len(lengths), 1), squeeze=False, figsize=(5 * len(lengths) + 1, 4.5), dpi=160)
-    for panel, length in zip(grid[0], lengths, strict=False):
-        for row in (row for row in rows if row["tokens"] == length):
-            colour = OURS if row["variant"].startswith("ours") else OTHERS
-            place = row["step s"]["median"], row["peak GiB"]
-            panel.plot(*place, "o", color=colour, markersize=7)
-            panel.annotate(row["variant"], place, xytext=(7, 4), textcoords="offset points", color=colour, fontsize=9)
-        panel.set_title(f"sequences of {length:,} tokens", loc="left", fontsize=11)
-        panel.set(xlabel="seconds a step", ylabel="peak of device memory, GiB")
-        panel.set_xlim(left=0)
-        panel.set_ylim(bottom=0)
-        panel.margins(x=0.25, y=0.15)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(results.with_suffix(".png"))
-    plt.close(figure)
-    return 0
-
-
 def options_of() -> argparse.Namespace:
-    parser = command_line(__doc__, workers=True, variants=VARIANTS, steps=3, warm_up=2)
+    parser = command_line(__doc__, workers=True, variants=VARIANTS, layers=16, steps=3, warm_up=2)
     parser.add_argument("--device", help="in place of the accelerator; cpu only tries the plumbing, with --quick")
     parser.add_argument("--sequences", type=positive, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--tokens", type=positive, default=32768, help="in a batch")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of these results, beside them")
     return parse(parser, sequences=[64, 128], tokens=128)
 
 
 def main() -> int:
-    options = options_of()
-    if options.draw is not None:
-        return draw(options.draw)
-    status = drive("gpu_train", options, run, work=work)
-    if options.worker is None and options.device is not None:
-        draw(options.output or RESULTS / "gpu_train.json")
-    return status
+    return drive("gpu_train", options_of(), run, work=work)
 
 
 if __name__ == "__main__":

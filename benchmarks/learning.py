@@ -5,9 +5,9 @@
 
 Three programs, each for some steps: towers whose losses go backward in the order of forward, so that the reverse of
 packing is the wrong order to bring things back in; a decoder language model; and the same with a program that holds on
-to the results of its blocks, so that moving them frees nothing. On the simulated device (virtual streams and clock) and
-on the CPU with the disk tier. The first step, of which nothing is known, is compared with the third, which knows those
-before it and follows none, and that with the last, which follows a step plan.
+to the results of its blocks, so that moving them frees nothing. All on the simulated device, with virtual streams and
+clock. The first step, of which nothing is known, is compared with the third, which knows those before it and follows
+none, and that with the last, which follows a step plan.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,10 +45,9 @@ COMPUTE, LINK = 1e9, 6e8
 
 @dataclass(frozen=True)
 class Step:
-    """One step. Seconds on the virtual clock for the simulated device, on the wall for the CPU; bytes."""
+    """One step. Seconds on the virtual clock, and bytes."""
 
     program: str
-    device: str
     round: int
     number: int
     #: Whether it was like its plan to the end.
@@ -61,12 +60,8 @@ class Step:
     resident_bytes_peak: int
 
 
-@dataclass(frozen=True)
-class Graphs:
-    """What a forward leaves: losses in the order in which backward takes them, and what the program holds on to."""
-
-    losses: list[Tensor]
-    held: list[Tensor]
+#: What a forward leaves: losses in the order in which backward takes them, and what the program holds on to.
+Graphs: TypeAlias = tuple[list[Tensor], list[Tensor]]
 
 
 def towers(options: argparse.Namespace) -> Callable[[], Graphs]:
@@ -79,7 +74,7 @@ def towers(options: argparse.Namespace) -> Callable[[], Graphs]:
             for _ in range(options.layers):
                 h = h.exp().neg()
             losses.append(h.sum())
-        return Graphs(losses, [])
+        return losses, []
 
     return forward
 
@@ -95,7 +90,7 @@ def language_model(options: argparse.Namespace, *, hold: bool) -> Callable[[], G
 
     def forward() -> Graphs:
         held.clear()
-        return Graphs([model(batch.inputs, batch.targets)], held)
+        return [model(batch.inputs, batch.targets)], held
 
     return forward
 
@@ -107,72 +102,49 @@ PROGRAMS: dict[str, Callable[[argparse.Namespace], Callable[[], Graphs]]] = {
 }
 
 
-@contextmanager
-def device(name: str, options: argparse.Namespace) -> Iterator[tuple[eo.Offload, SimulatedRuntime | None]]:
-    """An ``Offload`` on one of the two devices."""
-    if name == "CPU":
-        offload = eo.Offload(**windows(options))
-        yield offload, None
-        offload.close()
-        return
+def run(program: str, number: int, options: argparse.Namespace) -> Iterator[Step]:
+    """Some steps with a new ``Offload``, which knows nothing at first."""
     runtime = SimulatedRuntime(compute_rate=COMPUTE, out_bandwidth=LINK, in_bandwidth=LINK)
     with runtime.checked() as checker:
         offload = eo.Offload(runtime=runtime, **windows(options, "host"))
-        yield offload, runtime
+        forward = PROGRAMS[program](options)
+        for step in range(STEPS):
+            offload.reset_stats()
+            runtime.timeline = Timeline()
+            with offload:
+                losses, held = forward()
+            offload.stats(synchronize=True)  # or the host would run so far ahead that nothing had left yet
+            while losses:
+                losses.pop(0).backward()
+            held.clear()
+            stats = offload.stats(synchronize=True)
+            wasted = stats.forwarded_bytes + max(stats.bytes_in - stats.reloaded_bytes, 0)
+            followed = stats.followed_forwards > 0 and not stats.plan_misses
+            exposed, moved, peak = runtime.timeline.stall_seconds, stats.offloaded_bytes, stats.resident_bytes_peak
+            yield Step(program, number, step, followed, exposed, wasted, moved, peak)
         offload.close()
     checker.assert_clean()
 
 
-def run(program: str, where: str, number: int, options: argparse.Namespace) -> list[Step]:
-    """Some steps with a new ``Offload``, which knows nothing at first."""
-    found = []
-    with device(where, options) as (offload, runtime):
-        forward = PROGRAMS[program](options)
-        for step in range(STEPS):
-            offload.reset_stats()
-            if runtime is not None:
-                runtime.timeline = Timeline()
-            with offload:
-                graphs = forward()
-            if runtime is not None:
-                offload.stats(synchronize=True)  # or the host would run so far ahead that nothing had left yet
-            while graphs.losses:
-                graphs.losses.pop(0).backward()
-            graphs.held.clear()
-            del graphs
-            stats = offload.stats(synchronize=True)
-            exposed = stats.stall_seconds if runtime is None else runtime.timeline.stall_seconds
-            wasted = stats.forwarded_bytes + max(stats.bytes_in - stats.reloaded_bytes, 0)
-            followed = stats.followed_forwards > 0 and not stats.plan_misses
-            moved, peak = stats.offloaded_bytes, stats.resident_bytes_peak
-            found.append(Step(program, where, number, step, followed, exposed, wasted, moved, peak))
-    return found
-
-
 def measure(report: Report, options: argparse.Namespace) -> tuple[object, object]:
-    places = [(where, program) for where in ("simulated", "CPU") for program in PROGRAMS]
-    steps = [
-        step
-        for number, (where, program), _ in turns(options.rounds, places)
-        for step in run(program, where, number, options)
-    ]
+    places = turns(options.rounds, list(PROGRAMS))
+    steps = [step for number, program, _ in places for step in run(program, number, options)]
     rows = []
-    for where, program in places:
-        own = [step for step in steps if (step.program, step.device) == (program, where)]
+    for program in PROGRAMS:
+        own = [step for step in steps if step.program == program]
         first, learnt, followed = ([step for step in own if step.number == number] for number in COMPARED.values())
-        title = f"{program}, {where}"
         early = sum(step.followed for step in (*first, *learnt))
-        report.at_most(f"{title}: first and learnt steps that follow a plan", early, 0)
-        report.at_least(f"{title}: last steps that follow one", sum(step.followed for step in followed), options.rounds)
-        row: dict[str, object] = {"program, device": title}
+        report.at_most(f"{program}: first and learnt steps that follow a plan", early, 0)
+        late = sum(step.followed for step in followed)
+        report.at_least(f"{program}: last steps that follow one", late, options.rounds)
+        row: dict[str, object] = {"program": program}
         for what, name, scale in MEASURES:
             values = [median(getattr(step, what) for step in some) * scale for some in (first, learnt, followed)]
             row |= {f"{name}, {when}": value for when, value in zip(COMPARED, values, strict=True)}
             more_learnt, more_followed = (round(two - one, 6) for one, two in pairwise(values))
-            if where == "simulated":
-                report.at_most(f"{program}: {name} of the followed step, above the learnt", more_followed, 0)
-                if what != "resident_bytes_peak":
-                    report.at_most(f"{program}: {name} of the learnt step, above the first", more_learnt, 0)
+            report.at_most(f"{program}: {name} of the followed step, above the learnt", more_followed, 0)
+            if what != "resident_bytes_peak":
+                report.at_most(f"{program}: {name} of the learnt step, above the first", more_learnt, 0)
         rows.append(row)
     show("Medians", rows)
     return steps, rows
@@ -186,4 +158,4 @@ def options_of() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(drive("learning", options_of(), measure, on_disk=True))
+    sys.exit(drive("learning", options_of(), measure))

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
-from benchmarks.common import MIB, MODEL, Report, command_line, drive, listed, parse, show
+from benchmarks.common import MODEL, Report, command_line, drive, listed, parse, show
 from benchmarks.training import hash_gradients, language_model, text, windows
 
 #: The least part of the offloaded bytes that has to be freed, and the most room that they may take.
@@ -62,120 +62,92 @@ class StorageCensus(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class Found:
-    """One forward and its backward. All numbers but the hash are bytes."""
+class Moment:
+    """What there is right after forward, once every transfer is over, or at the end, when the graph is gone."""
 
     tier: str
-    #: Made by the forward and still there: right after it, and once every transfer is over.
-    live_at_once: int
-    live_settled: int
-    #: At the same two moments: of tensors as saved, and of storages, which views of them share.
-    offloaded_at_once: int = 0
-    offloaded_settled: int = 0
-    moved_at_once: int = 0
-    moved_settled: int = 0
-    inflight_at_once: int = 0
+    when: str
+    #: Made by the forward and still there.
+    live_bytes: int
+    #: Of tensors as saved, and of storages, which views of them share.
+    offloaded_bytes: int = 0
+    moved_bytes: int = 0
+    inflight_bytes: int = 0
     #: Resident by the library's own count, the newest bytes: not counted as offloaded.
-    resident_settled: int = 0
-    used_by_tier: int = 0
-    held_by_tier: int = 0
-    #: After backward, when the graph is gone.
-    live_at_end: int = 0
-    used_at_end: int = 0
-    gradients_hash: str = ""
+    resident_bytes: int = 0
+    #: In slots, and all that the tier holds.
+    used_bytes: int = 0
+    held_bytes: int = 0
 
 
-def measure(tier: str | None, options: argparse.Namespace) -> Found:
-    """One forward and backward of a new model."""
+def measure(tier: str, options: argparse.Namespace) -> tuple[list[Moment], str]:
+    """One forward and backward of a new model: its moments, and a hash of the gradients."""
     model = language_model(options)
     (data,) = text(options)
-    offload = eo.Offload(**windows(options, tier)) if tier is not None else None
+    offload = None if tier == "none" else eo.Offload(**windows(options, tier))
     census = StorageCensus()
+
+    def moment(when: str, *, synchronize: bool = True) -> Moment:
+        if offload is None:
+            return Moment(tier, when, census.live_bytes())
+        # This lets go of what has arrived, so the live bytes are counted after it.
+        stats = offload.stats(synchronize=synchronize)
+        (offloader,) = offload._offloaders.all()
+        (place,) = offloader.tiers
+        return Moment(
+            tier,
+            when,
+            census.live_bytes(),
+            stats.offloaded_bytes,
+            stats.bytes_out,
+            offloader.inflight_bytes,
+            offloader.resident_bytes,
+            place.used_bytes,
+            place.held_bytes,
+        )
+
     with census, offload or nullcontext():
         loss = model(data.inputs, data.targets)
     census.forget([data.inputs, data.targets, *model.parameters()])
-    before: dict[str, int] = {}
-    if offload is not None:
-        stats = offload.stats()  # this lets go of what has arrived, so the live bytes are counted after it
-        (offloader,) = offload._offloaders.all()
-        before = {
-            "offloaded_at_once": stats.offloaded_bytes,
-            "moved_at_once": stats.bytes_out,
-            "inflight_at_once": offloader.inflight_bytes,
-        }
-    live_at_once = census.live_bytes()
-    if offload is not None:
-        stats = offload.stats(synchronize=True)
-        (place,) = offloader.tiers
-        before |= {
-            "offloaded_settled": stats.offloaded_bytes,
-            "moved_settled": stats.bytes_out,
-            "resident_settled": offloader.resident_bytes,
-            "used_by_tier": place.used_bytes,
-            "held_by_tier": place.held_bytes,
-        }
-    live_settled = census.live_bytes()
+    moments = [moment("right after forward", synchronize=False), moment("once transfers are over")]
     loss.backward()
     del loss
     gc.collect()
-    used_at_end = 0
+    moments.append(moment("at the end"))
     if offload is not None:
-        offload.stats(synchronize=True)
-        used_at_end = place.used_bytes
         offload.close()
-    return Found(
-        tier=tier or "none",
-        live_at_once=live_at_once,
-        live_settled=live_settled,
-        live_at_end=census.live_bytes(),
-        used_at_end=used_at_end,
-        gradients_hash=hash_gradients(model),
-        **before,
-    )
+    return moments, hash_gradients(model)
 
 
-def judge(report: Report, none: Found, found: Found) -> dict[str, float]:
-    if not found.offloaded_settled:
+def judge(report: Report, none: list[Moment], found: list[Moment]) -> dict[str, float]:
+    settled, end = found[1], found[2]
+    if not settled.offloaded_bytes:
         raise SystemExit("benchmarks.memory: nothing was offloaded, so there is nothing to measure")
-    at_once, settled = none.live_at_once - found.live_at_once, none.live_settled - found.live_settled
-    parts = {
-        "right after forward, of offloaded": at_once / max(found.offloaded_at_once - found.inflight_at_once, 1),
-        "right after forward, of moved": at_once / max(found.moved_at_once - found.inflight_at_once, 1),
-        "once transfers are over, of offloaded": settled / found.offloaded_settled,
-        "once transfers are over, of moved": settled / found.moved_settled,
-    }
+    parts = {}
+    for plain, ours in zip(none[:2], found, strict=False):
+        freed = plain.live_bytes - ours.live_bytes
+        for what, nbytes in (("offloaded", ours.offloaded_bytes), ("moved", ours.moved_bytes)):
+            parts[f"{ours.when}, of {what}"] = freed / max(nbytes - ours.inflight_bytes, 1)
     for what, part in parts.items():
-        report.at_least(f"{found.tier}: freed {what} bytes", part, FREED)
-    held = found.held_by_tier / found.moved_settled
-    report.at_most(f"{found.tier}: held / moved bytes", held, HELD)
-    report.at_most(f"{found.tier}: bytes in slots at the end", found.used_at_end, 0)
-    report.at_most(f"{found.tier}: bytes live at the end above no offload", found.live_at_end - none.live_at_end, 0)
-    report.at_most(f"{found.tier}: gradients that differ", float(found.gradients_hash != none.gradients_hash), 0)
+        report.at_least(f"{settled.tier}: freed {what} bytes", part, FREED)
+    held, live = settled.held_bytes / settled.moved_bytes, end.live_bytes - none[2].live_bytes
+    report.at_most(f"{settled.tier}: held / moved bytes", held, HELD)
+    report.at_most(f"{settled.tier}: bytes in slots at the end", end.used_bytes, 0)
+    report.at_most(f"{settled.tier}: bytes live at the end above no offload", live, 0)
     return {**parts, "held / moved": held}
 
 
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     warnings.filterwarnings("ignore", message=".*copies within host memory.*")
-    none, *results = [measure(tier, options) for tier in (None, *options.tiers)]
-    summary = {found.tier: judge(report, none, found) for found in results}
-    titles = {
-        "live_at_once": "live right after forward",
-        "live_settled": "live once transfers are over",
-        "offloaded_settled": "offloaded (of tensors as saved)",
-        "moved_settled": "moved (of storages)",
-        "inflight_at_once": "in flight right after forward",
-        "resident_settled": "newest, resident",
-        "used_by_tier": "in slots",
-        "held_by_tier": "held by the tier",
-        "live_at_end": "live after backward",
-    }
-    columns = (none, *results)
-    rows = (
-        {"MiB": title, **{found.tier: getattr(found, name) / MIB for found in columns}}
-        for name, title in titles.items()
-    )
-    show("Where the bytes are", rows)
-    return columns, summary
+    found = {tier: measure(tier, options) for tier in ("none", *options.tiers)}
+    none, exact = found["none"]
+    summary = {}
+    for tier in options.tiers:
+        moments, gradients = found[tier]
+        summary[tier] = judge(report, none, moments)
+        report.at_most(f"{tier}: gradients that differ", float(gradients != exact), 0)
+    show("Where the bytes are", (moment for moments, _ in found.values() for moment in moments))
+    return found, summary
 
 
 def options_of() -> argparse.Namespace:

@@ -27,7 +27,7 @@ class Method:
     """How a model is run: what calls each block, what stands around forward, and our object where it is ours."""
 
     run: Run
-    around: Callable[[], AbstractContextManager[Any]]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
     offload: eo.Offload | None = None
     #: Makes of the model what is called in its place.
     compiled: Callable[[nn.Module], Callable[..., Any]] = lambda model: model
@@ -73,7 +73,7 @@ def _selectively(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def _without(run: Run) -> Callable[[torch.device], Method]:
-    return lambda device: Method(run, nullcontext)
+    return lambda device: Method(run)
 
 
 def _save_on_cpu(device: torch.device) -> Method:
@@ -112,7 +112,7 @@ def _compiled(run: Run, **options: Any) -> Callable[[torch.device], Method | Non
             if not hasattr(functorch_config, name):
                 return None
             setattr(functorch_config, name, value)
-        return Method(run, nullcontext, compiled=lambda model: torch.compile(model, dynamic=False))
+        return Method(run, compiled=lambda model: torch.compile(model, dynamic=False))
 
     return make
 
@@ -136,7 +136,7 @@ def _torch_offloads(device: torch.device) -> Method | None:
     if method is None:
         return None
     options = {"joint_custom_post_pass": _MarkAll()}
-    return Method(plain, nullcontext, compiled=lambda model: torch.compile(model, dynamic=False, options=options))
+    return Method(plain, compiled=lambda model: torch.compile(model, dynamic=False, options=options))
 
 
 def _ours_compiled(device: torch.device) -> Method:

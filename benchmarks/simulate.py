@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import eager_offload as eo
-from benchmarks.common import GIB, Report, Spread, command_line, drive, named, parse, show
+from benchmarks.common import Report, Spread, command_line, drive, named, parse, show
 from benchmarks.models import Shape, Stack
 from benchmarks.simulation.device import H200, Op, OperatorClock, Scale
 from benchmarks.simulation.oracle import Program, best_step, watch
@@ -29,25 +29,13 @@ from benchmarks.training import hash_gradients
 from eager_offload.config import parse_size
 from eager_offload.plan.predict import floor_seconds
 from eager_offload.simulation.simulated import SimulatedRuntime
-from eager_offload.simulation.timeline import Span, Timeline
+from eager_offload.simulation.timeline import Timeline
 
 #: What is simulated, and the tokens of the small model that stands for any of them.
 LARGE = Shape(layers=32, width=4096, hidden=11008, heads=32)
 SMALL_WIDTH, SMALL_TOKENS = 64, 128
 LIMIT = 1.03
 SEQUENCES = {"8k": 8 << 10, "32k": 32 << 10, "128k": 128 << 10}
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Compute had nothing to run: why, when in its half of the step, and before which operator. Seconds."""
-
-    half: str
-    begin: float
-    seconds: float
-    before: str
-    #: ``"transfer"``: it waited for an event; ``"host"``: the host, waiting itself, had given it nothing.
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -68,7 +56,6 @@ class Step:
     host_wait_seconds: float
     #: Most bytes of saved tensors that the library held on the device at one time.
     resident_bytes_peak: float
-    longest_waits: list[Wait]
     gradients_hash: str
 
     @property
@@ -165,7 +152,6 @@ class Simulation:
         forward, backward = sum(seconds[:forward_ops]), sum(seconds[forward_ops:])
         moving = max(0.0, self.large(self.program.total_bytes - self.window))
         stats = offload.stats()
-        waits = self._waits(runtime, begun, forward_ops)
         return Step(
             number=number,
             step_seconds=runtime.default_stream.tail - begun,
@@ -181,7 +167,6 @@ class Simulation:
             stall_seconds=runtime.stall_seconds,
             host_wait_seconds=runtime.timeline.host_wait_seconds,
             resident_bytes_peak=self.large(stats.resident_bytes_peak),
-            longest_waits=sorted(waits, key=lambda wait: -wait.seconds)[:8],
             gradients_hash=hash_gradients(self.model),
         )
 
@@ -190,80 +175,32 @@ class Simulation:
         out, back = self.machine.out / self.scale.nbytes, self.machine.back / self.scale.nbytes
         return replace(self.machine, out=out, back=back)
 
-    def _waits(self, runtime: SimulatedRuntime, begun: float, forward_ops: int) -> Iterator[Wait]:
-        """Every time at which compute had nothing to run."""
-        work = [span for span in _on(runtime.timeline, runtime) if not span.is_stall]
-        stalled = {span.stop: span.seconds for span in _on(runtime.timeline, runtime) if span.is_stall}
-        before, half_begun = begun, begun
-        for at, span in enumerate(work):
-            half = "forward" if at < forward_ops else "backward"
-            if at == forward_ops:
-                half_begun = before
-            gap, stall = span.start - before, stalled.get(span.start, 0.0)
-            for seconds, reason in ((stall, "transfer"), (gap - stall, "host")):
-                if seconds > 2 * self.machine.launch_seconds:
-                    where = at if half == "forward" else at - forward_ops
-                    name = f"{span.what} ({half} operator {where})"
-                    yield Wait(half, before - half_begun, seconds, name, reason)
-            before = span.stop
-
-
-def _on(timeline: Timeline, runtime: SimulatedRuntime) -> list[Span]:
-    return [span for span in timeline.spans if span.stream is runtime.default_stream]
-
 
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     torch.set_num_threads(1)
     found: dict[str, list[Step]] = {}
     summary: dict[str, dict[str, Any]] = {}
-    rows = []
     for name in options.tokens:
         simulation = Simulation(SEQUENCES[name], options)
         expected, steps = simulation.expected_hash, list(simulation.run())
         learnt = steps[1:] or steps
-        over_floor = Spread.of(step.over_floor for step in learnt)
+        found[name], over_floor = steps, Spread.of(step.over_floor for step in learnt)
         report.at_most(f"{name}: step over floor", over_floor.median, LIMIT)
         report.at_most(f"{name}: different gradients", len({expected, *(step.gradients_hash for step in steps)}), 1)
-        found[name] = steps
-        summary[name] = figures = {
+        summary[name] = {
             "window_bytes": simulation.large(simulation.window),
             "largest_saved_bytes": simulation.large(max(simulation.program.nbytes)),
             "saved_bytes": simulation.large(simulation.program.total_bytes),
+            "compute s": median(step.forward_seconds + step.backward_seconds for step in learnt),
+            "floor s": median(step.floor_seconds for step in learnt),
+            "step s": median(step.step_seconds for step in learnt),
             "step over floor": over_floor,
-            "step over floor, first step": steps[0].over_floor,
-            "best over floor": Spread.of(step.best_seconds / step.floor_seconds for step in learnt),
+            "first step": steps[0].over_floor,
             "step over best": Spread.of(step.over_best for step in learnt),
         }
-        rows.append(
-            {
-                "tokens": name,
-                "saved GiB": figures["saved_bytes"] / GIB,
-                "window GiB": figures["window_bytes"] / GIB,
-                "compute s": median(step.forward_seconds + step.backward_seconds for step in learnt),
-                "floor s": median(step.floor_seconds for step in learnt),
-                "step s": median(step.step_seconds for step in learnt),
-                "over floor": over_floor,
-                "first": steps[0].over_floor,
-                "over best": figures["step over best"],
-            }
-        )
+    rows = ({"tokens": name, **figures} for name, figures in summary.items())
     show("Medians of all steps but the first; times of the virtual clock", rows)
-    for name, steps in found.items() if options.waits else ():
-        show_waits(name, steps[-1])
     return found, summary
-
-
-def show_waits(name: str, step: Step) -> None:
-    rows = (
-        {"": wait.before, "ms": 1e3 * wait.seconds, "after ms": 1e3 * wait.begin, "for": wait.reason}
-        for wait in step.longest_waits
-    )
-    show(f"{name}: the longest waits of compute, last step", rows)
-    print(
-        f"  in all {1e3 * step.stall_seconds:,.1f} ms for transfers; the host waited for "
-        f"{1e3 * step.host_wait_seconds:,.1f} ms; {step.bytes_out / GIB:,.1f} GiB out, {step.bytes_in / GIB:,.1f} in, "
-        f"{step.wasted_bytes / GIB:,.2f} for nothing"
-    )
 
 
 def window_of(options: argparse.Namespace, largest: float, scale: float = 1.0) -> float:
@@ -283,7 +220,6 @@ def parser_of(doc: str | None, **more: Any) -> argparse.ArgumentParser:
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, min_bytes="1MiB", launch_seconds=5e-6)
     parser.add_argument("--fixed", action="store_true", help="keep_last_bytes is a window too, and nothing is learnt")
-    parser.add_argument("--waits", action="store_true", help="show where compute waited")
     return parse(parser, arguments, steps=2, layers=4)
 
 

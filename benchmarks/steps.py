@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import linear_regression
 
 import torch
@@ -31,9 +31,12 @@ from tools.soak.census import counted
 
 #: Bytes that the process may grow by from the first sample to the last, in the straight line through all samples.
 MOST_GROWTH = 4 << 20
-EVENTS = ("HostEvent",)
-HANDLES = ("SavedStorage", "SavedView", "KeptTensor", "Transfer")
-SLOTS = ("HostSlot", "DiskSlot")
+#: Types of the library by what they are counted as.
+TYPES = {
+    "events": ("HostEvent",),
+    "handles": ("SavedStorage", "SavedView", "KeptTensor", "Transfer"),
+    "slots": ("HostSlot", "DiskSlot"),
+}
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,7 @@ def sample(step: int, began: float, offload: eo.Offload) -> Sample:
     return Sample(
         step=step,
         seconds=time.perf_counter() - began,
-        events=sum(kinds[name] for name in EVENTS),
-        handles=sum(kinds[name] for name in HANDLES),
-        slots=sum(kinds[name] for name in SLOTS),
+        **{what: sum(kinds[name] for name in names) for what, names in TYPES.items()},
         threads=found["threads"],
         descriptors=found["descriptors"],
         objects=len(gc.get_objects()),
@@ -145,12 +146,8 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     warnings.filterwarnings("ignore", message=".*copies within host memory.*")
     samples = {tier: train(tier, options) for tier in options.tiers}
     for tier, found in samples.items():
-        show(f"{tier}; bytes in MiB", ({name: shown(name, x) for name, x in asdict(one).items()} for one in found))
+        show(tier, found)
     return samples, {tier: judge(report, tier, found) for tier, found in samples.items()}
-
-
-def shown(name: str, value: float) -> float:
-    return value / MIB if name.endswith("_bytes") else value
 
 
 def options_of() -> argparse.Namespace:

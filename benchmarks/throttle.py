@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from eager_offload.tiers.base import Region, Shortage, Slot, Tier
+from eager_offload.tiers.base import Region, Slot, Tier
 
 __all__ = ["Clock", "ThrottledSlot", "ThrottledTier", "TokenBucket"]
 
@@ -64,13 +66,12 @@ class _Gate:
         self._clock = clock
         self._lock = threading.Lock()
 
-    def begin(self, nbytes: int) -> float:
-        """A transfer begins; returns when it may end."""
+    @contextmanager
+    def passing(self, nbytes: int) -> Iterator[None]:
+        """Around a transfer, on the thread that moves the bytes: it ends when the bucket has given them all."""
         with self._lock:
-            return self._bucket.take(nbytes, self._clock.perf_counter())
-
-    def end(self, due: float) -> None:
-        """The bytes have really moved: returns at ``due``, on the thread that moved them."""
+            due = self._bucket.take(nbytes, self._clock.perf_counter())
+        yield
         early = due - self._clock.perf_counter()
         if early > 0:
             self._clock.sleep(early)
@@ -95,14 +96,12 @@ class ThrottledSlot(Slot):
         return self._slot.region
 
     def write(self, source: Tensor) -> None:
-        due = self._tier.writes.begin(self.nbytes)
-        self._slot.write(source)
-        self._tier.writes.end(due)
+        with self._tier.writes.passing(self.nbytes):
+            self._slot.write(source)
 
     def read(self, target: Tensor) -> None:
-        due = self._tier.reads.begin(self.nbytes)
-        self._slot.read(target)
-        self._tier.reads.end(due)
+        with self._tier.reads.passing(self.nbytes):
+            self._slot.read(target)
 
     def memory(self) -> memoryview:
         return self._slot.memory()
@@ -133,31 +132,16 @@ class ThrottledTier(Tier):
         slot = self.tier.reserve(nbytes)
         return None if slot is None else ThrottledSlot(slot, self)
 
-    @property
-    def shortage(self) -> Shortage:
-        return self.tier.shortage
-
     def release_idle(self) -> None:
         self.tier.release_idle()
-
-    @property
-    def used_bytes(self) -> int:
-        return self.tier.used_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        return self.tier.held_bytes
-
-    @property
-    def written_bytes(self) -> int:
-        return self.tier.written_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.tier.peak_bytes
 
     def restart_peak(self) -> None:
         self.tier.restart_peak()
 
     def close(self) -> None:
         self.tier.close()
+
+    shortage, used_bytes, held_bytes, written_bytes, peak_bytes = (
+        property(lambda self, name=name: getattr(self.tier, name))
+        for name in ("shortage", "used_bytes", "held_bytes", "written_bytes", "peak_bytes")
+    )

@@ -46,7 +46,7 @@ RUNS = [
     "planning --layers 2 --parts training,ways,free",
     "planning --layers 2 --window 128KiB --parts cost",
     "planning --cpu-layers 1 --cpu-width 64 --cpu-heads 2 --sequence 64 --min-bytes 4KiB --window 128KiB --parts cpu",
-    "simulate --layers 2 --tokens 8k,128k --waits",
+    "simulate --layers 2 --tokens 8k,128k",
     "slowdown",
     f"steps {TINY} --steps 20 --tiers disk",
 ]

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 import eager_offload as eo
-from benchmarks.common import GIB, MIB, Report, in_process, show
+from benchmarks.common import GIB, Report, in_process, show
 from benchmarks.planning.large import H200, large
 from benchmarks.simulate import LARGE, SEQUENCES
 from benchmarks.training import reset_peak, status_bytes
@@ -52,16 +52,7 @@ def cost_of(share: float, options: argparse.Namespace) -> Cost:
 def cost(options: argparse.Namespace, report: Report) -> list[Cost]:
     shares = [f"cost={share}" for share in options.shares for _ in range(options.rounds)]
     found = [Cost(**one) for share in shares for one in in_process("planning", share)]
-    rows = (
-        {
-            "budget GiB": one.budget / GIB,
-            "s": one.seconds,
-            "of the processor": one.cpu_seconds,
-            "MiB over before": one.above_bytes / MIB,
-        }
-        for one in found
-    )
-    show(f"A plan of {options.layers} blocks, 32k tokens, on meta", rows)
+    show(f"A plan of {options.layers} blocks, 32k tokens, on meta", found)
     # One thread does it all; what else runs on the machine has no part in that.
     taken = [
         median(one.cpu_seconds for one in found if one.budget == budget) for budget in {one.budget for one in found}

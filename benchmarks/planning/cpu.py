@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import eager_offload as eo
-from benchmarks.common import MIB, Report, in_process, show
+from benchmarks.common import Report, in_process, show
 from benchmarks.training import release_or_refuse, reset_peak, status_bytes, text, tiny_text, windows
 
 from lm.model import LanguageModel
@@ -88,20 +88,7 @@ def on_cpu(part: float, options: argparse.Namespace) -> OnCpu:
 def cpu(options: argparse.Namespace, report: Report) -> list[OnCpu]:
     parts = [f"cpu={part}" for part in options.shares for _ in range(options.rounds)]
     found = [OnCpu(**one) for part in parts for one in in_process("planning", part)]
-    rows = (
-        {
-            "budget": f"{one.part:.0%} of the way",
-            "predicted MiB": one.predicted_bytes / MIB,
-            "resident MiB": one.real_bytes / MIB,
-            "of predicted": one.real_bytes / one.predicted_bytes,
-            "moved MiB": one.bytes_out / MIB,
-            "predicted s": one.predicted_seconds,
-            "s": one.real_seconds,
-            "of it": one.real_seconds / one.predicted_seconds,
-        }
-        for one in found
-    )
-    show("Training on this CPU with the disk tier, following plans: bytes over the model", rows)
+    show("Training on this CPU with the disk tier, following plans: bytes over the model", found)
     # A budget's plans differ between rounds, since measured times decide: each run is compared with its own.
     report.at_most("cpu: peak off", _off(found, lambda one: one.real_bytes / one.predicted_bytes), CPU_PEAK)
     report.at_most("cpu: step off", _off(found, lambda one: one.real_seconds / one.predicted_seconds), CPU_STEP)

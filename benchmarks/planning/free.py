@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from benchmarks import models
-from benchmarks.common import GIB, Report, show
+from benchmarks.common import Report, show
 from benchmarks.planning.large import H200, windows
 from benchmarks.simulate import SEQUENCES
 
@@ -104,21 +104,10 @@ class SwiGLU(torch.autograd.Function):
 
 def free(options: argparse.Namespace, report: Report) -> list[Free]:
     found = [free_of(name, options, fused=fused) for fused in (False, True) for name in options.tokens]
-    rows = []
     for one in found:
         title = f"{one.tokens}, fused" if one.fused else one.tokens
         report.at_most(f"free, {title}: off the formula", abs(one.planned - min(one.formula, 1.0)), POINTS)
-        row = {
-            "tokens": title,
-            "free on an H200": one.on_h200,
-            "by products alone": one.planned,
-            "by the formula": one.formula,
-            "may move GiB": one.saved_bytes / GIB,
-            "GiB by the formula": one.formula_bytes / GIB,
-            "step longer by": one.slowdown,
-        }
-        rows.append(row)
-    show(f"What is free of {BLOCKS * options.layers} blocks of a Llama 8B", rows)
+    show(f"What is free of {BLOCKS * options.layers} blocks of a Llama 8B", found)
     return found
 
 

@@ -26,7 +26,6 @@ from eager_offload.plan.trace import trace
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 
 __all__ = ["draw", "main"]
 
@@ -117,45 +116,30 @@ def draw(
     ways: dict[str, tuple[float, float]],
 ) -> None:
     """Writes the picture as a PNG; points are GiB and seconds."""
+    line = {"linewidth": 1.8, "marker": "."}
+    square = {"marker": "s", "color": OTHERS, "markersize": 7, "linestyle": "none"}
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(10, 5.6), dpi=160)
-        _draw(axes, front, again, chosen, ways)
+        axes.grid(color="#E4E4E4", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.plot(*zip(*sorted(set(front)), strict=True), color=MOVING, label="plans for every budget", **line)
+        fitting = zip(*sorted(set(again)), strict=True)
+        axes.plot(*fitting, color=AGAIN, linestyle=(0, (5, 2)), label="the same, with recompute=True", **line)
+        for way, place in ways.items():
+            name, offset, side = NAMES[way]
+            axes.plot(*place, **square)
+            text = {"ha": side, "va": "center", "fontsize": 10, "color": OTHERS}
+            axes.annotate(name, place, offset, textcoords="offset points", **text)
+        marked = f"the plan for {chosen[0]:.0f} GiB"
+        axes.plot(*chosen, marker="o", color=CHOSEN, markersize=11, linestyle="none", label=marked)
+        axes.plot([], [], label="fixed ways", **square)
+        axes.set(xlabel="peak of the device, GiB", ylabel="forward and backward, s")
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, loc="upper right")
         axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=12)
         figure.tight_layout()
         figure.savefig(path)
         plt.close(figure)
-
-
-def _draw(
-    axes: Axes, front: _Points, again: _Points, chosen: tuple[float, float], ways: dict[str, tuple[float, float]]
-) -> None:
-    axes.grid(color="#E4E4E4", linewidth=0.7)
-    axes.set_axisbelow(True)
-    steps = sorted(set(front))
-    axes.plot(*zip(*steps, strict=True), color=MOVING, linewidth=1.8, marker=".", label="plans for every budget")
-    fitting = sorted(set(again))
-    axes.plot(
-        *zip(*fitting, strict=True),
-        color=AGAIN,
-        linewidth=1.8,
-        linestyle=(0, (5, 2)),
-        marker=".",
-        label="the same, with recompute=True",
-    )
-    for title, (peak, seconds) in ways.items():
-        name, offset, side = NAMES[title]
-        axes.plot(peak, seconds, marker="s", color=OTHERS, markersize=7, linestyle="none")
-        axes.annotate(
-            name, (peak, seconds), offset, textcoords="offset points", ha=side, va="center", fontsize=10, color=OTHERS
-        )
-    axes.plot(
-        *chosen, marker="o", color=CHOSEN, markersize=11, linestyle="none", label=f"the plan for {chosen[0]:.0f} GiB"
-    )
-    axes.plot([], [], marker="s", color=OTHERS, markersize=7, linestyle="none", label="fixed ways")
-    axes.set_xlabel("peak of the device, GiB")
-    axes.set_ylabel("forward and backward, s")
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, loc="upper right")
 
 
 if __name__ == "__main__":

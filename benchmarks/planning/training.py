@@ -52,20 +52,7 @@ def training(options: argparse.Namespace, report: Report) -> list[Trained]:
         small = Small(name, options.layers)
         for part in options.shares:
             found += small.train(part, options)
-    rows = (
-        {
-            "tokens, budget": f"{one.tokens}, {one.part:.0%} of the way",
-            "times": f"+-{one.jitter:.0%}",
-            "link": one.link,
-            "predicted": one.predicted,
-            "step": one.step,
-            "peak": one.peak,
-            "of budget": one.of_budget,
-            "of best": one.of_best,
-        }
-        for one in found
-    )
-    show("Training that follows plans, on the simulated runtime: step and peak of what was predicted", rows)
+    show("Training that follows plans, on the simulated runtime: step and peak of what was predicted", found)
     as_said = [one for one in found if one.link == 1]
     report.at_most("training: step off", max(abs(one.step - 1) for one in as_said), STEP)
     report.at_most("training: peak off", max(abs(one.peak - 1) for one in as_said), PEAK)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import eager_offload as eo
-from benchmarks.common import GIB, MIB, Report, show
+from benchmarks.common import MIB, Report, show
 from benchmarks.planning.large import H200, large, windows
 from benchmarks.simulate import LARGE, SEQUENCES
 from eager_offload.plan.draft import Rehearsal, draft
@@ -66,25 +66,8 @@ def ways(options: argparse.Namespace, report: Report) -> dict[str, list[Any]]:
         for number in range(options.budgets):
             budget = low + (high - low) * number // max(options.budgets - 1, 1)
             found.append(compared(name, budget, own, options))
-    rows = (
-        {"tokens, way": f"{way.tokens}, {way.name}", "peak GiB": way.peak_bytes / GIB, "step s": way.step_seconds}
-        for way in fixed
-    )
-    show("Fixed ways", rows)
-    rows = (
-        {
-            "tokens, budget": f"{one.tokens}, {one.budget / GIB:,.1f} GiB",
-            "peak GiB": one.peak_bytes / GIB,
-            "moved": one.moved_bytes / GIB,
-            "again": one.recomputed_bytes / GIB,
-            "step s": one.step_seconds,
-            "best fixed way": one.way,
-            "its step s": one.way_seconds,
-            "of it": one.of_way,
-        }
-        for one in found
-    )
-    show("Plans with recompute=True, beside the best fixed way that fits", rows)
+    show("Fixed ways", fixed)
+    show("Plans with recompute=True, beside the best fixed way that fits", found)
     report.at_most("ways: step of the best that fits", max(one.of_way for one in found), OF_WAYS)
     report.at_least("ways: plans that fit", sum(one.fits for one in found), len(found))
     return {"ways": fixed, "plans": found}

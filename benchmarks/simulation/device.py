@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from eager_offload._torch import OpOverload, TorchDispatchMode
+from eager_offload.compile.cost import Call, flops_of, is_single, traffic_of
 from eager_offload.machine import MACHINES, Machine
 from eager_offload.simulation.simulated import SimulatedRuntime
 
-__all__ = ["H200", "Op", "OperatorClock", "Scale"]
+__all__ = ["H200", "Clock", "Op", "OperatorClock", "Scale"]
 
 
 #: What an H200 and its host reach, but for its memory, of which the data sheet's figure is taken. An operator takes as
@@ -56,7 +57,7 @@ class Op(NamedTuple):
     seconds: float
 
 
-class OperatorClock(TorchDispatchMode):
+class Clock(TorchDispatchMode):
     """Gives each operator its time on the compute stream of a simulated runtime, perturbed.
 
     Args:
@@ -64,15 +65,12 @@ class OperatorClock(TorchDispatchMode):
         seed: of that number.
     """
 
-    sees_offloading = True
-
-    def __init__(self, runtime: SimulatedRuntime, machine: Machine, scale: Scale, jitter: float, seed: int) -> None:
+    def __init__(self, runtime: SimulatedRuntime, machine: Machine, jitter: float, seed: int) -> None:
         super().__init__()
         #: All that has run, in order.
         self.ops: list[Op] = []
         self._runtime = runtime
         self._machine = machine
-        self._scale = scale
         self._jitter = jitter
         self._random = random.Random(seed)
 
@@ -83,8 +81,9 @@ class OperatorClock(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        seconds = self._seconds(func, args, result)
+        named = dict(kwargs or {})
+        result = func(*args, **named)
+        seconds = self.seconds_of(func, args, named, result)
         if seconds > 0:
             seconds *= 1 + self._random.uniform(-self._jitter, self._jitter)
             name = func._schema.name.removeprefix("aten::")
@@ -92,7 +91,27 @@ class OperatorClock(TorchDispatchMode):
             self._runtime.advance(self._runtime.default_stream, seconds, name)
         return result
 
-    def _seconds(self, func: OpOverload[..., Any], args: tuple[Any, ...], result: object) -> float:
+    def seconds_of(
+        self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any], result: object
+    ) -> float:
+        """As the planner believes."""
+        call = Call(func, args, named, result)
+        nbytes = traffic_of(call)
+        return self._machine.seconds(flops_of(call), nbytes, single=is_single(call)) if nbytes else 0.0
+
+
+class OperatorClock(Clock):
+    """An operator takes as long as that of the large model that it stands for."""
+
+    sees_offloading = True
+
+    def __init__(self, runtime: SimulatedRuntime, machine: Machine, scale: Scale, jitter: float, seed: int) -> None:
+        super().__init__(runtime, machine, jitter, seed)
+        self._scale = scale
+
+    def seconds_of(
+        self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any], result: object
+    ) -> float:
         name = func._schema.name.removeprefix("aten::")
         if name in _FREE or _is_view(func):
             return 0.0

@@ -6,10 +6,10 @@ Plain arithmetic; nothing of the library is in it but the question of which save
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,30 +92,25 @@ def best_step(program: Program, seconds: Sequence[float], forward_ops: int, link
     return min(_step(program, seconds, forward_ops, link, room, leaving) for leaving in choices)
 
 
-class _Going(NamedTuple):
-    when: float
-    nbytes: int
-
-
 @dataclass
 class _Held:
     """Bytes on the device, and when the next of them go."""
 
     room: int
     nbytes: int = 0
-    going: list[_Going] = field(default_factory=list)  # a heap
+    going: list[tuple[float, int]] = field(default_factory=list)  # a heap of times and bytes
 
     def take(self, nbytes: int, ready: float) -> float:
         """When ``nbytes`` more fit, not before ``ready``. What is larger than the room has it alone."""
-        while self.going and (self.going[0].when <= ready or self.nbytes + nbytes > self.room):
-            gone = heapq.heappop(self.going)
-            ready = max(ready, gone.when)
-            self.nbytes -= gone.nbytes
+        while self.going and (self.going[0][0] <= ready or self.nbytes + nbytes > self.room):
+            when, gone = heapq.heappop(self.going)
+            ready = max(ready, when)
+            self.nbytes -= gone
         self.nbytes += nbytes
         return ready
 
     def let_go(self, nbytes: int, when: float) -> None:
-        heapq.heappush(self.going, _Going(when, nbytes))
+        heapq.heappush(self.going, (when, nbytes))
 
 
 def _step(
@@ -146,20 +141,18 @@ def _backward(
     now: float,
     away_at: dict[int, float],
 ) -> float:
-    firsts: dict[int, list[int]] = {}
+    firsts, lasts = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for number, position in program.first_asked_at.items():
-        firsts.setdefault(position, []).append(number)
-    lasts: dict[int, list[int]] = {}
-    for number, position in program.last_asked_at.items():
-        lasts.setdefault(position, []).append(number)
+        firsts[position].append(number)
+        lasts[program.last_asked_at[number]].append(number)
     begun, link_free = now, now
     for position in range(forward_ops, len(seconds)):
-        for number in firsts.get(position, ()):
+        for number in firsts[position]:
             if number in away_at:
                 nbytes = program.nbytes[number]
                 link_free = held.take(nbytes, max(begun, link_free, away_at[number])) + nbytes / link.back
                 now = max(now, link_free)
         now += seconds[position]
-        for number in lasts.get(position, ()):
+        for number in lasts[position]:
             held.let_go(program.nbytes[number], now)
     return now

@@ -34,9 +34,8 @@ class Played:
     compute_seconds: float = 0.0
     bytes_out: int = 0
     bytes_back: int = 0
-    #: The most bytes that had started and were not waited for, of two or more transfers and of a single one.
-    together: dict[Kind, int] = field(default_factory=lambda: {Kind.OUT: 0, Kind.BACK: 0})
-    alone: dict[Kind, int] = field(default_factory=lambda: {Kind.OUT: 0, Kind.BACK: 0})
+    #: The most bytes that had started and were not waited for.
+    most: dict[Kind, int] = field(default_factory=lambda: {Kind.OUT: 0, Kind.BACK: 0})
 
 
 def play(graph: Graph, seconds: Callable[[Node], float], link: Machine, kinds: dict[object, Kind] = OURS) -> Played:
@@ -69,9 +68,7 @@ def play(graph: Graph, seconds: Callable[[Node], float], link: Machine, kinds: d
             over[node] = free[kind] = max(now, free[kind]) + nbytes / rates[kind]
             flying = under[kind]
             flying[node] = nbytes
-            played.alone[kind] = max(played.alone[kind], nbytes)
-            if len(flying) > 1:
-                played.together[kind] = max(played.together[kind], sum(flying.values()))
+            played.most[kind] = max(played.most[kind], sum(flying.values()))
             if kind is Kind.OUT:
                 played.bytes_out += nbytes
             else:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.simulation.device import Clock
 from eager_offload import Machine, Offload
-from eager_offload._torch import OpOverload, TorchDispatchMode, storage_key, tree_iter
-from eager_offload.compile.cost import Call, flops_of, is_single, traffic_of
+from eager_offload._torch import storage_key, tree_iter
 from eager_offload.simulation.checker import Checker
 from eager_offload.simulation.observer import OperatorObserver
 from eager_offload.simulation.simulated import SimulatedRuntime
@@ -28,33 +27,6 @@ class Step(NamedTuple):
     """Of every operator."""
     forward_ops: int
     """How many of them are forward's."""
-
-
-class _Clock(TorchDispatchMode):
-    """Each operator of the model takes as long as the planner believes, times a random number."""
-
-    def __init__(self, runtime: SimulatedRuntime, machine: Machine, jitter: float, seed: int) -> None:
-        super().__init__()
-        self.op_seconds: list[float] = []
-        self._runtime, self._machine, self._jitter = runtime, machine, jitter
-        self._random = random.Random(seed)
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
-        result = func(*args, **named)
-        call = Call(func, args, named, result)
-        if nbytes := traffic_of(call):
-            seconds = self._machine.seconds(flops_of(call), nbytes, single=is_single(call))
-            seconds *= 1 + self._random.uniform(-self._jitter, self._jitter)
-            self.op_seconds.append(seconds)
-            self._runtime.advance(self._runtime.default_stream, seconds, str(func))
-        return result
 
 
 class Stage:
@@ -86,16 +58,16 @@ class Stage:
         observer = OperatorObserver(self.runtime, Checker(), torch.device("cpu"))
         self.runtime.attach(None, observer)
         began = self.runtime.default_stream.tail
-        with observer, _Clock(self.runtime, self._machine, self._jitter, self._steps) as clock:
+        with observer, Clock(self.runtime, self._machine, self._jitter, self._steps) as clock:
             with offload:
                 loss = loss_of()
-            forward_ops = len(clock.op_seconds)
+            forward_ops = len(clock.ops)
             loss.backward()
             del loss
         there = _storages([*model.parameters(), *model.buffers(), inputs])
         peak = observer.peak_resident_bytes + sum(storage.nbytes() for storage in there.values())
         self.runtime.attach(None, None)
-        return Step(self.runtime.default_stream.tail - began, peak, clock.op_seconds, forward_ops)
+        return Step(self.runtime.default_stream.tail - began, peak, [op.seconds for op in clock.ops], forward_ops)
 
 
 def _storages(values: object) -> dict[int, torch.UntypedStorage]:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("rich", reason="the demo's extra is not installed")
-
 from tests.faults.disks import on_faulty_disk
 from tests.processes import printed_by
 from tools.soak.__main__ import Soak

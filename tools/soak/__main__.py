@@ -23,10 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import eager_offload as eo
+from benchmarks.common import show
 from eager_offload.engine import offloaders
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.disk import DiskTier
@@ -168,29 +167,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what happens (0)")
     parser.add_argument("--disk-path", type=Path, metavar="DIR", help="default: the temporary directory")
     options = parser.parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)  # faults are told, each once
     with tempfile.TemporaryDirectory(prefix="soak-", dir=options.disk_path) as directory:
         run, rows = soak(options.minutes, options.seed, Path(directory))
         left = [path.name for path in Path(directory).rglob("*") if path.is_file()]
-    table = Table("resource", "before", "after", "may grow by", "")
-    for column in table.columns[1:4]:
-        column.justify = "right"
-    for row in rows:
-        verdict = "[green]flat" if row.flat else "[bold red]GREW"
-        table.add_row(row.what, f"{row.before:,}", f"{row.after:,}", f"{row.slack:,}", verdict)
-    console.print(table)
+    shown = (
+        {
+            "resource": row.what,
+            "before": row.before,
+            "after": row.after,
+            "may grow by": row.slack,
+            "": "flat" if row.flat else "GREW",
+        }
+        for row in rows
+    )
+    show("What there is", shown)
     run.trouble += [f"left on disk: {name}" for name in left]
     run.trouble += [f"nothing moved: {name}" for name, nbytes in run.moved.items() if nbytes == 0]
     if not run.counts["faults injected"]:
         run.trouble.append("no fault was injected")
     moved = sum(run.moved.values()) / MIB
     counts = ", ".join(f"{number:,} {what}" for what, number in sorted(run.counts.items(), reverse=True))
-    console.print(f"{counts}, {moved:,.0f} MiB moved, {len(run.trouble)} that must not happen")
-    for line in run.trouble[:20]:
-        console.print(f"[bold red]{line}", soft_wrap=True)
+    print(f"{counts}, {moved:,.0f} MiB moved, {len(run.trouble)} that must not happen")
+    print(*run.trouble[:20], sep="\n", end="\n" if run.trouble else "")
     return int(bool(run.trouble) or not all(row.flat for row in rows))
 
 

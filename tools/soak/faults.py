@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import threading
-from pathlib import Path
 from typing import ClassVar
 
 from eager_offload.tiers.rawfile import RawFile, Usage
@@ -53,47 +52,37 @@ class Fault:
             self.injected += struck
         return struck
 
-    def fail(self) -> None:
-        raise OSError(self.number, os.strerror(self.number))
-
 
 class FaultyFile(RawFile):
     """A real file under the fault that is in force."""
 
     fault: ClassVar[Fault | None] = None
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+    def _struck(self, *kinds: str) -> str:
+        """The kind of fault by which an operation of ``kinds`` is struck, if it is; an error is raised at once."""
+        fault = FaultyFile.fault
+        if fault is None or not fault.strikes(*kinds):
+            return ""
+        if fault.kind not in ("short", "corrupt"):
+            raise OSError(fault.number, os.strerror(fault.number))
+        return fault.kind
 
     def write_from(self, source: memoryview, offset: int) -> int:
-        fault = FaultyFile.fault
-        if fault is not None and fault.strikes("write", "short"):
-            if fault.kind == "write":
-                fault.fail()
-            return super().write_from(source[: _half(len(source))], offset)
-        return super().write_from(source, offset)
+        short = self._struck("write", "short")
+        return super().write_from(source[: _half(len(source))] if short else source, offset)
 
     def read_into(self, target: memoryview, offset: int) -> int:
-        fault = FaultyFile.fault
-        struck = fault is not None and fault.strikes("read", "short", "corrupt")
-        if fault is None or not struck:
-            return super().read_into(target, offset)
-        if fault.kind == "read":
-            fault.fail()
-        if fault.kind == "short":
-            return super().read_into(target[: _half(len(target))], offset)
-        moved = super().read_into(target, offset)
-        target[0] ^= 1
+        struck = self._struck("read", "short", "corrupt")
+        moved = super().read_into(target[: _half(len(target))] if struck == "short" else target, offset)
+        target[0] ^= struck == "corrupt"
         return moved
 
     def allocate(self, offset: int, nbytes: int) -> None:
-        if FaultyFile.fault is not None and FaultyFile.fault.strikes("allocate"):
-            FaultyFile.fault.fail()
+        self._struck("allocate")
         super().allocate(offset, nbytes)
 
     def usage(self) -> Usage:
-        if FaultyFile.fault is not None and FaultyFile.fault.strikes("usage"):
-            FaultyFile.fault.fail()
+        self._struck("usage")
         return super().usage()
 
 
