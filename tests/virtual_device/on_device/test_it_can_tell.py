@@ -278,25 +278,3 @@ def graphs_that_differ(virtual: VirtualDevice, regime: Regime, runs: int) -> int
 @pytest.mark.parametrize("regime", [late_copies, late_compute])
 def test_nothing_is_missing_in_graphs(virtual: VirtualDevice, regime: Regime, runs: int) -> None:
     assert graphs_that_differ(virtual, regime, runs) == 0
-
-
-@RUNS
-@pytest.mark.parametrize(
-    ("take_out", "regime"),
-    [
-        (waits_of_streams, late_copies),
-        (waits_of_streams, late_compute),
-        (the_wait_of_compute_for_reloads, late_copies),
-        (the_wait_of_copies_out_for_compute, late_compute),
-        (the_wait_of_copies_in_for_the_blocks_last_owner, late_compute),
-    ],
-)
-def test_without_it_most_graphs_differ(
-    virtual: VirtualDevice,
-    monkeypatch: pytest.MonkeyPatch,
-    take_out: Callable[[pytest.MonkeyPatch], None],
-    regime: Regime,
-    runs: int,
-) -> None:
-    take_out(monkeypatch)
-    assert graphs_that_differ(virtual, regime, runs) > 0.6 * runs
