@@ -8,6 +8,7 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,29 @@ def step(around: AbstractContextManager[Any], layers: Sequence[str], seed: int, 
     for loss in losses if order else losses[::-1]:
         loss.backward()
     return [*(loss.detach() for loss in losses), x.grad, w.grad]
+
+
+def chain(x: Tensor, around: AbstractContextManager[Any], layers: Sequence[str] = FIRST) -> Tensor:
+    with around:
+        y = x * 2
+        for name in layers:
+            y = LAYERS[name](y)
+        return y.sum()
+
+
+def deep(x: Tensor, around: AbstractContextManager[Any], count: int = 8) -> Tensor:
+    with around:
+        y = x
+        for _ in range(count):
+            y = (y * 0.5).exp()
+        return y.sum()
+
+
+def assert_as_without(x: Tensor, forward: Callable[[Tensor, AbstractContextManager[Any]], Tensor]) -> None:
+    """Asserts that the gradient of ``x`` is the one that ``forward`` gives without offload."""
+    plain = x.detach().clone().requires_grad_()
+    forward(plain, nullcontext()).backward()
+    assert_identical(plain.grad, x.grad)
 
 
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
@@ -435,23 +459,11 @@ def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_any_more(is_written
 def test_h54_several_forwards_before_a_backward_have_slots_of_their_own(backend: Backend) -> None:
     offload = backend.offload(step_plans=True)
     step(Settled(offload), FIRST, 0)
-    found = []
-    for seed in range(3):
-        x = leaf(SIDE, SIDE, seed=seed)
-        with Settled(offload):
-            y = x * 2
-            for name in FIRST:
-                y = LAYERS[name](y)
-        found.append((x, y.sum()))
-    for seed, (x, loss) in enumerate(found):
-        loss.backward()
-        plain = leaf(SIDE, SIDE, seed=seed)
-        y = plain * 2
-        for name in FIRST:
-            y = LAYERS[name](y)
-        y.sum().backward()
-        assert_identical(plain.grad, x.grad)
-    del found, x, y, loss
+    leaves = [leaf(SIDE, SIDE, seed=seed) for seed in range(3)]
+    losses = [chain(x, Settled(offload)) for x in leaves]
+    for x in leaves:
+        losses.pop(0).backward()
+        assert_as_without(x, chain)
     assert_moved(assert_settled(offload))
 
 
@@ -461,11 +473,7 @@ def test_h54_the_newest_bytes_of_several_forwards_are_bounded_together(backend: 
 
     def forward(seed: int) -> tuple[Tensor, Tensor]:
         x = leaf(SIDE, SIDE, seed=seed)
-        with Settled(offload):
-            y = x
-            for _ in range(6):
-                y = (y * 0.5).exp()
-        return x, y.sum()
+        return x, deep(x, Settled(offload), 6)
 
     for seed in range(2):
         forward(seed)[1].backward()
@@ -474,13 +482,9 @@ def test_h54_the_newest_bytes_of_several_forwards_are_bounded_together(backend: 
     found = [forward(seed) for seed in range(4)]
     assert offload.stats(synchronize=True).followed_forwards == 1, "the first, which leaves no room for a second one"
     assert offloader_of(offload).census().resident_bytes <= 4 * size + size
-    for seed, (x, loss) in enumerate(found):
+    for x, loss in found:
         loss.backward()
-        plain = y = leaf(SIDE, SIDE, seed=seed)
-        for _ in range(6):
-            y = (y * 0.5).exp()
-        y.sum().backward()
-        assert_identical(plain.grad, x.grad)
+        assert_as_without(x, partial(deep, count=6))
     del found, x, loss
     assert offload.stats(synchronize=True).bytes_out > 0
     assert_settled(offload)
@@ -497,10 +501,8 @@ def test_h54_the_newest_bytes_of_a_forward_that_fits_no_plan_are_bounded_with_th
     first, second = deep(x, Settled(offload)), deep(wide, Settled(offload))
     assert offloader_of(offload).census().resident_bytes <= 4 * size
     for given, loss in ((wide, second), (x, first)):
-        plain = given.detach().requires_grad_()
-        deep(plain, nullcontext()).backward()
         loss.backward()
-        assert_identical(plain.grad, given.grad)
+        assert_as_without(given, deep)
     del first, second, loss
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (2, {})
@@ -511,12 +513,7 @@ def test_h54_a_graph_that_is_dropped_or_kept_gives_back_what_it_held(backend: Ba
     offload = backend.offload(step_plans=True)
     for seed in range(6):
         x = leaf(SIDE, SIDE, seed=seed)
-        with Settled(offload):
-            y = x * 2
-            for name in FIRST:
-                y = LAYERS[name](y)
-        loss = y.sum()
-        del y
+        loss = chain(x, Settled(offload))
         if seed % 3 == 1:
             del loss
             assert offloader_of(offload).census().resident_bytes == 0
@@ -531,14 +528,6 @@ def test_h54_a_graph_that_is_dropped_or_kept_gives_back_what_it_held(backend: Ba
     assert_moved(assert_settled(offload))
 
 
-def deep(x: Tensor, around: AbstractContextManager[Any], count: int = 8) -> Tensor:
-    with around:
-        y = x
-        for _ in range(count):
-            y = (y * 0.5).exp()
-        return y.sum()
-
-
 def test_h54_graphs_that_are_dropped_in_the_forward_take_no_room(backend: Backend) -> None:
     offload = backend.offload(step_plans=True)
     for seed in range(4):
@@ -547,9 +536,7 @@ def test_h54_graphs_that_are_dropped_in_the_forward_take_no_room(backend: Backen
             for _ in range(6):
                 loss = deep(x, nullcontext())
         loss.backward()
-        plain = leaf(SIDE, SIDE, seed=seed)
-        deep(plain, nullcontext()).backward()
-        assert_identical(plain.grad, x.grad)
+        assert_as_without(x, deep)
         del loss
     offload.stats(synchronize=True)
     assert saves_of(offload).plans.idle_bytes <= 8 * SIDE * SIDE * 4, "what the last one saves, not all six"
@@ -667,13 +654,7 @@ def test_h54_kinds_of_step_that_begin_alike_and_come_in_no_order_are_seldom_miss
     gc.collect()
     kept, before = None, known_plans()
     for seed in range(120):
-        x = leaf(SIDE, SIDE, seed=seed)
-        with Settled(offload):
-            y = x * 2
-            for name in order.choice(kinds):
-                y = LAYERS[name](y)
-            loss = y.sum()
-        del y
+        loss = chain(leaf(SIDE, SIDE, seed=seed), Settled(offload), order.choice(kinds))
         if seed == 20:
             kept = loss
         else:

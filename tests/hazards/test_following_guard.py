@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
@@ -21,8 +22,8 @@ from eager_offload.eager.handles import SavedView
 from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.test_rounding import failing_behind
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of, saves_of
-from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf
-from tests.hazards.test_following import deep, with_a_late_share
+from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf, noise
+from tests.hazards.test_following import assert_as_without, deep, with_a_late_share
 from tests.hazards.test_streams import Streams
 
 SIDE = 16
@@ -74,10 +75,6 @@ def two(around: Around, *, in_order: bool = True, before: Callable[[], object] =
 
 class OfItsOwn(Tensor):
     """What is decided by its class, which a plan does not know."""
-
-
-def noise(*size: int) -> Tensor:
-    return leaf(*size, seed=5, grad=False)
 
 
 def constant(y: Tensor) -> Tensor:
@@ -641,10 +638,9 @@ def test_h54_the_window_holds_for_what_leaves_by_a_plan(backend: Backend) -> Non
     window = 2 * SIDE * SIDE * 4
     offload = backend.offload(step_plans=True, max_inflight_bytes=window)
     for seed in range(3):
-        x, plain = leaf(SIDE, SIDE, seed=seed), leaf(SIDE, SIDE, seed=seed)
-        deep(plain, nullcontext()).backward()
+        x = leaf(SIDE, SIDE, seed=seed)
         deep(x, offload).backward()
-        assert_identical(plain.grad, x.grad)
+        assert_as_without(x, deep)
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (2, {})
     assert 0 < stats.inflight_bytes_peak <= window
@@ -733,12 +729,10 @@ def test_h54_what_several_graphs_expect_next_is_bounded_together(ends: str, back
             with offloader_of(offload).lock:
                 next(iter(saves_of(offload).plans.runs)).miss("order")
         assert offloader_of(offload).census().resident_bytes <= 3 * size
-    for number, (x, y, first, _) in enumerate(graphs):
+    for x, y, first, _ in graphs:
         first.backward()
-        plain, other = leaf(SIDE, SIDE, seed=2 * number), leaf(SIDE, SIDE, seed=2 * number + 1)
-        deep(plain, nullcontext(), 6).backward()
-        deep(other, nullcontext(), 3).backward()
-        assert_identical([plain.grad, other.grad], [x.grad, y.grad])
+        assert_as_without(x, partial(deep, count=6))
+        assert_as_without(y, partial(deep, count=3))
         assert offloader_of(offload).census().resident_bytes <= 3 * size
     del graphs, first, second, x, y
     stats = assert_settled(offload)

@@ -14,16 +14,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import eager_offload as eo
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
-from tests.hazards.programs import REGIMES, Around, Settled, assert_identical, assert_moved, leaf, same_gradients
-
-
-def named(case: NamedTuple) -> str:
-    return str(case[0]).replace(" ", "_")
-
-
-def noise(*size: int) -> Tensor:
-    return leaf(*size, seed=5, grad=False)
-
+from tests.hazards.programs import (
+    REGIMES,
+    Around,
+    Settled,
+    assert_identical,
+    assert_moved,
+    leaf,
+    named,
+    noise,
+    same_gradients,
+)
 
 # -- H31 --------------------------------------------------------------------------------------------------------------
 
