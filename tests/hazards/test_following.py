@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import eager_offload as eo
-from eager_offload import Offload
+from eager_offload import Offload, OffloadStats
 from eager_offload.eager.plans import KnownPlan
 from eager_offload.step_plan import Ask, Fate, Save, StepPlan
 from tests.doubles.recorded_backend import RecordedBackend
@@ -75,6 +75,29 @@ def assert_as_without(x: Tensor, forward: Callable[[Tensor, AbstractContextManag
     plain = x.detach().clone().requires_grad_()
     forward(plain, nullcontext()).backward()
     assert_identical(plain.grad, x.grad)
+
+
+def follows(
+    backend: Backend,
+    step: Callable[[AbstractContextManager[Any], Any], object],
+    cases: Iterable[Any],
+    forwards: int,
+    misses: dict[str, int],
+    least: float = 0.9,
+) -> OffloadStats:
+    """Takes a step of each of ``cases``, as without offload; so many forwards follow a plan, with these ``misses``.
+
+    Args:
+        step: of what stands around its forward, and of the case.
+        least: the part of the bytes that has to move.
+    """
+    offload = backend.offload(step_plans=True)
+    for case in cases:
+        assert_identical(step(nullcontext(), case), step(Settled(offload), case))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (forwards, misses)
+    assert_moved(stats, least)
+    return stats
 
 
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
@@ -254,22 +277,17 @@ def test_h54_what_differs_is_counted(what: str, layers: list[str], backend: Back
 
 
 def test_h54_a_tensor_that_needs_no_gradient_is_not_taken_for_one_that_does(backend: Backend) -> None:
-    def step(around: AbstractContextManager[Any], *, grad: bool) -> list[Tensor]:
+    def step(around: AbstractContextManager[Any], grad: bool) -> list[Tensor]:
         x, w = leaf(SIDE, SIDE, grad=grad), leaf(SIDE, SIDE, seed=2)
         with around:
             loss = ((x * 2) * (w * 3)).exp().sum()
         loss.backward()
         return [w.grad]
 
-    offload = backend.offload(step_plans=True)
-    for _ in range(2):
-        step(Settled(offload), grad=True)
-    assert_identical(step(nullcontext(), grad=False), step(Settled(offload), grad=False))
-    assert misses(offload) == ["requires_grad"]
-    assert_moved(assert_settled(offload))
+    follows(backend, step, [True, True, False], 2, {"requires_grad": 1})
 
 
-def shared(offload: AbstractContextManager[Any], *, same: bool) -> Tensor:
+def shared(offload: AbstractContextManager[Any], same: bool) -> Tensor:
     """Two operators that save one tensor, or two of one size."""
     x = leaf(SIDE, SIDE)
     with offload:
@@ -283,17 +301,11 @@ def shared(offload: AbstractContextManager[Any], *, same: bool) -> Tensor:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_h54_a_storage_that_is_another_one_is_not_shared(first: bool, backend: Backend) -> None:
-    offload = backend.offload(step_plans=True)
-    for same in (first, first, not first):
-        assert torch.equal(shared(nullcontext(), same=same), shared(Settled(offload), same=same))
-    assert misses(offload) == (["share"] if first else [])
-    assert_moved(assert_settled(offload))
+    follows(backend, shared, [first, first, not first], 2, {"share": 1} if first else {})
 
 
 @pytest.mark.parametrize("how", ["keep", "prefer", "no_offload"])
 def test_h54_marks_and_regions_come_before_a_plan(how: str, backend: Backend) -> None:
-    offload = backend.offload(step_plans=True)
-
     def marked(around: AbstractContextManager[Any], how: str) -> Tensor:
         x = leaf(SIDE, SIDE)
         with around:
@@ -307,13 +319,10 @@ def test_h54_marks_and_regions_come_before_a_plan(how: str, backend: Backend) ->
         loss.backward()
         return x.grad
 
-    for given in ("", "", how):
-        assert torch.equal(marked(nullcontext(), given), marked(Settled(offload), given))
-    stats = offload.stats()
-    assert stats.plan_misses == ({} if how == "prefer" else {"marks": 1})  # what is to leave does so by the plan too
+    misses = {} if how == "prefer" else {"marks": 1}  # what is to leave does so by the plan too
+    stats = follows(backend, marked, ["", "", how], 2, misses, 0.6)
     kept = {"keep": "marked", "no_offload": "region"}.get(how)
     assert (kept is None) or stats.kept_bytes[kept] == SIDE * SIDE * 4
-    assert_moved(assert_settled(offload), 0.6)
 
 
 def test_h54_a_change_in_place_raises_as_in_an_unknown_step(backend: Backend) -> None:
