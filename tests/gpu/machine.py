@@ -25,17 +25,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 SLEEP_CYCLES = 8_000_000
 
 
-def keep_busy(device: torch.device, cycles: int) -> None:
-    """Has the current stream of ``device`` do nothing for so many cycles, or compute for a while where it cannot."""
-    sleep = getattr(torch.get_device_module(device), "_sleep", None)
-    if sleep is not None:
-        sleep(cycles)
-        return
-    block = torch.ones(2048, 2048, device=device)
-    for _ in range(max(cycles // 1_000_000, 1)):
-        block = block @ block
-
-
 class Machine(abc.ABC):
     """A device, its runtime, and the offloads that a scenario made on it."""
 
@@ -174,7 +163,14 @@ class DeviceMachine(Machine):
         return nullcontext()  # autograd sees to it
 
     def doze(self) -> None:
-        keep_busy(self.device, self._cycles)
+        """Has the current stream do nothing for so many cycles, or compute for a while where it cannot."""
+        sleep = getattr(torch.get_device_module(self.device), "_sleep", None)
+        if sleep is not None:
+            sleep(self._cycles)
+            return
+        block = torch.ones(2048, 2048, device=self.device)
+        for _ in range(max(self._cycles // 1_000_000, 1)):
+            block = block @ block
 
     def finish(self) -> None:
         for index in range(torch.accelerator.device_count()):

@@ -178,6 +178,16 @@ def leaf(*size: int, seed: int = 1, grad: bool = True, dtype: torch.dtype = torc
     return values.to(torch.get_default_device()).requires_grad_(grad)
 
 
+def noise(*size: int) -> Tensor:
+    """The same values each time, which no gradient is asked for."""
+    return leaf(*size, seed=5, grad=False)
+
+
+def named(case: tuple[Any, ...]) -> str:
+    """The id of a case whose first field is its name."""
+    return str(case[0]).replace(" ", "_")
+
+
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.layout is not torch.strided:
         return torch.equal(a.to_dense(), b.to_dense())

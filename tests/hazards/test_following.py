@@ -6,8 +6,9 @@ import dataclasses
 import gc
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import eager_offload as eo
-from eager_offload import Offload
+from eager_offload import Offload, OffloadStats
 from eager_offload.eager.plans import KnownPlan
 from eager_offload.step_plan import Ask, Fate, Save, StepPlan
 from tests.doubles.recorded_backend import RecordedBackend
@@ -51,6 +52,52 @@ def step(around: AbstractContextManager[Any], layers: Sequence[str], seed: int, 
     for loss in losses if order else losses[::-1]:
         loss.backward()
     return [*(loss.detach() for loss in losses), x.grad, w.grad]
+
+
+def chain(x: Tensor, around: AbstractContextManager[Any], layers: Sequence[str] = FIRST) -> Tensor:
+    with around:
+        y = x * 2
+        for name in layers:
+            y = LAYERS[name](y)
+        return y.sum()
+
+
+def deep(x: Tensor, around: AbstractContextManager[Any], count: int = 8) -> Tensor:
+    with around:
+        y = x
+        for _ in range(count):
+            y = (y * 0.5).exp()
+        return y.sum()
+
+
+def assert_as_without(x: Tensor, forward: Callable[[Tensor, AbstractContextManager[Any]], Tensor]) -> None:
+    """Asserts that the gradient of ``x`` is the one that ``forward`` gives without offload."""
+    plain = x.detach().clone().requires_grad_()
+    forward(plain, nullcontext()).backward()
+    assert_identical(plain.grad, x.grad)
+
+
+def follows(
+    backend: Backend,
+    step: Callable[[AbstractContextManager[Any], Any], object],
+    cases: Iterable[Any],
+    forwards: int,
+    misses: dict[str, int],
+    least: float = 0.9,
+) -> OffloadStats:
+    """Takes a step of each of ``cases``, as without offload; so many forwards follow a plan, with these ``misses``.
+
+    Args:
+        step: of what stands around its forward, and of the case.
+        least: the part of the bytes that has to move.
+    """
+    offload = backend.offload(step_plans=True)
+    for case in cases:
+        assert_identical(step(nullcontext(), case), step(Settled(offload), case))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (forwards, misses)
+    assert_moved(stats, least)
+    return stats
 
 
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
@@ -230,22 +277,17 @@ def test_h54_what_differs_is_counted(what: str, layers: list[str], backend: Back
 
 
 def test_h54_a_tensor_that_needs_no_gradient_is_not_taken_for_one_that_does(backend: Backend) -> None:
-    def step(around: AbstractContextManager[Any], *, grad: bool) -> list[Tensor]:
+    def step(around: AbstractContextManager[Any], grad: bool) -> list[Tensor]:
         x, w = leaf(SIDE, SIDE, grad=grad), leaf(SIDE, SIDE, seed=2)
         with around:
             loss = ((x * 2) * (w * 3)).exp().sum()
         loss.backward()
         return [w.grad]
 
-    offload = backend.offload(step_plans=True)
-    for _ in range(2):
-        step(Settled(offload), grad=True)
-    assert_identical(step(nullcontext(), grad=False), step(Settled(offload), grad=False))
-    assert misses(offload) == ["requires_grad"]
-    assert_moved(assert_settled(offload))
+    follows(backend, step, [True, True, False], 2, {"requires_grad": 1})
 
 
-def shared(offload: AbstractContextManager[Any], *, same: bool) -> Tensor:
+def shared(offload: AbstractContextManager[Any], same: bool) -> Tensor:
     """Two operators that save one tensor, or two of one size."""
     x = leaf(SIDE, SIDE)
     with offload:
@@ -259,17 +301,11 @@ def shared(offload: AbstractContextManager[Any], *, same: bool) -> Tensor:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_h54_a_storage_that_is_another_one_is_not_shared(first: bool, backend: Backend) -> None:
-    offload = backend.offload(step_plans=True)
-    for same in (first, first, not first):
-        assert torch.equal(shared(nullcontext(), same=same), shared(Settled(offload), same=same))
-    assert misses(offload) == (["share"] if first else [])
-    assert_moved(assert_settled(offload))
+    follows(backend, shared, [first, first, not first], 2, {"share": 1} if first else {})
 
 
 @pytest.mark.parametrize("how", ["keep", "prefer", "no_offload"])
 def test_h54_marks_and_regions_come_before_a_plan(how: str, backend: Backend) -> None:
-    offload = backend.offload(step_plans=True)
-
     def marked(around: AbstractContextManager[Any], how: str) -> Tensor:
         x = leaf(SIDE, SIDE)
         with around:
@@ -283,13 +319,10 @@ def test_h54_marks_and_regions_come_before_a_plan(how: str, backend: Backend) ->
         loss.backward()
         return x.grad
 
-    for given in ("", "", how):
-        assert torch.equal(marked(nullcontext(), given), marked(Settled(offload), given))
-    stats = offload.stats()
-    assert stats.plan_misses == ({} if how == "prefer" else {"marks": 1})  # what is to leave does so by the plan too
+    misses = {} if how == "prefer" else {"marks": 1}  # what is to leave does so by the plan too
+    stats = follows(backend, marked, ["", "", how], 2, misses, 0.6)
     kept = {"keep": "marked", "no_offload": "region"}.get(how)
     assert (kept is None) or stats.kept_bytes[kept] == SIDE * SIDE * 4
-    assert_moved(assert_settled(offload), 0.6)
 
 
 def test_h54_a_change_in_place_raises_as_in_an_unknown_step(backend: Backend) -> None:
@@ -435,23 +468,11 @@ def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_any_more(is_written
 def test_h54_several_forwards_before_a_backward_have_slots_of_their_own(backend: Backend) -> None:
     offload = backend.offload(step_plans=True)
     step(Settled(offload), FIRST, 0)
-    found = []
-    for seed in range(3):
-        x = leaf(SIDE, SIDE, seed=seed)
-        with Settled(offload):
-            y = x * 2
-            for name in FIRST:
-                y = LAYERS[name](y)
-        found.append((x, y.sum()))
-    for seed, (x, loss) in enumerate(found):
-        loss.backward()
-        plain = leaf(SIDE, SIDE, seed=seed)
-        y = plain * 2
-        for name in FIRST:
-            y = LAYERS[name](y)
-        y.sum().backward()
-        assert_identical(plain.grad, x.grad)
-    del found, x, y, loss
+    leaves = [leaf(SIDE, SIDE, seed=seed) for seed in range(3)]
+    losses = [chain(x, Settled(offload)) for x in leaves]
+    for x in leaves:
+        losses.pop(0).backward()
+        assert_as_without(x, chain)
     assert_moved(assert_settled(offload))
 
 
@@ -461,11 +482,7 @@ def test_h54_the_newest_bytes_of_several_forwards_are_bounded_together(backend: 
 
     def forward(seed: int) -> tuple[Tensor, Tensor]:
         x = leaf(SIDE, SIDE, seed=seed)
-        with Settled(offload):
-            y = x
-            for _ in range(6):
-                y = (y * 0.5).exp()
-        return x, y.sum()
+        return x, deep(x, Settled(offload), 6)
 
     for seed in range(2):
         forward(seed)[1].backward()
@@ -474,13 +491,9 @@ def test_h54_the_newest_bytes_of_several_forwards_are_bounded_together(backend: 
     found = [forward(seed) for seed in range(4)]
     assert offload.stats(synchronize=True).followed_forwards == 1, "the first, which leaves no room for a second one"
     assert offloader_of(offload).census().resident_bytes <= 4 * size + size
-    for seed, (x, loss) in enumerate(found):
+    for x, loss in found:
         loss.backward()
-        plain = y = leaf(SIDE, SIDE, seed=seed)
-        for _ in range(6):
-            y = (y * 0.5).exp()
-        y.sum().backward()
-        assert_identical(plain.grad, x.grad)
+        assert_as_without(x, partial(deep, count=6))
     del found, x, loss
     assert offload.stats(synchronize=True).bytes_out > 0
     assert_settled(offload)
@@ -497,10 +510,8 @@ def test_h54_the_newest_bytes_of_a_forward_that_fits_no_plan_are_bounded_with_th
     first, second = deep(x, Settled(offload)), deep(wide, Settled(offload))
     assert offloader_of(offload).census().resident_bytes <= 4 * size
     for given, loss in ((wide, second), (x, first)):
-        plain = given.detach().requires_grad_()
-        deep(plain, nullcontext()).backward()
         loss.backward()
-        assert_identical(plain.grad, given.grad)
+        assert_as_without(given, deep)
     del first, second, loss
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (2, {})
@@ -511,12 +522,7 @@ def test_h54_a_graph_that_is_dropped_or_kept_gives_back_what_it_held(backend: Ba
     offload = backend.offload(step_plans=True)
     for seed in range(6):
         x = leaf(SIDE, SIDE, seed=seed)
-        with Settled(offload):
-            y = x * 2
-            for name in FIRST:
-                y = LAYERS[name](y)
-        loss = y.sum()
-        del y
+        loss = chain(x, Settled(offload))
         if seed % 3 == 1:
             del loss
             assert offloader_of(offload).census().resident_bytes == 0
@@ -531,14 +537,6 @@ def test_h54_a_graph_that_is_dropped_or_kept_gives_back_what_it_held(backend: Ba
     assert_moved(assert_settled(offload))
 
 
-def deep(x: Tensor, around: AbstractContextManager[Any], count: int = 8) -> Tensor:
-    with around:
-        y = x
-        for _ in range(count):
-            y = (y * 0.5).exp()
-        return y.sum()
-
-
 def test_h54_graphs_that_are_dropped_in_the_forward_take_no_room(backend: Backend) -> None:
     offload = backend.offload(step_plans=True)
     for seed in range(4):
@@ -547,9 +545,7 @@ def test_h54_graphs_that_are_dropped_in_the_forward_take_no_room(backend: Backen
             for _ in range(6):
                 loss = deep(x, nullcontext())
         loss.backward()
-        plain = leaf(SIDE, SIDE, seed=seed)
-        deep(plain, nullcontext()).backward()
-        assert_identical(plain.grad, x.grad)
+        assert_as_without(x, deep)
         del loss
     offload.stats(synchronize=True)
     assert saves_of(offload).plans.idle_bytes <= 8 * SIDE * SIDE * 4, "what the last one saves, not all six"
@@ -667,13 +663,7 @@ def test_h54_kinds_of_step_that_begin_alike_and_come_in_no_order_are_seldom_miss
     gc.collect()
     kept, before = None, known_plans()
     for seed in range(120):
-        x = leaf(SIDE, SIDE, seed=seed)
-        with Settled(offload):
-            y = x * 2
-            for name in order.choice(kinds):
-                y = LAYERS[name](y)
-            loss = y.sum()
-        del y
+        loss = chain(leaf(SIDE, SIDE, seed=seed), Settled(offload), order.choice(kinds))
         if seed == 20:
             kept = loss
         else:

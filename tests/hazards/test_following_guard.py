@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
@@ -21,8 +22,8 @@ from eager_offload.eager.handles import SavedView
 from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.test_rounding import failing_behind
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of, saves_of
-from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf
-from tests.hazards.test_following import deep, with_a_late_share
+from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf, noise
+from tests.hazards.test_following import assert_as_without, deep, follows, with_a_late_share
 from tests.hazards.test_streams import Streams
 
 SIDE = 16
@@ -74,10 +75,6 @@ def two(around: Around, *, in_order: bool = True, before: Callable[[], object] =
 
 class OfItsOwn(Tensor):
     """What is decided by its class, which a plan does not know."""
-
-
-def noise(*size: int) -> Tensor:
-    return leaf(*size, seed=5, grad=False)
 
 
 def constant(y: Tensor) -> Tensor:
@@ -164,14 +161,14 @@ def test_h54_what_only_looks_like_what_leaves_is_decided_anew(case: Case, backen
 def test_h54_what_another_stream_computes_does_not_leave_by_the_plan() -> None:
     """Its copies would be ordered behind what the stream of the forward has computed."""
     with SimulatedBackend() as backend:
-        streams, offload = Streams(backend), backend.offload(step_plans=True)
+        streams = Streams(backend)
 
         def read(saved: Tensor) -> Tensor:
             values = saved.clone()
             streams.meet()
             return values
 
-        def step(around: Around, *, is_aside: bool) -> list[Tensor | None]:
+        def step(around: Around, is_aside: bool) -> list[Tensor | None]:
             x = leaf(SIDE, SIDE)
             with around:
                 z = y = (x * 2).sin()
@@ -184,11 +181,7 @@ def test_h54_what_another_stream_computes_does_not_leave_by_the_plan() -> None:
             loss.backward()
             return [loss.detach(), x.grad]
 
-        for is_aside in (False, False, True):
-            assert_identical(step(nullcontext(), is_aside=is_aside), step(Settled(offload), is_aside=is_aside))
-        stats = assert_settled(offload)
-        assert (stats.followed_forwards, stats.plan_misses) == (2, {"stream": 1})
-        assert_moved(stats)
+        follows(backend, step, [False, False, True], 2, {"stream": 1})
         backend.assert_nothing_is_held()
 
 
@@ -196,7 +189,7 @@ def test_h54_what_another_stream_computes_does_not_leave_by_the_plan() -> None:
 
 
 def test_h54_a_storage_whose_first_save_is_gone_is_saved_anew(backend: Backend) -> None:
-    def step(around: Around, *, is_gone: bool) -> list[Tensor | None]:
+    def step(around: Around, is_gone: bool) -> list[Tensor | None]:
         x = leaf(SIDE, SIDE)
         with around:
             y = x * 2
@@ -208,12 +201,7 @@ def test_h54_a_storage_whose_first_save_is_gone_is_saved_anew(backend: Backend) 
         loss.backward()
         return [loss.detach(), x.grad]
 
-    offload = backend.offload(step_plans=True)
-    for is_gone in (False, False, True):
-        assert_identical(step(nullcontext(), is_gone=is_gone), step(Settled(offload), is_gone=is_gone))
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (2, {"share": 1})
-    assert_moved(stats, 0.7)
+    follows(backend, step, [False, False, True], 2, {"share": 1}, 0.7)
 
 
 def test_h54_bits_of_another_type_are_not_rounded_with_what_they_share(backend: Backend) -> None:
@@ -490,7 +478,7 @@ def test_h54_what_begins_in_the_middle_of_a_forward_ends_the_following(
 def test_h54_what_is_saved_after_a_backward_in_another_order_is_no_second_miss(is_last: bool, backend: Backend) -> None:
     """In the same forward, of which the plan knows more saves, or none."""
 
-    def step(around: Around, *, goes_back: bool) -> list[Tensor | None]:
+    def step(around: Around, goes_back: bool) -> list[Tensor | None]:
         x, y, z = (leaf(SIDE, SIDE, seed=seed) for seed in range(3))
         with around:
             first, second = deep(x, nullcontext(), 3), deep(y, nullcontext(), 3)
@@ -502,13 +490,7 @@ def test_h54_what_is_saved_after_a_backward_in_another_order_is_no_second_miss(i
             loss.backward()
         return [x.grad, y.grad, z.grad]
 
-    offload = backend.offload(step_plans=True)
-    for goes_back in (False, False, True):
-        expected = step(nullcontext(), goes_back=goes_back)
-        assert_identical(expected, step(Settled(offload), goes_back=goes_back))
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (2, {"order": 1})
-    assert_moved(stats, 0.7)
+    follows(backend, step, [False, False, True], 2, {"order": 1}, 0.7)
 
 
 @pytest.mark.parametrize("what", ["memory", "order"])
@@ -572,7 +554,7 @@ def given_up(h: Tensor) -> None:
 def test_h54_what_comes_between_a_save_and_its_copy_is_seen(
     change: Callable[[Tensor], object], reason: str, backend: Backend
 ) -> None:
-    def step(around: Around, change: Callable[[Tensor], object] = nothing) -> object:
+    def step(around: Around, change: Callable[[Tensor], object]) -> object:
         x = leaf(SIDE, SIDE)
         with around:
             h = x * 2
@@ -586,14 +568,8 @@ def test_h54_what_comes_between_a_save_and_its_copy_is_seen(
         loss.backward()
         return x.grad
 
-    offload, expected = backend.offload(step_plans=True), step(nullcontext())
-    for _ in range(2):
-        assert_identical(expected, step(Settled(offload)))
-    assert_identical(expected, step(Settled(offload), change))
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
+    stats = follows(backend, step, [nothing, nothing, change], 2, {}, 0.8)
     assert stats.kept_bytes[reason] == SIDE * SIDE * 4
-    assert_moved(stats, 0.8)
 
 
 def test_h54_what_is_gone_before_its_copy_is_to_start_does_not_leave(backend: Backend) -> None:
@@ -641,10 +617,9 @@ def test_h54_the_window_holds_for_what_leaves_by_a_plan(backend: Backend) -> Non
     window = 2 * SIDE * SIDE * 4
     offload = backend.offload(step_plans=True, max_inflight_bytes=window)
     for seed in range(3):
-        x, plain = leaf(SIDE, SIDE, seed=seed), leaf(SIDE, SIDE, seed=seed)
-        deep(plain, nullcontext()).backward()
+        x = leaf(SIDE, SIDE, seed=seed)
         deep(x, offload).backward()
-        assert_identical(plain.grad, x.grad)
+        assert_as_without(x, deep)
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (2, {})
     assert 0 < stats.inflight_bytes_peak <= window
@@ -733,12 +708,10 @@ def test_h54_what_several_graphs_expect_next_is_bounded_together(ends: str, back
             with offloader_of(offload).lock:
                 next(iter(saves_of(offload).plans.runs)).miss("order")
         assert offloader_of(offload).census().resident_bytes <= 3 * size
-    for number, (x, y, first, _) in enumerate(graphs):
+    for x, y, first, _ in graphs:
         first.backward()
-        plain, other = leaf(SIDE, SIDE, seed=2 * number), leaf(SIDE, SIDE, seed=2 * number + 1)
-        deep(plain, nullcontext(), 6).backward()
-        deep(other, nullcontext(), 3).backward()
-        assert_identical([plain.grad, other.grad], [x.grad, y.grad])
+        assert_as_without(x, partial(deep, count=6))
+        assert_as_without(y, partial(deep, count=3))
         assert offloader_of(offload).census().resident_bytes <= 3 * size
     del graphs, first, second, x, y
     stats = assert_settled(offload)
@@ -805,7 +778,7 @@ def test_h54_an_unpack_that_comes_when_another_thread_has_ended_the_following_is
 def test_h54_a_nested_tensor_in_the_place_of_one_that_shares_is_decided_anew(backend: Backend) -> None:
     """It has no sizes to make a view of."""
 
-    def step(around: Around, *, is_nested: bool) -> list[Tensor | None]:
+    def step(around: Around, is_nested: bool) -> list[Tensor | None]:
         x = leaf(2, SIDE, SIDE)
         with around:
             y = x * 2
@@ -816,9 +789,4 @@ def test_h54_a_nested_tensor_in_the_place_of_one_that_shares_is_decided_anew(bac
         loss.backward()
         return [x.grad]
 
-    offload = backend.offload(step_plans=True)
-    for is_nested in (False, False, True, False):
-        assert_identical(step(nullcontext(), is_nested=is_nested), step(offload, is_nested=is_nested))
-    stats = assert_settled(offload)
-    assert stats.plan_misses == {"layout": 1}
-    assert_moved(stats)
+    follows(backend, step, [False, False, True, False], 2, {"layout": 1})

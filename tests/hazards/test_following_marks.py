@@ -15,6 +15,7 @@ from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
+from tests.hazards.test_following import follows
 
 SIDE = 16
 SIZE = SIDE * SIDE * 4
@@ -51,13 +52,9 @@ def step(
 
 
 def test_h54_a_mark_on_what_no_step_saves_keeps_none_from_following(backend: Backend) -> None:
-    offload, expected = backend.offload(step_plans=True), step(nullcontext())
     aside = [eo.keep(torch.zeros(4)), eo.prefer_offload(torch.zeros(4))]
-    for _ in range(6):
-        assert_identical(expected, step(Settled(offload)))
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses, len(aside)) == (5, {}, 2)
-    assert_moved(stats)
+    follows(backend, lambda around, _: step(around), range(6), 5, {})
+    assert len(aside) == 2
 
 
 @pytest.mark.parametrize("regime", REGIMES, ids=str)

@@ -16,7 +16,7 @@ from eager_offload import CodecPolicy
 from eager_offload.codecs import BF16
 from tests.hazards.backends import Backend, assert_settled, offloader_of
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
-from tests.hazards.test_following import deep
+from tests.hazards.test_following import deep, follows
 
 SIDE = 16
 
@@ -125,12 +125,7 @@ def test_h54_another_number_of_backwards_is_exact(
 
 
 def test_h54_a_backward_over_and_over_is_followed_by_none_and_says_so_once(backend: Backend) -> None:
-    offload, expected = backend.offload(step_plans=True), backwards(nullcontext(), 5)
-    for _ in range(3):
-        assert_identical(expected, backwards(Settled(offload), 5))
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (0, {"twice": 1})
-    assert_moved(stats)
+    follows(backend, backwards, [5] * 3, 0, {"twice": 1})
 
 
 def test_h54_what_is_changed_between_two_backwards_raises(backend: Backend) -> None:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from eager_offload import SavedTensorModifiedError
 from tests.hazards.backends import Backend, offloader_of
-from tests.hazards.programs import REGIMES, Around, assert_identical, leaf, same_gradients
+from tests.hazards.programs import REGIMES, Around, assert_identical, leaf, named, same_gradients
 from tests.hazards.wrappers import Scaled, parts_of, two
 
 SIDE = 32
@@ -74,10 +74,6 @@ KEPT: dict[str, Callable[[Tensor], Tensor | None]] = {
     "a view of it": lambda x: x[:],
     "nothing": lambda x: None,
 }
-
-
-def named(case: NamedTuple) -> str:
-    return str(case[0]).replace(" ", "_")
 
 
 @pytest.mark.sampled(5, quick=True)

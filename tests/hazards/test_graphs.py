@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.hazards.backends import Backend, assert_settled, offloader_of, tracked_storages
+from tests.hazards.blocks import gradients
 from tests.hazards.functions import Returned, saving
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, assert_moved, leaf, same_gradients
@@ -20,10 +21,6 @@ from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, as
 def network(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8))
-
-
-def gradients(model: nn.Module) -> list[Tensor | None]:
-    return [parameter.grad for parameter in model.parameters()]
 
 
 def steps(script: str) -> Callable[[Around], object]:

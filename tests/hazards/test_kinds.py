@@ -12,16 +12,8 @@ from torch import Tensor, nn
 
 from tests.hazards.backends import Backend
 from tests.hazards.functions import Returned, saving
-from tests.hazards.programs import Around, leaf, same_gradients
+from tests.hazards.programs import Around, leaf, named, noise, same_gradients
 from tests.hazards.wrappers import watching
-
-
-def named(case: NamedTuple) -> str:
-    return str(case[0]).replace(" ", "_")
-
-
-def noise(*size: int) -> Tensor:
-    return leaf(*size, seed=5, grad=False)
 
 
 class Payload(NamedTuple):

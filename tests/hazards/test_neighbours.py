@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import saved_tensors_hooks
 
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone, offloader_of
-from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, Block, blocks, gradients
+from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, Block, gradients
 from tests.hazards.programs import (
     REGIMES,
     Around,
     Regime,
-    Settled,
     assert_identical,
     assert_moved,
     leaf,
-    same_gradients,
 )
 
 # -- H24 --------------------------------------------------------------------------------------------------------------
@@ -34,30 +30,6 @@ class Doubling(saved_tensors_hooks):
 
     def __init__(self) -> None:
         super().__init__(lambda tensor: tensor.detach().clone(), lambda tensor: tensor)
-
-
-@pytest.mark.parametrize("theirs", [Doubling, save_on_cpu])
-def test_h24_hooks_that_hide_ours_are_counted_and_told_of_once(theirs: Callable[[], Around], backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        x, results = leaf(ROWS, WIDTH), []
-        for _ in range(3):
-            with offload:
-                h = (x * 2).tanh()
-                with theirs():
-                    h = h.exp().sin()
-                loss = h.cos().sum()
-            del h
-            loss.backward()
-            results.append(x.grad.clone() if x.grad is not None else None)
-        return results
-
-    expected, offload = program(nullcontext()), backend.offload()
-    with pytest.warns(RuntimeWarning, match="other saved-tensor hooks") as warned:
-        assert_identical(expected, program(Settled(offload)))
-    assert len(warned) == 1
-    stats = assert_settled(offload)
-    assert stats.foreign_hooks == 3
-    assert_moved(stats)
 
 
 def test_h24_a_forward_in_which_nothing_could_be_seen_is_counted_and_told_of_once(backend: Backend) -> None:
@@ -89,54 +61,6 @@ def test_h24_a_forward_in_which_nothing_could_be_seen_is_counted_and_told_of_onc
     loss.backward()
     del loss
     assert_moved(assert_settled(offload))
-
-
-@pytest.mark.filterwarnings("error")
-def test_h24_ours_inside_theirs_is_the_right_order_and_says_nothing(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        x = leaf(ROWS, WIDTH)
-        with Doubling():
-            before = (x * 2).tanh()
-            with offload:
-                h = before.exp().sin().exp()
-            loss = h.cos().sum()
-        del h, before
-        loss.backward()
-        return x.grad
-
-    for stats in same_gradients(program, backend):
-        assert stats.foreign_hooks == stats.empty_forwards == 0
-
-
-@pytest.mark.filterwarnings("error")
-def test_h24_checkpoints_and_our_own_hooks_are_no_strangers(backend: Backend) -> None:
-    offload, another = backend.offload(), backend.offload()
-    model, x = blocks(2), leaf(ROWS, WIDTH)
-    with another:
-        h = (x * 2).tanh()
-        with offload:
-            h = checkpoint(model[0], h, use_reentrant=False)
-            with another:
-                h = checkpoint(model[1], h.sin(), use_reentrant=True)
-            loss = h.exp().sum()
-    loss.backward()
-    del loss, h
-    for one in (offload, another):
-        stats = assert_settled(one)
-        assert_moved(stats)
-        assert stats.foreign_hooks == stats.empty_forwards == 0
-
-
-def test_h24_the_watch_on_others_ends_with_the_context(backend: Backend) -> None:
-    original, offload = saved_tensors_hooks.__enter__, backend.offload()
-    with offload, backend.offload():
-        assert saved_tensors_hooks.__enter__ is not original
-    assert saved_tensors_hooks.__enter__ is original
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with Doubling():
-            leaf(4).exp()
-    assert offload.stats().foreign_hooks == 0
 
 
 # -- H29 --------------------------------------------------------------------------------------------------------------

@@ -13,16 +13,12 @@ from torch import Tensor, nn
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
 from tests.hazards.functions import Returned, saving
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Around, assert_moved, leaf, same_gradients
+from tests.hazards.programs import REGIMES, Around, assert_moved, leaf, named, same_gradients
 
 SIDE = 64
 KIB = 1 << 10
 #: Bytes of a square of float32.
 SQUARE = SIDE * SIDE * 4
-
-
-def named(case: NamedTuple) -> str:
-    return str(case[0]).replace(" ", "_")
 
 
 # -- H04 --------------------------------------------------------------------------------------------------------------

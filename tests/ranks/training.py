@@ -64,13 +64,12 @@ def steps(
     return [*seen, *(local(parameter).clone() for parameter in trained)]
 
 
-def exact(ranks: Ranks, program: Program, weights_are_saved: bool = True, **options: Any) -> list[OffloadStats]:
+def exact(ranks: Ranks, program: Program, **options: Any) -> list[OffloadStats]:
     """Asserts for this rank that ``program`` gives the same bits with offload as without, and moves no weight.
 
     First of all, that two runs without offload do: reductions among ranks could differ by themselves.
 
     Args:
-        weights_are_saved: whether the program saves weights at all.
         options: see ``same_gradients``.
     """
     twice = []
@@ -92,7 +91,7 @@ def exact(ranks: Ranks, program: Program, weights_are_saved: bool = True, **opti
 
         gathered = same_gradients(watched, backend, regimes=regimes, **options)
         for stats in gathered:
-            assert stats.kept_bytes.get("parameter", 0) > 0 or not weights_are_saved, "no parameter was saved at all"
+            assert stats.kept_bytes.get("parameter", 0) > 0, "no parameter was saved at all"
         backend.assert_nothing_is_held()
     return gathered
 

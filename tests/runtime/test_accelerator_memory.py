@@ -17,7 +17,7 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_ru
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
 from eager_offload.tiers.memory import PAGE
 from tests.doubles.recording_accelerator import RecordingAccelerator
-from tests.runtime.accelerator_double import DEVICE, NBYTES, DoubleMachine, host_slot, pattern, selection
+from tests.runtime.accelerator_double import DEVICE, NBYTES, host_slot, pattern, selection
 
 MEGABYTE = 1 << 20
 
@@ -83,14 +83,14 @@ def test_h22_what_is_allocated_under_inference_mode_is_no_inference_tensor(
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_h22_copies_are_exact_in_any_mode_of_the_caller(mode: Callable[[], torch.no_grad]) -> None:
-    machine = DoubleMachine()
+    double = RecordingAccelerator()
+    runtime = AcceleratorRuntime(double)
     with mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
-        slot = host_slot(machine.runtime, NBYTES)
-        source = machine.empty(NBYTES, machine.compute)
-        machine.launch(machine.compute, lambda x: x.copy_(pattern(NBYTES, 2)), source, what="forward")
-        out = machine.runtime.transfer_stream(DEVICE, Direction.OUT)
-        machine.runtime.copy(slot, source, out, [machine.runtime.record(machine.compute)])
-    machine.finish()
+        slot, compute = host_slot(runtime, NBYTES), runtime.current_stream(DEVICE)
+        source = double.empty(NBYTES, DEVICE)
+        double.launch(compute, lambda x: x.copy_(pattern(NBYTES, 2)), source, what="forward")
+        runtime.copy(slot, source, runtime.transfer_stream(DEVICE, Direction.OUT), [runtime.record(compute)])
+    double.run_all()
     assert torch.equal(slot.tensor, pattern(NBYTES, 2))
 
 

@@ -147,25 +147,6 @@ def test_the_verdict_equals_that_of_reachability(compact_at: int, log: list[Entr
 # -- what is reported, and what is forgotten -------------------------------------------------------------------------
 
 
-def test_a_wait_for_an_earlier_event_takes_nothing_back() -> None:
-    checker = Checker()
-    checker.write(Recorded(OUT, 1))
-    checker.write(Operation(OUT, (), (BLOCK,), "write"))
-    checker.write(Recorded(OUT, 2))
-    checker.write(Waited(IN, 2))
-    checker.write(Waited(IN, 1))
-    checker.write(Operation(IN, (BLOCK,), (), "read"))
-    checker.assert_clean()
-
-
-def test_an_empty_range_conflicts_with_nothing() -> None:
-    checker = Checker()
-    checker.write(Operation(OUT, (), (Region("slab", 0, 100),), "first"))
-    checker.write(Operation(IN, (), (Region("slab", 50, 50),), "empty"))
-    checker.assert_clean()
-    assert checker.cells == 1
-
-
 def test_one_pair_is_reported_once_however_often_it_was_cut() -> None:
     checker = Checker()
     checker.write(Operation(OUT, (), (Region("slab", 0, 100),), "write"))

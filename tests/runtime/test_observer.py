@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +15,7 @@ from eager_offload.simulation.log import Allocated, Entry, Freed, Operation, Wri
 from eager_offload.simulation.observer import OperatorObserver
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import Region
+from tests.threads import on_a_thread
 
 CPU = torch.device("cpu")
 
@@ -282,9 +282,7 @@ def test_another_thread_is_seen_through_a_mode_of_its_own(watch: Watch) -> None:
         with watch.observer.elsewhere(), watch.runtime.stream(side):
             torch.ones(4).exp()
 
-    thread = threading.Thread(target=compute)
-    thread.start()
-    thread.join()
+    on_a_thread(compute)
     (operation,) = watch.operations("exp")
     assert operation.stream is side
     torch.ones(4).log()

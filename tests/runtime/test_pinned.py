@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import warnings
 
 import pytest
@@ -17,6 +16,7 @@ from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE, anonymous_slab
 from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
 from tests.doubles.recording_accelerator import RecordingAccelerator
+from tests.threads import on_a_thread
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -68,9 +68,7 @@ def test_a_slab_that_dies_in_another_thread_is_unregistered_in_this_one(
     double: RecordingAccelerator, runtime: AcceleratorRuntime
 ) -> None:
     slabs = [runtime.host_buffer(MIB) for _ in range(4)]
-    thread = threading.Thread(target=slabs.clear)
-    thread.start()
-    thread.join()
+    on_a_thread(slabs.clear)
     assert len(double.registered) == 4
     slab = runtime.host_buffer(PAGE)  # a call that may call the driver
     assert double.registered == {slab.data_ptr(): PAGE}

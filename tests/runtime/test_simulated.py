@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +14,7 @@ from eager_offload.simulation.checker import Checker, OrderingError
 from eager_offload.simulation.log import WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.runtime.simulated_rig import CPU, DistantSlot, Rig, flat
+from tests.threads import on_a_thread
 
 
 @pytest.fixture
@@ -196,9 +196,7 @@ def test_h14_the_current_stream_belongs_to_the_thread(rig: Rig) -> None:
     side = rig.runtime.new_stream("side")
     seen: list[object] = []
     with rig.runtime.stream(side):
-        thread = threading.Thread(target=lambda: seen.append(rig.runtime.current_stream(CPU)))
-        thread.start()
-        thread.join()
+        on_a_thread(lambda: seen.append(rig.runtime.current_stream(CPU)))
         seen.append(rig.runtime.current_stream(CPU))
         with rig.runtime.stream(rig.main):
             seen.append(rig.runtime.current_stream(CPU))
@@ -233,9 +231,7 @@ def test_another_thread_is_watched_through_a_context_of_its_own(rig: Rig) -> Non
             with rig.runtime.watching():
                 torch.ones(4).exp()
 
-        thread = threading.Thread(target=compute)
-        thread.start()
-        thread.join()
+        on_a_thread(compute)
         assert checker.entries > entries
     checker.assert_clean()
 

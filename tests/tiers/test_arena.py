@@ -128,14 +128,12 @@ def test_h18_memory_goes_neither_back_nor_on_without_the_fences_of_its_last_use(
     for nbytes in (MIB, 8192):
         verdicts.over.clear()
         slot = arena.allocate(nbytes)
-        assert slot is not None
         slot.fences += (verdicts.fence("reload"),)
         del slot
         arena.poll()
         assert arena.used_bytes == 0
         assert len(system.alive) == 1, "a device may still read it"
         heir = arena.allocate(nbytes)
-        assert heir is not None
         assert heir.fences == (verdicts.fence("reload"),)
         assert len(system.alive) == 1
         del heir
@@ -242,16 +240,18 @@ def test_a_call_in_the_midst_of_a_change_changes_nothing() -> None:
 
     arena = Arena(slab_bytes=MIB, idle_bytes=MIB)
     slot = arena.allocate(8192)
-    assert slot is not None
     slot.fences += (Fence(Asking(), "reload"),)
     slot.write(noise(8192))
     del slot
     found.clear()
+<<<<<<< HEAD
     heir = arena.allocate(8192, quota=Quota(MIB, pooled=False))  # for which nothing of others is ready
     assert heir is not None
+=======
+    heir = arena.allocate(8192)
+>>>>>>> lighter-tests-a
     assert found == [(0, MIB)]
     assert (arena.used_bytes, arena.held_bytes) == (8192, MIB)
     assert len(heir.fences) == 1
     other = arena.allocate(8192)
-    assert other is not None
     assert other.region != heir.region

@@ -25,16 +25,6 @@ def test_a_request_takes_the_smallest_hole_that_holds_it() -> None:
     assert extents.allocate(20) == Extent(18, 20)
 
 
-def test_neighbours_melt_together_in_any_order() -> None:
-    for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
-        extents = Extents(30)
-        assert [extents.allocate(10) for _ in range(3)] == [Extent(start, 10, ()) for start in (0, 10, 20)]
-        for at in order:
-            extents.release(10 * at, 10)
-        assert extents.free_bytes == 30
-        assert extents.allocate(30) == Extent(0, 30)
-
-
 def test_growth_joins_the_free_end_unless_there_is_a_gap() -> None:
     extents = Extents(8)
     assert extents.grow(8) == 8

@@ -18,7 +18,7 @@ from eager_offload.tiers.limits import Headroom, host_headroom
 from eager_offload.tiers.slabs import PowersOfTwo
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.tiers.machines import GIB, MIB, FakeMachine
-from tests.tiers.rig import System
+from tests.tiers.rig import System, reserve
 
 
 class Readings:
@@ -215,6 +215,5 @@ def test_h26_pinned_memory_is_unpinned_before_the_next_look(readings: Readings) 
     tier = HostTier(Arena(take, idle_bytes=GIB, sizes=sizes, given_back=given_back), GIB)  # type: ignore[arg-type]
     slot = tier.reserve(64 * MIB)
     del slot
-    other = tier.reserve(80 * MIB)
-    assert other is not None
+    other = reserve(tier, 80 * MIB)
     assert double.registered == {other.address: 80 * MIB}

@@ -20,7 +20,7 @@ from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.host import HostTier
 from tests.sampling import one_in
 from tests.tiers.files import Watched
-from tests.tiers.rig import MIB, System, Verdicts, content, noise
+from tests.tiers.rig import MIB, System, Verdicts, content, noise, reserve
 
 _HERE = str(Path(eager_offload.tiers.__file__).parent)
 
@@ -89,8 +89,7 @@ def test_h10_an_interrupt_at_any_line_loses_no_room_and_no_fence(
         assert tier.used_bytes == 0, number
         slots: list[tuple[Slot, int]] = []
         for seed, nbytes in enumerate((8192, 100, 8192, 70_000, 600_000)):
-            slot = tier.reserve(nbytes)
-            assert slot is not None
+            slot = reserve(tier, nbytes)
             slot.write(noise(nbytes, seed))
             slots.append((slot, seed))
         assert all(torch.equal(content(slot), noise(slot.nbytes, seed)) for slot, seed in slots), number
@@ -144,7 +143,6 @@ def test_h10_a_use_that_goes_on_holds_up_the_next_owner_of_its_bytes_after_an_in
     for number in range(1, 2 * lines[0]):
         verdicts, arena = Verdicts(), Arena(system, slab_bytes=MIB, idle_bytes=0)
         slot = arena.allocate(8192)
-        assert slot is not None
         slot.fences += (verdicts.fence("reload"),)
         region = slot.region
         del slot
@@ -156,7 +154,6 @@ def test_h10_a_use_that_goes_on_holds_up_the_next_owner_of_its_bytes_after_an_in
         arena.poll()
         assert len(system.alive) == 1, "a device may still read it"
         heir = arena.allocate(8192)
-        assert heir is not None
         assert heir.region.space == region.space, number
         assert heir.fences == (verdicts.fence("reload"),), number
         verdicts.over.add("reload")
@@ -183,8 +180,7 @@ def test_h10_a_file_that_grew_into_an_interrupt_is_used_all_the_same(several: in
         with pytest.raises(KeyboardInterrupt):
             tier.reserve(10 * MIB)
         file.interrupt = False
-    slot = tier.reserve(10 * MIB)
-    assert slot is not None
+    slot = reserve(tier, 10 * MIB)
     slot.write(noise(10 * MIB))
     assert tier.held_bytes == sum(file.stat.st_size for file in files) == 64 * MIB * several
     assert torch.equal(content(slot), noise(10 * MIB))

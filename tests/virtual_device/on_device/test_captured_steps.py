@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -38,6 +37,7 @@ from eager_offload.graphs import graph as of_graphs
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Direction, Event
 from eager_offload.stats import KeepReason
+from tests.threads import on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import nodes_of, violations
 from tests.virtual_device.on_device.steps import Block, assert_captures, graphs_alive, inputs
@@ -561,24 +561,14 @@ def test_another_thread_offloads_meanwhile_on_the_streams_of_the_process(
 ) -> None:
     offload, chain = offloads(), Chain(1)
     assert_trains(offload)
-    failures: list[BaseException] = []
-
-    def train() -> None:
-        try:
-            assert_trains(offload)
-        except BaseException as error:
-            failures.append(error)
 
     def step(x: Tensor) -> tuple[Tensor, ...]:
         found = chain(x)
         if capture_status().is_capturing and mode is not CaptureMode.GLOBAL:  # in which no thread may wait
-            thread = Thread(target=train)
-            thread.start()
-            thread.join()
+            on_a_thread(lambda: assert_trains(offload))
         return found
 
     captured = capture_step(step, (torch.zeros(8, 8, device=NAME),), offload=offload, mode=mode)
-    assert not failures, failures
     assert chain.is_exact(virtual, captured)
     runtime = accelerator_runtime()
     streams = runtime.capture_streams(torch.device(NAME, 0))

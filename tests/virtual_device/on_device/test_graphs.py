@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from threading import Thread
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.threads import on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import Edge, capturing, nodes_of, violations
 from tests.virtual_device.on_device.steps import Step, captured, inputs
@@ -226,26 +227,13 @@ def test_what_a_driver_refuses_in_a_capture_invalidates_it(virtual: VirtualDevic
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", UNSAFE)
 def test_another_thread_is_refused_while_a_global_capture_goes_on(virtual: VirtualDevice, name: str, mode: str) -> None:
-    given, raised = operands(), []
-
-    def call() -> None:
-        try:
-            UNSAFE[name](*given)
-        except RuntimeError as error:
-            raised.append(str(error))
-
-    def capture() -> None:
-        with capturing(mode):
-            thread = Thread(target=call)
-            thread.start()
-            thread.join()
-
-    if mode in ("default", "global"):
-        with pytest.raises(RuntimeError, match=INVALIDATED):
-            capture()
-    else:
-        capture()
-    assert len(raised) == (mode in ("default", "global"))
+    given, is_refused = operands(), mode in ("default", "global")
+    with (
+        pytest.raises(RuntimeError, match=INVALIDATED) if is_refused else nullcontext(),
+        capturing(mode),
+        pytest.raises(RuntimeError, match="not permitted") if is_refused else nullcontext(),
+    ):
+        on_a_thread(lambda: UNSAFE[name](*given))
     torch.accelerator.empty_host_cache()
     assert_captures()
 
@@ -300,17 +288,14 @@ def test_two_captures_do_not_meet() -> None:
 
 
 def test_a_capture_begins_and_ends_where_it_may() -> None:
-    graph, stream, errors = torch.accelerator.Graph(), torch.Stream(device=NAME), []
+    graph, stream = torch.accelerator.Graph(), torch.Stream(device=NAME)
     default = torch.accelerator.current_stream()
     with pytest.raises(RuntimeError, match="not the default one"):
         graph.capture_begin()
 
     def end() -> None:
         with stream:
-            try:
-                graph.capture_end()
-            except RuntimeError as error:
-                errors.append(str(error))
+            graph.capture_end()
 
     with stream:
         graph.capture_begin()
@@ -318,13 +303,9 @@ def test_a_capture_begins_and_ends_where_it_may() -> None:
             torch.accelerator.Graph().capture_begin()
     with pytest.raises(RuntimeError, match="stream on which it began"):
         graph.capture_end()
-    thread = Thread(target=end)
-    thread.start()
-    thread.join()
-    assert len(errors) == 1
-    assert "thread on which it began" in errors[0]
-    with stream:
-        graph.capture_end()
+    with pytest.raises(RuntimeError, match="thread on which it began"):
+        on_a_thread(end)
+    end()
     graph.reset()
     with (
         pytest.raises(RuntimeError, match=INVALIDATED),
