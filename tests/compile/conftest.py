@@ -24,6 +24,14 @@ def _nothing_stays_open() -> Iterator[None]:
         one.close()
 
 
+@pytest.fixture
+def offload() -> Iterator[eo.Offload]:
+    """One to the disk that moves everything."""
+    one = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
+    yield one
+    one.close()
+
+
 @pytest.fixture(autouse=True)
 def violations() -> Iterator[list[str]]:
     """What the sanitizer finds in a test; a test that means it to find something takes that out again."""

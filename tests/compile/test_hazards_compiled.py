@@ -23,6 +23,7 @@ from tests.compile.compiled import (
     Step,
     compare,
     compiler,
+    deep,
     fresh_compiler,
     results_of,
     same_results,
@@ -33,12 +34,6 @@ from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import leaf
 
 FIELDS = {"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0}
-
-
-def deep(x: Tensor, weight: Tensor) -> Tensor:
-    for _ in range(3):
-        x = (x @ weight).sin().exp().cos()
-    return x
 
 
 def deep_step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:

@@ -23,6 +23,7 @@ from eager_offload.tiers.base import Slot, Tier
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import DiskBackend, assert_balanced
 from tests.test_counts import open_when_the_host_waits
+from tests.threads import on_a_thread
 
 CPU = torch.device("cpu")
 NOTHING = Census(*[0] * len(Census._fields))
@@ -35,9 +36,8 @@ def offload(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[eo.Offlo
     with pytest.warns(RuntimeWarning) if request.param == "host" and first_on_host() else nullcontext():
         one = eo.Offload(min_bytes=0, tier=request.param, **fields)
         one.offloader_of(CPU)
-    one.__enter__()
-    yield one
-    one.__exit__(None, None, None)
+    with one:
+        yield one
     gc.collect()
     assert census(one) == NOTHING
     one.close()
@@ -104,17 +104,6 @@ def test_a_view_of_a_host_tensor_brings_back_a_view_of_the_whole(offload: eo.Off
     assert offload.stats(synchronize=True).bytes_in == source.nbytes
 
 
-def test_a_host_tensor_can_be_asked_for_again_and_again(offload: eo.Offload) -> None:
-    source = torch.randn(64, 64)
-    host = ops.offload(source, config=offload.config_key)
-    first, second = ops.reload(host, CPU), ops.reload(host, CPU)
-    first.zero_()
-    assert torch.equal(second, source)
-    stats = offload.stats(synchronize=True)
-    assert stats.bytes_in == 2 * source.nbytes
-    assert stats.reloaded_bytes == source.nbytes, "counted once per save"
-
-
 def test_what_is_never_asked_for_counts_as_released(offload: eo.Offload) -> None:
     ops.offload(torch.randn(64, 64), config=offload.config_key)
     gc.collect()
@@ -145,17 +134,6 @@ def test_a_reload_before_the_wait_for_its_offload_says_so(offload: eo.Offload) -
     with pytest.raises(eo.OffloadError, match="before the offload was waited for"):
         ops.reload(host, CPU)
     ops.wait_tensor(host, source)
-
-
-@pytest.mark.parametrize("lost", ["offload", "reload"])
-def test_a_transfer_that_is_not_waited_for_leaves_nothing(lost: str, offload: eo.Offload) -> None:
-    source = torch.randn(64, 64)
-    host = ops.offload(source, config=offload.config_key, wait=lost != "offload")
-    if lost == "reload":
-        ops.reload(host, CPU, wait=False)
-    del host
-    gc.collect()
-    assert census(offload) == NOTHING
 
 
 def test_an_input_that_requires_grad_is_refused(offload: eo.Offload) -> None:
@@ -192,9 +170,7 @@ def test_a_thread_that_has_the_hooks_is_served_by_the_one_that_was_entered_last(
         with torch.autograd.graph.saved_tensors_hooks(*offload._hook_pair):
             ops.offload(source, config=offload.config_key)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+    on_a_thread(run)
     assert offload.stats(synchronize=True).offloaded_bytes == source.nbytes
 
 
@@ -204,10 +180,9 @@ def test_memory_that_the_system_does_not_map_is_copied(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(DiskSlot, "memory", refuse)
     one = eo.Offload(tier="disk", disk_path=tmp_path)
-    one.__enter__()
-    source = torch.randn(64, 64)
-    host = ops.offload(source, config=one.config_key)
-    one.__exit__(None, None, None)
+    with one:
+        source = torch.randn(64, 64)
+        host = ops.offload(source, config=one.config_key)
     assert torch.equal(ops.reload(host, CPU), source)
     assert one.stats(synchronize=True).kept_bytes == {"budget": source.nbytes}
     del host
@@ -219,11 +194,10 @@ def test_memory_that_the_system_does_not_map_is_copied(tmp_path: Path, monkeypat
 
 def test_a_conjugate_whose_write_fails_is_what_it_was(tmp_path: Path) -> None:
     one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "write"))
-    one.__enter__()
-    source = torch.randn(8, 8, dtype=torch.complex64).conj()
-    with pytest.warns(RuntimeWarning, match="failed"):
-        host = moved(source, one.config_key, wait=False)
-    one.__exit__(None, None, None)
+    with one:
+        source = torch.randn(8, 8, dtype=torch.complex64).conj()
+        with pytest.warns(RuntimeWarning, match="failed"):
+            host = moved(source, one.config_key, wait=False)
     assert torch.equal(ops.reload(host, CPU), source)
     del host
     one.close()
@@ -271,13 +245,10 @@ def test_outside_of_every_context_what_an_interrupt_has_crashed_is_replaced(
 
 
 def test_another_thread_has_its_own_innermost_context(offload: eo.Offload) -> None:
-    text, found = offload.config_key, list[eo.Offload]()
-    thread = threading.Thread(target=lambda: found.append(active.serving(text)))
-    thread.start()
-    thread.join()
-    assert active.serving(text) is offload
-    assert found[0] is not offload
-    found[0].close()
+    found = on_a_thread(lambda: active.serving(offload.config_key))
+    assert active.serving(offload.config_key) is offload
+    assert found is not offload
+    found.close()
 
 
 class Refusing(Tier):
@@ -327,14 +298,13 @@ class RefusingSlot(Slot):
 def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
     with DiskBackend() as disk:
         offload = disk.offload()
-        offload.__enter__()
-        source = torch.randn(64, 64)
-        with disk.gate() as gate:
-            gate_keeper = threading.Thread(target=open_when_the_host_waits, args=(gate, offload))
-            gate_keeper.start()
-            host = ops.offload(source, config=offload.config_key, region="")
-            gate_keeper.join()
-        offload.__exit__(None, None, None)
+        with offload:
+            source = torch.randn(64, 64)
+            with disk.gate() as gate:
+                gate_keeper = threading.Thread(target=open_when_the_host_waits, args=(gate, offload))
+                gate_keeper.start()
+                host = ops.offload(source, config=offload.config_key, region="")
+                gate_keeper.join()
         stats = offload.stats(synchronize=True)
         assert stats.bytes_out == source.nbytes
         assert stats.seconds > stats.window_stall_seconds == stats.stall_seconds > 0
@@ -346,19 +316,18 @@ def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
 def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: bool, tmp_path: Path) -> None:
     one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "room"))
-    one.__enter__()
-    source = torch.full((1 << 26,), 3.0)  # 256 MiB
-    with pytest.warns(RuntimeWarning, match="no room"), at_most(1 << 26), pytest.raises(eo.CapacityError) as caught:
-        moved(source, one.config_key, wait)
-    assert str(source.nbytes) in str(caught.value)
-    assert "raise host_budget or disk_budget" in str(caught.value)
-    del caught
-    host = moved(source[:64], one.config_key, wait)
-    back = ops.reload(host, CPU)
-    assert torch.equal(back, source[:64])
-    del host
-    gc.collect()
-    one.__exit__(None, None, None)
+    with one:
+        source = torch.full((1 << 26,), 3.0)  # 256 MiB
+        with pytest.warns(RuntimeWarning, match="no room"), at_most(1 << 26), pytest.raises(eo.CapacityError) as caught:
+            moved(source, one.config_key, wait)
+        assert str(source.nbytes) in str(caught.value)
+        assert "raise host_budget or disk_budget" in str(caught.value)
+        del caught
+        host = moved(source[:64], one.config_key, wait)
+        back = ops.reload(host, CPU)
+        assert torch.equal(back, source[:64])
+        del host
+        gc.collect()
     assert census(one) == NOTHING
     one.close()
 
@@ -379,12 +348,11 @@ def at_most(nbytes: int) -> Iterator[None]:
 @pytest.mark.parametrize(("what", "reason"), [("room", "budget"), ("write", "failed")])
 def test_bytes_that_cannot_leave_are_copied(what: str, reason: str, wait: bool, tmp_path: Path) -> None:
     one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, what))
-    one.__enter__()
-    source = torch.randn(64, 64)
-    expected = source.clone()
-    with pytest.warns(RuntimeWarning, match="no room|failed"):
-        host = moved(source, one.config_key, wait)
-    one.__exit__(None, None, None)
+    with one:
+        source = torch.randn(64, 64)
+        expected = source.clone()
+        with pytest.warns(RuntimeWarning, match="no room|failed"):
+            host = moved(source, one.config_key, wait)
     source.zero_()
     back = ops.reload(host, CPU, wait=wait)
     if not wait:
@@ -403,9 +371,8 @@ def test_bytes_that_cannot_leave_are_copied(what: str, reason: str, wait: bool, 
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
 def test_bytes_that_do_not_come_back_raise(wait: bool, tmp_path: Path) -> None:
     one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "read"))
-    one.__enter__()
-    host = ops.offload(torch.randn(64, 64), config=one.config_key)
-    one.__exit__(None, None, None)
+    with one:
+        host = ops.offload(torch.randn(64, 64), config=one.config_key)
     with pytest.raises(eo.TransferError, match="on purpose"):
         ops.wait_tensor(ops.reload(host, CPU, wait=wait), host)
     del host

@@ -47,14 +47,13 @@ def fresh() -> Iterator[None]:
         yield
 
 
-def test_entering_again_compiles_nothing() -> None:
-    run, offload = Counted(), eo.Offload(**FIELDS)
+def test_entering_again_compiles_nothing(offload: eo.Offload) -> None:
+    run = Counted()
     assert [run.step(offload) for _ in range(4)] == [1, 1, 1, 1]
     stats = offload.stats()
     assert (stats.compiled_graphs, stats.compiled_regions, stats.steps) == (1, 4, 4)
     assert "compiled   1 graph, 4 runs" in str(stats)
     assert stats.without_offload_bytes_peak == (stats.bytes_out + stats.kept_bytes["alive"]) / 4, "of one step"
-    offload.close()
 
 
 def test_an_equal_offload_compiles_nothing() -> None:
@@ -66,11 +65,10 @@ def test_an_equal_offload_compiles_nothing() -> None:
         offload.close()
 
 
-def test_one_comes_and_goes_for_one_compilation_each() -> None:
-    run, offload = Counted(), eo.Offload(**FIELDS)
+def test_one_comes_and_goes_for_one_compilation_each(offload: eo.Offload) -> None:
+    run = Counted()
     around = [nullcontext(), offload, nullcontext(), offload, offload, nullcontext()]
     assert [run.step(one) for one in around] == [1, 2, 2, 2, 2, 2]
-    offload.close()
 
 
 def test_another_configuration_is_another_compilation() -> None:
@@ -94,8 +92,8 @@ def test_a_nested_equal_offload_compiles_nothing_and_the_inner_one_counts() -> N
 
 
 @BOTH
-def test_what_the_graph_moves_no_hook_packs(backend: str) -> None:
-    run, offload = Counted(backend), eo.Offload(**FIELDS)
+def test_what_the_graph_moves_no_hook_packs(backend: str, offload: eo.Offload) -> None:
+    run = Counted(backend)
     packed = list[Tensor]()
     pack = offload._hooks.pack
 
@@ -116,4 +114,3 @@ def test_what_the_graph_moves_no_hook_packs(backend: str) -> None:
     with offload:
         leaf(8, 8).exp()
     assert len(packed) == 1  # which goes to show that they would be seen
-    offload.close()
