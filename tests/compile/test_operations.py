@@ -19,10 +19,11 @@ import eager_offload as eo
 from eager_offload import active
 from eager_offload.compile import ops
 from eager_offload.engine.offloader import Census
-from eager_offload.tiers.base import Slot, Tier
+from eager_offload.tiers.base import Slot
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import DiskBackend, assert_balanced
 from tests.test_counts import open_when_the_host_waits
+from tests.test_errors import Make
 from tests.threads import on_a_thread
 
 CPU = torch.device("cpu")
@@ -192,15 +193,14 @@ def test_memory_that_the_system_does_not_map_is_copied(tmp_path: Path, monkeypat
     one.close()
 
 
-def test_a_conjugate_whose_write_fails_is_what_it_was(tmp_path: Path) -> None:
-    one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "write"))
+def test_a_conjugate_whose_write_fails_is_what_it_was(watched: Make) -> None:
+    one, file = watched()
+    file.on_write = OSError(5, "on purpose")
     with one:
         source = torch.randn(8, 8, dtype=torch.complex64).conj()
         with pytest.warns(RuntimeWarning, match="failed"):
             host = moved(source, one.config_key, wait=False)
     assert torch.equal(ops.reload(host, CPU), source)
-    del host
-    one.close()
 
 
 def test_an_interrupt_while_a_reload_is_waited_for_lets_the_copy_go_on(
@@ -251,50 +251,6 @@ def test_another_thread_has_its_own_innermost_context(offload: eo.Offload) -> No
     found.close()
 
 
-class Refusing(Tier):
-    """A tier that has no room, or whose writes or reads fail."""
-
-    def __init__(self, tier: Tier, what: str) -> None:
-        self.tier, self.what = tier, what
-        self.name = tier.name  # type: ignore[misc]
-
-    def reserve(self, nbytes: int) -> Slot | None:
-        if self.what == "room":
-            return None
-        slot = self.tier.reserve(nbytes)
-        return None if slot is None else RefusingSlot(slot, self.what)
-
-    used_bytes = property(lambda self: self.tier.used_bytes)  # type: ignore[assignment]
-    held_bytes = property(lambda self: self.tier.held_bytes)  # type: ignore[assignment]
-    peak_bytes = property(lambda self: self.tier.peak_bytes)  # type: ignore[assignment]
-
-    def restart_peak(self) -> None:
-        self.tier.restart_peak()
-
-    def close(self) -> None:
-        self.tier.close()
-
-
-class RefusingSlot(Slot):
-    def __init__(self, slot: Slot, what: str) -> None:
-        super().__init__(slot.nbytes, slot.fences)
-        self.slot, self.what = slot, what
-
-    tier = "disk"
-    region = property(lambda self: self.slot.region)  # type: ignore[assignment]
-
-    def write(self, source: Tensor) -> None:
-        if self.what == "write":
-            raise OSError(5, "on purpose")
-        self.slot.write(source)
-
-    def read(self, target: Tensor) -> None:
-        raise OSError(5, "on purpose")
-
-    def memory(self) -> memoryview:
-        return self.slot.memory()
-
-
 def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
     with DiskBackend() as disk:
         offload = disk.offload()
@@ -314,8 +270,8 @@ def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads its own size from /proc")
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
-def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: bool, tmp_path: Path) -> None:
-    one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "room"))
+def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: bool, disk: DiskBackend) -> None:
+    one = disk.offload(disk_budget=1)
     with one:
         source = torch.full((1 << 26,), 3.0)  # 256 MiB
         with pytest.warns(RuntimeWarning, match="no room"), at_most(1 << 26), pytest.raises(eo.CapacityError) as caught:
@@ -329,7 +285,6 @@ def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: 
         del host
         gc.collect()
     assert census(one) == NOTHING
-    one.close()
 
 
 @contextmanager
@@ -345,9 +300,10 @@ def at_most(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
-@pytest.mark.parametrize(("what", "reason"), [("room", "budget"), ("write", "failed")])
-def test_bytes_that_cannot_leave_are_copied(what: str, reason: str, wait: bool, tmp_path: Path) -> None:
-    one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, what))
+@pytest.mark.parametrize(("budget", "reason"), [({"disk_budget": 1}, "budget"), ({}, "failed")])
+def test_bytes_that_cannot_leave_are_copied(budget: dict[str, int], reason: str, wait: bool, watched: Make) -> None:
+    one, file = watched(**budget)
+    file.on_write = OSError(5, "on purpose")
     with one:
         source = torch.randn(64, 64)
         expected = source.clone()
@@ -364,21 +320,19 @@ def test_bytes_that_cannot_leave_are_copied(what: str, reason: str, wait: bool, 
     assert stats.kept_bytes == {reason: source.nbytes}
     assert_balanced(stats)
     assert stats.demotions == {{"budget": "budget", "failed": "write_failed"}[reason]: 1}
-    del host, back
-    one.close()
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
-def test_bytes_that_do_not_come_back_raise(wait: bool, tmp_path: Path) -> None:
-    one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "read"))
+def test_bytes_that_do_not_come_back_raise(wait: bool, watched: Make) -> None:
+    one, file = watched()
+    file.on_read = OSError(5, "on purpose")
     with one:
         host = ops.offload(torch.randn(64, 64), config=one.config_key)
-    with pytest.raises(eo.TransferError, match="on purpose"):
+    with pytest.raises(eo.TransferError, match=f"could not read {64 * 64 * 4} bytes"):
         ops.wait_tensor(ops.reload(host, CPU, wait=wait), host)
     del host
     gc.collect()
     assert census(one) == NOTHING
-    one.close()
 
 
 def moved(source: Tensor, text: str, wait: bool) -> Tensor:
