@@ -11,6 +11,7 @@ import torch
 import eager_offload as eo
 from eager_offload import active
 from tests.compile.sanitizer import sanitized
+from tests.hazards.backends import DiskBackend
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,11 +26,8 @@ def _nothing_stays_open() -> Iterator[None]:
 
 
 @pytest.fixture
-def offload() -> Iterator[eo.Offload]:
-    """One to the disk that moves everything."""
-    one = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
-    yield one
-    one.close()
+def offload(disk: DiskBackend) -> eo.Offload:
+    return disk.offload()
 
 
 @pytest.fixture(autouse=True)

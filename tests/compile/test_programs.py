@@ -266,7 +266,7 @@ def test_h45_a_pass_that_fails_leaves_the_graph_as_it_was(monkeypatch: pytest.Mo
     assert stats.kept_bytes["failed"] == stats.saved_bytes == moved.saved_bytes > 0
 
 
-def test_h45_an_error_is_the_one_that_there_is_without(offload: eo.Offload) -> None:
+def test_h45_an_error_is_the_one_that_there_is_without() -> None:
     def twice(compile: Compile, around: AbstractContextManager[object]) -> str:
         x, w = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
         run = compile(deep)
@@ -278,6 +278,8 @@ def test_h45_an_error_is_the_one_that_there_is_without(offload: eo.Offload) -> N
 
     with fresh_compiler():
         expected = twice(compiler("aot_eager"), nullcontext())
+    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
     with fresh_compiler():
         assert twice(compiler("aot_eager"), offload) == expected
     assert offload.stats(synchronize=True).bytes_out > 0
+    offload.close()
