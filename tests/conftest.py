@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
@@ -32,11 +33,14 @@ pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs
 
 import torch  # noqa: E402  # after its caches are named
 
-from eager_offload.runtime.host import host_runtime  # noqa: E402  # it imports torch
+import eager_offload as eo  # noqa: E402  # it imports torch
+from eager_offload.runtime.host import host_runtime  # noqa: E402
+from eager_offload.tiers.disk import DiskTier  # noqa: E402
 from tests.doubles.recorded_backend import RecordedBackend  # noqa: E402
 from tests.faults.telling import sentence  # noqa: E402
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend  # noqa: E402
 from tests.temporary import move_to_a_disk  # noqa: E402
+from tests.tiers.files import Watched  # noqa: E402
 
 # torch writes its compile trace there, thousands of lines that would hide why a test failed.
 logging.getLogger("torch.__trace").propagate = False
@@ -160,6 +164,18 @@ def disk() -> Iterator[DiskBackend]:
     with DiskBackend() as running:
         yield running
         running.assert_nothing_is_held()
+
+
+@pytest.fixture
+def watched(disk: DiskBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[eo.Offload, Watched]]]:
+    """Makes an ``Offload`` on a disk whose calls a test can make fail."""
+    monkeypatch.setattr("eager_offload.engine.offloaders.DiskTier", functools.partial(DiskTier, file_type=Watched))
+
+    def make(**fields: Any) -> tuple[eo.Offload, Watched]:
+        return disk.offload(**fields), Watched.opened[-1]
+
+    yield make
+    Watched.opened.clear()
 
 
 def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[Backend]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import functools
 import gc
 import os
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 import eager_offload as eo
-from eager_offload.tiers.disk import DiskTier
 from tests.hazards.backends import DiskBackend, assert_balanced, assert_settled, offloader_of
 from tests.hazards.programs import assert_identical, assert_moved, leaf
 from tests.test_contract import NBYTES, N, chain, gradient
@@ -54,18 +52,6 @@ def test_errors_travel_between_processes() -> None:
     assert again.__notes__ == ["on node 3"]
     for kind in (eo.ConfigError, eo.CapacityError, eo.CorruptionError, eo.SavedTensorModifiedError):
         assert str(pickle.loads(pickle.dumps(kind("why")))) == "why"
-
-
-@pytest.fixture
-def watched(disk: DiskBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[eo.Offload, Watched]]]:
-    """Makes an ``Offload`` on a disk whose calls a test can make fail."""
-    monkeypatch.setattr("eager_offload.engine.offloaders.DiskTier", functools.partial(DiskTier, file_type=Watched))
-
-    def make(**fields: Any) -> tuple[eo.Offload, Watched]:
-        return disk.offload(**fields), Watched.opened[-1]
-
-    yield make
-    Watched.opened.clear()
 
 
 Make = Callable[..., tuple[eo.Offload, Watched]]

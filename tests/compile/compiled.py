@@ -23,19 +23,6 @@ from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.wrappers import parts_of
 from tests.proof.bits import same_bits
 
-__all__ = [
-    "BOTH",
-    "INDUCTOR",
-    "Compile",
-    "Step",
-    "compare",
-    "compiler",
-    "fresh_compiler",
-    "results_of",
-    "same_results",
-    "step_of",
-]
-
 #: Compiles a function; takes what ``torch.compile`` takes, but not the backend.
 Compile = Callable[..., Any]
 #: A training step from nothing: makes its inputs, compiles with what it is given, has the forward run inside the
@@ -46,6 +33,13 @@ Step = Callable[[Compile, AbstractContextManager[object]], Sequence[Tensor | Non
 INDUCTOR = pytest.param("inductor", marks=[pytest.mark.long, pytest.mark.sampled(3, of="inductor")])
 #: For tests that run on both.
 BOTH = pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+
+
+def deep(x: Tensor, weight: Tensor) -> Tensor:
+    """Saves several intermediates, all of which may move."""
+    for _ in range(3):
+        x = (x @ weight).sin().exp().cos()
+    return x
 
 
 def compiler(backend: str) -> Compile:

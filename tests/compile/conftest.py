@@ -11,6 +11,7 @@ import torch
 import eager_offload as eo
 from eager_offload import active
 from tests.compile.sanitizer import sanitized
+from tests.hazards.backends import DiskBackend
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,6 +23,11 @@ def _nothing_stays_open() -> Iterator[None]:
     # The collector does not name what was frozen with the modules, and those that stand live for ever.
     for one in [*active._standing.values(), *(one for one in gc.get_objects() if type(one) is eo.Offload)]:
         one.close()
+
+
+@pytest.fixture
+def offload(disk: DiskBackend) -> eo.Offload:
+    return disk.offload()
 
 
 @pytest.fixture(autouse=True)

@@ -20,21 +20,6 @@ from eager_offload.compile.insert import insert_asynchronous
 from eager_offload.simulation.checker import Violation
 from eager_offload.simulation.simulated import SimulatedRuntime
 
-__all__ = [
-    "CONFIG",
-    "CPU",
-    "FIELDS",
-    "Run",
-    "asynchronous",
-    "chain",
-    "labels",
-    "of_kind",
-    "peak_flying",
-    "peak_open",
-    "run",
-    "wait_of",
-]
-
 CPU = torch.device("cpu")
 #: What every graph here is made for.
 FIELDS: dict[str, Any] = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0}

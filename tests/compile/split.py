@@ -19,19 +19,6 @@ from eager_offload.compile import Choice, choose, insert_synchronous
 from eager_offload.compile.graphs import outputs_of, storage_of
 from tests.proof.bits import same_bits
 
-__all__ = [
-    "PARTITIONERS",
-    "Split",
-    "assert_moves_exactly",
-    "config_of",
-    "gradients",
-    "moving",
-    "owner",
-    "reasons",
-    "split",
-    "stats_of",
-]
-
 PARTITIONERS = {"default": default_partition, "min_cut": min_cut_rematerialization_partition}
 
 #: Changes both graphs of a split one, given how many outputs are the user's.

@@ -6,8 +6,6 @@ import gc
 import importlib.metadata
 import logging
 import os
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,11 +23,11 @@ from eager_offload import _torch
 from eager_offload.compile import aot_hooks
 from eager_offload.compile.backend import eager_offload as backend
 from eager_offload.compile.inductor import OrderTransfers, Partitioner, with_passes
+from tests.processes import ROOT, printed_by
 from tests.threads import on_a_thread
 
 pytestmark = pytest.mark.xdist_group("backend")
 
-ROOT = Path(eo.__file__).parent.parent
 SMALL: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0, "tier": "disk"}
 
 
@@ -94,14 +92,6 @@ def test_the_backend_offloads_inside_of_its_graphs(plain: list[Tensor], tmp_path
     standing.close()
 
 
-def test_an_equal_context_serves_the_backend(plain: list[Tensor], offload: eo.Offload, tmp_path: Path) -> None:
-    one = model()
-    compiled = torch.compile(one, backend=backend, options={**SMALL, "disk_path": str(tmp_path)})
-    with offload:
-        assert_equal(step(compiled, list(one.parameters())), plain)
-    assert offload.stats(synchronize=True).compiled_regions == 1
-
-
 @pytest.mark.long
 def test_the_backend_has_a_name_that_needs_no_import(tmp_path: Path) -> None:
     """As pip writes it: the metadata that the project's own file describes, on the path of a process of its own."""
@@ -120,16 +110,8 @@ def test_the_backend_has_a_name_that_needs_no_import(tmp_path: Path) -> None:
         "import eager_offload as eo\n"
         "print(eo.Offload.serving(min_bytes=0, keep_last_bytes=0).stats(synchronize=True).compiled_regions)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["1"]
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    assert printed_by("-W", "ignore", "-c", program, PYTHONPATH=paths).split() == ["1"]
 
 
 def test_what_is_installed_here_names_the_backend_too() -> None:
@@ -320,10 +302,12 @@ def test_passes_that_are_configured_for_everyone_run_beside_other_options(
         else:
             options = {**SMALL, "disk_path": str(tmp_path), "max_autotune": False}
             compiled = torch.compile(one, backend=backend, options=options)
-            with offload:
+            with offload:  # an equal one serves the backend
                 assert_equal(step(compiled, list(one.parameters())), plain)
     assert (order.calls, split.calls) == (2, 1), "forward and backward; the split of both"
-    assert "unpinned" not in offload.stats(synchronize=True).demotions
+    stats = offload.stats(synchronize=True)
+    assert stats.compiled_regions == 1
+    assert "unpinned" not in stats.demotions
 
 
 def test_what_the_options_name_comes_before_what_is_configured_for_everyone() -> None:

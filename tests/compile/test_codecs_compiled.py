@@ -21,20 +21,14 @@ from torch.utils.checkpoint import checkpoint
 import eager_offload as eo
 from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, TensorMeta
 from eager_offload.codecs.seeds import SEEDS
-from eager_offload.compile import (
-    boundary_of,
-    choose_joint,
-    insert_asynchronous,
-    insert_synchronous_joint,
-    ops,
-)
+from eager_offload.compile import boundary_of, choose_joint, insert_asynchronous, insert_synchronous_joint, ops
 from eager_offload.compile.cache_key import _sources
 from eager_offload.compile.coding import codec_for, insert_pack, insert_unpack
 from tests.codecs.tensors import coded
 from tests.compile.compiled import BOTH, Compile, compare, compiler, fresh_compiler, step_of
 from tests.compile.split import Split, assert_moves_exactly, config_of, split
 from tests.hazards.backends import assert_settled
-from tests.hazards.programs import Settled
+from tests.hazards.programs import Settled, leaf
 from tests.proof.bits import same_bits
 
 
@@ -198,10 +192,6 @@ ROWS, WIDTH = 24, 48
 STOCHASTIC = BlockInt(8, rounding="sr")
 
 
-def numbers(*size: int, seed: int = 1) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-
-
 def rounding(codec: Codec | None, *consumers: str) -> eo.CodecPolicy:
     return eo.CodecPolicy(lossless=False, rules={} if codec is None else dict.fromkeys(consumers, codec))
 
@@ -262,7 +252,7 @@ def times(x: Tensor, weight: Tensor) -> Tensor:
 def test_backward_is_given_what_the_codec_makes_of_it(
     codec: Codec, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = (numbers(ROWS, WIDTH), numbers(ROWS, WIDTH, seed=2))
+    inputs = (leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2))
     ((_, exact),), _ = compiled_gradients(times, *inputs, codec="identity", backend=backend)
     before = dict(SEEDS._drawn)
     found, stats = compiled_gradients(times, *inputs, codec=rounding(codec, "MulBackward0"), backend=backend, count=2)
@@ -281,7 +271,7 @@ def test_backward_is_given_what_the_codec_makes_of_it(
 @pytest.mark.parametrize("size", [(1025,), (1, 1025), (1024,)], ids=str)
 def test_inductor_writes_the_end_of_what_is_unpacked(size: tuple[int, ...]) -> None:
     """It leaves a part of a block out on a CPU, so what has one travels as it is: see the note in rounded.py."""
-    codec, inputs = BlockInt(8), (numbers(*size), numbers(*size, seed=2))
+    codec, inputs = BlockInt(8), (leaf(*size), leaf(*size, seed=2))
     ((_, exact),), _ = compiled_gradients(times, *inputs, codec="identity", backend="inductor")
     rules = rounding(codec, "MulBackward0")
     ((_, gradient),), stats = compiled_gradients(times, *inputs, codec=rules, backend="inductor")
@@ -292,23 +282,23 @@ def test_inductor_writes_the_end_of_what_is_unpacked(size: tuple[int, ...]) -> N
 
 #: By the name of the one that reads: what to compile, of the first input's sums and of other inputs.
 READ: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
-    "MmBackward0": (torch.mm, (numbers(ROWS, WIDTH), numbers(WIDTH, 8))),
-    "AddmmBackward0": (F.linear, (numbers(ROWS, WIDTH), numbers(8, WIDTH), numbers(8))),
-    "BmmBackward0": (torch.bmm, (numbers(3, ROWS, WIDTH), numbers(3, WIDTH, 8))),
-    "BaddbmmBackward0": (lambda x, w, b: torch.baddbmm(b, x, w), (numbers(3, 24, 48), numbers(3, 48, 8), numbers(8))),
-    "MulBackward0": (torch.mul, (numbers(ROWS, WIDTH), numbers(WIDTH))),
-    "ConvolutionBackward0": (F.conv2d, (numbers(2, 3, 16, 16), numbers(4, 3, 3, 3))),
-    "GeluBackward0": (F.gelu, (numbers(ROWS, WIDTH),)),
-    "SiluBackward0": (F.silu, (numbers(ROWS, WIDTH),)),
-    "SoftmaxBackward0": (lambda x, w: (x.softmax(-1) + 1) @ w, (numbers(ROWS, WIDTH), numbers(WIDTH, 8))),
+    "MmBackward0": (torch.mm, (leaf(ROWS, WIDTH), leaf(WIDTH, 8))),
+    "AddmmBackward0": (F.linear, (leaf(ROWS, WIDTH), leaf(8, WIDTH), leaf(8))),
+    "BmmBackward0": (torch.bmm, (leaf(3, ROWS, WIDTH), leaf(3, WIDTH, 8))),
+    "BaddbmmBackward0": (lambda x, w, b: torch.baddbmm(b, x, w), (leaf(3, 24, 48), leaf(3, 48, 8), leaf(8))),
+    "MulBackward0": (torch.mul, (leaf(ROWS, WIDTH), leaf(WIDTH))),
+    "ConvolutionBackward0": (F.conv2d, (leaf(2, 3, 16, 16), leaf(4, 3, 3, 3))),
+    "GeluBackward0": (F.gelu, (leaf(ROWS, WIDTH),)),
+    "SiluBackward0": (F.silu, (leaf(ROWS, WIDTH),)),
+    "SoftmaxBackward0": (lambda x, w: (x.softmax(-1) + 1) @ w, (leaf(ROWS, WIDTH), leaf(WIDTH, 8))),
     "NativeLayerNormBackward0": (
         lambda x, w, b: F.layer_norm(x, (WIDTH,), w, b) ** 3,
-        (numbers(ROWS, WIDTH), numbers(WIDTH), numbers(WIDTH)),
+        (leaf(ROWS, WIDTH), leaf(WIDTH), leaf(WIDTH)),
     ),
-    "NativeGroupNormBackward0": (lambda x, w: F.group_norm(x, 4, w) ** 3, (numbers(4, 16, 24), numbers(16))),
+    "NativeGroupNormBackward0": (lambda x, w: F.group_norm(x, 4, w) ** 3, (leaf(4, 16, 24), leaf(16))),
     "NativeBatchNormBackward0": (
         lambda x, w: F.batch_norm(x, None, None, w, training=True) ** 3,
-        (numbers(ROWS, WIDTH), numbers(WIDTH)),
+        (leaf(ROWS, WIDTH), leaf(WIDTH)),
     ),
 }
 
@@ -334,7 +324,7 @@ def test_views_of_any_strides_are_rounded() -> None:
     def program(x: Tensor, wide: Tensor, one: Tensor, two: Tensor) -> Tensor:
         return (x.cumsum(-1).t() * one).sum() + (wide.cumsum(-1)[:, ::8] * two).sum()
 
-    inputs = (numbers(ROWS, 64), numbers(ROWS, 8 * 64), numbers(64, ROWS), numbers(ROWS, 64))
+    inputs = (leaf(ROWS, 64), leaf(ROWS, 8 * 64), leaf(64, ROWS), leaf(ROWS, 64))
     exact = gradients_of(program, nullcontext(), *inputs)
     codec = BlockInt(8)
     (found,), stats = compiled_gradients(program, *inputs, codec=rounding(codec, "MulBackward0"))
@@ -344,7 +334,7 @@ def test_views_of_any_strides_are_rounded() -> None:
 
 
 def test_the_users_draws_stay_as_they_are_and_backward_twice_sees_the_same_numbers() -> None:
-    inputs = (numbers(ROWS, WIDTH), numbers(ROWS, WIDTH, seed=2))
+    inputs = (leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2))
     state = torch.get_rng_state()
     with fresh_compiler():
         offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, codec="int8")
@@ -409,7 +399,7 @@ SHARED: dict[str, tuple[Program, set[str]]] = {
 @pytest.mark.parametrize("case", SHARED)
 def test_what_is_rounded_follows_from_all_that_read_it(case: str) -> None:
     program, expected = SHARED[case]
-    inputs = (numbers(WIDTH, WIDTH), numbers(WIDTH, WIDTH, seed=2))
+    inputs = (leaf(WIDTH, WIDTH), leaf(WIDTH, WIDTH, seed=2))
     policy = eo.CodecPolicy.named("bf16").rule("MmBackward0", "int8").rule("BmmBackward0", "int8")
     (found,), stats = compiled_gradients(program, *inputs, codec=policy)
     assert set(stats.coded_bytes) == expected
@@ -427,8 +417,8 @@ def under_autocast(x: Tensor, batch: Tensor, *weights: Tensor) -> Tensor:
 @pytest.mark.parametrize("train", [True, False])
 def test_casts_of_weights_and_batches_are_exact(backend: str, train: bool) -> None:
     """The first product's input is rounded, which the gradient of its weight alone is computed of."""
-    inputs = [numbers(ROWS, WIDTH), numbers(ROWS, WIDTH, seed=2)]
-    weights = [numbers(WIDTH, WIDTH, seed=seed) for seed in (3, 4, 5)]
+    inputs = [leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)]
+    weights = [leaf(WIDTH, WIDTH, seed=seed) for seed in (3, 4, 5)]
     held = [weight.detach() for weight in weights[1:]]
 
     def program(*given: Tensor) -> Tensor:
@@ -463,7 +453,7 @@ def test_what_is_a_copy_of_an_input_is_exact(case: str) -> None:
         factor = COPIES[case](weight)
         return x.cumsum(-1).to(factor.dtype) @ factor
 
-    inputs = numbers(ROWS, WIDTH), numbers(WIDTH, WIDTH, seed=2).detach()
+    inputs = leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH, seed=2).detach()
     config = config_of(codec=rounding(BlockInt(8), "MmBackward0"))
     _, choice = assert_moves_exactly(program, *inputs, config=config)
     assert not any(group.codec for group in choice.groups)
@@ -484,7 +474,7 @@ def test_statistics_are_exact_where_a_partitioner_has_forward_divide_them() -> N
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
-    inputs = (numbers(ROWS, WIDTH), numbers(WIDTH, WIDTH))
+    inputs = (leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH))
     _, stats = compiled_gradients(program, *inputs, codec="bf16", backend=decomposing)
     assert stats.coded_bytes["bf16"] % (ROWS * WIDTH * 4) == 0
 

@@ -14,16 +14,10 @@ from torch.fx import GraphModule
 
 import eager_offload as eo
 from eager_offload.compile import aot_hooks, inductor
-from tests.compile.compiled import BOTH, Compile, Step, compare, compiler, fresh_compiler, results_of, step_of
+from tests.compile.compiled import BOTH, Compile, Step, compare, compiler, deep, fresh_compiler, results_of, step_of
 from tests.compile.sanitizer import CHANGED
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import leaf
-
-
-def deep(x: Tensor, weight: Tensor) -> Tensor:
-    for _ in range(2):
-        x = (x @ weight).sin().exp().cos()
-    return x
 
 
 class Block(nn.Module):
@@ -241,22 +235,19 @@ def test_h35_a_region_that_is_compiled_once_for_all_blocks(backend: str, after: 
 
 @pytest.mark.long
 def test_h35_the_sanitizer_finds_a_source_that_is_written_over(
-    monkeypatch: pytest.MonkeyPatch, violations: list[str]
+    monkeypatch: pytest.MonkeyPatch, violations: list[str], offload: eo.Offload
 ) -> None:
     """What happens where no pass says what regions hand back; whatever the gradients are, as they depend on a race."""
     monkeypatch.setattr(inductor, "name_results", lambda graph: None)
     monkeypatch.setattr(aot_hooks, "name_results_of_pair", lambda forward, backward, num_outputs: None)
-    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
     with fresh_compiler():
         results_of(called_once_compiled(lambda given, result: result.sin()), compiler("inductor"), offload)
     assert offload.stats(synchronize=True).bytes_out > 0
     assert CHANGED in violations
     violations.clear()
-    offload.close()
 
 
-def test_the_passes_work_on_a_joint_graph_that_was_exported() -> None:
-    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
+def test_the_passes_work_on_a_joint_graph_that_was_exported(offload: eo.Offload) -> None:
 
     def run(partition_fn: Any) -> list[Tensor | None]:
         model, x = model_of(2), leaf(4, 8)
@@ -282,7 +273,6 @@ def test_the_passes_work_on_a_joint_graph_that_was_exported() -> None:
     assert stats.compiled_regions == 1
     assert stats.bytes_in > 0
     assert_settled(offload)
-    offload.close()
 
 
 @BOTH

@@ -121,10 +121,9 @@ def test_the_state_that_a_recomputed_attention_drew_from_stays(backend: str) -> 
 
 
 @pytest.mark.long
-def test_h53_a_kernel_whose_loops_are_made_anew_still_reads_a_reload_after_its_wait() -> None:
+def test_h53_a_kernel_whose_loops_are_made_anew_still_reads_a_reload_after_its_wait(offload: eo.Offload) -> None:
     """Inductor makes those that draw from seeds anew, to fuse them, and forgets what they come after."""
     step = step_of(recomputed_attention, leaf(16, 32, seed=1), leaf(32, 32, seed=2))
-    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
     with fresh_compiler():
         _, (_, backward) = run_and_get_code(lambda: results_of(step, compiler("inductor"), offload))
     lines = backward[backward.index("def call(") :].splitlines()
@@ -143,7 +142,6 @@ def test_h53_a_kernel_whose_loops_are_made_anew_still_reads_a_reload_after_its_w
         reloads += 1
     assert reloads > 2
     assert assert_settled(offload).bytes_in > 0
-    offload.close()
 
 
 @pytest.fixture

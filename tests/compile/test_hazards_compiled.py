@@ -23,22 +23,15 @@ from tests.compile.compiled import (
     Step,
     compare,
     compiler,
+    deep,
     fresh_compiler,
     results_of,
     same_results,
     step_of,
 )
 from tests.compile.test_codecs_compiled import factors, masked
-from tests.hazards.backends import assert_settled, hooks_are_gone
+from tests.hazards.backends import DiskBackend, assert_settled, hooks_are_gone
 from tests.hazards.programs import leaf
-
-FIELDS = {"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0}
-
-
-def deep(x: Tensor, weight: Tensor) -> Tensor:
-    for _ in range(3):
-        x = (x @ weight).sin().exp().cos()
-    return x
 
 
 def deep_step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
@@ -81,7 +74,7 @@ def trap() -> Iterator[Callable[[], None]]:
 @BOTH
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_h10_an_exception_in_the_middle_of_a_graph_leaves_nothing(
-    backend: str, where: str, trap: Callable[[], None]
+    backend: str, where: str, trap: Callable[[], None], offload: eo.Offload
 ) -> None:
     def function(x: Tensor, weight: Tensor) -> Tensor:
         hidden: Tensor = torch.ops.eager_offload_trap.spring(deep(x, weight))
@@ -101,7 +94,7 @@ def test_h10_an_exception_in_the_middle_of_a_graph_leaves_nothing(
     with fresh_compiler():
         expected = step(torch.compile(function, backend=backend), nullcontext(), False)
     with fresh_compiler():
-        run, offload = torch.compile(function, backend=backend), eo.Offload(**FIELDS)
+        run = torch.compile(function, backend=backend)
         assert same_results(step(run, offload, False), expected)
         for _ in range(2):
             with pytest.raises(KeyError, match="sprung"):
@@ -110,20 +103,18 @@ def test_h10_an_exception_in_the_middle_of_a_graph_leaves_nothing(
             # torch keeps the nodes of a backward that failed until a later one: this.
             assert same_results(step(run, offload, False), expected)
         assert assert_settled(offload).bytes_in > 0
-        offload.close()
 
 
 @BOTH
-def test_h09_graphs_that_are_dropped_leave_nothing(backend: str) -> None:
+def test_h09_graphs_that_are_dropped_leave_nothing(backend: str, offload: eo.Offload) -> None:
     with fresh_compiler():
-        run, offload = torch.compile(deep, backend=backend), eo.Offload(**FIELDS)
+        run = torch.compile(deep, backend=backend)
         weight = leaf(8, 8, seed=2)
         for _ in range(20):
             with offload:
                 run(leaf(8, 8), weight)
         stats = assert_settled(offload)
         assert stats.offloaded_bytes == stats.released_bytes > 0
-        offload.close()
 
 
 @BOTH
@@ -138,7 +129,7 @@ def test_h26_without_room_values_stay_and_are_counted(backend: str) -> None:
     [*((deep_step, "identity", n) for n in (0, 1, 2, 4)), *((masked_step, "lossless", n) for n in (0, 2))],
 )
 def test_h27_a_write_that_fails_leaves_the_value_where_it_was(
-    step: Step, codec: str, n: int, monkeypatch: pytest.MonkeyPatch
+    step: Step, codec: str, n: int, monkeypatch: pytest.MonkeyPatch, disk: DiskBackend
 ) -> None:
     write, calls = DiskSlot.write, Counter[str]()
 
@@ -150,7 +141,7 @@ def test_h27_a_write_that_fails_leaves_the_value_where_it_was(
 
     with fresh_compiler():
         expected = results_of(step, compiler("aot_eager"), nullcontext())
-        offload = eo.Offload(**FIELDS, codec=codec)
+        offload = disk.offload(codec=codec)
         with monkeypatch.context() as patch:
             patch.setattr(DiskSlot, "write", failing)
             assert same_results(results_of(step, compiler("aot_eager"), offload), expected)
@@ -158,15 +149,13 @@ def test_h27_a_write_that_fails_leaves_the_value_where_it_was(
         assert calls["write"] > n
         assert stats.kept_bytes["failed"] > 0
         assert stats.demotions
-        offload.close()
 
 
-def test_h27_a_read_that_fails_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_h27_a_read_that_fails_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch, offload: eo.Offload) -> None:
     def failing(slot: DiskSlot, target: Tensor) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with fresh_compiler():
-        offload = eo.Offload(**FIELDS)
         with monkeypatch.context() as patch:
             patch.setattr(DiskSlot, "read", failing)
             with pytest.raises(eo.TransferError) as caught:
@@ -176,14 +165,13 @@ def test_h27_a_read_that_fails_is_an_error_that_says_so(monkeypatch: pytest.Monk
         expected = results_of(deep_step, compiler("aot_eager"), nullcontext())
         assert same_results(results_of(deep_step, compiler("aot_eager"), offload), expected)
         assert_settled(offload)
-        offload.close()
 
 
 @BOTH
-def test_h29_threads_with_an_offload_each_are_independent(backend: str) -> None:
+def test_h29_threads_with_an_offload_each_are_independent(backend: str, disk: DiskBackend) -> None:
     with fresh_compiler():
         expected = results_of(deep_step, compiler(backend), nullcontext())
-        offloads = [eo.Offload(**FIELDS) for _ in range(3)]
+        offloads = [disk.offload() for _ in range(3)]
         run, caught, results = (
             torch.compile(deep, backend=backend),
             list[BaseException](),
@@ -216,12 +204,10 @@ def test_h29_threads_with_an_offload_each_are_independent(backend: str) -> None:
             results.pop(number)
             moved = assert_settled(offload).bytes_in - (before if number == 0 else 0)
             assert moved == before
-            offload.close()
 
 
-def test_h28_a_child_of_fork_offloads_by_itself() -> None:
+def test_h28_a_child_of_fork_offloads_by_itself(offload: eo.Offload) -> None:
     with fresh_compiler():
-        offload = eo.Offload(**FIELDS)
         expected = results_of(deep_step, compiler("aot_eager"), nullcontext())
         assert same_results(results_of(deep_step, compiler("aot_eager"), offload), expected)
         child = os.fork()
@@ -238,15 +224,14 @@ def test_h28_a_child_of_fork_offloads_by_itself() -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert same_results(results_of(deep_step, compiler("aot_eager"), offload), expected)
         assert_settled(offload)
-        offload.close()
     if code == 3:
         pytest.skip("autograd of this torch has threads for devices by now, and refuses backward in a forked child")
     assert code == 0
 
 
 @BOTH
-def test_h29_nested_offloads_each_do_what_is_saved_inside_of_them(backend: str) -> None:
-    other = eo.Offload(**{**FIELDS, "min_bytes": 1})
+def test_h29_nested_offloads_each_do_what_is_saved_inside_of_them(backend: str, disk: DiskBackend) -> None:
+    other = disk.offload(min_bytes=1)
 
     def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
         x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
@@ -263,7 +248,6 @@ def test_h29_nested_offloads_each_do_what_is_saved_inside_of_them(backend: str) 
     inner = assert_settled(other)
     assert inner.compiled_regions == 2
     assert 2 * inner.bytes_in == stats.bytes_in > 0
-    other.close()
 
 
 @BOTH
@@ -300,9 +284,9 @@ def test_h24_inside_other_hooks_what_the_graph_moves_is_not_theirs(backend: str)
     compare(step, backend)
 
 
-def test_h25_nothing_grows_over_many_steps() -> None:
+def test_h25_nothing_grows_over_many_steps(offload: eo.Offload) -> None:
     with fresh_compiler():
-        run, offload = torch.compile(deep, backend="aot_eager"), eo.Offload(**FIELDS)
+        run = torch.compile(deep, backend="aot_eager")
         weight, seen = leaf(8, 8, seed=2), set[tuple[int, ...]]()
         for number in range(200):
             with offload:
@@ -313,4 +297,3 @@ def test_h25_nothing_grows_over_many_steps() -> None:
                 stats = assert_settled(offload)
                 seen.add((stats.disk_bytes_peak, stats.resident_bytes_peak, threading.active_count()))
         assert len(seen) == 1, seen
-        offload.close()

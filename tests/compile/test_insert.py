@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -18,6 +16,7 @@ from eager_offload.compile import insert_asynchronous, insert_synchronous, ops
 from eager_offload.stats import KeepReason
 from tests.compile.compiled import BOTH, INDUCTOR, compare, step_of
 from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly, config_of, split
+from tests.processes import printed_by
 from tests.releases import wrong_before
 
 
@@ -92,7 +91,7 @@ def test_attention_is_exact_when_shapes_change_in_a_context(attention: Attention
 
 
 @pytest.mark.long
-def test_changing_shapes_compile_as_often_as_without(attention: Attention) -> None:
+def test_changing_shapes_compile_as_often_as_without(attention: Attention, offload: eo.Offload) -> None:
     def frames(around: AbstractContextManager[object]) -> int:
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -104,10 +103,8 @@ def test_changing_shapes_compile_as_often_as_without(attention: Attention) -> No
         return counter.frame_count
 
     without = frames(nullcontext())
-    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
     assert frames(offload) == without
     assert offload.stats(synchronize=True).bytes_in > 0
-    offload.close()
 
 
 def test_a_gathered_value_comes_back_to_its_strides() -> None:
@@ -227,9 +224,10 @@ def test_parts_of_a_storage_are_exact(program: Callable[[Tensor], Tensor], backe
 def test_inputs_of_the_passes_are_as_they_were(attention: Attention) -> None:
     one, _ = split(attention, tokens(2, 8))
     config = config_of()
-    choice = one.choose(config)
     graphs = (one.forward.graph, one.backward.graph)
     before = [str(graph) for graph in graphs]
+    choice = one.choose(config)
+    assert [str(graph) for graph in graphs] == before
     pair = insert_synchronous(*graphs, one.num_outputs, choice, config)
     assert [str(graph) for graph in graphs] == before
     synchronous = [str(graph) for graph in pair]
@@ -259,8 +257,7 @@ def test_the_passes_have_docstrings_that_draw_and_import_nothing_before_they_are
         "print('torch.fx.experimental.symbolic_shapes' in before, 'eager_offload.compile.select' in before, "
         "all(getattr(passes, name) for name in passes.__all__), set(passes.__all__) <= set(dir(passes)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["False", "False", "True", "True"]
+    assert printed_by("-c", program).split() == ["False", "False", "True", "True"]
     for name in passes.__all__:
         one = getattr(passes, name)
         if not isinstance(one, type):

@@ -19,10 +19,12 @@ import eager_offload as eo
 from eager_offload import active
 from eager_offload.compile import ops
 from eager_offload.engine.offloader import Census
-from eager_offload.tiers.base import MustGrow, Slot, Tier
+from eager_offload.tiers.base import Slot
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import DiskBackend, assert_balanced
 from tests.test_counts import open_when_the_host_waits
+from tests.test_errors import Make
+from tests.threads import on_a_thread
 
 CPU = torch.device("cpu")
 NOTHING = Census(*[0] * len(Census._fields))
@@ -35,9 +37,8 @@ def offload(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[eo.Offlo
     with pytest.warns(RuntimeWarning) if request.param == "host" and first_on_host() else nullcontext():
         one = eo.Offload(min_bytes=0, tier=request.param, **fields)
         one.offloader_of(CPU)
-    one.__enter__()
-    yield one
-    one.__exit__(None, None, None)
+    with one:
+        yield one
     gc.collect()
     assert census(one) == NOTHING
     one.close()
@@ -104,17 +105,6 @@ def test_a_view_of_a_host_tensor_brings_back_a_view_of_the_whole(offload: eo.Off
     assert offload.stats(synchronize=True).bytes_in == source.nbytes
 
 
-def test_a_host_tensor_can_be_asked_for_again_and_again(offload: eo.Offload) -> None:
-    source = torch.randn(64, 64)
-    host = ops.offload(source, config=offload.config_key)
-    first, second = ops.reload(host, CPU), ops.reload(host, CPU)
-    first.zero_()
-    assert torch.equal(second, source)
-    stats = offload.stats(synchronize=True)
-    assert stats.bytes_in == 2 * source.nbytes
-    assert stats.reloaded_bytes == source.nbytes, "counted once per save"
-
-
 def test_what_is_never_asked_for_counts_as_released(offload: eo.Offload) -> None:
     ops.offload(torch.randn(64, 64), config=offload.config_key)
     gc.collect()
@@ -145,17 +135,6 @@ def test_a_reload_before_the_wait_for_its_offload_says_so(offload: eo.Offload) -
     with pytest.raises(eo.OffloadError, match="before the offload was waited for"):
         ops.reload(host, CPU)
     ops.wait_tensor(host, source)
-
-
-@pytest.mark.parametrize("lost", ["offload", "reload"])
-def test_a_transfer_that_is_not_waited_for_leaves_nothing(lost: str, offload: eo.Offload) -> None:
-    source = torch.randn(64, 64)
-    host = ops.offload(source, config=offload.config_key, wait=lost != "offload")
-    if lost == "reload":
-        ops.reload(host, CPU, wait=False)
-    del host
-    gc.collect()
-    assert census(offload) == NOTHING
 
 
 def test_an_input_that_requires_grad_is_refused(offload: eo.Offload) -> None:
@@ -192,9 +171,7 @@ def test_a_thread_that_has_the_hooks_is_served_by_the_one_that_was_entered_last(
         with torch.autograd.graph.saved_tensors_hooks(*offload._hook_pair):
             ops.offload(source, config=offload.config_key)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+    on_a_thread(run)
     assert offload.stats(synchronize=True).offloaded_bytes == source.nbytes
 
 
@@ -204,10 +181,9 @@ def test_memory_that_the_system_does_not_map_is_copied(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(DiskSlot, "memory", refuse)
     one = eo.Offload(tier="disk", disk_path=tmp_path)
-    one.__enter__()
-    source = torch.randn(64, 64)
-    host = ops.offload(source, config=one.config_key)
-    one.__exit__(None, None, None)
+    with one:
+        source = torch.randn(64, 64)
+        host = ops.offload(source, config=one.config_key)
     assert torch.equal(ops.reload(host, CPU), source)
     assert one.stats(synchronize=True).kept_bytes == {"budget": source.nbytes}
     del host
@@ -217,16 +193,14 @@ def test_memory_that_the_system_does_not_map_is_copied(tmp_path: Path, monkeypat
     one.close()
 
 
-def test_a_conjugate_whose_write_fails_is_what_it_was(tmp_path: Path) -> None:
-    one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "write"))
-    one.__enter__()
-    source = torch.randn(8, 8, dtype=torch.complex64).conj()
-    with pytest.warns(RuntimeWarning, match="failed"):
-        host = moved(source, one.config_key, wait=False)
-    one.__exit__(None, None, None)
+def test_a_conjugate_whose_write_fails_is_what_it_was(watched: Make) -> None:
+    one, file = watched()
+    file.on_write = OSError(5, "on purpose")
+    with one:
+        source = torch.randn(8, 8, dtype=torch.complex64).conj()
+        with pytest.warns(RuntimeWarning, match="failed"):
+            host = moved(source, one.config_key, wait=False)
     assert torch.equal(ops.reload(host, CPU), source)
-    del host
-    one.close()
 
 
 def test_an_interrupt_while_a_reload_is_waited_for_lets_the_copy_go_on(
@@ -292,70 +266,22 @@ def test_outside_of_every_context_what_an_interrupt_has_crashed_is_replaced(
 
 
 def test_another_thread_has_its_own_innermost_context(offload: eo.Offload) -> None:
-    text, found = offload.config_key, list[eo.Offload]()
-    thread = threading.Thread(target=lambda: found.append(active.serving(text)))
-    thread.start()
-    thread.join()
-    assert active.serving(text) is offload
-    assert found[0] is not offload
-    found[0].close()
-
-
-class Refusing(Tier):
-    """A tier that has no room, or whose writes or reads fail."""
-
-    def __init__(self, tier: Tier, what: str) -> None:
-        self.tier, self.what = tier, what
-        self.name = tier.name  # type: ignore[misc]
-
-    def reserve(self, nbytes: int) -> Slot | None:
-        if self.what == "room":
-            return None
-        slot = self.tier.reserve(nbytes)
-        return None if slot is None else RefusingSlot(slot, self.what)
-
-    used_bytes = property(lambda self: self.tier.used_bytes)  # type: ignore[assignment]
-    held_bytes = property(lambda self: self.tier.held_bytes)  # type: ignore[assignment]
-    peak_bytes = property(lambda self: self.tier.peak_bytes)  # type: ignore[assignment]
-
-    def restart_peak(self) -> None:
-        self.tier.restart_peak()
-
-    def close(self) -> None:
-        self.tier.close()
-
-
-class RefusingSlot(Slot):
-    def __init__(self, slot: Slot, what: str) -> None:
-        super().__init__(slot.nbytes, slot.fences)
-        self.slot, self.what = slot, what
-
-    tier = "disk"
-    region = property(lambda self: self.slot.region)  # type: ignore[assignment]
-
-    def write(self, source: Tensor) -> None:
-        if self.what == "write":
-            raise OSError(5, "on purpose")
-        self.slot.write(source)
-
-    def read(self, target: Tensor) -> None:
-        raise OSError(5, "on purpose")
-
-    def memory(self) -> memoryview:
-        return self.slot.memory()
+    found = on_a_thread(lambda: active.serving(offload.config_key))
+    assert active.serving(offload.config_key) is offload
+    assert found is not offload
+    found.close()
 
 
 def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
     with DiskBackend() as disk:
         offload = disk.offload()
-        offload.__enter__()
-        source = torch.randn(64, 64)
-        with disk.gate() as gate:
-            gate_keeper = threading.Thread(target=open_when_the_host_waits, args=(gate, offload))
-            gate_keeper.start()
-            host = ops.offload(source, config=offload.config_key, region="")
-            gate_keeper.join()
-        offload.__exit__(None, None, None)
+        with offload:
+            source = torch.randn(64, 64)
+            with disk.gate() as gate:
+                gate_keeper = threading.Thread(target=open_when_the_host_waits, args=(gate, offload))
+                gate_keeper.start()
+                host = ops.offload(source, config=offload.config_key, region="")
+                gate_keeper.join()
         stats = offload.stats(synchronize=True)
         assert stats.bytes_out == source.nbytes
         assert stats.seconds > stats.window_stall_seconds == stats.stall_seconds > 0
@@ -365,23 +291,21 @@ def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads its own size from /proc")
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
-def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: bool, tmp_path: Path) -> None:
-    one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "room"))
-    one.__enter__()
-    source = torch.full((1 << 26,), 3.0)  # 256 MiB
-    with pytest.warns(RuntimeWarning, match="no room"), at_most(1 << 26), pytest.raises(eo.CapacityError) as caught:
-        moved(source, one.config_key, wait)
-    assert str(source.nbytes) in str(caught.value)
-    assert "raise host_budget or disk_budget" in str(caught.value)
-    del caught
-    host = moved(source[:64], one.config_key, wait)
-    back = ops.reload(host, CPU)
-    assert torch.equal(back, source[:64])
-    del host
-    gc.collect()
-    one.__exit__(None, None, None)
+def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: bool, disk: DiskBackend) -> None:
+    one = disk.offload(disk_budget=1)
+    with one:
+        source = torch.full((1 << 26,), 3.0)  # 256 MiB
+        with pytest.warns(RuntimeWarning, match="no room"), at_most(1 << 26), pytest.raises(eo.CapacityError) as caught:
+            moved(source, one.config_key, wait)
+        assert str(source.nbytes) in str(caught.value)
+        assert "raise host_budget or disk_budget" in str(caught.value)
+        del caught
+        host = moved(source[:64], one.config_key, wait)
+        back = ops.reload(host, CPU)
+        assert torch.equal(back, source[:64])
+        del host
+        gc.collect()
     assert census(one) == NOTHING
-    one.close()
 
 
 @contextmanager
@@ -397,15 +321,15 @@ def at_most(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
-@pytest.mark.parametrize(("what", "reason"), [("room", "budget"), ("write", "failed")])
-def test_bytes_that_cannot_leave_are_copied(what: str, reason: str, wait: bool, tmp_path: Path) -> None:
-    one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, what))
-    one.__enter__()
-    source = torch.randn(64, 64)
-    expected = source.clone()
-    with pytest.warns(RuntimeWarning, match="no room|failed"):
-        host = moved(source, one.config_key, wait)
-    one.__exit__(None, None, None)
+@pytest.mark.parametrize(("budget", "reason"), [({"disk_budget": 1}, "budget"), ({}, "failed")])
+def test_bytes_that_cannot_leave_are_copied(budget: dict[str, int], reason: str, wait: bool, watched: Make) -> None:
+    one, file = watched(**budget)
+    file.on_write = OSError(5, "on purpose")
+    with one:
+        source = torch.randn(64, 64)
+        expected = source.clone()
+        with pytest.warns(RuntimeWarning, match="no room|failed"):
+            host = moved(source, one.config_key, wait)
     source.zero_()
     back = ops.reload(host, CPU, wait=wait)
     if not wait:
@@ -417,22 +341,19 @@ def test_bytes_that_cannot_leave_are_copied(what: str, reason: str, wait: bool, 
     assert stats.kept_bytes == {reason: source.nbytes}
     assert_balanced(stats)
     assert stats.demotions == {{"budget": "budget", "failed": "write_failed"}[reason]: 1}
-    del host, back
-    one.close()
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
-def test_bytes_that_do_not_come_back_raise(wait: bool, tmp_path: Path) -> None:
-    one = eo.Offload(tier="disk", disk_path=tmp_path, around_tier=lambda tier: Refusing(tier, "read"))
-    one.__enter__()
-    host = ops.offload(torch.randn(64, 64), config=one.config_key)
-    one.__exit__(None, None, None)
-    with pytest.raises(eo.TransferError, match="on purpose"):
+def test_bytes_that_do_not_come_back_raise(wait: bool, watched: Make) -> None:
+    one, file = watched()
+    file.on_read = OSError(5, "on purpose")
+    with one:
+        host = ops.offload(torch.randn(64, 64), config=one.config_key)
+    with pytest.raises(eo.TransferError, match=f"could not read {64 * 64 * 4} bytes"):
         ops.wait_tensor(ops.reload(host, CPU, wait=wait), host)
     del host
     gc.collect()
     assert census(one) == NOTHING
-    one.close()
 
 
 def moved(source: Tensor, text: str, wait: bool) -> Tensor:

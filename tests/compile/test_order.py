@@ -12,11 +12,10 @@ from eager_offload import OffloadError
 from eager_offload.compile import ops
 from eager_offload.compile.graphs import copied
 from eager_offload.compile.insert import insert_asynchronous
-from eager_offload.compile.order import between_kernels, pin, prefetch, sink_waits
+from eager_offload.compile.order import between_kernels, prefetch, sink_waits
 from tests.compile.happens_before import (
     CONFIG,
     CPU,
-    Run,
     asynchronous,
     chain,
     labels,
@@ -56,23 +55,6 @@ def test_a_wait_sinks_until_the_window_is_full_and_no_further() -> None:
     assert in_order(sink_waits(graph, 2 * NBYTES)) == "cococwocwoww"
     assert in_order(sink_waits(graph, 4 * NBYTES)) == "cocococowwww"
     assert in_order(graph) == "cowcowcowcow", "a pass changes its argument"
-
-
-def test_what_is_larger_than_the_window_travels_alone() -> None:
-    sunk = sink_waits(asynchronous(forward, X, WEIGHT), NBYTES - 1)
-    assert in_order(sunk) == "cocwocwocwow"
-    assert peak_flying(sunk) == (0, NBYTES)
-
-
-def test_a_wait_comes_before_its_host_tensor_is_used() -> None:
-    def program(x: Tensor) -> Tensor:
-        host = ops.offload(x.sin(), config=CONFIG)
-        y = x.cos()
-        return y + ops.reload(host, CPU, config=CONFIG)
-
-    sunk = sink_waits(asynchronous(program, X), 1 << 30)
-    assert in_order(sunk) == "cocwrwc"
-    assert torch.equal(run(sunk, X).results[0], X.cos() + X.sin())
 
 
 def test_a_wait_comes_before_its_source_is_written_over() -> None:
@@ -201,22 +183,9 @@ def test_a_view_of_what_comes_back_is_no_use_of_it() -> None:
     assert ran.stats.bytes_in == 2 * NBYTES
 
 
-def test_without_room_for_it_nothing_comes_back_early() -> None:
-    ready = prefetch(asynchronous(chain(4), X, WEIGHT), 0, 1.0, one_second)
-    assert all(node.next is wait_of(node) for node in of_kind(ready, ops.reload))
-
-
 def test_reloads_start_behind_the_inputs_however_slow_the_link_is() -> None:
     ready = prefetch(asynchronous(backward, X, X + 1, X + 2), 1 << 20, 1e-9, one_second)
     assert labels(ready)[:5] == ["placeholder"] * 3 + ["reload"] * 2
-
-
-def test_in_one_graph_of_both_no_reload_starts_before_the_wait_of_its_offload() -> None:
-    graph = prefetch(asynchronous(chain(4), X, WEIGHT), 1 << 20, 1e-9, one_second)
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    reloads = of_kind(graph, ops.reload)
-    assert len(reloads) == 4
-    assert all(order[wait_of(node.args[0])] < order[node] for node in reloads)
 
 
 def test_a_reload_starts_right_behind_a_product_where_it_can_be_pinned() -> None:
@@ -242,23 +211,6 @@ def ordered(length: int = 4, window: int = 2 * NBYTES) -> Graph:
     """The chain after all passes but the last."""
     graph = asynchronous(chain(length), X, WEIGHT)
     return sink_waits(prefetch(graph, window, NBYTES / 2, one_second), window)
-
-
-def expected(length: int = 4) -> Run:
-    return run(make_fx(chain(length), tracing_mode="fake")(X, WEIGHT).graph, X, WEIGHT)
-
-
-def test_after_each_pass_the_graph_is_ordered_and_exact() -> None:
-    wanted = expected()
-    graph = asynchronous(chain(4), X, WEIGHT)
-    early = prefetch(graph, 2 * NBYTES, NBYTES / 2, one_second)
-    sunk = sink_waits(early, 2 * NBYTES)
-    for each in (graph, early, sunk, pin(sunk)):
-        each.lint()
-        ran = run(each, X, WEIGHT)
-        assert ran.violations == []
-        assert torch.equal(ran.results[0], wanted.results[0])
-        assert ran.stats.bytes_out == ran.stats.bytes_in == 4 * NBYTES
 
 
 def test_two_transfers_in_flight_are_two_at_run_time() -> None:

@@ -161,11 +161,10 @@ def normed(x: Tensor) -> Tensor:
 
 
 @pytest.mark.long
-def test_a_compiler_makes_about_as_many_kernels_as_without() -> None:
+def test_a_compiler_makes_about_as_many_kernels_as_without(offload: eo.Offload) -> None:
     """An offload in the midst of what it fuses, or a product's input behind the transfers, would be one more each."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(ROWS, WIDTH)
-    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
 
     def step(compiled: nn.Module, around: AbstractContextManager[object]) -> None:
         with around:
@@ -180,7 +179,6 @@ def test_a_compiler_makes_about_as_many_kernels_as_without() -> None:
         kernels.append([code.count("async_compile.cpp_pybinding") for code in codes])
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert offload.stats(synchronize=True).bytes_in > 0
-    offload.close()
     assert all(map(torch.equal, *gradients))
     (forward, backward), (forward_with, backward_with) = kernels
     assert forward_with <= forward

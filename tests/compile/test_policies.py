@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -63,15 +63,6 @@ class Blocks(nn.Module):
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
-
-
-@pytest.fixture
-def offload() -> Iterator[eo.Offload]:
-    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
-    yield offload
-    gc.collect()
-    assert offload.stats(synchronize=True).offloaded_bytes >= 0
-    offload.close()
 
 
 def results(model: nn.Module, x: Tensor, loss: Tensor) -> list[Tensor]:

@@ -12,10 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import eager_offload as eo
 from tests.compile.compiled import BOTH, fresh_compiler
-from tests.hazards.backends import assert_settled
+from tests.hazards.backends import DiskBackend, assert_settled
 from tests.hazards.programs import leaf
-
-FIELDS = {"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0}
 
 
 def deep(x: Tensor, weight: Tensor) -> Tensor:
@@ -47,55 +45,48 @@ def fresh() -> Iterator[None]:
         yield
 
 
-def test_entering_again_compiles_nothing() -> None:
-    run, offload = Counted(), eo.Offload(**FIELDS)
+def test_entering_again_compiles_nothing(offload: eo.Offload) -> None:
+    run = Counted()
     assert [run.step(offload) for _ in range(4)] == [1, 1, 1, 1]
     stats = offload.stats()
     assert (stats.compiled_graphs, stats.compiled_regions, stats.steps) == (1, 4, 4)
     assert "compiled   1 graph, 4 runs" in str(stats)
     assert stats.without_offload_bytes_peak == (stats.bytes_out + stats.kept_bytes["alive"]) / 4, "of one step"
-    offload.close()
 
 
-def test_an_equal_offload_compiles_nothing() -> None:
+def test_an_equal_offload_compiles_nothing(disk: DiskBackend) -> None:
     run = Counted()
     for _ in range(12):  # more than torch lets one function be compiled
-        offload = eo.Offload(**FIELDS)
+        offload = disk.offload()
         assert run.step(offload) == 1
         assert offload.stats(synchronize=True).bytes_in > 0
-        offload.close()
 
 
-def test_one_comes_and_goes_for_one_compilation_each() -> None:
-    run, offload = Counted(), eo.Offload(**FIELDS)
+def test_one_comes_and_goes_for_one_compilation_each(offload: eo.Offload) -> None:
+    run = Counted()
     around = [nullcontext(), offload, nullcontext(), offload, offload, nullcontext()]
     assert [run.step(one) for one in around] == [1, 2, 2, 2, 2, 2]
-    offload.close()
 
 
-def test_another_configuration_is_another_compilation() -> None:
-    run, one, other = Counted(), eo.Offload(**FIELDS), eo.Offload(**{**FIELDS, "min_bytes": 1 << 20})
+def test_another_configuration_is_another_compilation(disk: DiskBackend) -> None:
+    run, one, other = Counted(), disk.offload(), disk.offload(min_bytes=1 << 20)
     assert [run.step(each) for each in (one, other, one, other)] == [1, 2, 2, 2]
     assert one.stats(synchronize=True).bytes_in > 0 == other.stats(synchronize=True).bytes_out
-    one.close()
-    other.close()
 
 
-def test_a_nested_equal_offload_compiles_nothing_and_the_inner_one_counts() -> None:
-    run, outer, inner = Counted(), eo.Offload(**FIELDS), eo.Offload(**FIELDS)
+def test_a_nested_equal_offload_compiles_nothing_and_the_inner_one_counts(disk: DiskBackend) -> None:
+    run, outer, inner = Counted(), disk.offload(), disk.offload()
     run.step(outer)
     before = outer.stats(synchronize=True).bytes_out
     with outer:
         assert run.step(inner) == 1
     assert outer.stats(synchronize=True).bytes_out == before
     assert inner.stats(synchronize=True).bytes_out == before
-    outer.close()
-    inner.close()
 
 
 @BOTH
-def test_what_the_graph_moves_no_hook_packs(backend: str) -> None:
-    run, offload = Counted(backend), eo.Offload(**FIELDS)
+def test_what_the_graph_moves_no_hook_packs(backend: str, offload: eo.Offload) -> None:
+    run = Counted(backend)
     packed = list[Tensor]()
     pack = offload._hooks.pack
 
@@ -116,4 +107,4 @@ def test_what_the_graph_moves_no_hook_packs(backend: str) -> None:
     with offload:
         leaf(8, 8).exp()
     assert len(packed) == 1  # which goes to show that they would be seen
-    offload.close()
+    packed.clear()

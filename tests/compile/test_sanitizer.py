@@ -13,13 +13,11 @@ from tests.compile.sanitizer import CHANGED, OTHER
 
 
 @pytest.fixture
-def text() -> Iterator[str]:
+def text(offload: eo.Offload) -> Iterator[str]:
     """The configuration of an ``Offload`` that is active while the test runs."""
-    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
     with offload:
         yield offload.config_key
     assert offload.stats(synchronize=True).bytes_out > 0
-    offload.close()
 
 
 def test_h35_a_source_that_is_written_over_before_its_wait_is_reported(text: str, violations: list[str]) -> None:

@@ -15,15 +15,12 @@ import eager_offload as eo
 from eager_offload.compile import Choice, choose_joint
 from eager_offload.compile.graphs import outputs_of, storage_of
 from tests.compile.split import Split, assert_moves_exactly, config_of, moving, owner, reasons, split
+from tests.hazards.programs import leaf
 
 
 def chosen(function: Callable[..., Any], *inputs: Tensor, **fields: Any) -> tuple[Split, Choice]:
     one, _ = split(function, *inputs)
     return one, one.choose(config_of(**fields))
-
-
-def leaf(*size: int) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).requires_grad_()
 
 
 def test_an_intermediate_moves() -> None:
@@ -234,13 +231,6 @@ def test_everything_that_is_saved_moves_or_has_a_reason() -> None:
     assert set(members) | set(choice.kept) == set(one.saved())
     assert not set(members) & set(choice.kept)
     assert len(members) == len(set(members))
-
-
-def test_choosing_changes_no_graph() -> None:
-    one, _ = split(lambda x: x.sin().exp().sum(), leaf(8, 8))
-    before = [str(module.graph) for module in (one.forward, one.backward)]
-    one.choose(config_of())
-    assert [str(module.graph) for module in (one.forward, one.backward)] == before
 
 
 def test_a_graph_that_has_forgotten_its_views_is_refused() -> None:

@@ -25,9 +25,8 @@ CPU = torch.device("cpu")
 def offload(backend: Backend) -> Iterator[eo.Offload]:
     """One that is active while the test runs."""
     one = backend.offload()
-    one.__enter__()
-    yield one
-    one.__exit__(None, None, None)
+    with one:
+        yield one
     gc.collect()
 
 
@@ -70,6 +69,7 @@ def test_memory_is_used_again_as_soon_as_the_waits_allow(late: bool, offload: eo
     assert torch.equal(program.come_back(host, late=False), program.make(1))
     stats = offload.stats(synchronize=True)
     assert (stats.bytes_out, stats.bytes_in) == (x.nbytes, 2 * x.nbytes)
+    assert stats.reloaded_bytes == x.nbytes, "counted once per save"
 
 
 @pytest.mark.parametrize("refusals", [1, 2])

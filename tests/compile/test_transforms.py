@@ -63,9 +63,8 @@ def test_h43_transforms_are_compiled_as_without(name: str, backend: str) -> None
     assert bans() is None
 
 
-def test_h43_a_graph_that_is_run_as_it_was_traced_imposes_the_ban_whenever_it_runs() -> None:
+def test_h43_a_graph_that_is_run_as_it_was_traced_imposes_the_ban_whenever_it_runs(offload: eo.Offload) -> None:
     with fresh_compiler():
-        offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
         function, x, w = around(TRANSFORMS["grad"]), leaf(8, 8), leaf(8, 8, seed=2)
         compiled = torch.compile(function, backend="eager", fullgraph=True)
         expected = torch.autograd.grad(compiled(x, w).sum(), (x, w))
@@ -75,14 +74,12 @@ def test_h43_a_graph_that_is_run_as_it_was_traced_imposes_the_ban_whenever_it_ru
             assert_identical(expected, torch.autograd.grad(y.sum(), (x, w)))
             assert bans() is None
         assert offload.stats(synchronize=True).bytes_out > 0
-        offload.close()
 
 
 @pytest.mark.filterwarnings("ignore:eager_offload. other saved-tensor hooks:RuntimeWarning")
-def test_h43_an_error_under_hooks_of_others_forbids_nothing_afterwards() -> None:
+def test_h43_an_error_under_hooks_of_others_forbids_nothing_afterwards(offload: eo.Offload) -> None:
     theirs = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     with fresh_compiler():
-        offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
         function, x, w = around(TRANSFORMS["grad"]), leaf(8, 8), leaf(8, 8, seed=2)
         compiled = torch.compile(function, backend="aot_eager")
         with pytest.raises(eo.OffloadError, match="torch does not allow saved-tensor hooks here"), offload, theirs:
@@ -96,4 +93,3 @@ def test_h43_an_error_under_hooks_of_others_forbids_nothing_afterwards() -> None
         assert_identical(expected, torch.autograd.grad(y.sum(), (x, w)))
         z.sum().backward()
         assert offload.stats(synchronize=True).bytes_out > 0
-        offload.close()

@@ -28,7 +28,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from eager_offload._torch import top_pack_hook
-from eager_offload.integrations.accelerate import OffloadPlugin
 from tests.integrations.accelerate_training import Block, Trained, new_accelerator, new_plugin, train
 
 RANKS = 2
@@ -173,13 +172,6 @@ def fails(accelerator: Callable[[], Accelerator]) -> Callable[[Path], dict[str, 
     return scenario
 
 
-def switched_off(folder: Path) -> dict[str, Any]:
-    without = train(replicated(), None)
-    plugin: OffloadPlugin = new_plugin(folder / "none", enabled=False)
-    trained = train(replicated(), plugin, form="both")
-    return {"equal": trained.equals(without), "metrics": plugin.metrics(), "saved": trained.stats.saved_bytes}
-
-
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "ddp": trains(replicated),
     "ddp-mixed": trains(lambda: replicated(**MIXED), form="both"),
@@ -197,7 +189,6 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
     ),
     "fsdp2-parameters-on-cpu": trains(lambda: sharded({"cpu_offload": CPUOffloadPolicy(pin_memory=False)})),
     "fsdp2-fails": fails(sharded),
-    "switched-off": switched_off,
 }
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import eager_offload as eo
 from eager_offload.integrations.accelerate import OffloadPlugin
+from tests.integrations import moving
 
 STEPS = 3
 
@@ -67,7 +68,7 @@ def new_accelerator(**options: Any) -> Accelerator:
 
 def new_plugin(path: Path, **fields: Any) -> OffloadPlugin:
     """One that moves all that the model saves."""
-    return OffloadPlugin(min_bytes=1024, keep_last_bytes=0, tier="disk", disk_path=path, **fields)
+    return OffloadPlugin(**moving.fields(path), **fields)
 
 
 def prepared(accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, Any, Any]:

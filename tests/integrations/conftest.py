@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import eager_offload as eo
 from tests.integrations.leftovers import nothing_outlives_a_file
+from tests.integrations.moving import fields
 
 __all__ = ["nothing_outlives_a_file"]
 
@@ -29,6 +31,13 @@ class _Skipped(pytest.Module):
 
     def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
         pytest.skip(f"not installed: {', '.join(self.missing)}", allow_module_level=True)
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> Iterator[eo.Offload]:
+    to_disk = eo.Offload(**fields(tmp_path))
+    yield to_disk
+    to_disk.close()
 
 
 @pytest.hookimpl(tryfirst=True)

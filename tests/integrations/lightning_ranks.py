@@ -31,6 +31,7 @@ from tests.integrations.lightning_training import (
     small,
     trainer_of,
 )
+from tests.integrations.moving import fields
 
 
 class Sharded(Steps):
@@ -88,7 +89,6 @@ STARTED = [("ddp_fork", "own"), ("ddp_fork", "fields"), ("ddp_spawn", "own")]
 
 def ranks_are_started(directory: Path) -> None:
     """Ranks that a Trainer starts itself, with an ``Offload`` that has trained here before and with fields."""
-    fields = {"min_bytes": 1024, "tier": "disk", "disk_path": str(directory), "keep_last_bytes": 0}
     expected = started_by("ddp_fork", directory, None)
     assert not torch.equal(expected.net.first.weight, fresh().net.first.weight)
     own = small(directory)
@@ -98,7 +98,7 @@ def ranks_are_started(directory: Path) -> None:
     saved = own.stats().saved_tensors
     assert own.stats(synchronize=True).bytes_out > 0
     for strategy, given in STARTED:
-        callback = Telling(own if given == "own" else fields)
+        callback = Telling(own if given == "own" else fields(directory))
         assert_same_parameters(started_by(strategy, directory, callback), expected)
         for moved in [directory / f"moved.{rank}" for rank in range(2)]:
             assert int(moved.read_text()) > 0, (strategy, given)

@@ -15,24 +15,7 @@ from torch.utils.data import DataLoader
 import eager_offload as eo
 from eager_offload._torch import top_pack_hook
 from eager_offload.integrations.lightning import OffloadCallback
-
-__all__ = [
-    "PACKAGES",
-    "QUIET",
-    "Blocks",
-    "Manual",
-    "SecondOrder",
-    "Several",
-    "Silent",
-    "Steps",
-    "WithoutLoss",
-    "assert_same_parameters",
-    "fit",
-    "loader",
-    "module_of",
-    "small",
-    "trainer_of",
-]
+from tests.integrations.moving import fields
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 #: Settings of a Trainer that writes no file and prints nothing.
@@ -172,7 +155,7 @@ def loader(batches: int = 3) -> DataLoader:
 
 def small(tmp_path: Path) -> eo.Offload:
     """Moves nearly all that :class:`Blocks` saves."""
-    return eo.Offload(min_bytes=1024, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
+    return eo.Offload(**fields(tmp_path))
 
 
 def fit(

@@ -25,15 +25,9 @@ import eager_offload as eo
 from eager_offload._torch import top_pack_hook
 from eager_offload.config import FIELDS
 from eager_offload.integrations.accelerate import OffloadPlugin
-from tests.integrations.accelerate_training import (
-    Model,
-    Trained,
-    new_accelerator,
-    new_plugin,
-    prepared,
-    train,
-)
+from tests.integrations.accelerate_training import Model, Trained, new_accelerator, new_plugin, prepared, train
 from tests.integrations.leftovers import spill_files
+from tests.integrations.moving import fields
 
 OptionsMaker = Callable[[], dict[str, Any]]
 
@@ -211,7 +205,7 @@ def test_free_memory_and_the_end_of_training_leave_nothing(
 
 
 def test_an_offload_of_the_users_own_stays_open(tmp_path: Path) -> None:
-    offload = eo.Offload(min_bytes=1024, keep_last_bytes=0, tier="disk", disk_path=tmp_path)
+    offload = eo.Offload(**fields(tmp_path))
     plugin = OffloadPlugin(offload)
     assert train(new_accelerator(), plugin).stats.bytes_out > 0
     plugin.close()

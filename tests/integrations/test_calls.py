@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 import eager_offload as eo
 from eager_offload._torch import top_pack_hook
 from eager_offload.integrations.calls import OffloadedCalls
+from tests.integrations.moving import moved
 
 
 class Model(nn.Module):
@@ -33,19 +33,8 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def offload(tmp_path: str) -> Iterator[eo.Offload]:
-    with_disk = eo.Offload(min_bytes=1024, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
-    yield with_disk
-    with_disk.close()
-
-
-@pytest.fixture
 def batch() -> Tensor:
     return torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
-
-
-def moved(offload: eo.Offload) -> int:
-    return offload.stats(synchronize=True).bytes_out
 
 
 def gradients(model: nn.Module, batch: Tensor) -> list[Tensor]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import csv
-import functools
 import gc
 import importlib
 import importlib.metadata
-import os
 import pickle
 import signal
 import subprocess
@@ -40,6 +38,7 @@ from tests.integrations.lightning_training import (
     small,
     trainer_of,
 )
+from tests.integrations.moving import fields, moved
 
 MAIN = PACKAGES[0]
 
@@ -64,29 +63,10 @@ def _interrupts_are_python_s() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture(autouse=True)
-def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("EAGER_OFFLOAD")]:
-        monkeypatch.delenv(name)
-
-
-@functools.cache
-def expected(directory: Path) -> Any:
-    """Fitted without the callback."""
-    return fit(MAIN, Steps, directory, None)
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return expected(tmp_path_factory.getbasetemp())
-
-
-def fields(tmp_path: Path) -> dict[str, Any]:
-    return {"min_bytes": 1024, "tier": "disk", "disk_path": str(tmp_path), "keep_last_bytes": 0}
-
-
-def moved(offload: eo.Offload) -> int:
-    return offload.stats(synchronize=True).bytes_out
+    """Fitted without the callback."""
+    return fit(MAIN, Steps, tmp_path_factory.mktemp("plain"), None)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("in forward"), KeyboardInterrupt()])
@@ -347,6 +327,12 @@ def test_the_environment_switches_it_off(tmp_path: Path, monkeypatch: pytest.Mon
     assert callback.offload.stats().saved_tensors == 0
 
 
+def switch_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EAGER_OFFLOAD", "1")
+    for field, value in fields(tmp_path).items():
+        monkeypatch.setenv(f"EAGER_OFFLOAD_{field.upper()}", str(value))
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_environment_gives_every_trainer_a_callback(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -355,9 +341,7 @@ def test_the_environment_gives_every_trainer_a_callback(
     assert entry_point.load() is callbacks
     assert callbacks() == []
     assert not [one for one in trainer_of(package, tmp_path).callbacks if isinstance(one, OffloadCallback)]
-    monkeypatch.setenv("EAGER_OFFLOAD", "1")
-    for field, value in fields(tmp_path).items():
-        monkeypatch.setenv(f"EAGER_OFFLOAD_{field.upper()}", str(value))
+    switch_on(monkeypatch, tmp_path)
     trainer = trainer_of(package, tmp_path)
     [given] = [one for one in trainer.callbacks if isinstance(one, OffloadCallback)]
     trainer.fit(module_of(package, Steps), loader())
@@ -375,9 +359,7 @@ def test_the_environment_gives_every_trainer_a_callback(
 def test_a_trainer_made_with_the_callbacks_of_another_offloads_once(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EAGER_OFFLOAD", "1")
-    for field, value in fields(tmp_path).items():
-        monkeypatch.setenv(f"EAGER_OFFLOAD_{field.upper()}", str(value))
+    switch_on(monkeypatch, tmp_path)
     trainer = trainer_of(package, tmp_path, *trainer_of(package, tmp_path).callbacks)
     both = [one for one in trainer.callbacks if isinstance(one, OffloadCallback)]
     assert len(both) == 2

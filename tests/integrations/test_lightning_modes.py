@@ -24,6 +24,7 @@ from tests.integrations.lightning_training import (
     fit,
     small,
 )
+from tests.integrations.moving import fields
 
 MODES: dict[str, dict[str, Any]] = {
     "automatic": {"steps": Steps},
@@ -77,7 +78,7 @@ def test_a_compiled_module_offloads_inside_of_its_graphs(tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_inductor_and_the_compiler_backend_serve_a_trainer(tmp_path: Path) -> None:
-    options = {"min_bytes": 1024, "tier": "disk", "disk_path": str(tmp_path), "keep_last_bytes": 0}
+    options = fields(tmp_path)
     named = functools.partial(torch.compile, backend="eager_offload", options=options)
     expected = fit(PACKAGES[0], Silent, tmp_path, None, wrap=torch.compile)
     for offload, wrap in (small(tmp_path), torch.compile), (eo.Offload.serving(**options), named):

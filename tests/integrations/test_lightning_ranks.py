@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -18,8 +17,7 @@ MAIN = PACKAGES[0]
 
 
 def ended_well(*command: str) -> None:
-    inherited = [name for name in os.environ if name.startswith("EAGER_OFFLOAD")]
-    with started(command, PYTHONPATH=str(ROOT), **dict.fromkeys(inherited, "")) as process:
+    with started(command, PYTHONPATH=str(ROOT)) as process:
         output = process.communicate(timeout=280)[0]
     assert process.returncode == 0, output[-4000:]
 

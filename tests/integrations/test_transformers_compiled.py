@@ -11,23 +11,20 @@ import torch
 from transformers import Trainer
 
 import eager_offload as eo
-from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
+from eager_offload.integrations.transformers import OffloadTrainerCallback
+from tests.integrations.moving import fields, moved
 from tests.integrations.tiny_transformers import (
+    MixedTrainer,
     Tokens,
     arguments,
     checkpointing,
-    fields,
     llama,
-    moved,
+    offloading,
     same,
     trained,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class MixedTrainer(OffloadTrainerMixin, Trainer):
-    pass
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +38,7 @@ def compare(path: Path, way: str, **changes: Any) -> eo.Offload:
     """Trains with and without; what it was done with."""
     expected = trained(Trainer(llama(), arguments(path, **changes), train_dataset=Tokens()))
     torch._dynamo.reset()
-    offload = eo.Offload(**fields(path))
-    if way == "mixin":
-        trainer: Trainer = MixedTrainer(llama(), arguments(path, **changes), train_dataset=Tokens(), offload=offload)
-    else:
-        callbacks = [OffloadTrainerCallback(offload)]
-        trainer = Trainer(llama(), arguments(path, **changes), train_dataset=Tokens(), callbacks=callbacks)
+    trainer, offload = offloading(way, path, **changes)
     assert same(trained(trainer), expected)
     assert moved(offload) > 0
     assert offload.stats().compiled_regions > 0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import printed_by
 from tests.ranks.launch import ROOT, started, torchrun
 
 EXAMPLE = ROOT / "examples" / "train_transformers.py"
@@ -41,17 +40,7 @@ def test_two_ranks_train_to_the_same_bits_with_and_without(tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_one_rank_prints_a_line_a_step_and_leaves_nothing_in_the_working_directory(tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("EAGER_OFFLOAD")}
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    ran = subprocess.run(
-        [sys.executable, str(EXAMPLE)],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    assert len(re.findall(r"^\{'loss': ", ran.stdout, re.MULTILINE)) == 3, ran.stdout
-    assert int(_LINE.findall(ran.stdout)[0][1]) > 0
+    printed = printed_by(EXAMPLE, cwd=tmp_path)
+    assert len(re.findall(r"^\{'loss': ", printed, re.MULTILINE)) == 3, printed
+    assert int(_LINE.findall(printed)[0][1]) > 0
     assert list(tmp_path.iterdir()) == []

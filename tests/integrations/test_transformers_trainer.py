@@ -19,13 +19,14 @@ import eager_offload as eo
 from eager_offload._torch import module_call, top_pack_hook
 from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
 from tests.integrations.leftovers import spill_files
+from tests.integrations.moving import fields, moved
 from tests.integrations.tiny_transformers import (
+    MixedTrainer,
     Tokens,
     arguments,
     checkpointing,
-    fields,
     llama,
-    moved,
+    offloading,
     parameters,
     same,
     trained,
@@ -34,36 +35,13 @@ from tests.integrations.tiny_transformers import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class MixedTrainer(OffloadTrainerMixin, Trainer):
-    pass
-
-
 WAYS = ("callback", "mixin")
 FIGURES = {"offload/saved_bytes", "offload/bytes_out", "offload/bytes_in", "offload/stall_seconds"}
 THREE = {"offload/device_peak_mib", "offload/moved_mib", "offload/stall_seconds"}
 
 
-@pytest.fixture(autouse=True)
-def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("EAGER_OFFLOAD", raising=False)
-
-
 def plain(path: Path, model: nn.Module | None = None, **changes: Any) -> Trainer:
     return Trainer(model or llama(), arguments(path, **changes), train_dataset=Tokens())
-
-
-def offloading(
-    way: str, path: Path, model: nn.Module | None = None, callbacks: list[TrainerCallback] | None = None, **changes: Any
-) -> tuple[Trainer, eo.Offload]:
-    """A trainer that offloads one way or the other, and what it does it with, which is not closed when it is done."""
-    offload = eo.Offload(**fields(path))
-    given: dict[str, Any] = {"args": arguments(path, **changes), "train_dataset": Tokens(), "eval_dataset": Tokens(4)}
-    options = {"log_metrics": "all"}
-    if way == "mixin":
-        trainer = MixedTrainer(model or llama(), **given, callbacks=callbacks, offload=offload, offload_options=options)
-        return trainer, offload
-    callback = OffloadTrainerCallback(offload, **options)
-    return Trainer(model or llama(), **given, callbacks=[callback, *(callbacks or [])]), offload
 
 
 ROUTES: dict[str, dict[str, Any]] = {
@@ -129,27 +107,6 @@ def test_nothing_moves_in_evaluation(way: str, tmp_path: Path) -> None:
     assert offload.stats().saved_tensors == saved[4]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_figures_are_in_the_history_and_with_callbacks_behind(way: str, tmp_path: Path) -> None:
-    seen: list[dict[str, float]] = []
-
-    class Tracker(TrainerCallback):
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            seen.append(dict(logs))
-
-    trainer, offload = offloading(way, tmp_path, callbacks=[Tracker()], max_steps=4, logging_steps=2)
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["step"] for entry in steps] == [2, 4]
-    for entry, logs in zip(steps, seen, strict=False):
-        assert entry.keys() >= FIGURES
-        assert {**logs, "step": entry["step"]} == entry
-        assert entry["offload/saved_bytes"] > 0
-    assert sum(2 * entry["offload/saved_bytes"] for entry in steps) == offload.stats().saved_bytes
-    assert not FIGURES & trainer.state.log_history[-1].keys(), "the summary is of no step"
-    assert "train_loss" in trainer.state.log_history[-1]
-
-
 class Tracker(TrainerCallback):
     """Logs what it is given, as those of ``report_to`` do."""
 
@@ -160,6 +117,21 @@ class Tracker(TrainerCallback):
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
         self.logged.append(dict(logs))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_figures_are_in_the_history_and_with_callbacks_behind(way: str, tmp_path: Path) -> None:
+    trainer, offload = offloading(way, tmp_path, callbacks=[Tracker()], max_steps=4, logging_steps=2)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in steps] == [2, 4]
+    for entry, logs in zip(steps, Tracker.logged, strict=False):
+        assert entry.keys() >= FIGURES
+        assert {**logs, "step": entry["step"]} == entry
+        assert entry["offload/saved_bytes"] > 0
+    assert sum(2 * entry["offload/saved_bytes"] for entry in steps) == offload.stats().saved_bytes
+    assert not FIGURES & trainer.state.log_history[-1].keys(), "the summary is of no step"
+    assert "train_loss" in trainer.state.log_history[-1]
 
 
 def test_three_figures_reach_tensorboard(tmp_path: Path) -> None:
@@ -353,12 +325,8 @@ def test_a_mixin_behind_the_trainer_is_refused_when_the_class_is_made() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_modules_are_skipped_by_name_and_a_typo_is_an_error(way: str, tmp_path: Path) -> None:
     def begin(skip: str) -> eo.Offload:
-        offload = eo.Offload(**fields(tmp_path), skip=skip)
-        given: dict[str, Any] = {"args": arguments(tmp_path, max_steps=1), "train_dataset": Tokens()}
-        if way == "mixin":
-            MixedTrainer(llama(), **given, offload=offload).train()
-        else:
-            Trainer(llama(), **given, callbacks=[OffloadTrainerCallback(offload)]).train()
+        trainer, offload = offloading(way, tmp_path, offload=eo.Offload(**fields(tmp_path), skip=skip), max_steps=1)
+        trainer.train()
         return offload
 
     assert begin("*.mlp").stats().kept_bytes["region"] > 0

@@ -17,15 +17,8 @@ from trl import SFTConfig, SFTTrainer
 
 import eager_offload as eo
 from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
-from tests.integrations.tiny_transformers import (
-    checkpointing,
-    fields,
-    llama,
-    moved,
-    same,
-    settings,
-    trained,
-)
+from tests.integrations.moving import fields, moved
+from tests.integrations.tiny_transformers import checkpointing, llama, same, settings, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

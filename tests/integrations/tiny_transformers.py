@@ -9,22 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import eager_offload as eo
-
-__all__ = [
-    "Tokens",
-    "arguments",
-    "checkpointing",
-    "fields",
-    "llama",
-    "moved",
-    "parameters",
-    "same",
-    "settings",
-    "trained",
-]
+from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
+from tests.integrations.moving import fields
 
 VOCABULARY = 64
 
@@ -77,9 +66,27 @@ def settings(path: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def fields(path: Path) -> dict[str, Any]:
-    """With these nearly everything moves."""
-    return {"min_bytes": 1024, "tier": "disk", "disk_path": str(path), "keep_last_bytes": 0}
+class MixedTrainer(OffloadTrainerMixin, Trainer):
+    pass
+
+
+def offloading(
+    way: str,
+    path: Path,
+    model: torch.nn.Module | None = None,
+    callbacks: list[TrainerCallback] | None = None,
+    offload: eo.Offload | None = None,
+    **changes: Any,
+) -> tuple[Trainer, eo.Offload]:
+    """A trainer that offloads one way or the other, and what it does it with, which is not closed when it is done."""
+    offload = offload or eo.Offload(**fields(path))
+    given: dict[str, Any] = {"args": arguments(path, **changes), "train_dataset": Tokens(), "eval_dataset": Tokens(4)}
+    options = {"log_metrics": "all"}
+    if way == "mixin":
+        trainer = MixedTrainer(model or llama(), **given, callbacks=callbacks, offload=offload, offload_options=options)
+        return trainer, offload
+    callback = OffloadTrainerCallback(offload, **options)
+    return Trainer(model or llama(), **given, callbacks=[callback, *(callbacks or [])]), offload
 
 
 def parameters(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -98,8 +105,3 @@ def trained(trainer: Trainer) -> dict[str, Tensor]:
     after = parameters(trainer.model)
     assert not same(before, after)
     return after
-
-
-def moved(offload: eo.Offload | None) -> int:
-    assert offload is not None
-    return offload.stats(synchronize=True).bytes_out
