@@ -71,7 +71,6 @@ class Step:
         return self
 
     def backward(self) -> Step:
-        assert self.loss is not None
         self.loss.backward()
         self.loss = None
         return self

@@ -257,7 +257,6 @@ def a_step_that_rounds_draws_anew_on_each_replay(machine: Machine) -> None:
     rules = CodecPolicy(lossless=False).rule("MmBackward0", BlockInt(8, rounding="sr"))
     offload = machine.offload(codec=rules)
     with capture_step(step, (x,), offload=offload, warmup=WARMUP) as replay:
-        assert replay.plan is not None
         assert any(save.coded is not None for save in replay.plan.saves), f"nothing is rounded\n{replay.plan}"
         drawn = torch.stack([replay(x).cpu() for _ in range(REPLAYS)])
     machine.finish()

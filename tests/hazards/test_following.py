@@ -452,7 +452,6 @@ def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_any_more(is_written
     for _ in range(3):
         step(Settled(first), first)
     plan = first.step_plan()
-    assert plan is not None
     assert [plan.saves[number].requires_grad for number in (1, 4)] == [False, False]  # the mask, both times
     offload, alone = (
         backend.offload(plan=with_a_late_share(plan, 1, 4), step_plans=True),
@@ -691,7 +690,6 @@ def test_h54_nothing_grows_with_the_steps_that_follow(backend: Backend) -> None:
     assert counts[1] <= counts[0] + 50
     assert used[0] == used[1]
     plan = offload.step_plan()
-    assert plan is not None
     assert sum(used[0]) == plan.totals.slots, "one set, for the next step"
     assert saves_of(offload).plans.idle_bytes == plan.totals.slots
     assert_moved(assert_settled(offload))
@@ -702,7 +700,6 @@ def test_h54_a_plan_serves_another_process_or_model(backend: Backend, tmp_path: 
     for seed in range(2):
         step(Settled(first), FIRST, seed)
     plan = first.step_plan()
-    assert plan is not None
     plan.save(tmp_path / "plan.json")
 
     same = backend.offload(plan=StepPlan.load(tmp_path / "plan.json"))

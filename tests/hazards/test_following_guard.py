@@ -263,7 +263,6 @@ def of_another_version_counter(x: Tensor, arrive: Callable[[], object]) -> Tenso
     """``hypot_`` saves what it reads, computes, and saves what is there then, in a version of the same number."""
     h = (x * 2).add_(1)
     y, alias = scaling(x * 3, h, read=unread), _Alias.apply(h)
-    assert isinstance(alias, Tensor)
     return y + alias.hypot_(noise(SIDE, SIDE))
 
 
@@ -648,7 +647,6 @@ def test_h54_a_plan_that_was_given_is_told_of_until_a_step_has_followed_it_whole
     for _ in range(2):
         two(Settled(recorded))
     plan = recorded.step_plan()
-    assert plan is not None
     asks = list(plan.asks)
     asks[3:5] = asks[4:2:-1]
     offload = backend.offload(plan=plan if is_whole else dataclasses.replace(plan, asks=tuple(asks)), step_plans=True)

@@ -67,7 +67,6 @@ def test_h54_what_each_forward_marks_stays_in_each(regime: Regime, backend: Back
     assert (stats.followed_forwards, stats.plan_misses) == (5, {})
     assert stats.bytes_out > 0
     plan = offload.step_plan()
-    assert plan is not None
     assert [save.reason for save in plan.saves if save.fate is Fate.DECIDE] == [KeepReason.MARKED] * 2
     assert "decide (marked)" in str(plan)
 

@@ -217,7 +217,6 @@ def test_h07_one_tensor_saved_by_three_consumers_leaves_once(backend: Backend) -
             h = x * 2
             y = sum((h @ w).sum() for w in weights)
         del h
-        assert isinstance(y, Tensor)
         y.backward()
         return x.grad, [w.grad for w in weights]
 

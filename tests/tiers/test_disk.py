@@ -32,7 +32,6 @@ def test_h27_the_page_cache_keeps_nothing_even_where_direct_io_is_refused(
 
 def test_h27_a_device_that_asks_for_more_alignment_than_the_probe_found_gets_it(directory: Path) -> None:
     tier, file = open_tier(directory, Picky)
-    assert isinstance(file, Picky)
     source = anonymous_slab(MIB + 512)[512:].copy_(noise(MIB))
     slot = stored(tier, source)
     again = stored(tier, source)
@@ -46,7 +45,6 @@ def test_h27_a_device_that_asks_for_more_alignment_than_the_probe_found_gets_it(
 @pytest.mark.parametrize("nbytes", [4097, 3 * MIB + 3])
 def test_h27_short_reads_and_writes_are_continued(directory: Path, nbytes: int, lengths: tuple[int, ...]) -> None:
     tier, file = open_tier(directory, Halting)
-    assert isinstance(file, Halting)
     source = anonymous_slab(nbytes).copy_(noise(nbytes))
     slot = reserve(tier, nbytes)
     file.halt(*lengths)

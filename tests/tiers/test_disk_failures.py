@@ -48,7 +48,6 @@ def test_h27_a_failed_transfer_says_what_where_and_what_to_do(directory: Path, n
 
 def test_h27_calls_that_move_nothing_end_in_an_error(directory: Path) -> None:
     tier, file = open_tier(directory, Halting)
-    assert isinstance(file, Halting)
     slot = stored(tier, noise(10_000))
     file.halt(0)
     for transfer in (slot.write, slot.read):
