@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -142,7 +143,9 @@ def test_h21_shapes_that_change_with_every_step_learn_nothing_wrong() -> None:
     changing = steps(towers_in_the_order_of_forward, SimulatedRuntime(), rows=(N, N + 1, N - 1, N), keep_last_bytes=0)
     for step, height in zip(changing, (N, N + 1, N - 1, N), strict=True):
         assert step.stats.offloaded_bytes == 3 * DEPTH * height * N * 4
-    assert changing[0] == known[0]
+    # For how long the system gives memory, the host waits, which no virtual clock knows.
+    first = [one[0]._replace(stats=replace(one[0].stats, stall_seconds=0.0)) for one in (changing, known)]
+    assert first[0] == first[1]
 
 
 def test_a_further_save_of_what_someone_else_keeps_alive_stays_with_it() -> None:

@@ -291,8 +291,8 @@ class Arena:
 
     def restart_peak(self, quota: Quota) -> None:
         """Measures anew how much of ``quota`` is used at most."""
+        self.poll()
         with self._lock.lock:
-            self._poll()
             quota.peak_bytes = quota.used_bytes
 
     def poll(self) -> None:
