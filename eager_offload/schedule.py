@@ -131,12 +131,15 @@ class ResidentQueue:
             beside: bytes of the thread's newest that are in no queue.
         """
         for keys in (self._urgent, self._waiting if self.nbytes + beside > self.limit else ()):
+            final_after = AT_THE_EXIT
             for key in keys:
-                if sequence is None or (sequence > self._waiting[key].packed_at and key not in self._awaited):
+                packed_at = self._waiting[key].packed_at
+                if sequence is None or (sequence > packed_at and key not in self._awaited):
                     return key
+                if packed_at < final_after and key not in self._awaited:
+                    final_after = packed_at
             if keys is self._waiting:
-                packed_at = [one.packed_at for key, one in self._waiting.items() if key not in self._awaited]
-                self.final_after = min(packed_at, default=AT_THE_EXIT)
+                self.final_after = final_after
         return None
 
 
