@@ -19,7 +19,7 @@ import eager_offload as eo
 from eager_offload import active
 from eager_offload.compile import ops
 from eager_offload.engine.offloader import Census
-from eager_offload.tiers.base import Slot
+from eager_offload.tiers.base import MustGrow, Slot
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import DiskBackend, assert_balanced
 from tests.test_counts import open_when_the_host_waits
