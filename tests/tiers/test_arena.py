@@ -244,12 +244,7 @@ def test_a_call_in_the_midst_of_a_change_changes_nothing() -> None:
     slot.write(noise(8192))
     del slot
     found.clear()
-<<<<<<< HEAD
     heir = arena.allocate(8192, quota=Quota(MIB, pooled=False))  # for which nothing of others is ready
-    assert heir is not None
-=======
-    heir = arena.allocate(8192)
->>>>>>> lighter-tests-a
     assert found == [(0, MIB)]
     assert (arena.used_bytes, arena.held_bytes) == (8192, MIB)
     assert len(heir.fences) == 1
