@@ -28,21 +28,6 @@ from eager_offload._torch import (
 from eager_offload.config import OffloadConfig
 from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = [
-    "Context",
-    "Handle",
-    "configuration_on_top",
-    "current",
-    "entered",
-    "has_hook",
-    "left",
-    "outside",
-    "packing",
-    "serving",
-    "thread",
-    "unpack",
-]
-
 
 class Owner(Protocol):
     """The ``Offload`` that a context is of."""

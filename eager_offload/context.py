@@ -16,8 +16,6 @@ from eager_offload.errors import OffloadError
 from eager_offload.kernels.codecs import CODECS
 from eager_offload.stats import Accounts
 
-__all__ = ["EnteredContext"]
-
 #: How many forwards a plain loop runs before it is looked at whether anything moved.
 _LOOKED_AT = 3
 

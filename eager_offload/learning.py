@@ -39,18 +39,6 @@ from typing import Any, NamedTuple
 from eager_offload.step_plan import StepRecorder
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = [
-    "Decision",
-    "Forward",
-    "ForwardRecord",
-    "Kind",
-    "LearnedForward",
-    "LearnedForwards",
-    "Link",
-    "SaveLog",
-    "readers_of",
-]
-
 #: How many are remembered: the forwards of one step may differ, of a generator and a discriminator say.
 _MOST_LEARNED = 8
 #: A storage that the program kept alive is taken in every so many forwards, to see whether it still does.

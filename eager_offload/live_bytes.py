@@ -10,8 +10,6 @@ from torch import Tensor
 from eager_offload._torch import storage_key
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = ["LiveBytes"]
-
 
 class LiveBytes:
     """The bytes of saved tensors that are alive. Callers hold the accounts' lock.

@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
 
-__all__ = ["LAUNCH_SECONDS", "MACHINES", "Machine"]
-
 #: Bytes a second of a link that was not measured: a slow one, so that what comes over it is asked for early.
 _UNKNOWN_BANDWIDTH = 1e9
 

@@ -7,8 +7,6 @@ import os
 
 from eager_offload.config import parse_size
 
-__all__ = ["keeps_freed_memory", "release_freed_memory"]
-
 # From <malloc.h>.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3

@@ -16,8 +16,6 @@ from torch import nn
 
 from eager_offload._torch import module_call, own_call, set_module_call
 
-__all__ = ["Around", "ModuleCall"]
-
 #: Is given what it stands around, with the arguments by place and those by name, and returns what that returns.
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 

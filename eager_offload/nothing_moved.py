@@ -5,8 +5,6 @@ from __future__ import annotations
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.stats import KeepReason, OffloadStats
 
-__all__ = ["why"]
-
 #: What goes on behind the bytes of a reason.
 _REASONS = {
     KeepReason.SMALL: "are of tensors smaller than min_bytes, which is {min_bytes}: set a smaller min_bytes",

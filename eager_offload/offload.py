@@ -42,8 +42,6 @@ from eager_offload.step_plan import ComputedPlan, StepPlan
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.forking import can_begin_nothing
 
-__all__ = ["Offload"]
-
 _NOTHING_TO_FOLLOW = (
     "the plan that was given has no step plan, since none can say what this model does: its settings hold, and what "
     "moves is decided as without it"

@@ -9,8 +9,6 @@ from eager_offload.config import OffloadConfig, OffloadFields, size_literal, var
 from eager_offload.errors import ConfigError
 from eager_offload.step_plan import ComputedPlan
 
-__all__ = ["settings_of", "shown"]
-
 #: The fields that a plan has been made for.
 _PLANNED = ("min_bytes", "max_inflight_bytes", "prefetch_bytes", "keep_last_bytes", "skip", "codec")
 

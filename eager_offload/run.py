@@ -26,8 +26,6 @@ from eager_offload.nothing_moved import why
 from eager_offload.offload import Offload
 from eager_offload.tiers.ranks import rank
 
-__all__ = ["main", "offload_modules"]
-
 _USAGE = """\
 usage: python -m eager_offload.run [--settings SETTINGS]... (SCRIPT | -m MODULE) [ARGUMENTS]...
 

@@ -16,8 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-__all__ = ["AT_THE_EXIT", "Plan", "PrefetchOrder", "Rate", "ResidentQueue"]
-
 #: Anything that hashes by its identity, or an int.
 Key: TypeAlias = Any
 

@@ -18,20 +18,6 @@ from eager_offload._torch import base_of, hint, is_plain_fake, is_view, is_wrapp
 from eager_offload.config import OffloadConfig
 from eager_offload.stats import KeepReason
 
-__all__ = [
-    "Footprint",
-    "footprint",
-    "inner_values",
-    "is_parameter",
-    "keeps_cpu_tensors",
-    "logical_bytes",
-    "own_bytes",
-    "plain_tensors",
-    "reason_to_stay",
-    "root_of",
-    "whole",
-]
-
 #: A view that covers less than one part in this many of its storage travels alone. The three thirds of a fused
 #: projection are below it (they travel as one storage), a slice of a batch is above.
 _GATHER_BELOW = 4

@@ -16,8 +16,6 @@ from eager_offload.errors import ConfigError
 from eager_offload.marks import no_offload
 from eager_offload.module_calls import ModuleCall
 
-__all__ = ["SkippedModules", "plain_name"]
-
 #: Parts of names that wrappers put in: of torch.compile, of DDP, of FSDP and of checkpointing.
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 

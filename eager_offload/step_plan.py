@@ -24,8 +24,6 @@ from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine
 from eager_offload.stats import KeepReason, Relief
 
-__all__ = ["SAID", "Ask", "Coded", "ComputedPlan", "Fate", "Save", "StepPlan", "StepRecorder", "Totals"]
-
 #: The form of the file that ``StepPlan.save`` writes.
 _FORMAT = 1
 #: So often a save may be asked for: more are of a backward that runs over one graph again and again.

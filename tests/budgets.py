@@ -20,8 +20,6 @@ from statistics import median
 
 import pytest
 
-__all__ = ["SecondsOfModules", "overruns"]
-
 _TABLE = Path(__file__).with_name("seconds.json")
 _WRITE = "TESTS_SECONDS"
 #: A module's budget in seconds: so many times what it would take here, and so many more.

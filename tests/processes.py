@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["ROOT", "printed_by"]
-
 ROOT = Path(__file__).parents[1]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-__all__ = ["wrong_before"]
-
 _RELEASE = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 

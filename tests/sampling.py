@@ -28,8 +28,6 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
-__all__ = ["announce", "draw_seed", "leave_out", "one_in", "run_seed", "search", "spread"]
-
 T = TypeVar("T")
 
 _SEED, _WHOLE, _QUICK = "TESTS_SEED", "TESTS_WHOLE", "TESTS_QUICK"

@@ -22,8 +22,6 @@ from eager_offload.errors import OffloadError
 from eager_offload.machine import Machine
 from eager_offload.step_plan import ComputedPlan
 
-__all__ = ["Aim", "aim_of", "key_of", "text_of"]
-
 #: Of what is free when it is first used, the part that ``"auto"`` takes: allocators round and fragment.
 _AUTO_PART = 0.9
 #: So many leading bits of it count: another process, which finds a little more or less, takes the same graphs.

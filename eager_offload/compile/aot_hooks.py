@@ -25,8 +25,6 @@ from eager_offload.compile.regions import name_results_of_pair
 from eager_offload.compile.select import Choice, choose, choose_nothing
 from eager_offload.config import OffloadConfig, size_text
 
-__all__ = ["offload_between", "patches"]
-
 #: What was decided about a graph, value by value.
 _logger = logging.getLogger("eager_offload.compile")
 #: In the ``meta`` of a forward's module: all of it has been looked at.

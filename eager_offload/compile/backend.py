@@ -12,8 +12,6 @@ from eager_offload.compile.inductor import with_passes
 from eager_offload.config import FIELDS, OffloadConfig, switched_on
 from eager_offload.errors import ConfigError
 
-__all__ = ["eager_offload"]
-
 
 def eager_offload(
     graph: GraphModule,

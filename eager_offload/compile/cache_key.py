@@ -9,8 +9,6 @@ from functools import cache
 
 from eager_offload.config import VERSION
 
-__all__ = ["cache_key"]
-
 #: Beside the modules of this package: what decides which bytes move, and what the operations in a graph mean.
 _OTHERS = (
     *("_torch.py", "config.py", "machine.py", "marks.py"),

@@ -36,8 +36,6 @@ from eager_offload.codecs.rounded import compiled_multiple
 from eager_offload.compile.geometry import spread
 from eager_offload.compile.graphs import is_static
 
-__all__ = ["codec_for", "insert_pack", "insert_unpack"]
-
 _aten = torch.ops.aten
 _BITMASK = BitMask()
 #: Of what codecs consist of; Inductor decomposes them before its passes run.

@@ -34,8 +34,6 @@ from eager_offload._torch import OpOverload, schema_of
 from eager_offload.codecs.policy import NORMS
 from eager_offload.compile.graphs import tensor_of
 
-__all__ = ["Consumers", "may_be_rounded"]
-
 
 class _Operators(NamedTuple):
     """What stands in a graph for a node of autograd."""

@@ -20,28 +20,14 @@ from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import flop_registry
 
 from eager_offload import active
-from eager_offload._torch import OpOverload, schema_of, tree_iter, tree_map, without_dispatch_modes
+from eager_offload._torch import OpOverload, hint, schema_of, tree_iter, tree_map, without_dispatch_modes
 from eager_offload.compile import ops
-from eager_offload.compile.graphs import hint
 from eager_offload.config import OffloadConfig
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import OffloadError
 from eager_offload.machine import Machine
 from eager_offload.runtime.base import Direction
 from eager_offload.tiers.disk import Bandwidth, DiskTier
-
-__all__ = [
-    "Call",
-    "Estimate",
-    "bandwidth_of",
-    "counts_flops",
-    "disk_bandwidth",
-    "flops_of",
-    "is_single",
-    "machine_of",
-    "roofline",
-    "traffic_of",
-]
 
 #: Seconds that the operator of a node takes.
 Estimate: TypeAlias = Callable[[Node], float]

@@ -21,17 +21,16 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from eager_offload._torch import hint
 from eager_offload.compile.aim import Aim
 from eager_offload.compile.cost import bandwidth_of, flops_of, is_single, machine_of, traffic_of
-from eager_offload.compile.graphs import hint, nbytes_of, outputs_of, returned_by, storage_of, tensor_of
+from eager_offload.compile.graphs import nbytes_of, outputs_of, returned_by, storage_of, tensor_of
 from eager_offload.config import OffloadConfig
 from eager_offload.machine import Machine
 from eager_offload.plan.predict import Moves, Prediction, Problem
 from eager_offload.plan.program import Op, Program, Storage, living
 from eager_offload.plan.solve import Solver
 from eager_offload.runtime.base import Direction
-
-__all__ = ["Movable", "Step", "decided", "is_whole", "machine_here", "problem_of", "step_of_joint", "step_of_pair"]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ from torch.library import register_fake
 from eager_offload._torch import library
 from eager_offload.runtime.base import ALIGNMENT
 
-__all__ = ["spread"]
-
 _library = library("eager_offload", "FRAGMENT")
 _library.define("spread(Tensor compact, int[] stride, int offset=0) -> Tensor")
 spread = torch.ops.eager_offload.spread.default

@@ -14,32 +14,6 @@ from torch.fx.node import map_arg
 
 from eager_offload._torch import HigherOrderOperator, hint, schema_of, share_calling_convention, weak_storage
 
-__all__ = [
-    "CalledRegion",
-    "called_region",
-    "copied",
-    "counted_from_the_beginning",
-    "counts_from_the_beginning",
-    "covers_its_storage",
-    "first_use",
-    "has_sparse_values",
-    "has_static_offset",
-    "hint",
-    "is_static",
-    "mutated_storages",
-    "nbytes_of",
-    "on_a_copy",
-    "outputs_of",
-    "positions",
-    "returned_by",
-    "same_geometry",
-    "span_of",
-    "storage_of",
-    "tensor_of",
-    "undeclared_aliases",
-    "written_by",
-]
-
 P = ParamSpec("P")
 
 #: Whose operators compilers know by name, those among them that hand back what they are given too.

@@ -24,8 +24,6 @@ from eager_offload.compile.aim import key_of
 from eager_offload.compile.cache_key import cache_key
 from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = ["HookPair", "hook_pair"]
-
 
 class _Hook(EmptyGraphModule):
     """A graph module that makes its graph when it is asked for it. It is small: each configuration has its own."""

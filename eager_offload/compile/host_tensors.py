@@ -33,8 +33,6 @@ from eager_offload.tiers.base import Slot
 from eager_offload.tiers.guard import NoHeadroomError, process_guard
 from eager_offload.tiers.memory import view_of
 
-__all__ = ["HostBytes", "bytes_of", "flat_bytes", "offload", "reload", "reload_copy", "resolved", "wait_for"]
-
 _CAPTURED = "compiled code that offloads was called"
 _OUT_OF_ROOM = (
     "compiled code cannot keep them where they are, so copies take plain host memory, or memory of the device where "

@@ -41,8 +41,6 @@ from eager_offload.runtime.base import Direction
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = ["OrderTransfers", "Partitioner", "install", "uninstall", "with_passes"]
-
 
 class Partitioner(CustomPartitionerFn):
     """Splits a joint graph into forward and backward; for a ``with offload`` it moves what is saved between the two.

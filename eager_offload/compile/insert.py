@@ -12,31 +12,13 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
-from eager_offload._torch import fake_mode_of
+from eager_offload._torch import fake_mode_of, hint
 from eager_offload.compile import ops
 from eager_offload.compile.coding import insert_pack, insert_unpack
-from eager_offload.compile.graphs import (
-    copied,
-    first_use,
-    hint,
-    is_static,
-    on_a_copy,
-    outputs_of,
-    positions,
-    same_geometry,
-)
+from eager_offload.compile.graphs import copied, first_use, is_static, on_a_copy, outputs_of, positions, same_geometry
 from eager_offload.compile.select import Choice, Group
 from eager_offload.config import OffloadConfig
 from eager_offload.marks import mark_operator
-
-__all__ = [
-    "Pair",
-    "insert_asynchronous",
-    "insert_asynchronous_in_place",
-    "insert_into_pair",
-    "insert_report",
-    "insert_synchronous",
-]
 
 #: In the ``meta`` of a host tensor: whether there are views of it, told by the strides that the graph says.
 EXACT = "eager_offload_exact"

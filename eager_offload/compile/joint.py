@@ -32,8 +32,6 @@ from eager_offload.compile.select import Choice, Group, Saved, choose_among
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 
-__all__ = ["boundary_of", "choose_joint", "insert_into_joint", "insert_synchronous_joint"]
-
 
 def boundary_of(graph: Graph, num_outputs: int | None = None) -> Node:
     """The first node of the backward.

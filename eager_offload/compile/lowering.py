@@ -42,8 +42,6 @@ from eager_offload._torch import (
 from eager_offload.compile import ops
 from eager_offload.compile.insert import EXACT
 
-__all__ = ["install_lowerings"]
-
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 

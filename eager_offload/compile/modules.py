@@ -9,8 +9,6 @@ from torch import nn
 
 from eager_offload._torch import OptimizedModule, module_inside
 
-__all__ = ["OffloadedModule", "serve"]
-
 
 class Around(Protocol):
     """An ``Offload``."""

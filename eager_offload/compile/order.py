@@ -25,18 +25,6 @@ from eager_offload.compile import ops
 from eager_offload.compile.cost import Estimate, counts_flops
 from eager_offload.compile.graphs import first_use, nbytes_of, on_a_copy, positions, storage_of, tensor_of, written_by
 
-__all__ = [
-    "between_kernels",
-    "between_kernels_in_place",
-    "pin",
-    "pin_in_place",
-    "prefetch",
-    "prefetch_in_place",
-    "reload_late_in_place",
-    "sink_waits",
-    "sink_waits_in_place",
-]
-
 #: How many operators a kernel is taken to consist of at most.
 _FUSED_AT_MOST = 64
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)

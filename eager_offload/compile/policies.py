@@ -22,8 +22,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from eager_offload.compile.graphs import tensor_of
 from eager_offload.marks import REGION_NOTE, Mark, mark_of
 
-__all__ = ["OffloadPolicy", "is_in_region", "policy_of", "strongest"]
-
 
 class OffloadPolicy(IntEnum):
     """What was asked of a value; of several the largest counts."""

@@ -30,8 +30,6 @@ from eager_offload.compile.graphs import (
     tensor_of,
 )
 
-__all__ = ["keep_operands", "name_results", "name_results_of_pair"]
-
 
 def name_results(graph: Graph) -> None:
     """Replaces what calls of regions hand back by the arguments and earlier results that it is.

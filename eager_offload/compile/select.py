@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from eager_offload._torch import is_plain_fake, schema_of
+from eager_offload._torch import hint, is_plain_fake, schema_of
 from eager_offload.codecs import Codec, CodecPolicy, Gather
 from eager_offload.compile.aim import Aim, aim_of
 from eager_offload.compile.coding import codec_for
@@ -22,7 +22,6 @@ from eager_offload.compile.graphs import (
     counted_from_the_beginning,
     covers_its_storage,
     has_static_offset,
-    hint,
     is_static,
     mutated_storages,
     nbytes_of,
@@ -40,8 +39,6 @@ from eager_offload.errors import OffloadError
 from eager_offload.plan.predict import Prediction
 from eager_offload.selection import keeps_cpu_tensors
 from eager_offload.stats import KeepReason
-
-__all__ = ["Choice", "Group", "Saved", "choose", "choose_among", "choose_nothing"]
 
 #: Views that together cover less than one part in this many of their storage travel alone.
 _GATHER_BELOW = 4

@@ -29,8 +29,6 @@ from eager_offload.config import MIB
 from eager_offload.eager.measuring import Measured
 from eager_offload.step_plan import Adapted, ComputedPlan, Timing
 
-__all__ = ["Adapting", "Request"]
-
 #: After so many forwards it is looked at.
 _EVERY = 16
 #: A peak that is lower than predicted by less than one part in so many changes nothing.

@@ -49,8 +49,6 @@ from eager_offload.selection import is_parameter, logical_bytes, reason_to_stay,
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate, Save, StepPlan
 
-__all__ = ["CapturedRun"]
-
 
 class Back(NamedTuple):
     """Bytes on their way back."""

@@ -43,8 +43,6 @@ from eager_offload.eager.handles import KeptTensor
 from eager_offload.errors import SavedTensorModifiedError
 from eager_offload.stats import KeepReason
 
-__all__ = ["patches"]
-
 _OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 #: In a mode's store: whether what has such a policy is in it.
 _TRAVELS = "eager_offload"

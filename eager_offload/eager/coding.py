@@ -30,17 +30,6 @@ from eager_offload.learning import Kind
 from eager_offload.selection import Footprint
 from eager_offload.step_plan import Coded, Fate, StepPlan
 
-__all__ = [
-    "Coding",
-    "check_codecs",
-    "coding_of",
-    "codings_of",
-    "exact_codec",
-    "is_all_of",
-    "kind_of",
-    "rounding_codec",
-]
-
 _GATHER, _NARROW, _BITMASK = Gather(), Narrow(), BitMask()
 #: Bytes; where the words that codecs work on begin.
 _WORD = 8

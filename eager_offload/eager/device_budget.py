@@ -24,8 +24,6 @@ from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import ConfigError
 from eager_offload.runtime.base import DeviceMemory
 
-__all__ = ["Allowance", "DeviceBudget"]
-
 #: Of what is free when it is first used, the part that ``"auto"`` takes: allocators round and fragment.
 _AUTO_PART = 0.9
 #: In the first forward so much of what is left of the budget stays: what else it will take is not known yet.

@@ -32,8 +32,6 @@ from eager_offload.engine.offloader import DeviceOffloader, Wait
 from eager_offload.errors import ConfigError
 from eager_offload.schedule import ResidentQueue
 
-__all__ = ["Exposure", "LeastKept"]
-
 #: Of a step, what counts as nothing exposed: clocks and machines are not more exact than that.
 _HIDDEN = 0.005
 #: How many steps are judged together, and how many after a change are not judged.

@@ -22,8 +22,6 @@ from eager_offload.stats import Counters, KeepReason
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = ["FollowedRecord", "FollowedStorage", "RunRecord"]
-
 
 def _unknown() -> None:
     """In place of a weak reference that nothing asks for."""

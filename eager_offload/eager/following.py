@@ -47,8 +47,6 @@ from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Ask, Fate, Save
 from eager_offload.tiers.base import MustGrow, Slot
 
-__all__ = ["Adopter", "Run", "resident"]
-
 
 class Adopter(Keeper, Protocol):
     """What a run needs of the saved tensors that it belongs to."""

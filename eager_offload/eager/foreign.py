@@ -22,8 +22,6 @@ from eager_offload._torch import (
 )
 from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = ["add_patches", "ours", "watch"]
-
 _lock = ForkSafeLock()
 _watchers = 0
 

@@ -36,21 +36,6 @@ from eager_offload.stats import KeepReason
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = [
-    "Follower",
-    "Keeper",
-    "KeptTensor",
-    "Reload",
-    "Returned",
-    "SavedStorage",
-    "SavedView",
-    "Started",
-    "StorageRecord",
-    "ViewRecord",
-    "modified",
-    "what_stays_of",
-]
-
 
 class Keeper(Protocol):
     """What handles need of the saved tensors that they belong to, those of one device."""

@@ -43,8 +43,6 @@ from eager_offload.selection import is_parameter, logical_bytes, reason_to_stay
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.step_plan import SAID, ComputedPlan, StepPlan
 
-__all__ = ["Hooks", "Packed", "ThreadState"]
-
 #: What autograd holds in place of a saved tensor.
 Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
 

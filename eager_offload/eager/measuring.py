@@ -25,8 +25,6 @@ from eager_offload.runtime.base import DeviceMemory
 from eager_offload.stats import PlanOutcome
 from eager_offload.step_plan import Stretch, Timing
 
-__all__ = ["Measured", "StepMeasures"]
-
 #: Of so many steps the median time is told.
 _MEASURED = 15
 #: In so many stretches of about as many saves, or asks, each half of a step is measured.

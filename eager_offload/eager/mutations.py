@@ -24,8 +24,6 @@ from eager_offload.eager.handles import KeptTensor, SavedView
 from eager_offload.eager.subclasses import WrappedTensor
 from eager_offload.errors import SavedTensorModifiedError
 
-__all__ = ["ChangeableTensor"]
-
 
 class ChangeableTensor:
     """The handle of a saved tensor that may be changed, around the handle of its bytes."""

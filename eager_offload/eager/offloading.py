@@ -18,8 +18,6 @@ from eager_offload.schedule import ResidentQueue
 from eager_offload.stats import KeepReason
 from eager_offload.tiers.base import MustGrow, Slot
 
-__all__ = ["Offloading"]
-
 
 class Offloading:
     """The saved storages of one device, on their way out. Callers hold the offloader's lock."""

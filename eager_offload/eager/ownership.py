@@ -29,8 +29,6 @@ from eager_offload._torch import after_backward, asker_may_return_it, current_ba
 from eager_offload.errors import reentered
 from eager_offload.tiers.forking import ForkSafeLock
 
-__all__ = ["Owner", "own_until_taken", "pass_on"]
-
 
 class Owner(Protocol):
     """What the handles of one storage share."""

@@ -24,8 +24,6 @@ from eager_offload.engine.transfer import State, Transfer
 from eager_offload.kernels.codecs import CODECS, is_out_of_memory
 from eager_offload.runtime.base import Layout, Stream
 
-__all__ = ["Packed", "let_go", "pack_into", "packed", "unpack_into", "unpacked", "unpacked_at_once"]
-
 
 class Packed(NamedTuple):
     """What travels in place of a storage."""

@@ -27,8 +27,6 @@ from eager_offload.tiers.base import Slot, keep_ready
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import tell_after_fork
 
-__all__ = ["Following", "KnownPlan", "Recording", "Staying", "StepPlans", "Turn"]
-
 #: How many plans are remembered: the forwards of one step may differ, of a generator and a discriminator say.
 _MOST_PLANS = 8
 #: One forward in so many is decided anew, so that a better plan can be found.

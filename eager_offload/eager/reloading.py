@@ -19,8 +19,6 @@ from eager_offload.schedule import Plan, PrefetchOrder
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import StepRecorder
 
-__all__ = ["Reloading"]
-
 
 class Reloading:
     """The saved storages of one device, on their way back."""

@@ -48,8 +48,6 @@ from eager_offload.step_plan import StepRecorder
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import Living
 
-__all__ = ["SavedTensors"]
-
 #: A storage that is saved over and over, as a mask is by every layer, is saved as a new one each time that it has left:
 #: it may have been written in between. After this many times it has an owner that holds it while forward runs, so it
 #: waits for the end of that, and all further saves share it. Beyond that it stays: moving it frees nothing.

@@ -36,8 +36,6 @@ from eager_offload.selection import inner_values, plain_tensors
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.forking import reentrant_lock
 
-__all__ = ["Packer", "WrappedTensor", "pack_wrapper"]
-
 
 class Packer(Protocol):
     """What a wrapper needs of the hooks, for the tensors inside it."""

@@ -12,8 +12,6 @@ from eager_offload.runtime.base import ALIGNMENT
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Coded, Fate, Save, StepPlan
 
-__all__ = ["WarmUp", "check_alike", "late_releases", "mismatch", "said", "slot_bytes", "slots_of"]
-
 
 class WarmUp:
     """One real step before a capture: writes down each forward of it, with its backward."""

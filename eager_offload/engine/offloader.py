@@ -46,8 +46,6 @@ from eager_offload.stats import Accounts
 from eager_offload.tiers.base import Fence, IdleSlots, MustGrow, Slot, Tier, release_idle_slots
 from eager_offload.tiers.forking import tell_after_fork
 
-__all__ = ["REFUSED", "Census", "DeviceOffloader", "Found", "Lack", "Wait", "replaced"]
-
 _NO_THREAD = (
     "the system starts no thread for transfers, so compute waits for each of them. What binds is a limit of threads: "
     "ulimit -u, the pids limit of a container or a job, or memory for stacks. Raise it, or start fewer workers"

@@ -28,8 +28,6 @@ from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.guard import process_guard
 from eager_offload.tiers.host import HostTier, shared_arena
 
-__all__ = ["Offloaders"]
-
 _warned_of_host_tier = threading.Event()
 
 

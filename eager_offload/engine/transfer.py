@@ -16,8 +16,6 @@ from eager_offload.stats import Counters, KeepReason
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = ["AWAY", "COUNTED", "KEPT", "LEAVING", "WAITING", "BytesRecord", "CountedBytes", "State", "Transfer"]
-
 T = TypeVar("T")
 
 #: The slots of ``CountedBytes``.

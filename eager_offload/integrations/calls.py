@@ -15,8 +15,6 @@ from eager_offload._torch import offloaded_modules
 from eager_offload.errors import warn
 from eager_offload.module_calls import ModuleCall
 
-__all__ = ["OffloadedCalls", "is_training", "warn_of_what_hides"]
-
 
 def is_training(module: nn.Module) -> bool:
     """Whether a forward of ``module`` is one that a backward may follow."""

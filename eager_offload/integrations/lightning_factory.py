@@ -6,8 +6,6 @@ from typing import Any
 
 from eager_offload.config import switched_on
 
-__all__ = ["callbacks"]
-
 
 def callbacks() -> list[Any]:
     """Where ``EAGER_OFFLOAD=1`` an ``OffloadCallback`` that the ``EAGER_OFFLOAD_*`` variables configure; else none."""

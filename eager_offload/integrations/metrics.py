@@ -12,8 +12,6 @@ from eager_offload.config import MIB
 from eager_offload.observe.tracing import Tracing
 from eager_offload.tiers.ranks import rank
 
-__all__ = ["PREFIX", "LogMetrics", "OffloadMetrics", "StepTrace", "summarize"]
-
 #: ``True``: the three that matter; ``"all"``: every counter; ``False``: none.
 LogMetrics: TypeAlias = bool | Literal["all"]
 

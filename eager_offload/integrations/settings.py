@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 from eager_offload import ConfigError, Offload, OffloadConfig
 from eager_offload.config import FIELDS
 
-__all__ = ["Given", "missing", "offload_from"]
-
 #: An object of the user's own, a configuration, its fields (a file's), or nothing.
 Given: TypeAlias = Offload | OffloadConfig | Mapping[str, Any] | None
 

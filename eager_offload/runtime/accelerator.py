@@ -31,8 +31,6 @@ from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.slabs import SlabSizes
 
-__all__ = ["AcceleratorEvent", "AcceleratorRuntime", "TransferStreams", "accelerator_runtime"]
-
 #: So many first copies of a transfer stream are timed, and one in so many later ones; a timed copy costs an event more.
 _TIMED = 16
 

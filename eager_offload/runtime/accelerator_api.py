@@ -14,8 +14,6 @@ from torch import Tensor
 from eager_offload import _torch
 from eager_offload._torch import host_registration, is_capturing
 
-__all__ = ["AcceleratorApi"]
-
 _PORTABLE = 1  # cudaHostRegisterPortable
 
 

@@ -19,8 +19,6 @@ from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.accelerator_events import EventPool
 from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode, MemoryPool
 
-__all__ = ["AcceleratorCaptures"]
-
 
 class AcceleratorCaptures:
     """Begins and ends captures. torch's own context managers are left alone: where the end of a capture raises, their

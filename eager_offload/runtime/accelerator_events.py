@@ -11,8 +11,6 @@ from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.captures import CAPTURES, Capture
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-__all__ = ["AcceleratorEvent", "CapturedEvent", "EventPool"]
-
 
 class AcceleratorEvent:
     """A point on a stream; equal to itself only. ``EventPool.record`` makes it.

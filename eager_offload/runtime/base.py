@@ -28,19 +28,6 @@ from eager_offload.runtime.captures import Capture, CaptureMode, MemoryPool
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
 
-__all__ = [
-    "ALIGNMENT",
-    "DeviceMemory",
-    "Direction",
-    "Event",
-    "Hop",
-    "Layout",
-    "Pollable",
-    "Runtime",
-    "Stream",
-    "layout_of",
-]
-
 #: Streams and events are opaque and named by identity; each runtime has its own types.
 Stream: TypeAlias = Hashable
 Event: TypeAlias = Hashable

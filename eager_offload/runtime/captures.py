@@ -10,8 +10,6 @@ import torch
 
 from eager_offload._torch import stream_is_capturing
 
-__all__ = ["CAPTURES", "Capture", "CaptureMode", "Captures", "MemoryPool"]
-
 #: How torch names device memory that graphs share.
 MemoryPool = tuple[int, int]
 

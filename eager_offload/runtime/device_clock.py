@@ -11,8 +11,6 @@ import torch
 
 from eager_offload.runtime.accelerator_events import AcceleratorEvent
 
-__all__ = ["DeviceClocks", "DeviceMark"]
-
 #: Makes an event that tells the time, records it on a stream, and gives it back.
 _Record: TypeAlias = Callable[[torch.Stream], AcceleratorEvent]
 

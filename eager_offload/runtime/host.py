@@ -28,8 +28,6 @@ from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.limits import host_headroom
 from eager_offload.tiers.memory import anonymous_slab, resident_bytes, resident_slab, view_of
 
-__all__ = ["HostEvent", "HostRuntime", "TransferThread", "carry", "host_runtime"]
-
 _SLAB_BYTES = 16 << 20
 #: Reload targets that are kept for the next reload: filling fresh pages takes the system two to three times as long.
 _IDLE_BYTES = 64 << 20

@@ -14,8 +14,6 @@ from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.accelerator_events import EventPool
 from eager_offload.runtime.base import Direction, Runtime
 
-__all__ = ["LinkProbe"]
-
 #: How many copies are timed, after one that is not.
 _COPIES = 4
 

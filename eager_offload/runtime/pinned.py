@@ -34,8 +34,6 @@ from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view
 from eager_offload.tiers.numa import node_of_device, prefer_node
 from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
 
-__all__ = ["PinnedMemory"]
-
 #: Bytes; the largest slab that is shared where sizes are exact.
 _SHARED_BYTES = 64 << 20
 #: Bytes; more than this in one registration is refused by some drivers.

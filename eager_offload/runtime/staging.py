@@ -37,12 +37,10 @@ from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Event, Stream
 from eager_offload.runtime.host import carry
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
-from eager_offload.tiers.arena import Arena, HostSlot
+from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
-from eager_offload.tiers.slabs import SlabSizes
-
-__all__ = ["StagedEvent", "Staging"]
+from eager_offload.tiers.slabs import HostSlot, SlabSizes
 
 #: Bytes of staging memory for each way, for the whole process.
 STAGING_BYTES = 256 << 20

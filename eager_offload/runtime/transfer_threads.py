@@ -16,8 +16,6 @@ from eager_offload.runtime.base import Hop
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock, OwnThread
 
-__all__ = ["HostEvent", "TransferThread"]
-
 #: Seconds without work after which a transfer thread ends; the next copy starts a new one.
 _IDLE_SECONDS = 10.0
 #: Seconds without work after which a transfer thread has what is over taken up, since no call of the library may ever

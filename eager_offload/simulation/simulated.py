@@ -13,11 +13,9 @@ from eager_offload._torch import TorchDispatchMode
 from eager_offload.runtime.base import Direction
 from eager_offload.simulation.checker import Access, Checker, Violation
 from eager_offload.simulation.deferred import Move
-from eager_offload.simulation.device import SimulatedDevice, SimulatedEvent, SimulatedStream
+from eager_offload.simulation.device import SimulatedDevice, SimulatedStream
 from eager_offload.simulation.log import Log, LoggedRuntime, WrittenLog
 from eager_offload.simulation.observer import OperatorObserver
-
-__all__ = ["SimulatedEvent", "SimulatedRuntime", "SimulatedStream"]
 
 
 class SimulatedRuntime(LoggedRuntime, SimulatedDevice):

@@ -24,8 +24,6 @@ from eager_offload.tiers.guard import NoHeadroomError
 from eager_offload.tiers.memory import PAGE, anonymous_slab
 from eager_offload.tiers.slabs import ExactSizes, HostSlot, HostSlotRecord, Quota, Slab, Slabs, SlabSizes
 
-__all__ = ["Arena", "HostSlot", "OverBudgetError", "Quota", "anonymous_slab"]
-
 T = TypeVar("T")
 
 #: Bytes; requests below a page share slabs of their own, cut to multiples of this.

@@ -11,20 +11,6 @@ from torch import Tensor
 
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
 
-__all__ = [
-    "Fence",
-    "IdleSlots",
-    "MustGrow",
-    "Region",
-    "Shortage",
-    "Slot",
-    "SlotRecord",
-    "Tier",
-    "idle_slot_bytes",
-    "keep_ready",
-    "release_idle_slots",
-]
-
 
 class Region(NamedTuple):
     """A range of bytes, named by identity: never by an address that another owner may get next."""

@@ -19,8 +19,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["GroupLimit", "group_limits", "read"]
-
 #: Bytes; version 1 writes "no limit" as the largest multiple of a page that a long holds.
 _NO_LIMIT = 1 << 62
 

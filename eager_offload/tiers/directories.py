@@ -15,8 +15,6 @@ from eager_offload.errors import ConfigError
 from eager_offload.tiers.rawfile import RawFile
 from eager_offload.tiers.spill import SpillFile
 
-__all__ = ["IN_MEMORY", "filesystem_of", "open_some", "open_spill_files", "usual_directories"]
-
 #: Filesystems whose files are memory: to spill there moves nothing out of it.
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 #: Bytes that have to be free in a directory that the user did not name, or the budget where that is less.

@@ -35,8 +35,6 @@ from eager_offload.tiers.rawfile import RawFile
 from eager_offload.tiers.space import DiskSlotRecord, Space
 from eager_offload.tiers.spill import SpillFile
 
-__all__ = ["Bandwidth", "DiskSlot", "DiskTier"]
-
 #: Bytes that measuring moves each way at most, in pieces of a size that a large activation has; and for how long.
 _MEASURED_BYTES, _MEASURED_PIECE = 64 << 20, 8 << 20
 _MEASURING_SECONDS = 0.8

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from eager_offload.tiers.base import Fence
 
-__all__ = ["Extent", "Extents"]
-
 _START = itemgetter(0)
 
 

@@ -20,8 +20,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["FinalizerRecord", "Living"]
-
 T = TypeVar("T")
 
 

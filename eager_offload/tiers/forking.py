@@ -9,16 +9,6 @@ from typing import Protocol, cast
 
 from eager_offload.tiers.finalizers import Living
 
-__all__ = [
-    "ForkSafeLock",
-    "Inheritable",
-    "OwnThread",
-    "ReentrantLock",
-    "can_begin_nothing",
-    "reentrant_lock",
-    "tell_after_fork",
-]
-
 
 class Inheritable(Protocol):
     """Something that a forked child gets a copy of, in whatever state the parent's other threads left it."""

@@ -22,8 +22,6 @@ from eager_offload.tiers.base import Shortage
 from eager_offload.tiers.forking import ForkSafeLock
 from eager_offload.tiers.limits import Headroom, Limit, host_headroom
 
-__all__ = ["Guard", "NoHeadroomError", "process_guard"]
-
 #: What one look admits without another: this part of what it has found, and at most so many bytes.
 _TRUSTED, _TRUSTED_BYTES = 8, 1 << 30
 #: Bytes that are refused without another look.

@@ -14,8 +14,6 @@ from eager_offload.tiers.guard import process_guard
 from eager_offload.tiers.limits import HOST_FRACTION, host_headroom
 from eager_offload.tiers.slabs import HostSlot, Quota
 
-__all__ = ["HostTier", "shared_arena"]
-
 #: Bytes handed out until what the machine has left is looked at again when a forward begins.
 _LOOK_BYTES = 1 << 30
 

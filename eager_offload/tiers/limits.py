@@ -23,18 +23,6 @@ from eager_offload.config import size_text
 from eager_offload.tiers.cgroups import group_limits, read
 from eager_offload.tiers.ranks import local_ranks
 
-__all__ = [
-    "Headroom",
-    "Limit",
-    "System",
-    "disk_budget",
-    "disk_headroom",
-    "host_budget",
-    "host_headroom",
-    "local_ranks",
-    "pinning_limit",
-]
-
 #: The part of the memory that is available now that saved tensors may take. The other half is for what the process
 #: still has to allocate itself: data loading, checkpoints on their way to disk, the page cache that feeds both.
 HOST_FRACTION = 0.5

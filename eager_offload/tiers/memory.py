@@ -18,23 +18,6 @@ from torch import Tensor
 
 from eager_offload.tiers.numa import prefer_node
 
-__all__ = [
-    "PAGE",
-    "FilePart",
-    "Span",
-    "anonymous_slab",
-    "clear",
-    "is_in_page_cache",
-    "mapped_file",
-    "move",
-    "move_if_there",
-    "resident_bytes",
-    "resident_slab",
-    "round_up",
-    "touched_spans",
-    "view_of",
-]
-
 #: Bytes; what blocks, slots and direct I/O are aligned to.
 PAGE = 4096
 

@@ -14,8 +14,6 @@ import platform
 from functools import cache
 from pathlib import Path
 
-__all__ = ["node_of_device", "prefer_node"]
-
 #: The number of the system call by processor, as ``platform.machine`` names it. The C library has no name for it.
 _MBIND = {"x86_64": 237, "aarch64": 235, "riscv64": 235, "ppc64le": 259, "s390x": 268}
 _MPOL_PREFERRED = 1

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-__all__ = ["local_ranks", "rank", "set_local_ranks"]
-
 #: What launchers call the number of processes that they started on this node: torchrun (and what starts processes as it
 #: does), Open MPI, MVAPICH2 and 3, Hydra (MPICH, Intel MPI), Cray's PALS, IBM's JSM, Horovod, and those that call it as
 #: Horovod's guides do. The one that started this very process comes first: a torchrun that Slurm has started knows

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.memory import is_in_page_cache
 
-__all__ = ["RawFile", "Usage"]
-
 
 class Usage(NamedTuple):
     """How full a disk is, and what one file has of it; bytes."""

@@ -16,8 +16,6 @@ from eager_offload.tiers.extents import Extent, Extents
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.memory import PAGE, move, move_if_there, round_up, view_of
 
-__all__ = ["ExactSizes", "HostSlot", "HostSlotRecord", "PowersOfTwo", "Quota", "Slab", "SlabSizes", "Slabs"]
-
 _serial = itertools.count()
 
 #: A new shared slab is at most this part of what is held, so that the empty rest of the newest one stays small.

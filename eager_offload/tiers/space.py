@@ -27,8 +27,6 @@ from eager_offload.tiers.forking import OwnThread
 from eager_offload.tiers.memory import PAGE, FilePart, Span, mapped_file, round_up
 from eager_offload.tiers.spill import SpillFile
 
-__all__ = ["DiskSlotRecord", "Space"]
-
 #: Bytes; a file grows by this much, or by the request where that is more.
 _GROWTH = 64 << 20
 #: Bytes of one stripe.

@@ -19,8 +19,6 @@ from eager_offload.tiers.forking import tell_after_fork
 from eager_offload.tiers.memory import PAGE, anonymous_slab, move, move_if_there, round_up, view_of
 from eager_offload.tiers.rawfile import RawFile
 
-__all__ = ["FLOOR_BYTES", "FLOOR_SHARE", "SpillFile"]
-
 #: What stays free on every disk for other programs: this share of the disk, and at most so many bytes.
 FLOOR_SHARE, FLOOR_BYTES = 1 / 20, 4 << 30
 

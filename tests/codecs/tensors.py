@@ -10,8 +10,6 @@ from torch import Tensor
 
 from eager_offload.codecs import Codec, TensorMeta
 
-__all__ = ["ALL_DTYPES", "FLOATS", "Coded", "coded", "filled", "same_bits", "special", "strided"]
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ALL_DTYPES = (*FLOATS, torch.float64, torch.bool, torch.uint8, torch.int16, torch.int64, torch.complex64)
 

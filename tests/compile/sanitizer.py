@@ -19,8 +19,6 @@ from eager_offload.compile import host_tensors
 from eager_offload.compile.host_tensors import Coded, HostBytes, bytes_of, flat_bytes, resolved
 from eager_offload.engine.offloader import DeviceOffloader
 
-__all__ = ["CHANGED", "OTHER", "sanitized"]
-
 CHANGED = "a source was written over before the wait of its offload"
 #: Bytes; tests of short memory have larger ones, and no room for another copy.
 LARGEST = 1 << 26

@@ -8,8 +8,6 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import CheckedBackend
 
-__all__ = ["RecordedBackend"]
-
 
 class RecordedBackend(CheckedBackend):
     """Copies run as late as the calls into torch allow, and the checker reads along."""

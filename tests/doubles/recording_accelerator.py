@@ -36,8 +36,6 @@ from eager_offload.tiers.memory import PAGE
 from tests.doubles.recording_captures import DriverCaptures, RecordingGraph
 from tests.doubles.recording_streams import Key, Mark, RecordingEvent, RecordingStream, Step
 
-__all__ = ["RecordingAccelerator"]
-
 _BLOCK_ALIGNMENT = 512  # cudaMalloc's
 
 

@@ -22,8 +22,6 @@ from tests.doubles.recording_streams import Key, Mark, RecordingEvent, Step
 if TYPE_CHECKING:
     from tests.doubles.recording_accelerator import RecordingAccelerator
 
-__all__ = ["CapturedMark", "DriverCaptures", "RecordingCapture", "RecordingGraph"]
-
 Pool = tuple[int, int]
 
 

@@ -11,8 +11,6 @@ import torch
 if TYPE_CHECKING:
     from tests.doubles.recording_accelerator import RecordingAccelerator
 
-__all__ = ["Key", "Mark", "RecordingEvent", "RecordingStream", "Step"]
-
 
 class Key(NamedTuple):
     """A stream, by what stays the same."""

@@ -30,8 +30,6 @@ from eager_offload.tiers.base import Region
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.doubles.recording_streams import Key, Mark, RecordingEvent, RecordingStream, Step
 
-__all__ = ["TrainingAccelerator"]
-
 _CPU = torch.device("cpu")
 
 

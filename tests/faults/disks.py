@@ -23,8 +23,6 @@ from eager_offload.tiers.rawfile import RawFile, Usage
 from tests.hazards.backends import assert_settled
 from tests.proof.bits import same_bits
 
-__all__ = ["OPERATIONS", "Faults", "Faulty", "on_faulty_disk", "step", "step_is_exact"]
-
 #: The system calls that a fault may strike.
 OPERATIONS = ("write", "read", "allocate", "usage")
 

@@ -14,8 +14,6 @@ from eager_offload import Offload
 from eager_offload.runtime.host import host_runtime
 from tests.hazards.backends import transfer_threads
 
-__all__ = ["nothing_outlives_a_file", "spill_files"]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_outlives_a_file() -> Iterator[None]:

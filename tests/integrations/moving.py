@@ -7,8 +7,6 @@ from typing import Any
 
 import eager_offload as eo
 
-__all__ = ["fields", "moved"]
-
 
 def fields(path: Path) -> dict[str, Any]:
     return {"min_bytes": 1024, "tier": "disk", "disk_path": str(path), "keep_last_bytes": 0}

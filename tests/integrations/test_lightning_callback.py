@@ -26,7 +26,7 @@ import eager_offload as eo
 from eager_offload._torch import top_pack_hook
 from eager_offload.integrations.lightning import OffloadCallback
 from eager_offload.integrations.lightning_factory import callbacks
-from eager_offload.tiers.limits import local_ranks
+from eager_offload.tiers.ranks import local_ranks
 from tests.integrations.leftovers import spill_files
 from tests.integrations.lightning_training import (
     PACKAGES,

@@ -13,8 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["CHROMIUM", "Browser"]
-
 CHROMIUM = shutil.which("chromium")
 #: Seconds that it has to end by itself.
 _PATIENCE = 30.0

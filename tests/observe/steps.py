@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from eager_offload.trace_file import Slice
 
-__all__ = ["DEPTH", "NBYTES", "Layer", "Net", "inputs", "nested", "step"]
-
 DEPTH = 4
 WIDTH = 64
 #: Bytes of one activation.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from eager_offload.trace_file import Kind, MemorySample, SavedGroup, Slice, Trace
 
-__all__ = ["AWKWARD", "LAYERS", "example"]
-
 MIB = 1 << 20
 LAYERS = 6
 #: No module is called that, and nothing may come of it.

@@ -8,8 +8,6 @@ from scipy.sparse import coo_array
 
 from eager_offload.plan.predict import Problem
 
-__all__ = ["least_seconds"]
-
 
 class _Rows:
     """Rows of a sparse matrix, each at most a number."""

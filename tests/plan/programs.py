@@ -15,11 +15,6 @@ from eager_offload.machine import Machine
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import Op, Program, Storage
 
-__all__ = [
-    *("CONFIG", "Block", "Stack", "budget_of", "chain", "forward_flops", "least_moved", "problems", "slow", "small"),
-    "wide",
-]
-
 #: Has everything move that may, in windows that a small model fills.
 CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["same_bits"]
-
 
 def same_bits(one: Tensor | None, two: Tensor | None) -> bool:
     """Whether layout, sizes, strides and every bit are the same; a NaN equals one with the same payload."""

@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Around", "Trace", "train", "train_compiled", "train_in_threads"]
-
 #: Makes the context that forwards run in: a new ``nullcontext``, or the one ``Offload``.
 Around = Callable[[], AbstractContextManager[object]]
 Trace = list[Tensor | str | None]

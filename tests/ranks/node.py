@@ -9,7 +9,8 @@ from pathlib import Path
 import eager_offload as eo
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.host import HostTier
-from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom, local_ranks
+from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom
+from eager_offload.tiers.ranks import local_ranks
 from tests.hazards.backends import offloader_of
 from tests.ranks.launch import Ranks
 from tests.ranks.training import batch, blocks

@@ -13,8 +13,6 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-__all__ = ["ARCHITECTURES", "SEQUENCES", "Architecture", "Batch", "padded_words"]
-
 #: What a model is called with.
 Batch: TypeAlias = dict[str, Any]
 

@@ -12,8 +12,6 @@ import transformers
 from eager_offload import OffloadStats
 from tests.real_models.training import Case
 
-__all__ = ["EXCUSED", "PAGE", "agree", "committed", "key", "line", "made_with", "share", "write"]
-
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 #: Why a saved tensor may stay without counting: too small to be worth it, held for good anyway, asked for at once.
 EXCUSED = ("small", "parameter", "newest")

@@ -22,8 +22,6 @@ from tests.hazards.backends import assert_settled
 from tests.hazards.programs import assert_identical
 from tests.real_models.models import ARCHITECTURES, SEQUENCES, Architecture, Batch, padded_words
 
-__all__ = ["CASES", "MIN_BYTES", "Case", "Variant", "measured"]
-
 Around: TypeAlias = AbstractContextManager[Any]
 
 STEPS = 3

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from eager_offload.runtime.accelerator import AcceleratorRuntime
-from eager_offload.tiers.arena import Arena, HostSlot
+from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.slabs import HostSlot
 from tests.doubles.recording_accelerator import RecordingAccelerator
 
 DEVICE = torch.device("cuda", 0)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from eager_offload.runtime.accelerator import AcceleratorRuntime
-from eager_offload.tiers.arena import Arena, HostSlot
+from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE, anonymous_slab
-from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
+from eager_offload.tiers.slabs import ExactSizes, HostSlot, PowersOfTwo, SlabSizes
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.threads import on_a_thread
 

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from eager_offload.tiers import limits
-from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom, local_ranks
-from eager_offload.tiers.ranks import set_local_ranks
+from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom
+from eager_offload.tiers.ranks import local_ranks, set_local_ranks
 from tests.tiers.machines import GIB, MIB, FakeMachine, real_group
 
 ROOT = Path(__file__).parents[2]

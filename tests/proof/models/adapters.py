@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from tests.proof.models.base import Checkpointing
 from tests.proof.models.llama import Llama
 
-__all__ = ["Adapted"]
-
 RANK = 4
 
 

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["VOCABULARY", "Batch", "Checkpointing", "Trainee", "images", "tokens"]
-
 VOCABULARY = 61
 
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from tests.proof.models.base import Batch, Trainee, images
 
-__all__ = ["ResNet", "UNet"]
-
 CLASSES, CHANNELS = 10, 8
 
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from tests.proof.models.base import VOCABULARY, Batch, Trainee, tokens
 from tests.proof.models.llama import WIDTH, Block, RmsNorm, rotations
 
-__all__ = ["MixtureOfExperts"]
-
 EXPERTS, CHOSEN, LAYERS = 4, 2, 2
 
 

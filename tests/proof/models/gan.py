@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LATENT", "SIZE", "Discriminator", "Generator"]
-
 LATENT, SIZE, CHANNELS = 12, 16, 8
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from tests.proof.models.base import VOCABULARY, Batch, Trainee, tokens
 
-__all__ = ["Gpt"]
-
 WIDTH, HEADS, LENGTH, LAYERS = 32, 4, 24, 2
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from tests.proof.models.base import VOCABULARY, Batch, Trainee, tokens
 
-__all__ = ["WIDTH", "Block", "Llama", "RmsNorm", "rotations"]
-
 WIDTH, HEADS, KV_HEADS, LENGTH, LAYERS = 32, 4, 2, 24, 2
 HEAD = WIDTH // HEADS
 

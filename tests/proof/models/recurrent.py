@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from tests.proof.models.base import VOCABULARY, Batch, Trainee, tokens
 
-__all__ = ["Recurrent"]
-
 WIDTH, LENGTH, LAYERS = 24, 12, 2
 
 

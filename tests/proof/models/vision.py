@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from tests.proof.models.base import Batch, Trainee, images
 
-__all__ = ["VisionTransformer"]
-
 WIDTH, HEADS, LAYERS, SIZE, PATCH, CLASSES = 32, 4, 2, 16, 4, 10
 
 
