@@ -46,7 +46,12 @@ def leaf(seed: int, mib: int = 40, device: int = 0) -> Tensor:
 
 
 def side_stream(device: int = 0) -> torch.Stream:
-    return torch.Stream(device=f"{NAME}:{device}")
+    """One that no transfers run on: torch hands out a few in turn."""
+    place, runtime = torch.device(NAME, device), accelerator_runtime()
+    transfers = [runtime.transfer_stream(place, direction) for direction in Direction]
+    while (stream := torch.Stream(device=place)) in transfers:
+        pass
+    return stream
 
 
 def finish(virtual: VirtualDevice) -> None:
