@@ -163,6 +163,8 @@ def offload(
             kept = 0 if region is None else _begin_region(offloader, region, waits=wait)
         slot = None if offloader.is_crashed else offloader.reserve(span_bytes(source), fallback=_OUT_OF_ROOM)
         with offloader.lock:
+            if offloader.is_crashed:  # while a tier grew
+                slot = None
             memory = None if slot is None else _memory_of(slot)
             stands_for = HostBytes(offloader, source, None if memory is None else slot, counters, kept, coded)
             if slot is None or memory is None:

@@ -458,7 +458,6 @@ class Run:
                     self._start(storage, sequence, computed, found)
                 except MustGrow:
                     return Lack(storage.footprint.nbytes)
-                found = None  # one slot is for one copy
             due.popleft()
         return None
 
@@ -488,11 +487,7 @@ class Run:
                 self.known.refuse()
                 storage.coding = packing = None
         if packing is None and self.known.codings[storage.number] is not None:  # the plan's slot is for what is packed
-            nbytes = storage.footprint.nbytes
-            if found is not None and found.nbytes == nbytes:
-                slot = found.slot
-            else:
-                slot = offloader.reserve(nbytes, grows=False)
+            slot = offloader.slot_for(storage.footprint.nbytes, found)
             if slot is None:
                 storage.stay(KeepReason.BUDGET)
                 return

@@ -58,13 +58,10 @@ class Offloading:
                     return Lack(0)
             reason, slot, packing = self._reason_to_stay(saved), None, None
             if reason is None:
-                if found is not None and found.nbytes == nbytes:
-                    slot, found = found.slot, None
-                else:
-                    try:
-                        slot = offloader.reserve(nbytes, grows=False)
-                    except MustGrow:
-                        return Lack(nbytes)
+                try:
+                    slot = offloader.slot_for(nbytes, found)
+                except MustGrow:
+                    return Lack(nbytes)
                 reason = KeepReason.BUDGET if slot is None else None
             if slot is not None and saved.coding is not None:
                 packing = packed(offloader, saved, saved.coding)

@@ -596,6 +596,8 @@ class SavedTensors:
                 if slots is None:
                     plans.has_no_slots()
                     return None
+                if known.is_forgotten or offloader.is_crashed:  # while a tier grew
+                    return None
                 run = Run(known, [*slots], self, keep, queue, sequence)
                 plans.follow(run, known)
                 if self.exposure is not None:

@@ -30,6 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -79,8 +80,9 @@ class Lack(NamedTuple):
     nbytes: int
 
 
-class Found(NamedTuple):
-    """What came of a search for a slot of ``nbytes`` bytes."""
+@dataclass(slots=True)
+class Found:
+    """What came of a search for a slot of ``nbytes`` bytes; nothing else holds the slot."""
 
     nbytes: int
     slot: Slot | None
@@ -274,6 +276,22 @@ class DeviceOffloader:
             )
         return slot
 
+    def slot_for(self, nbytes: int, found: Found | None) -> Slot | None:
+        """A slot with the lock held: what was ``found`` for as many bytes, which nothing is found for then; else anew.
+
+        What was found for others, which have died meanwhile, say, goes back first.
+
+        Raises:
+            MustGrow: a tier has to grow for it.
+        """
+        if found is not None:
+            slot, is_for_these = found.slot, found.nbytes == nbytes
+            found.slot, found.nbytes = None, 0
+            if is_for_these:
+                return slot
+            del slot
+        return self.reserve(nbytes, grows=False)
+
     def go_on(self, lack: Lack | None, start: Callable[[Found | None], Lack | None], *, waits: bool = True) -> None:
         """Waits for what copies out lack, and starts them; the lock is not held, and other threads may take the room.
 
@@ -288,7 +306,7 @@ class DeviceOffloader:
             elif not (waits and self.wait_for_room()):
                 return
             with self.lock:
-                lack = start(found)
+                lack = None if self.is_crashed else start(found)
 
     def offload(
         self,

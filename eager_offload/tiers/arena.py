@@ -283,8 +283,7 @@ class Arena:
                 return self._allocate_slab(size)
             except (MemoryError, RuntimeError):
                 continue
-        with self._lock.lock:
-            self._release_idle(0)
+        self.release_idle()
         return self._allocate_slab(least)
 
     def restart_peak(self, quota: Quota) -> None:
@@ -388,9 +387,11 @@ class Arena:
         self._is_changing, ended = True, self._ended
         while ended:
             record: Any = ended.popleft()
+            if record not in self._records:  # it was taken up meanwhile, or is of a slot that was never made
+                continue
             if record.slab.is_left:
                 self.returned.append(record)
-            elif record in self._records:  # else it was taken up meanwhile
+            else:
                 self._ready.setdefault((record.quota, record.nbytes), []).append(record)
                 self._ready_bytes += record.nbytes
         if same := self._ready.get((quota, nbytes)):

@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,12 @@ from torch import Tensor
 
 import eager_offload as eo
 from eager_offload import Offload, marks
-from eager_offload.runtime.host import HostEvent
+from eager_offload.config import OffloadConfig
+from eager_offload.eager.saving import SavedTensors
+from eager_offload.engine.offloader import DeviceOffloader, Found
+from eager_offload.runtime.host import HostEvent, host_runtime
+from eager_offload.stats import Accounts
+from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import release_idle_slots
 from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
@@ -161,6 +167,60 @@ def test_h41_other_threads_go_on_while_the_system_gives_one_a_slab(what: str, fo
         del loss, kept
         other.clear()
         assert_settled(offload)
+
+
+def test_h41_a_slot_that_was_found_in_vain_goes_back_before_the_next_save_asks() -> None:
+    """Its graph is dropped while the system gives the slab; there is room for one of the two at a time."""
+    tier = HostTier(Arena(slab_bytes=1 << 20), 4 << 20)
+    offloader = DeviceOffloader(torch.device("cpu"), host_runtime(), [tier], Accounts(), max_inflight_bytes=1 << 30)
+    saves = SavedTensors(offloader, OffloadConfig(keep_last_bytes=0))
+    queue, forward = saves.new_queue(), saves.new_forward(1, None)
+    queue.limit = 0
+    with offloader.lock:
+        views = [saves._save(torch.zeros(nbytes // 4), queue, 1, forward, None) for nbytes in (4 << 20, 3 << 20)]
+    lack = saves._start_due(queue, None)
+    assert lack is not None
+    found = Found(lack.nbytes, offloader.reserve(lack.nbytes))
+    assert found.slot is not None
+    del views[0]
+    with offloader.lock:
+        offloader.poll()
+        lack = saves._start_due(queue, None, found)
+    offloader.go_on(lack, partial(saves._start_due, queue, None))
+    offloader.synchronize()
+    counters = offloader.accounts.counters
+    assert counters.bytes_out == 3 << 20
+    assert not counters.demotions
+    views.clear()
+
+
+def test_h10_nothing_more_leaves_through_an_offloader_that_crashes_while_the_system_gives_a_slab() -> None:
+    with SimulatedBackend() as simulated:
+        offload = simulated.offload(max_inflight_bytes=64 << 20)
+        with offload:
+            first = leaf(64, 64, seed=1).sin().cos().sum()
+        offloader = offloader_of(offload)
+        (tier,) = offloader.tiers
+        assert isinstance(tier, HostTier)
+        arena, give = tier._arena, tier._arena._allocate_slab
+        before, crashed = offload.stats(synchronize=True).bytes_out, []
+
+        def crashes(nbytes: int) -> Tensor:
+            crashed.append(nbytes)
+            offloader.crash()
+            return give(nbytes)
+
+        large, arena._allocate_slab = leaf(1024, 1024, seed=0), crashes
+        try:
+            with offload:
+                second = large.sin().cos().sum()
+        finally:
+            arena._allocate_slab = give
+        assert crashed
+        assert offloader.accounts.counters.bytes_out == before > 0
+        (first + second).backward()
+        assert torch.equal(large.grad, torch.autograd.grad(large.sin().cos().sum(), large)[0])
+        del first, second
 
 
 def test_h41_a_mark_goes_with_its_tensor() -> None:

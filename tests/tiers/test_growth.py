@@ -189,3 +189,40 @@ def test_a_growth_in_the_midst_of_a_growth_is_refused(arena: Arena, system: Slow
     system.meanwhile = again
     assert arena.allocate(8192) is not None
     assert system.sizes == [MIB]
+
+
+def interrupted_in(arena: Arena, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> BaseException:
+    """An interrupt comes where a slot was cut and is not registered; its traceback holds the slot."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "_register", interrupt)
+        try:
+            arena.at_hand(nbytes)
+        except KeyboardInterrupt as error:  # no cycle, so that what it holds dies as soon as it does
+            return error
+    pytest.fail("no interrupt came")
+
+
+def test_an_interrupt_elsewhere_while_the_system_refuses_loses_nothing(
+    system: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(system, slab_bytes=MIB, idle_bytes=MIB)
+    kept = arena.allocate(4096)
+    system.refuse, system.meanwhile = True, lambda: interrupted_in(arena, monkeypatch, 4096)
+    assert arena.allocate(2 * MIB) is None
+    rest = [arena.allocate(4096) for _ in range(MIB // 4096 - 1)]
+    assert None not in [kept, *rest], "each part of the slab is there to be had"
+    assert arena.held_bytes == arena.used_bytes == MIB
+
+
+def test_a_slot_that_was_never_registered_may_die_late(system: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(system, slab_bytes=MIB, idle_bytes=MIB)
+    assert arena.allocate(4096) is not None, "so that there is a slab"
+    held = [interrupted_in(arena, monkeypatch, 8192)]
+    assert arena.allocate(4096) is not None, "which makes anew what is known"
+    held.clear()
+    assert arena.allocate(4096) is not None
+    assert arena.used_bytes == 0
