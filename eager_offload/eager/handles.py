@@ -29,7 +29,7 @@ from eager_offload.engine.transfer import WAITING, BytesRecord, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.kernels.workspace import Workspaces
 from eager_offload.learning import Forward
-from eager_offload.runtime.base import ALIGNMENT, Layout, Stream, layout_of
+from eager_offload.runtime.base import ALIGNMENT, Layout, Stream
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.selection import Footprint, root_of
 from eager_offload.stats import KeepReason
@@ -266,12 +266,12 @@ class SavedStorage:
     @property
     def target_layout(self) -> Layout:
         """What a reload target must look like. What was packed is unpacked later, into other memory."""
-        return self.layout if self.coding is None else layout_of(self.coding.nbytes)
+        return self.layout if self.coding is None else Layout(self.coding.nbytes)
 
     @property
     def layout(self) -> Layout:
         """What memory must look like that its bytes are to be in again."""
-        return layout_of(self.footprint.nbytes, self.alignment_offset)
+        return Layout(self.footprint.nbytes, self.alignment_offset)
 
     @property
     def moved(self) -> int:

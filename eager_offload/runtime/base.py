@@ -14,10 +14,8 @@ import abc
 import enum
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -40,8 +38,7 @@ class Direction(enum.Enum):
     IN = "in"
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """What a reload target must look like.
 
     Kernels choose their order of summation by alignment, so a reloaded tensor has to sit at the same address modulo 64
@@ -51,10 +48,6 @@ class Layout:
     nbytes: int
     #: The address of the first byte, modulo ``ALIGNMENT``.
     alignment_offset: int = 0
-
-
-#: Steps ask for the same ones again, and what is frozen takes three times as long to make.
-layout_of: Callable[..., Layout] = lru_cache(maxsize=1024)(Layout)
 
 
 class Hop(NamedTuple):

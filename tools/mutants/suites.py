@@ -68,7 +68,7 @@ _FIRST = {
     "simulation/simulated": "=simulated",
     "runtime/staging": "runtime/staging =accelerator",
     "runtime/transfer_threads": "=host",
-    "tiers/arena": "tiers/arena tiers/interrupted_slots tiers/leases hazards/copies",
+    "tiers/arena": "tiers/arena tiers/growth tiers/interrupted_slots tiers/leases hazards/copies",
     "tiers/cgroups": "tiers/limits",
     "tiers/guard": "tiers/guard hazards/short_memory",
     "tiers/host": "tiers/shares tiers/arena hazards/short_memory",
