@@ -606,17 +606,17 @@ class SavedTensors:
 
     def _slots(self, known: KnownPlan) -> list[Slot] | None:
         """Room for all that a plan offloads; ``None`` where no tier has it. The lock is not held."""
-        plans = self.plans
-        for tier in self.offloader.tiers:  # with what the last step has given back
-            tier.release_idle()
-        with suppress(IndexError):  # there is none, or another thread was faster
-            slots = known.idle.pop()
-            for tier in self.offloader.tiers:
-                tier.note_reuse(sum([slot.nbytes for slot in slots if slot.tier == tier.name]))
-            return slots
-        for run in plans.runs:
-            if run.is_mostly_gone:  # a program may keep a little of each step, a metric say
-                run.release_slots()
+        with self.offloader.lock:
+            for tier in self.offloader.tiers:  # with what the last step has given back
+                tier.release_idle()
+            with suppress(IndexError):  # there is none, or another thread was faster
+                slots = known.idle.pop()
+                for tier in self.offloader.tiers:
+                    tier.note_reuse(sum([slot.nbytes for slot in slots if slot.tier == tier.name]))
+                return slots
+            for run in self.plans.runs:
+                if run.is_mostly_gone:  # a program may keep a little of each step, a metric say
+                    run.release_slots()
         slots = []
         for nbytes in known.plan.slots:
             slot = self.offloader.room(nbytes)

@@ -225,9 +225,10 @@ class DeviceOffloader:
         first = self.tiers[0]
         for tier in self.tiers:
             try:
-                slot = tier.at_hand(nbytes)
-                if slot is None and release_idle_slots():
+                with self.lock:  # what calls in the midst of it, a signal handler say, is to be refused
                     slot = tier.at_hand(nbytes)
+                    if slot is None and release_idle_slots():
+                        slot = tier.at_hand(nbytes)
             except MustGrow:
                 if not grows:
                     raise
@@ -265,8 +266,10 @@ class DeviceOffloader:
         slot = self.room(nbytes, grows=grows)
         if slot is None and self._demote("budget"):
             names = " and ".join(tier.name for tier in self.tiers)
-            why = "; ".join(f"{tier.name}: {tier.shortage.reason}" for tier in self.tiers)
-            cures = [tier.shortage.remedy for tier in self.tiers]
+            with self.lock:
+                shortages = [(tier.name, *tier.shortage) for tier in self.tiers]
+            why = "; ".join(f"{name}: {reason}" for name, reason, _ in shortages)
+            cures = [remedy for _, _, remedy in shortages]
             if all(tier.name != "disk" for tier in self.tiers):
                 cures.append('let saved tensors go on to disk (tier="auto" and a disk_path)')
             cure = ", or ".join(dict.fromkeys(cures))
