@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from eager_offload.runtime.base import Stream
+from eager_offload.runtime.base import Stream, covered_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +45,12 @@ class Timeline:
     @property
     def overlap_seconds(self) -> float:
         """For how long both an operator and a transfer ran; seconds."""
-        compute = [span for span in self.spans if not span.is_transfer and not span.is_stall]
-        transfers = [span for span in self.spans if span.is_transfer]
-        return max(_covered(compute) + _covered(transfers) - _covered(compute + transfers), 0.0)
+        compute = [(span.start, span.stop) for span in self.spans if not span.is_transfer and not span.is_stall]
+        transfers = [(span.start, span.stop) for span in self.spans if span.is_transfer]
+        both = covered_seconds(compute) + covered_seconds(transfers) - covered_seconds(compute + transfers)
+        return max(both, 0.0)
 
     @property
     def end(self) -> float:
         """When the last of all that was issued is over; seconds."""
         return max((span.stop for span in self.spans), default=0.0)
-
-
-def _covered(spans: Iterable[Span]) -> float:
-    """For how long at least one of them ran; seconds."""
-    covered = reached = 0.0
-    for span in sorted(spans, key=lambda span: span.start):
-        covered += max(span.stop - max(span.start, reached), 0.0)
-        reached = max(reached, span.stop)
-    return covered

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from eager_offload.runtime.base import covered_seconds
 from eager_offload.trace_file import Kind, MemorySample, SavedGroup, Slice, Trace
 
 
@@ -37,20 +38,17 @@ class WorkTotal:
 def work_totals(trace: Trace) -> list[WorkTotal]:
     """By device and kind, in the order of both."""
     return [
-        WorkTotal(device, kind, len(found), _covered(found), sum(one.nbytes for one in found))
+        WorkTotal(
+            device,
+            kind,
+            len(found),
+            covered_seconds([(one.start, one.stop) for one in found]),
+            sum(one.nbytes for one in found),
+        )
         for device in trace.devices
         for kind in Kind
         if (found := [one for one in trace.slices if one.device == device and one.kind is kind])
     ]
-
-
-def _covered(slices: Iterable[Slice]) -> float:
-    """Seconds that the slices cover, however they overlap."""
-    covered = reached = 0.0
-    for one in sorted(slices, key=lambda one: one.start):
-        covered += max(one.stop - max(one.start, reached), 0.0)
-        reached = max(reached, one.stop)
-    return covered
 
 
 class OutcomeBytes(NamedTuple):
