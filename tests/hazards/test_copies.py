@@ -187,7 +187,7 @@ def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it(disk: 
     with Settled(offload):
         losses = [(x * n).exp().sum() for n in range(1, 5)]
     backward = threading.Thread(target=losses.pop().backward)
-    DiskSlot.read, DiskSlot.write, HostEvent.wait = held_back, noted, noticed  # type: ignore[method-assign]
+    DiskSlot.read, DiskSlot.write, HostEvent.wait = held_back, noted, noticed
     try:
         backward.start()
         assert waiting.wait(60)  # the first of four reads stands before the gate, the others behind it
@@ -199,7 +199,7 @@ def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it(disk: 
         offload.stats(synchronize=True)
     finally:
         opened.set()
-        DiskSlot.read, DiskSlot.write, HostEvent.wait = read, write, wait  # type: ignore[method-assign]
+        DiskSlot.read, DiskSlot.write, HostEvent.wait = read, write, wait
     kinds = [what for what, _ in log]
     assert kinds.count("read") >= 4
     assert kinds.count("write") == 7

@@ -58,7 +58,7 @@ class Slots:
 
             return noted
 
-        tier.reserve, tier.at_hand = noting(tier.reserve), noting(tier.at_hand)  # type: ignore[method-assign]
+        tier.reserve, tier.at_hand = noting(tier.reserve), noting(tier.at_hand)
         return tier
 
     @property

@@ -52,7 +52,7 @@ class Watched:
 
 
 def watched(lock: ForkSafeLock) -> threading.Event:
-    lock.lock = found = Watched(lock.lock)  # type: ignore[assignment]
+    lock.lock = found = Watched(lock.lock)
     return found.waits
 
 
