@@ -242,7 +242,8 @@ def prefetch_in_place(
     arriving.sort(key=lambda one: one.needed)
     began = list(accumulate((estimate(node) for node in fixed), initial=0.0))
     # Where a transfer can be pinned. See [Note: what transfers are pinned to].
-    pins = list(accumulate((n if _is_result(node) else -1 for n, node in enumerate(fixed)), max, initial=-1))
+    ends = _ends_of_products(fixed)
+    pins = list(accumulate((n if n in ends else -1 for n in range(len(fixed))), max, initial=-1))
     free = float("inf")
     for one in reversed(arriving):
         free = min(began[one.needed], free) - margin * one.nbytes / bandwidth
@@ -254,6 +255,27 @@ def prefetch_in_place(
 
 
 prefetch = on_a_copy(prefetch_in_place)
+
+
+def _ends_of_products(fixed: Sequence[Node]) -> set[int]:
+    """Positions of products' results, less those of products that read what the next one reads too.
+
+    One kernel makes what both read, in the layout that each of them takes. A reload between the two would have the
+    second wait for it, with the part of that kernel that is made for it.
+    """
+    ends = set[int]()
+    inputs = {storage_of(node) for node in fixed if node.op == "placeholder"}
+    last, read = -1, set[object]()
+    for position, node in enumerate(fixed):
+        if _is_result(node):
+            product = cast(Node, node.args[0]) if node.target is operator.getitem else node
+            storages = {storage_of(one) for one in _made_before(product)} - inputs
+            if last >= 0 and read.isdisjoint(storages):
+                ends.add(last)
+            last, read = position, storages
+    if last >= 0:
+        ends.add(last)
+    return ends
 
 
 def _arrivals(graph: Graph) -> tuple[list[_Arriving], set[Node]]:

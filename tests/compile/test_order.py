@@ -194,6 +194,20 @@ def test_a_reload_starts_right_behind_a_product_where_it_can_be_pinned() -> None
     assert before == [ops.wait_tensor, ops.reload, torch.ops.aten.mm.default, torch.ops.aten.mm.default]
 
 
+def test_no_reload_starts_between_two_products_that_read_what_one_kernel_makes() -> None:
+    def program(saved: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x = ops.reload(saved, CPU, config=CONFIG)
+        grad = torch.mm(grad, weight).sin()
+        first, second = torch.mm(grad.t(), grad), torch.mm(grad, weight)
+        return first, torch.mm(second, weight) * x
+
+    graph = asynchronous(program, X, WEIGHT, X + 1)
+    ready = [prefetch(graph, 1 << 20, NBYTES / seconds, one_second, margin=1.0) for seconds in (1, 2)]
+    assert [in_order(one) for one in ready] == ["cccccrcwc", "crcccccwc"], (
+        "behind both of them, or before what they read"
+    )
+
+
 def test_passes_read_sizes_that_depend_on_the_inputs_without_fixing_them() -> None:
     traced = make_fx(chain(4), tracing_mode="symbolic")(torch.randn(6, 8), WEIGHT)
     shapes = traced.shape_env
