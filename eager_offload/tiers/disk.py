@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple, cast
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from eager_offload.config import size_text
-from eager_offload.errors import CapacityError, ConfigError, CorruptionError
-from eager_offload.tiers.base import Region, Shortage, Slot, Tier
+from eager_offload.errors import CapacityError, ConfigError, CorruptionError, reentered
+from eager_offload.tiers.base import MustGrow, Region, Shortage, Slot, Tier
 from eager_offload.tiers.directories import open_some, open_spill_files
 from eager_offload.tiers.extents import Extent
 from eager_offload.tiers.finalizers import Living
-from eager_offload.tiers.forking import tell_after_fork
+from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.limits import disk_budget, disk_headroom
 from eager_offload.tiers.memory import (
     PAGE,
@@ -32,7 +32,7 @@ from eager_offload.tiers.memory import (
     view_of,
 )
 from eager_offload.tiers.rawfile import RawFile
-from eager_offload.tiers.space import DiskSlotRecord, Space
+from eager_offload.tiers.space import DiskSlotRecord, Segment, Space
 from eager_offload.tiers.spill import SpillFile
 
 #: Bytes that measuring moves each way at most, in pieces of a size that a large activation has; and for how long.
@@ -101,6 +101,14 @@ class DiskSlot(Slot):
         return self._space.mapping(self._extent, self.nbytes, self)
 
 
+class _Missing(MustGrow):
+    """The files have to grow by ``nbytes`` bytes, and may by ``limit``."""
+
+    def __init__(self, nbytes: int, limit: int) -> None:
+        super().__init__(nbytes, limit)
+        self.nbytes, self.limit = nbytes, limit
+
+
 class DiskTier(Tier):
     """Room on disk, up to ``budget`` bytes in all files.
 
@@ -135,7 +143,9 @@ class DiskTier(Tier):
         self._file_type = file_type
         self._bandwidth: Bandwidth | None = None
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
+        #: Of the thread that has files grow; it comes before ``_lock``: see [Note: growth] in ``arena.py``.
+        self._growth = ForkSafeLock()
         #: ``None`` in a forked child that has not asked for room yet.
         self._space: Space | None = Space(open_spill_files(paths, budget, file_type))
         #: Spaces that only their slots keep: of a closed tier, or with a disk that fails.
@@ -146,15 +156,49 @@ class DiskTier(Tier):
         tell_after_fork(self)
 
     def reserve(self, nbytes: int) -> DiskSlot | None:
-        size = round_up(nbytes, PAGE)
-        with self._lock:
-            space = self._usable()
-            if space is None:
-                return None
+        if self._growth.is_held():  # see [Note: reentry] in forking.py
+            raise reentered()
+        with self._growth.lock:
+            space, segment = self._reopened(), None
+            while space is not None:
+                try:
+                    return self._take(nbytes, space, segment)
+                except _Missing as missing:  # threads that need no growth may have taken what there was meanwhile
+                    segment = space.grow(missing.nbytes, missing.limit)
+                    if segment is None:
+                        return None
+        return None
+
+    def at_hand(self, nbytes: int) -> DiskSlot | None:
+        while not self._closed:
+            space = self._space
+            if space is None or space.failing:
+                raise MustGrow
+            slot = self._take(nbytes, space)
+            if slot is not None or space is self._space:
+                return slot
+        return None
+
+    def _take(self, nbytes: int, space: Space, segment: Segment | None = None) -> DiskSlot | None:
+        """A slot in ``space``, which has ``segment`` from now on; ``None`` where the budget has no room for it.
+
+        Raises:
+            _Missing: there is none as long as the files do not grow.
+        """
+        if self._lock.is_held():
+            raise reentered()
+        with self._lock.lock:
+            if space is not self._space:
+                return None  # the tier was closed meanwhile, or has other files
             self._poll()
-            extent = space.take(size, self._budget - self._length())
+            if segment is not None:
+                space.add(segment)
+            extent = space.take(round_up(nbytes, PAGE))
             if extent is None:
-                return None
+                missing, limit = space.missing(round_up(nbytes, PAGE)), self._budget - self._length()
+                if missing > limit:
+                    return None
+                raise _Missing(missing, limit)
             slot = DiskSlot(space, extent, nbytes, self._verify)
             space.register(cast(DiskSlotRecord, slot.record), extent)
             self._peak = max(self._peak, self._used())
@@ -163,7 +207,7 @@ class DiskTier(Tier):
     @property
     def shortage(self) -> Shortage:
         """What binds now: disks that fail, the budget, or the disk that has the most room."""
-        with self._lock:
+        with self._lock.lock:
             space, left = self._space, self._budget - self._length()
             if space is None:
                 return Shortage("no directory serves any more", "name another one in disk_path")
@@ -193,14 +237,14 @@ class DiskTier(Tier):
 
     @property
     def used_bytes(self) -> int:
-        with self._lock:
+        with self._lock.lock:
             self._poll()
             return self._used()
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all files."""
-        with self._lock:
+        with self._lock.lock:
             return self._length()
 
     @property
@@ -208,33 +252,34 @@ class DiskTier(Tier):
         return self._peak
 
     def restart_peak(self) -> None:
-        with self._lock:
+        with self._lock.lock:
             self._poll()
             self._peak = self._used()
 
     @property
     def written_bytes(self) -> int:
         """Bytes that this process has written to the disks so far."""
-        with self._lock:
+        with self._lock.lock:
             self._poll()
             return self._written
 
     @property
     def directories(self) -> list[Path]:
         """Where the files are."""
-        with self._lock:
+        with self._lock.lock:
             return [] if self._space is None else [file.directory for file in self._space.files]
 
     @property
     def direct_io(self) -> bool:
         """Whether transfers go around the page cache, on every disk."""
-        with self._lock:
+        with self._lock.lock:
             return self._space is not None and all(file.memory_alignment is not None for file in self._space.files)
 
     def poll(self) -> None:
         """Takes up the slots that have died; once all have, gives the buffers of transfers back to the system."""
-        with self._lock:
-            self._poll()
+        if not self._lock.is_held():  # see [Note: reentry] in forking.py
+            with self._lock.lock:
+                self._poll()
 
     def measure(self) -> Bandwidth:
         """What this disk does, through the tier itself; measured at the first call, then remembered.
@@ -248,7 +293,7 @@ class DiskTier(Tier):
         return self._bandwidth
 
     def close(self) -> None:
-        with self._lock:
+        with self._lock.lock:
             self._closed = True
             # Files close when the last slot that refers to them goes.
             if self._space is not None:
@@ -256,28 +301,28 @@ class DiskTier(Tier):
                 self._space = None
 
     def after_fork(self) -> None:
-        self._lock = threading.Lock()
         self._left = Living()
         self._space = None
 
-    # -- with the lock held ---------------------------------------------------------------------------------------
-
-    def _usable(self) -> Space | None:
-        """Where room is to be found now; ``None`` where there is none at all."""
-        if self._closed:
-            return None
-        space = self._space
+    def _reopened(self) -> Space | None:
+        """Where room is to be found now, in new files if need be; ``None`` where there is none at all."""
+        space, files = self._space, list[SpillFile]()
         if space is None:
-            try:
-                self._space = Space(open_spill_files(self._paths, self._budget, self._file_type))
-            except ConfigError:  # what served the parent is gone: a child without room, not one that fails
-                return None
+            with suppress(ConfigError):  # what served the parent is gone: a child without room, not one that fails
+                files = open_spill_files(self._paths, self._budget, self._file_type)
         elif space.failing:
             files = open_some([file.directory for file in space.files if not file.failing], self._file_type)
-            if files:
+        if not files:
+            return space
+        with self._lock.lock:
+            if self._closed:
+                return None
+            if space is not None:
                 self._left.add(space)
-                self._space = Space(files)
-        return self._space
+            self._space = Space(files)
+            return self._space
+
+    # -- with the lock held ---------------------------------------------------------------------------------------
 
     def _all(self) -> list[Space]:
         spaces = [] if self._space is None else [self._space]

@@ -51,7 +51,7 @@ class _Share(NamedTuple):
     offset: int
 
 
-class _Segment(NamedTuple):
+class Segment(NamedTuple):
     """A range of the space that was added at once."""
 
     start: int
@@ -81,7 +81,10 @@ class _Part(NamedTuple):
 
 
 class Space:
-    """Room in ``files``, which are new and empty and close with it. Reading and writing need no lock, the rest does."""
+    """Room in ``files``, which are new and empty and close with it.
+
+    Reading and writing need no lock, and growing one of its own; the rest does.
+    """
 
     def __init__(self, files: Sequence[SpillFile]) -> None:
         self.files = tuple(files)
@@ -93,7 +96,7 @@ class Space:
         self.name = ("spill space", next(_serial))
         #: Bytes in slots that are alive.
         self.used = 0
-        self._segments: list[_Segment] = []
+        self._segments: list[Segment] = []
         #: See [Note: interrupted changes] in ``arena.py``.
         self._is_changing = False
 
@@ -114,18 +117,16 @@ class Space:
 
     # -- room -----------------------------------------------------------------------------------------------------
 
-    def take(self, nbytes: int, limit: int) -> Extent | None:
-        """A range of ``nbytes``, which is lost unless it is registered next; ``None`` where there is no room.
-
-        Args:
-            limit: by how much the files may grow in all, in bytes.
-        """
+    def take(self, nbytes: int) -> Extent | None:
+        """A range of ``nbytes``, which is lost unless it is registered next; ``None`` where the files are too short."""
         self._is_changing = True
         extent = self.extents.allocate(nbytes)
-        if extent is None and self._grow(nbytes, limit):
-            extent = self.extents.allocate(nbytes)
         self._is_changing = extent is not None
         return extent
+
+    def missing(self, nbytes: int) -> int:
+        """By how much the files would have to grow for a range of ``nbytes``; where ``take`` has found none."""
+        return nbytes - self.extents.free_at_end
 
     def register(self, record: DiskSlotRecord, extent: Extent) -> None:
         """The slot of ``record`` has ``extent`` for as long as it lives."""
@@ -170,11 +171,17 @@ class Space:
         self.used = sum(record.nbytes for record in records)
         self._is_changing = False
 
-    def _grow(self, nbytes: int, limit: int) -> bool:
-        """Makes room for a range of ``nbytes`` at the end; whether there was room on the disks."""
-        need = nbytes - self.extents.free_at_end
-        if need > limit:
-            return False
+    def grow(self, need: int, limit: int) -> Segment | None:
+        """Makes the files longer by at least ``need`` bytes, which takes the disks a while: without the lock.
+
+        One thread at a time. The new room is there for all once it is added.
+
+        Args:
+            limit: by how much the files may grow in all, in bytes.
+
+        Returns:
+            ``None`` where the disks have no room.
+        """
         # Asking for what is not there would fill the disk to the brim for a moment, at the cost of all else on it.
         files = list(self.files)
         while files:
@@ -186,25 +193,29 @@ class Space:
             refusing = files[-1]
             for step in dict.fromkeys(wishes):
                 if need <= step <= min(least, limit):
-                    refused = self._extend(files, step)
-                    if refused is None:
-                        return True
-                    refusing = refused
+                    found = self._extend(files, step)
+                    if isinstance(found, Segment):
+                        return found
+                    refusing = found
             files.remove(refusing)
-        return False
+        return None
 
-    def _extend(self, files: Sequence[SpillFile], nbytes: int) -> SpillFile | None:
-        """Adds a segment of ``nbytes`` in equal parts of ``files``; returns the one that refused, if one did."""
+    def _extend(self, files: Sequence[SpillFile], nbytes: int) -> Segment | SpillFile:
+        """A segment of ``nbytes`` in equal parts of ``files``; or the one that refused, if one did."""
         each, ends = nbytes // len(files), {file: self._end_of(file) for file in files}
         for refusing in files:
             if not refusing.extend(ends[refusing], each):
                 for file in files:
                     file.cut_off(ends[file])
                 return refusing
-        shares = tuple([_Share(file, ends[file]) for file in files])
-        self._segments = [*self._segments, _Segment(self.length, nbytes, shares)]
-        self.extents.grow(nbytes)
-        return None
+        return Segment(self.length, nbytes, tuple([_Share(file, ends[file]) for file in files]))
+
+    def add(self, segment: Segment) -> None:
+        """What ``grow`` has made room for may be taken from now on."""
+        self._is_changing = True
+        self._segments = [*self._segments, segment]
+        self.extents.grow(segment.nbytes)
+        self._is_changing = False
 
     def _end_of(self, file: SpillFile) -> int:
         """How far ``file`` is used."""

@@ -111,14 +111,14 @@ Call: TypeAlias = Callable[[], None]
 
 
 def while_room_is_reserved(call: Call, patch: pytest.MonkeyPatch) -> None:
-    reserve = DiskTier.reserve
+    at_hand = DiskTier.at_hand
 
     def reserving(tier: DiskTier, nbytes: int) -> Any:
         signal.raise_signal(signal.SIGUSR1)
-        return reserve(tier, nbytes)
+        return at_hand(tier, nbytes)
 
     signal.signal(signal.SIGUSR1, lambda *_: call())
-    patch.setattr(DiskTier, "reserve", reserving)
+    patch.setattr(DiskTier, "at_hand", reserving)
 
 
 def while_a_transfer_thread_starts(call: Call, patch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
-"""H41: while the system gives a slab, only those wait that need one."""
+"""H41: while the system gives a slab, or a disk a longer file, only those wait that need it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import MustGrow
 from eager_offload.tiers.forking import ForkSafeLock, ReentrantLock
 from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.spill import SpillFile
 from tests.threads import on_a_thread
-from tests.tiers.rig import MIB, System, noise, reserve
+from tests.tiers.rig import MIB, System, content, noise, open_tier, reserve, stored
 
 WAITS = 60  # seconds, for what comes at once where all is well
 
@@ -226,3 +229,96 @@ def test_a_slot_that_was_never_registered_may_die_late(system: Slow, monkeypatch
     held.clear()
     assert arena.allocate(4096) is not None
     assert arena.used_bytes == 0
+
+
+# -- of a spill file --------------------------------------------------------------------------------------------------
+
+
+def in_the_midst(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
+    """Calls ``meanwhile`` where a file was made longer, the first time that one is."""
+    extend, calls = SpillFile.extend, [meanwhile]
+
+    def extending(file: SpillFile, length: int, nbytes: int) -> bool:
+        found = extend(file, length, nbytes)
+        if calls:
+            calls.pop()()
+        return found
+
+    monkeypatch.setattr(SpillFile, "extend", extending)
+
+
+def test_h41_other_threads_have_room_of_a_disk_while_its_file_grows(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, _ = open_tier(directory)
+    slots = [stored(tier, noise(8192))]
+    length = tier.held_bytes
+
+    def others() -> None:
+        assert not tier._lock.is_held(), "or they would wait for ever"
+        slots.append(on_a_thread(lambda: tier.at_hand(8192)))
+        assert on_a_thread(lambda: (tier.used_bytes, tier.held_bytes)) == (2 * 8192, length)
+
+    in_the_midst(monkeypatch, others)
+    large = stored(tier, noise(length, 1))
+    slots[1].write(noise(8192, 2))
+    assert tier.held_bytes > length
+    assert tier.used_bytes == length + 2 * 8192
+    assert torch.equal(content(large), noise(length, 1))
+    assert [torch.equal(content(slot), noise(8192, seed)) for slot, seed in zip(slots, (0, 2), strict=True)] == [
+        True
+    ] * 2
+
+
+def test_h26_h41_threads_that_grow_a_file_at_once_stay_within_its_budget(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, _ = open_tier(directory, budget=5 * MIB)
+    waits, others = watched(tier._growth), list[Future[object]]()
+    with ThreadPoolExecutor(1) as pool:
+
+        def second() -> None:
+            others.append(pool.submit(tier.reserve, 3 * MIB))
+            assert waits.wait(WAITS)
+
+        in_the_midst(monkeypatch, second)
+        mine = tier.reserve(3 * MIB)
+        assert mine is not None
+        assert others[0].result(WAITS) is None
+    assert tier.held_bytes <= 5 * MIB
+    assert tier.used_bytes == 3 * MIB
+
+
+@pytest.mark.parametrize("what", ["an interrupt", "a close", "another growth"])
+def test_what_comes_in_the_midst_of_a_growth_of_a_file_leaves_nothing_behind(
+    what: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, _ = open_tier(directory)
+
+    def meanwhile() -> None:
+        if what == "an interrupt":
+            raise KeyboardInterrupt
+        if what == "a close":
+            on_a_thread(tier.close)
+            return
+        with pytest.raises(RuntimeError, match="in the midst of a call"):
+            tier.reserve(8192)
+
+    in_the_midst(monkeypatch, meanwhile)
+    with pytest.raises(KeyboardInterrupt) if what == "an interrupt" else nullcontext():
+        assert (tier.reserve(8192) is None) == (what == "a close")
+    assert tier.used_bytes == 0
+    if what != "a close":
+        assert torch.equal(content(stored(tier, noise(MIB))), noise(MIB))
+
+
+def test_what_a_disk_has_at_hand_lengthens_no_file(directory: Path) -> None:
+    tier, _ = open_tier(directory, budget=2 * MIB)
+    with pytest.raises(MustGrow):
+        tier.at_hand(8192)
+    assert tier.held_bytes == tier.peak_bytes == 0
+    slot = reserve(tier, 8192)
+    other = tier.at_hand(8192)
+    assert other is not None
+    assert other.region != slot.region
+    assert tier.at_hand(2 * MIB) is None, "the budget has no room, and the disk need not be asked"
