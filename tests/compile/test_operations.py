@@ -277,6 +277,8 @@ def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
         offload = disk.offload()
         with offload:
             source = torch.randn(64, 64)
+            ops.offload(source, config=offload.config_key)  # the file grows, which is a stall as well
+            offload.reset_stats()
             with disk.gate() as gate:
                 gate_keeper = threading.Thread(target=open_when_the_host_waits, args=(gate, offload))
                 gate_keeper.start()
