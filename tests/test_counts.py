@@ -266,7 +266,8 @@ def test_synchronizing_waits_for_what_is_on_its_way_and_looking_does_not(disk: D
         with offload:
             loss = chain(x, 3)
         assert offloader_of(offload).inflight_bytes == 3 * NBYTES
-        assert offload.stats().stall_seconds == 0
+        stalled = offload.stats().stall_seconds  # while the file grew
+        assert offload.stats().stall_seconds == stalled
         gate.wait_until_reached()
         waiting = threading.Thread(target=lambda: final.append(offload.stats(synchronize=True)))
         waiting.start()
@@ -294,7 +295,7 @@ def test_what_is_on_its_way_stays_within_the_window_and_a_full_one_stalls(window
     stats = offload.stats(synchronize=True)
     assert stats.inflight_bytes_peak == allowed
     assert stats.resident_bytes_peak == allowed + 2 * NBYTES, "and the one that waits to leave, and the newest"
-    assert stats.window_stall_seconds == stats.stall_seconds > 0
+    assert 0 < stats.window_stall_seconds <= stats.stall_seconds, "the file's growth is no part of the window's"
     loss.backward()
     assert torch.equal(x.grad, gradient(x))
     assert stats.offloaded_bytes == ALL
