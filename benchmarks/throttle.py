@@ -132,6 +132,10 @@ class ThrottledTier(Tier):
         slot = self.tier.reserve(nbytes)
         return None if slot is None else ThrottledSlot(slot, self)
 
+    def at_hand(self, nbytes: int) -> ThrottledSlot | None:
+        slot = self.tier.at_hand(nbytes)
+        return None if slot is None else ThrottledSlot(slot, self)
+
     def release_idle(self) -> None:
         self.tier.release_idle()
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple, cast
 
 import torch
@@ -241,14 +241,19 @@ def prefetch_in_place(
     _locate(arriving, fixed)
     arriving.sort(key=lambda one: one.needed)
     began = list(accumulate((estimate(node) for node in fixed), initial=0.0))
-    # Where a transfer can be pinned. See [Note: what transfers are pinned to].
-    ends = _ends_of_products(fixed)
-    pins = list(accumulate((n if n in ends else -1 for n in range(len(fixed))), max, initial=-1))
+    # Where a transfer can be pinned, and of these places the good ones. See [Note: what transfers are pinned to].
+    results = [n for n, node in enumerate(fixed) if _is_result(node)]
+    ends = _ends_of_products(graph, fixed, results)
+    last_results, pins = _last_of(results, len(fixed)), _last_of(ends, len(fixed))
     free = float("inf")
     for one in reversed(arriving):
         free = min(began[one.needed], free) - margin * one.nbytes / bandwidth
         start = max(min(bisect_right(began, free) - 1, one.needed), one.earliest)
-        one.start = start if pins[start] < one.earliest else pins[start] + 1
+        if pins[start] >= one.earliest:
+            start = pins[start] + 1
+        elif last_results[start] >= one.earliest:  # a product before it reads what the next one reads
+            start = one.earliest
+        one.start = start
     _hold_back(arriving, cap_bytes)
     for node, place in _merged(arriving):
         fixed[place].prepend(node)
@@ -257,25 +262,30 @@ def prefetch_in_place(
 prefetch = on_a_copy(prefetch_in_place)
 
 
-def _ends_of_products(fixed: Sequence[Node]) -> set[int]:
-    """Positions of products' results, less those of products that read what the next one reads too.
+def _last_of(places: Collection[int], count: int) -> list[int]:
+    """For each of so many positions, and the one behind them, the last of ``places`` before it; -1 where none is."""
+    found = set(places)
+    return list(accumulate((n if n in found else -1 for n in range(count)), max, initial=-1))
+
+
+def _ends_of_products(graph: Graph, fixed: Sequence[Node], results: Sequence[int]) -> list[int]:
+    """Of the positions in ``fixed`` of products' results, those behind which none reads what the one before reads too.
 
     One kernel makes what both read, in the layout that each of them takes. A reload between the two would have the
-    second wait for it, with the part of that kernel that is made for it.
+    second wait for it, with the part of that kernel that is made for it. What is in memory anyway does not count.
     """
-    ends = set[int]()
-    inputs = {storage_of(node) for node in fixed if node.op == "placeholder"}
-    last, read = -1, set[object]()
-    for position, node in enumerate(fixed):
-        if _is_result(node):
-            product = cast(Node, node.args[0]) if node.target is operator.getitem else node
-            storages = {storage_of(one) for one in _made_before(product)} - inputs
-            if last >= 0 and read.isdisjoint(storages):
-                ends.add(last)
-            last, read = position, storages
-    if last >= 0:
-        ends.add(last)
-    return ends
+    made = (node for node in graph.nodes if node.target in ops.OPERATIONS or node.op == "placeholder")
+    in_memory = {storage_of(node) for node in (*made, *[fixed[place] for place in results])} | {None}
+    ends, read = list[int](), set[object]()
+    for before, place in pairwise([-1, *results]):
+        node = fixed[place]
+        product = cast(Node, node.args[0]) if node.target is operator.getitem else node
+        storages = {storage_of(one) for one in _made_before(product)} - in_memory
+        if before >= 0 and read.isdisjoint(storages):
+            ends.append(before)
+        in_memory |= read  # a kernel has made it for a product before
+        read = storages
+    return [*ends, *results[-1:]]
 
 
 def _arrivals(graph: Graph) -> tuple[list[_Arriving], set[Node]]:

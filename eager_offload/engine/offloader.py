@@ -76,7 +76,7 @@ class _HeldBack(NamedTuple):
 class Lack(NamedTuple):
     """What a storage that has to leave waits for."""
 
-    #: Of a slot for which a tier has to take memory from the system; 0 where the window is full.
+    #: Of a slot for which a tier has to grow; 0 where the window is full.
     nbytes: int
 
 
@@ -217,7 +217,7 @@ class DeviceOffloader:
         """Room in the first tier that has it; ``None`` where none has.
 
         Args:
-            grows: whether that may take memory from the system, for which the host waits: not with the lock held.
+            grows: whether a tier may grow for it, for which the host waits: not with the lock held.
 
         Raises:
             MustGrow: it would have to, and may not.
@@ -244,7 +244,7 @@ class DeviceOffloader:
         return None
 
     def _grow(self, tier: Tier, nbytes: int) -> Slot | None:
-        """Room in ``tier``, for which it takes memory from the system; a stall is counted."""
+        """Room in ``tier``, which grows for it; a stall is counted."""
         started = time.perf_counter()
         slot = tier.reserve(nbytes)
         if slot is None and release_idle_slots():

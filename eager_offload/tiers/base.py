@@ -130,7 +130,7 @@ class Shortage(NamedTuple):
 
 
 class MustGrow(Exception):
-    """There is room once a tier has taken more memory from the system."""
+    """There is room once a tier has taken more memory from the system, or has made its files longer."""
 
 
 class Tier(abc.ABC):
@@ -146,7 +146,7 @@ class Tier(abc.ABC):
         """
 
     def at_hand(self, nbytes: int) -> Slot | None:
-        """The same for a caller with a lock that others wait for: it takes no memory from the system, which takes long.
+        """The same for a caller with a lock that others wait for: it takes nothing from the system, which takes long.
 
         Raises:
             MustGrow: that is what ``reserve`` would do.

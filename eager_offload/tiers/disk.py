@@ -156,10 +156,10 @@ class DiskTier(Tier):
         tell_after_fork(self)
 
     def reserve(self, nbytes: int) -> DiskSlot | None:
-        if self._growth.is_held():  # see [Note: reentry] in forking.py
+        if self._growth.is_held() or self._lock.is_held():  # see [Note: reentry] in forking.py
             raise reentered()
         with self._growth.lock:
-            space, segment = self._reopened(), None
+            space, segment = None if self._closed else self._reopened(), None
             while space is not None:
                 try:
                     return self._take(nbytes, space, segment)
@@ -170,6 +170,8 @@ class DiskTier(Tier):
         return None
 
     def at_hand(self, nbytes: int) -> DiskSlot | None:
+        if self._lock.is_held():
+            raise reentered()
         while not self._closed:
             space = self._space
             if space is None or space.failing:
@@ -185,8 +187,6 @@ class DiskTier(Tier):
         Raises:
             _Missing: there is none as long as the files do not grow.
         """
-        if self._lock.is_held():
-            raise reentered()
         with self._lock.lock:
             if space is not self._space:
                 return None  # the tier was closed meanwhile, or has other files
@@ -237,8 +237,8 @@ class DiskTier(Tier):
 
     @property
     def used_bytes(self) -> int:
+        self.poll()
         with self._lock.lock:
-            self._poll()
             return self._used()
 
     @property
@@ -252,16 +252,15 @@ class DiskTier(Tier):
         return self._peak
 
     def restart_peak(self) -> None:
+        self.poll()
         with self._lock.lock:
-            self._poll()
             self._peak = self._used()
 
     @property
     def written_bytes(self) -> int:
         """Bytes that this process has written to the disks so far."""
-        with self._lock.lock:
-            self._poll()
-            return self._written
+        self.poll()
+        return self._written
 
     @property
     def directories(self) -> list[Path]:

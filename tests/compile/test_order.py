@@ -194,18 +194,31 @@ def test_a_reload_starts_right_behind_a_product_where_it_can_be_pinned() -> None
     assert before == [ops.wait_tensor, ops.reload, torch.ops.aten.mm.default, torch.ops.aten.mm.default]
 
 
-def test_no_reload_starts_between_two_products_that_read_what_one_kernel_makes() -> None:
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_no_reload_starts_between_two_products_that_read_what_one_kernel_makes(comes_first: bool) -> None:
     def program(saved: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         x = ops.reload(saved, CPU, config=CONFIG)
-        grad = torch.mm(grad, weight).sin()
+        grad = (grad if comes_first else torch.mm(grad, weight)).sin()
         first, second = torch.mm(grad.t(), grad), torch.mm(grad, weight)
         return first, torch.mm(second, weight) * x
 
     graph = asynchronous(program, X, WEIGHT, X + 1)
     ready = [prefetch(graph, 1 << 20, NBYTES / seconds, one_second, margin=1.0) for seconds in (1, 2)]
-    assert [in_order(one) for one in ready] == ["cccccrcwc", "crcccccwc"], (
-        "behind both of them, or before what they read"
-    )
+    behind, before = ("ccccrcwc", "rcccccwc") if comes_first else ("cccccrcwc", "crcccccwc")
+    assert [in_order(one) for one in ready] == [behind, before], "behind both of them, or before what they read"
+
+
+def test_reloads_start_between_products_that_read_what_is_in_memory_anyway() -> None:
+    def program(saved: list[Tensor], weight: Tensor, grad: Tensor) -> Tensor:
+        cast = weight.to(torch.float64).to(torch.float32)
+        for one in saved:
+            x = ops.reload(one, CPU, config=CONFIG)
+            grad = torch.mm(torch.mm(x.t(), torch.mm(grad, cast)), x.t())
+        return grad
+
+    graph = asynchronous(program, [X, X + 1, X + 2], WEIGHT, X + 3)
+    ready = prefetch(graph, 1 << 20, NBYTES / 2, one_second, margin=1.0)
+    assert in_order(ready) == "crccwccrcccwccrcccwcccc"
 
 
 def test_passes_read_sizes_that_depend_on_the_inputs_without_fixing_them() -> None:

@@ -16,6 +16,7 @@ from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import MustGrow
 from eager_offload.tiers.forking import ForkSafeLock, ReentrantLock
 from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.space import Space
 from eager_offload.tiers.spill import SpillFile
 from tests.threads import on_a_thread
 from tests.tiers.rig import MIB, System, content, noise, open_tier, reserve, stored
@@ -322,3 +323,29 @@ def test_what_a_disk_has_at_hand_lengthens_no_file(directory: Path) -> None:
     assert other is not None
     assert other.region != slot.region
     assert tier.at_hand(2 * MIB) is None, "the budget has no room, and the disk need not be asked"
+
+
+@pytest.mark.parametrize("midst", ["register", "_take_back"])
+def test_what_is_counted_may_be_asked_in_the_midst_of_a_change(
+    midst: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a signal handler, say, of the thread that makes the change: what has died is taken up later."""
+    tier, _ = open_tier(directory)
+    first, change, asked = stored(tier, noise(8192)), getattr(Space, midst), list[int]()
+
+    def changing(space: Space, *arguments: object) -> None:
+        tier.restart_peak()
+        asked.append(tier.used_bytes + tier.written_bytes)
+        for take in (tier.at_hand, tier.reserve):
+            with pytest.raises(RuntimeError, match="in the midst of a call"):
+                take(8192)
+        change(space, *arguments)
+
+    monkeypatch.setattr(Space, midst, changing)
+    del first
+    slots = [stored(tier, noise(8192, seed)) for seed in range(3)]
+    assert asked
+    assert len({slot.region for slot in slots}) == 3
+    for seed, slot in enumerate(slots):
+        assert torch.equal(content(slot), noise(8192, seed))
+    assert tier.used_bytes == 3 * 8192

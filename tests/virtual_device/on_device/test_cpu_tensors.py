@@ -14,7 +14,7 @@ from torch import Tensor
 from eager_offload import ConfigError
 from eager_offload.engine import offloaders
 from eager_offload.tiers.base import Fence
-from eager_offload.tiers.disk import DiskSlot, DiskTier
+from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import assert_identical
 
@@ -100,20 +100,21 @@ class Elsewhere:
 def test_h51_neither_waits_for_what_the_other_did_with_a_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offloads: Any
 ) -> None:
-    reserve = DiskTier.reserve
+    made = DiskSlot.__init__
 
-    def used_elsewhere(tier: DiskTier, nbytes: int) -> DiskSlot | None:
-        slot = reserve(tier, nbytes)
-        assert slot is not None
+    def used_elsewhere(slot: DiskSlot, *arguments: Any) -> None:
+        made(slot, *arguments)
         slot.fences = (*slot.fences, Fence(Elsewhere(), object()))
-        return slot
+        used.append(slot.nbytes)
 
-    monkeypatch.setattr(DiskTier, "reserve", used_elsewhere)
+    used: list[int] = []
+    monkeypatch.setattr(DiskSlot, "__init__", used_elsewhere)
     expected, offload = on_both(nullcontext()), offloads(tier="auto", disk_path=tmp_path, host_budget=1)
     with pytest.warns(RuntimeWarning, match="go to the disk tier as well"):
         assert_identical(expected, on_both(offload))
     stats = assert_settled(offload)
     assert stats.disk_bytes_written >= 4 * NBYTES
+    assert sum(used) >= 4 * NBYTES
 
 
 def test_h51_a_compiled_graph_leaves_them_too(offloads: Any) -> None:
