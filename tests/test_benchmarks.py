@@ -19,7 +19,7 @@ from tests.virtual_device import build
 ROOT = Path(__file__).resolve().parent.parent
 #: Limits that hold on any machine, whatever the size of the model.
 EXACT = re.compile(
-    "differ|other bits|same bits|plans that fit|bytes in slots|live at the end|freed .* bytes|change of"
+    "differ|other bits|same bits|plans that fit"
     "|freed, of the bytes|moved for each|neighbours|over the (window|cap)|^[0-9]+k: step over floor"
 )
 TINY = "--layers 1 --width 64 --sequence 64 --min-bytes 4KiB --window 128KiB"
@@ -41,14 +41,11 @@ RUNS = [
     "gpu_frameworks --device cpu --variants 'Transformers;Transformers, ours'",
     "gpu_train --device cpu --variants 'none;ours'",
     "hooks --calls 64 --live 32 --repeats 2 --sizes 4KiB",
-    "learning --layers 2 --width 64 --sequence 64 --min-bytes 4KiB --window 256KiB",
-    f"memory {SMALL}",
     "planning --layers 2 --parts training,ways,free",
     "planning --layers 2 --window 128KiB --parts cost",
     "planning --cpu-layers 1 --cpu-width 64 --cpu-heads 2 --sequence 64 --min-bytes 4KiB --window 128KiB --parts cpu",
     "simulate --layers 2 --tokens 8k,128k",
     "slowdown",
-    f"steps {TINY} --steps 20 --tiers disk",
 ]
 
 

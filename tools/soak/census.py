@@ -14,7 +14,7 @@ import torch
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.finalizers import Living
 
-__all__ = ["MIB", "Row", "census", "compare", "counted"]
+__all__ = ["MIB", "Row", "census", "compare"]
 
 MIB = 1 << 20
 #: By how much memory may grow, in bytes: the C library's heap is as large as the largest steps so far made it, in each
@@ -43,11 +43,6 @@ def census() -> dict[str, int]:
     """Counts now; the caller has closed every ``Offload``, so nothing of theirs should be left."""
     gc.collect()
     _take_up()
-    return counted()
-
-
-def counted() -> dict[str, int]:
-    """Counts as it is, with what waits for the garbage collector."""
     process, unnamed = psutil.Process(), _unnamed_files()
     found = {
         "resident memory": process.memory_info().rss,
