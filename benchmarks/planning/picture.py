@@ -19,15 +19,13 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from benchmarks.common import GIB, MIB, positive
-from benchmarks.planning.large import H200
 from benchmarks.planning.ways import rehearsed
+from benchmarks.simulation.large import H200
 from eager_offload.plan.trace import trace
 
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-
-__all__ = ["draw", "main"]
 
 #: Okabe and Ito's palette, which colour-blind readers can tell apart; every mark is named besides.
 MOVING, AGAIN, CHOSEN, OTHERS = "#0072B2", "#00805C", "#C04F00", "#4D4D4D"
