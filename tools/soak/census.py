@@ -14,8 +14,6 @@ import torch
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.finalizers import Living
 
-__all__ = ["MIB", "Row", "census", "compare"]
-
 MIB = 1 << 20
 #: By how much memory may grow, in bytes: the C library's heap is as large as the largest steps so far made it, in each
 #: of its arenas. And objects of one type, in number: caches that have a bound and are not full yet. What is left behind

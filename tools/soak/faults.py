@@ -10,8 +10,6 @@ from typing import ClassVar
 
 from eager_offload.tiers.rawfile import RawFile, Usage
 
-__all__ = ["ERRNOS", "Fault", "FaultyFile"]
-
 #: What a disk may say, by the call that it says it to.
 ERRNOS = {
     "write": (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR, errno.EAGAIN, errno.ENOMEM, errno.EROFS, errno.EBADF),
