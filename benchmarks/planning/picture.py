@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
+import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, nn
 
@@ -23,11 +23,7 @@ from benchmarks.planning.ways import rehearsed
 from benchmarks.simulation.large import H200
 from eager_offload.plan.trace import trace
 
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-
-from lm.picture import STYLE
+from lm.picture import STYLE  # which draws into files alone
 
 #: Okabe and Ito's palette, which colour-blind readers can tell apart; every mark is named besides.
 MOVING, AGAIN, CHOSEN, OTHERS = "#0072B2", "#00805C", "#C04F00", "#4D4D4D"
