@@ -45,7 +45,6 @@ _HELP = {
     "jitter": "how far operator times vary; a part of them",
     "window_tensors": "all windows, in largest saved tensors",
     "wrong": "how far off the rates are that the passes believe in",
-    "launch_seconds": "of the host, for each call",
 }
 #: Of the environment, what changes how the C library and torch's CPU allocator work.
 _ALLOCATION = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE")

@@ -22,10 +22,10 @@ import torch
 from torch.fx import Graph, Node
 
 import eager_offload as eo
-from benchmarks.common import GIB, Report, Spread, drive, parse, show
-from benchmarks.simulate import LARGE, LIMIT, SEQUENCES, parser_of, window_of
-from benchmarks.simulation.device import H200
+from benchmarks.common import GIB, Report, Spread, drive, show
+from benchmarks.simulate import LIMIT, options_of
 from benchmarks.simulation.graphs import halves_of, peak_bytes
+from benchmarks.simulation.large import H200, LARGE, SEQUENCES
 from benchmarks.simulation.player import OURS, Kind, play
 from eager_offload.compile import prefetch, sink_waits
 from eager_offload.compile.cost import roofline
@@ -102,7 +102,7 @@ class Simulation:
         self.halves = halves_of(self.shape, tokens)
         self.saved_bytes = sum(nbytes_of(node.meta["val"]) for node in self.halves.saved())
         largest = max(nbytes_of(node.meta["val"]) for node in self.halves.saved())
-        self.window = int(window_of(options, largest))
+        self.window = int(options.window_tensors * largest)
         self.config = eo.OffloadConfig(tier="host", max_inflight_bytes=self.window, prefetch_bytes=self.window)
         self.choice = self.halves.choose(self.config)
 
@@ -182,7 +182,7 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
         for who, ordered in ways.items():
             if ordered is None:
                 continue
-            steps = [simulation.run(ordered, options.seed + number) for number in range(options.steps)]
+            steps = [simulation.run(ordered, number) for number in range(options.steps)]
             inflight, back = (max(getattr(step, f"{what}_bytes_peak") for step in steps) for what in PEAKS)
             if who == "ours":
                 report.at_most(f"{name}: step over floor", max(step.over_floor for step in steps), LIMIT)
@@ -208,10 +208,6 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     return samples, rows
 
 
-def options_of() -> argparse.Namespace:
-    parser = parser_of(__doc__, wrong=0.25)  # how far off the rates are that the passes believe in
-    return parse(parser, steps=2, layers=4)
-
-
 if __name__ == "__main__":
-    sys.exit(drive("compiled_simulate", options_of(), run))
+    # How far off the rates are that the passes believe in.
+    sys.exit(drive("compiled_simulate", options_of(__doc__, wrong=0.25), run))

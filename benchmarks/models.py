@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Block", "Llama", "Run", "Shape", "Stack"]
-
 #: How a block is called: by itself, or through a checkpoint.
 Run: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
 LayerNorm = partial(nn.LayerNorm, bias=False)

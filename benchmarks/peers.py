@@ -19,8 +19,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import eager_offload as eo
 from benchmarks.models import Run
 
-__all__ = ["VARIANTS", "Method", "Variant", "checkpointed", "plain"]
-
 
 @dataclass(frozen=True)
 class Method:

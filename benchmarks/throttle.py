@@ -16,8 +16,6 @@ from torch import Tensor
 
 from eager_offload.tiers.base import Region, Slot, Tier
 
-__all__ = ["Clock", "ThrottledSlot", "ThrottledTier", "TokenBucket"]
-
 #: Seconds; how much a bucket holds. A sleep takes some tenths of a millisecond longer than it was asked to, and what
 #: comes in meanwhile makes up for that.
 _BURST_SECONDS = 2e-3

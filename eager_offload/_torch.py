@@ -565,36 +565,20 @@ def sharing_versions() -> AbstractContextManager[object]:
     return guard
 
 
-class CheckpointModes(NamedTuple):
-    """The classes of the dispatch modes of selective checkpointing."""
-
-    caching: type
-    """In force in the forward: keeps what the policy says."""
-    cached: type
-    """In force when the forward runs again: gives it out."""
-
-
-def checkpoint_modes() -> CheckpointModes | None:
-    """What selective checkpointing uses now; ``None`` where this torch has other ways."""
-    module: Any = torch.utils.checkpoint
-    caching, cached = (getattr(module, name, None) for name in _CHECKPOINT_MODES)
-    if caching is None or cached is None or not hasattr(module, "_is_compiling"):
-        return None
-    if not hasattr(torch._C, "_SetExcludeDispatchKeyGuard"):
-        return None
-    takes = list(inspect.signature(caching).parameters)
-    return CheckpointModes(caching, cached) if takes[:2] == ["policy_fn", "storage"] else None
-
-
 def on_checkpoints(caching: Callable[[Any], type], cached: Callable[[Any], type]) -> list[Patch]:
-    """What selective checkpointing makes its two modes of, both when a forward begins; none where it has other ways."""
-    if checkpoint_modes() is None:
+    """What selective checkpointing makes its two dispatch modes of when a forward begins; none where it has other ways.
+
+    Args:
+        caching: makes the class of the mode of the forward, which keeps what the policy says.
+        cached: makes that of the mode in which the forward runs again, which gives it out.
+    """
+    module, names = torch.utils.checkpoint, ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    if not all(hasattr(module, name) for name in (*names, "_is_compiling")):
         return []
-    ours = zip(_CHECKPOINT_MODES, (caching, cached), strict=True)
-    return [Patch(torch.utils.checkpoint, name, around) for name, around in ours]
-
-
-_CHECKPOINT_MODES = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    takes = list(inspect.signature(getattr(module, names[0])).parameters)
+    if takes[:2] != ["policy_fn", "storage"] or not hasattr(torch._C, "_SetExcludeDispatchKeyGuard"):
+        return []
+    return [Patch(module, name, around) for name, around in zip(names, (caching, cached), strict=True)]
 
 
 def checkpoint_is_traced(func: object, args: object, kwargs: object) -> bool:
@@ -640,15 +624,6 @@ def accelerator_in_use() -> bool:
         return False
     module = torch.get_device_module(accelerator)
     return bool(getattr(module, "is_initialized", module.is_available)())
-
-
-def streams_are_values() -> bool:
-    """Whether two ``torch.Stream`` objects that name one stream are equal and hash alike: since 2.11.
-
-    Torch makes a new object at each question for the current stream. Without it nothing could be noted by stream.
-    """
-    one, other = (torch.Stream(stream_id=1, device_index=0, device_type=1) for _ in range(2))
-    return one == other and hash(one) == hash(other)
 
 
 def is_capturing(index: int | None) -> bool:
@@ -814,11 +789,6 @@ def tensors_in(values: object) -> list[Tensor]:
     return tensors_in([*values.values()]) if isinstance(values, dict) else []
 
 
-def keep_side_effects(operation: OpOverload) -> None:
-    """Tells graphs that calls of ``operation`` do something even if nothing uses the result."""
-    torch.fx.has_side_effect(operation)
-
-
 def hint(number: int | torch.SymInt, default: int = 8192) -> int:
     """A number, or the one that was seen when the graph was traced. Asking a symbol itself would make it a constant.
 
@@ -833,9 +803,8 @@ def hint(number: int | torch.SymInt, default: int = 8192) -> int:
     return default if expression is None else int(expression.xreplace(dict.fromkeys(expression.free_symbols, default)))
 
 
-def library(namespace: str, kind: str = "DEF") -> Any:
-    """Defines operators: those of a ``namespace``, or as a ``"FRAGMENT"`` more of one that is defined elsewhere."""
-    return torch.library.Library(namespace, kind)  # type: ignore[no-untyped-call]  # torch declares no types for it
+#: Defines operators: those of a namespace (``"DEF"``), or more of one that is defined elsewhere (``"FRAGMENT"``).
+library: Callable[[str, str], Any] = torch.library.Library  # which has no types
 
 
 class EmptyGraphModule(GraphModule):
@@ -1084,37 +1053,29 @@ def _inlining_module() -> Any:
     return module if hasattr(module, _HOOK_INLINING) else None
 
 
-class _HookInlining:
-    """What AOTAutograd calls in place of its own function: ours, and its own where ours has nothing to do.
-
-    torch's own traces one value after another, leaves out values where a graph has effect tokens (it counts them among
-    what is saved, and raises ``IndexError``), and wants one name for a value on both sides. What has the graphs
-    needs none of that.
-    """
-
-    def __init__(
-        self, ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], bool], theirs: Callable[..., None]
-    ) -> None:
-        self.ours, self.theirs = ours, theirs
-
-    def __call__(
-        self, fw_module: GraphModule, bw_module: GraphModule, num_inner_fwd_outputs: int, *rest: Any, **named: Any
-    ) -> None:
-        meta = rest[0] if rest else named.get("inner_meta")
-        if _if_imported("torch._dynamo.compiled_autograd", "in_compiled_autograd_region") or not self.ours(
-            fw_module, bw_module, num_inner_fwd_outputs, getattr(meta, "static_input_indices", None) or ()
-        ):
-            self.theirs(fw_module, bw_module, num_inner_fwd_outputs, *rest, **named)
-
-
 def on_splits(ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], bool]) -> list[Patch]:
     """Has AOTAutograd call ``ours`` with the two graphs of a split, the number of the user's outputs, and which of the
     inputs are parameters and buffers, as far as this torch says it; nothing where this torch has no such place.
 
-    ``ours`` returns ``False`` where AOTAutograd is to do what it always does.
+    ``ours`` returns ``False`` where AOTAutograd is to do what it always does. That traces one value after another,
+    leaves out values where a graph has effect tokens (it counts them among what is saved, and raises ``IndexError``),
+    and wants one name for a value on both sides. What has the graphs needs none of that.
     """
+
+    def around(theirs: Callable[..., None]) -> Callable[..., None]:
+        def call(
+            fw_module: GraphModule, bw_module: GraphModule, num_inner_fwd_outputs: int, *rest: Any, **named: Any
+        ) -> None:
+            meta = rest[0] if rest else named.get("inner_meta")
+            if _if_imported("torch._dynamo.compiled_autograd", "in_compiled_autograd_region") or not ours(
+                fw_module, bw_module, num_inner_fwd_outputs, getattr(meta, "static_input_indices", None) or ()
+            ):
+                theirs(fw_module, bw_module, num_inner_fwd_outputs, *rest, **named)
+
+        return call
+
     module = _inlining_module()
-    return [] if module is None else [Patch(module, _HOOK_INLINING, functools.partial(_HookInlining, ours))]
+    return [] if module is None else [Patch(module, _HOOK_INLINING, around)]
 
 
 def on_bans_of_hooks(ours: Callable[[], bool]) -> list[Patch]:

@@ -42,11 +42,11 @@ _BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a t
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def parse_size(value: object, field: str = "size") -> int:
+def parse_size(value: object, field: str = "size", accepted: str = _SIZE_ACCEPTED) -> int:
     """Bytes from an int or from a text with a unit (``B``, ``KB`` = 1000, ``KiB`` = 1024, up to ``T``).
 
     Raises:
-        ConfigError: naming ``field``, what was given and what is accepted.
+        ConfigError: naming ``field``, what was given and what is ``accepted``.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -55,7 +55,7 @@ def parse_size(value: object, field: str = "size") -> int:
         nbytes = Fraction(number) * _UNITS[(unit or "B").upper()]
         if nbytes.denominator == 1:
             return int(nbytes)
-    raise _refuse(field, value, _SIZE_ACCEPTED)
+    raise _refuse(field, value, accepted)
 
 
 def size_text(nbytes: int) -> str:
@@ -250,10 +250,7 @@ class OffloadConfig:
             )
 
     def _check_device_budget(self) -> None:
-        try:
-            self._store("device_budget", _size_or_auto(self.device_budget, "device_budget"))
-        except ConfigError:
-            raise _refuse("device_budget", self.device_budget, _BUDGET_ACCEPTED) from None
+        self._store("device_budget", _size_or_auto(self.device_budget, "device_budget", _BUDGET_ACCEPTED))
         if self.device_budget == 0:
             raise _refuse("device_budget", 0, _BUDGET_ACCEPTED)
         if self.keep_last_bytes != "auto":
@@ -347,11 +344,8 @@ class OffloadConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, in the types that YAML and JSON have: sizes in bytes, ``disk_path`` as a list of texts."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        paths = self.disk_paths
-        texts = None if paths is None else [os.fspath(path) for path in paths]
-        codec = self.codec.to_dict() if isinstance(self.codec, CodecPolicy) else self.codec
-        return fields | {"disk_path": texts, "codec": codec, "skip": list(self.skip)}
+        fields: dict[str, Any] = json.loads(json.dumps(vars(self), default=_json))
+        return fields
 
     def changed(self) -> dict[str, Any]:
         """The fields that are not at their defaults."""
@@ -424,13 +418,8 @@ def _refuse(field: str, given: object, accepted: str) -> ConfigError:
     return ConfigError(f"{field}={given!r} is not accepted: {field} takes {accepted}")
 
 
-def _size_or_auto(value: object, field: str) -> int | str:
-    if value == "auto":
-        return "auto"
-    try:
-        return parse_size(value, field)
-    except ConfigError:
-        raise _refuse(field, value, f'"auto" or {_SIZE_ACCEPTED}') from None
+def _size_or_auto(value: object, field: str, accepted: str = f'"auto" or {_SIZE_ACCEPTED}') -> int | str:
+    return "auto" if value == "auto" else parse_size(value, field, accepted)
 
 
 def _number(value: object) -> float | None:

@@ -7,33 +7,6 @@ import warnings
 from functools import partial
 from typing import Any
 
-__all__ = [
-    "CapabilityError",
-    "CapacityError",
-    "CaptureInputError",
-    "CaptureInvalidatedError",
-    "CaptureStateError",
-    "ConfigError",
-    "CorruptionError",
-    "GraphError",
-    "HostAllocationUnderCaptureError",
-    "KernelError",
-    "NoAcceleratorError",
-    "OffloadError",
-    "PlanError",
-    "PoolInUseError",
-    "PoolSealedError",
-    "PrecisionError",
-    "SavedTensorModifiedError",
-    "ScheduleMismatchError",
-    "StaleEventError",
-    "TransferError",
-    "UnjoinedStreamError",
-    "captured",
-    "reentered",
-    "warn",
-]
-
 #: Whose frames a warning is never about.
 _INNER = {"eager_offload", "torch", "contextlib", "functools", "threading"}
 

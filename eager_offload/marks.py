@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.fx.traceback import annotate
 from torch.library import register_fake
 
-from eager_offload._torch import is_wrapper, keep_side_effects, library, storage_key
+from eager_offload._torch import is_wrapper, library, storage_key
 from eager_offload.errors import OffloadError
 from eager_offload.selection import plain_tensors
 from eager_offload.tiers.finalizers import FinalizerRecord
@@ -196,12 +196,12 @@ def _mark_storage(tensor: Tensor, mark: Mark) -> None:
 _library = library("eager_offload", "FRAGMENT")
 _library.define("mark(Tensor tensor, str mark) -> ()")
 mark_operator = torch.ops.eager_offload.mark.default
-keep_side_effects(mark_operator)
+torch.fx.has_side_effect(mark_operator)
 
 
 _library.define("region(str border) -> ()")
 region_operator = torch.ops.eager_offload.region.default
-keep_side_effects(region_operator)
+torch.fx.has_side_effect(region_operator)
 
 
 @contextmanager
@@ -214,19 +214,7 @@ def _traced_region() -> Iterator[None]:
         region_operator("ends")
 
 
-def _run_region(border: str) -> None:
-    return None
-
-
-def _run_mark(tensor: Tensor, mark: str) -> None:
-    return None
-
-
-def _trace_mark(tensor: Tensor, mark: str) -> None:
-    _mark_storage(tensor, Mark(mark))
-
-
 # What an operator of this kind does is what tracers see in its place.
-_library.impl("region", _run_region, "CompositeImplicitAutograd")
-_library.impl("mark", _run_mark, "CompositeExplicitAutograd")
-register_fake("eager_offload::mark", _trace_mark, lib=_library)
+_library.impl("region", lambda border: None, "CompositeImplicitAutograd")
+_library.impl("mark", lambda tensor, mark: None, "CompositeExplicitAutograd")
+register_fake("eager_offload::mark", lambda tensor, mark: _mark_storage(tensor, Mark(mark)), lib=_library)

@@ -18,10 +18,7 @@ from tests.virtual_device import build
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Limits that hold on any machine, whatever the size of the model.
-EXACT = re.compile(
-    "differ|other bits|same bits|plans that fit|bytes in slots|live at the end|freed .* bytes|change of"
-    "|freed, of the bytes|moved for each|neighbours|over the (window|cap)|^[0-9]+k: step over floor"
-)
+EXACT = re.compile("differ|other bits|same bits|plans that fit|over the (window|cap)|^[0-9]+k: step over floor")
 TINY = "--layers 1 --width 64 --sequence 64 --min-bytes 4KiB --window 128KiB"
 SMALL = f"{TINY} --heads 2 --batch 2"
 #: Those that need what this torch lacks.
@@ -30,8 +27,6 @@ NO_GRAPHS = {} if hasattr(torch.accelerator, "Graph") else {"capture": "this tor
 RUNS = [
     "capture --virtual",
     f"codecs {TINY} --layers 2 --window 1MiB --speed-bytes 65536",
-    "compiled_coverage --width 64 --heads 4 --batch 2 --sequence 64 --min-bytes 4KiB",
-    "compiled_passes --nodes 150 --rounds 1",
     "compiled_simulate --layers 2 --tokens 32k,128k --jitter 0",
     f"cpu_floor {SMALL} --ratios 0.5,2",
     f"cpu_train {SMALL} --variants 'none;none, huge pages;offload;offload, huge pages'",
@@ -41,14 +36,11 @@ RUNS = [
     "gpu_frameworks --device cpu --variants 'Transformers;Transformers, ours'",
     "gpu_train --device cpu --variants 'none;ours'",
     "hooks --calls 64 --live 32 --repeats 2 --sizes 4KiB",
-    "learning --layers 2 --width 64 --sequence 64 --min-bytes 4KiB --window 256KiB",
-    f"memory {SMALL}",
     "planning --layers 2 --parts training,ways,free",
     "planning --layers 2 --window 128KiB --parts cost",
     "planning --cpu-layers 1 --cpu-width 64 --cpu-heads 2 --sequence 64 --min-bytes 4KiB --window 128KiB --parts cpu",
     "simulate --layers 2 --tokens 8k,128k",
     "slowdown",
-    f"steps {TINY} --steps 20 --tiers disk",
 ]
 
 

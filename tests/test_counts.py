@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import eager_offload as eo
+from eager_offload._torch import tree_iter, weak_storage
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import TransferThread, host_runtime
 from tests.hazards.backends import DiskBackend, Gate, assert_balanced, assert_settled, offloader_of
@@ -54,6 +59,44 @@ def test_a_step_is_counted_to_the_byte(disk: DiskBackend) -> None:
     assert stats.stall_seconds >= 0
     assert (stats.foreign_hooks, stats.empty_forwards) == (0, 0)
     assert_balanced(stats)
+
+
+class StorageCensus(TorchDispatchMode):
+    """Knows every storage that operators made in it, without keeping any."""
+
+    sees_offloading = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._storages += [weak_storage(one.untyped_storage()) for one in tree_iter(result) if isinstance(one, Tensor)]
+        return result
+
+    def live_bytes(self) -> int:
+        return sum({id(one): one.nbytes() for known in self._storages if (one := known()) is not None}.values())
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_has_left_is_free_and_takes_hardly_more_room_where_it_rests(tier: str, disk: DiskBackend) -> None:
+    model, x = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(256, 256), nn.GELU()))), leaf(2048, 256)
+    offload = disk.offload(tier=tier, min_bytes="1MiB")
+    after_forward, at_the_end = [], []
+    for around in (nullcontext(), offload):
+        with StorageCensus() as census, around:
+            loss = model(x).square().mean()
+        stats = offload.stats(synchronize=True)
+        after_forward.append(census.live_bytes())
+        used = sum(tier.used_bytes for tier in offload._offloaders.tiers())
+        loss.backward()
+        del loss
+        offload.stats(synchronize=True)
+        at_the_end.append(census.live_bytes())
+    assert after_forward[0] - after_forward[1] == stats.bytes_out > 20 << 20
+    assert stats.bytes_out <= used <= 1.05 * stats.bytes_out
+    assert at_the_end[0] == at_the_end[1]
 
 
 def test_the_peak_on_the_device_is_of_what_is_alive_at_one_time(disk: DiskBackend) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -24,6 +25,11 @@ class Step(NamedTuple):
 
     stats: OffloadStats
     exposed: float
+
+    @property
+    def wasted(self) -> int:
+        """Bytes that left and were asked for while they were still there, or came back unasked."""
+        return self.stats.forwarded_bytes + max(self.stats.bytes_in - self.stats.reloaded_bytes, 0)
 
 
 class Graphs(NamedTuple):
@@ -136,6 +142,20 @@ def test_what_someone_else_keeps_alive_is_served_without_a_reload_and_not_taken_
     for step in (second, third):
         assert step.stats.bytes_out == step.stats.offloaded_bytes == 0
         assert step.stats.kept_bytes == {"alive": DEPTH * NBYTES}
+
+
+@pytest.mark.parametrize("program", [towers_in_the_order_of_forward, one_tower, one_tower_whose_results_are_held])
+def test_what_is_known_of_a_step_makes_it_no_worse_and_neither_does_a_plan(program: Callable[[Tensor], Graphs]) -> None:
+    """Of six steps the third knows those before it, and the last follows a step plan."""
+    device = SimulatedRuntime(compute_rate=1e9, out_bandwidth=6e8, in_bandwidth=6e8)
+    sizes = {"max_inflight_bytes": 4 * NBYTES, "prefetch_bytes": 4 * NBYTES}
+    first, _, learnt, *_, followed = steps(program, device, rows=(N,) * 6, synchronize=True, **sizes)
+    assert [step.stats.followed_forwards for step in (first, learnt, followed)] == [0, 0, 1]
+    for earlier, later in ((first, learnt), (learnt, followed)):
+        assert later.exposed <= earlier.exposed + 1e-9
+        assert later.wasted <= earlier.wasted
+    assert followed.stats.resident_bytes_peak <= learnt.stats.resident_bytes_peak
+    assert not followed.stats.plan_misses
 
 
 def test_h21_shapes_that_change_with_every_step_learn_nothing_wrong() -> None:

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulation.device import H200, OperatorClock, Scale
-from benchmarks.simulation.oracle import Program, best_step, watch
+import eager_offload as eo
+from benchmarks.simulation.large import H200, LARGE, SQUARE, Small, large
+from benchmarks.simulation.oracle import Program, best_step
+from benchmarks.simulation.stage import Clock, Stage
 from eager_offload.machine import Machine
 from eager_offload.plan.predict import floor_seconds
 from eager_offload.simulation.simulated import SimulatedRuntime
@@ -19,8 +21,8 @@ from eager_offload.simulation.simulated import SimulatedRuntime
 def chain(nbytes: list[int]) -> Program:
     """One operator saves one storage, and backward asks for them in reverse."""
     count = len(nbytes)
-    asked = {number: 2 * count - 1 - number for number in range(count)}
-    return Program(nbytes, list(range(1, count + 1)), dict(asked), dict(asked))
+    asked = [2 * count - 1 - number for number in range(count)]
+    return Program(nbytes, list(range(1, count + 1)), asked, asked)
 
 
 def link(out: float, back: float) -> Machine:
@@ -68,45 +70,28 @@ def test_no_schedule_is_faster_than_its_compute_nor_made_slower_by_more_room(
     assert step >= moved / back - 1e-9
 
 
-def test_a_program_names_each_storage_once_however_many_views_are_saved() -> None:
-    weight = torch.randn(8, 8, requires_grad=True)
-    ops: list[int] = []
-    with watch(ops, min_bytes=0) as program:
-        x = torch.randn(8, 8).mm(weight)
-        ops.append(1)
-        y = (x.exp() * x.t()).sum()
-        ops.append(2)
-        y.backward()
-    assert program.nbytes == [256, 256, 256], "the input, x with its transpose, and exp's result"
-    assert all(asked == 2 for asked in program.first_asked_at.values())
-    assert set(program.first_asked_at) == {0, 1, 2}
-    assert program.total_bytes == 768
-
-
-def test_operators_take_the_time_of_the_large_ones_that_they_stand_for() -> None:
-    machine, scale = replace(H200, flops=1e6, memory=1e5), Scale(tokens=10.0, width=2.0)
-    runtime = SimulatedRuntime(launch_seconds=0.0)
-    clock = OperatorClock(runtime, machine, scale, jitter=0.0, seed=0)
-    tokens, weight = torch.ones(4, 8), torch.ones(8, 8)
-    with clock:
-        tokens.mm(weight)
-        tokens + tokens
-        tokens.t()
-    product, added = clock.ops
-    assert product.seconds == pytest.approx(2 * 4 * 8 * 8 * (10 * 2 * 2) / 1e6)
-    assert added.seconds == pytest.approx(3 * 128 * (10 * 2) / 1e5)
-    assert runtime.default_stream.tail == pytest.approx(product.seconds + added.seconds)
+def test_the_small_model_takes_the_time_of_the_large_one_that_it_stands_for() -> None:
+    small = Small(8 << 10, layers=1)
+    model, x = large(replace(LARGE, layers=1), 8 << 10)
+    plan = eo.plan(model, x, loss=lambda out: out.float().square().mean(), device=H200, device_budget=1 << 50)
+    assert SQUARE * small.plain.compute_seconds == pytest.approx(plan.compute_seconds, rel=0.01)
+    assert SQUARE * small.plain.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
+    step = Stage(small.machine).step(eo.Offload(enabled=False), small.model, small.x, small.loss)
+    assert step.seconds == pytest.approx(sum(step.op_seconds), rel=0.001)
+    assert step.seconds == pytest.approx(small.plain.compute_seconds, rel=0.001)
+    assert len(step.op_seconds) >= max(small.program.last_asked_at) > step.forward_ops > max(small.program.saved_at)
+    assert SQUARE * sum(small.program.nbytes) == pytest.approx(plan.problem.program.movable_bytes, rel=0.01)
+    assert small.has_same_bits()
 
 
 def test_operator_times_vary_by_the_seed_alone() -> None:
     def seconds(seed: int) -> list[float]:
-        clock = OperatorClock(SimulatedRuntime(), H200, Scale(1.0, 1.0), jitter=0.3, seed=seed)
-        with clock:
+        with Clock(SimulatedRuntime(), machine, jitter=0.3, seed=seed) as clock:
             for _ in range(50):
-                torch.ones(64)
-        return [op.seconds for op in clock.ops]
+                x.sin()
+        return clock.seconds
 
+    machine, x = link(1.0, 1.0), torch.ones(64)
     first = seconds(1)
     assert first == seconds(1) != seconds(2)
-    middle = 256 / H200.memory
-    assert all(0.7 * middle <= one <= 1.3 * middle for one in first)
+    assert 0.7 * 512 <= min(first) <= max(first) <= 1.3 * 512

@@ -13,35 +13,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
+import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
 from benchmarks.common import GIB, MIB, positive
-from benchmarks.planning.large import H200
 from benchmarks.planning.ways import rehearsed
+from benchmarks.simulation.large import H200
 from eager_offload.plan.trace import trace
 
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-
-__all__ = ["draw", "main"]
+from lm.picture import STYLE  # which draws into files alone
 
 #: Okabe and Ito's palette, which colour-blind readers can tell apart; every mark is named besides.
 MOVING, AGAIN, CHOSEN, OTHERS = "#0072B2", "#00805C", "#C04F00", "#4D4D4D"
-TEXT_COLOUR = "#333333"
-STYLE = {
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#777777",
-    "text.color": TEXT_COLOUR,
-    "axes.labelcolor": TEXT_COLOUR,
-    "xtick.color": TEXT_COLOUR,
-    "ytick.color": TEXT_COLOUR,
-}
 #: What has these ways, and where its name stands beside the mark, in points.
 NAMES = {
     "nothing moves": ("nothing moves", (-8, 10), "right"),

@@ -12,15 +12,12 @@ import torch
 
 import eager_offload as eo
 from benchmarks.common import MIB, Report, show
-from benchmarks.planning.large import H200, large, windows
-from benchmarks.simulate import LARGE, SEQUENCES
+from benchmarks.simulation.large import H200, LARGE, SEQUENCES, large, windows
 from eager_offload.plan.draft import Rehearsal, draft
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import Program
 from eager_offload.plan.rehearse import rehearse
 from eager_offload.plan.trace import trace
-
-__all__ = ["rehearsed", "ways"]
 
 #: Goal.
 OF_WAYS = 1.01

@@ -19,8 +19,6 @@ from eager_offload import OffloadConfig
 from eager_offload.compile import Choice, choose, insert_asynchronous, insert_synchronous, ops
 from eager_offload.compile.graphs import nbytes_of, outputs_of, storage_of
 
-__all__ = ["Halves", "halves_of", "peak_bytes", "traced"]
-
 
 @dataclass
 class Halves:

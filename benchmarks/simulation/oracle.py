@@ -1,75 +1,39 @@
-"""The best that could be done: a schedule that knows how long everything takes.
-
-Plain arithmetic; nothing of the library is in it but the question of which saved tensors are eligible.
-"""
+"""The best that could be done: a schedule that knows how long everything takes. Plain arithmetic."""
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from eager_offload.machine import Machine
-from eager_offload.selection import reason_to_stay
-
-__all__ = ["Program", "best_step", "watch"]
+from eager_offload.plan.predict import Problem
 
 
 @dataclass
 class Program:
-    """What a step saves and asks for: storages by number, each at the number of operators that ran before.
+    """What a step saves and asks for, by storage: the bytes, and how many operators ran before each of these moments.
 
-    Every storage is named once in each list: when it is saved first, and when it is asked for last. In between it has
-    to be there from the first time that it is asked for. (The planner's ``Program`` knows more of a step, and of one
-    that is traced alone; this one is of a step that runs, by its own count of operators.)
+    From when it is asked for first until it is asked for last a storage has to be there.
     """
 
-    #: Bytes of each storage, in the order of saving.
-    nbytes: list[int] = field(default_factory=list)
-    saved_at: list[int] = field(default_factory=list)
-    first_asked_at: dict[int, int] = field(default_factory=dict)
-    last_asked_at: dict[int, int] = field(default_factory=dict)
+    nbytes: list[int]
+    saved_at: list[int]
+    first_asked_at: list[int]
+    last_asked_at: list[int]
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.nbytes)
-
-
-@contextmanager
-def watch(ops: Sequence[object], min_bytes: int) -> Iterator[Program]:
-    """Takes down the program of one forward and its backward.
-
-    Args:
-        ops: grows by one for every operator that runs.
-    """
-    program, numbers = Program(), dict[int, int]()
-    alive: list[Tensor] = []  # no address is used twice
-
-    def pack(tensor: Tensor) -> tuple[Tensor, int | None]:
-        if reason_to_stay(tensor, min_bytes) is not None:
-            return tensor, None
-        address = tensor.untyped_storage().data_ptr()
-        if address not in numbers:
-            numbers[address] = len(program.nbytes)
-            program.nbytes.append(tensor.untyped_storage().nbytes())
-            program.saved_at.append(len(ops))
-            alive.append(tensor.detach())
-        return tensor.detach(), numbers[address]
-
-    def unpack(handle: tuple[Tensor, int | None]) -> Tensor:
-        tensor, number = handle
-        if number is not None:
-            program.first_asked_at.setdefault(number, len(ops))
-            program.last_asked_at[number] = len(ops)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield program
+    @classmethod
+    def of(cls, problem: Problem) -> Program:
+        """What the schedule is told of a step that was traced."""
+        traced, storages = problem.program, problem.program.storages
+        last = {traced.saves[ask.save].storage: ask.op for ask in traced.asks}
+        return cls(
+            nbytes=[one.nbytes for one in storages],
+            saved_at=[one.saved for one in storages],
+            first_asked_at=[one.asked for one in storages],
+            last_asked_at=[last[number] for number in range(len(storages))],
+        )
 
 
 def best_step(program: Program, seconds: Sequence[float], forward_ops: int, link: Machine, room: int) -> float:
@@ -142,7 +106,7 @@ def _backward(
     away_at: dict[int, float],
 ) -> float:
     firsts, lasts = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-    for number, position in program.first_asked_at.items():
+    for number, position in enumerate(program.first_asked_at):
         firsts[position].append(number)
         lasts[program.last_asked_at[number]].append(number)
     begun, link_free = now, now

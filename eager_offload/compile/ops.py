@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.library import register_fake
 
 from eager_offload import active
-from eager_offload._torch import below_autograd, keep_side_effects, library
+from eager_offload._torch import below_autograd, library
 from eager_offload.codecs.seeds import SEEDS
 from eager_offload.compile import host_tensors
 from eager_offload.compile.geometry import spread
@@ -55,7 +55,7 @@ from eager_offload.errors import OffloadError
 
 __all__ = ["draw_seed", "offload", "reload", "spread", "wait_tensor"]
 
-_library = library("eager_offload")
+_library = library("eager_offload", "DEF")
 #: A CUDA graph would replay the kernels around them and not what the host does here. (The strides with which Inductor
 #: hands tensors over are the business of lowering.py.)
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -78,7 +78,7 @@ wait_tensor = torch.ops.eager_offload.wait_tensor.default
 #: Those that move bytes.
 OPERATIONS = (offload, reload, wait_tensor)
 for _operation in OPERATIONS:
-    keep_side_effects(_operation)
+    torch.fx.has_side_effect(_operation)
 
 
 def _offload(

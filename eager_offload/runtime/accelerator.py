@@ -16,7 +16,6 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import streams_are_values
 from eager_offload.errors import HostAllocationUnderCaptureError, OffloadError
 from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.accelerator_captures import AcceleratorCaptures
@@ -60,8 +59,6 @@ class AcceleratorRuntime(Runtime):
 
     def __init__(self, api: AcceleratorApi | None = None, *, probe_bytes: int = 64 << 20) -> None:
         super().__init__()
-        if not streams_are_values():
-            raise OffloadError(f"torch {torch.__version__} does not say whether two streams are one; 2.11 and later do")
         self._probe_bytes = probe_bytes
         self._api = AcceleratorApi() if api is None else api
         accelerator = self._api.current_accelerator()

@@ -31,7 +31,8 @@ class Faults:
     """Counts the operations of one kind, and has chosen ones call ``strike``.
 
     Args:
-        kind: one of ``OPERATIONS``.
+        kind: one of ``OPERATIONS``, or ``"any"``; or ``"short"``, a read or write that stops halfway, or ``"corrupt"``,
+            a read that succeeds and brings back something else.
         first: the operation that is struck, from 1.
         strike: what happens there; it may raise, or not come back.
         for_good: whether all later ones are struck as well.
@@ -43,16 +44,17 @@ class Faults:
         self._strike = strike
         self._lock = threading.Lock()
 
-    def meet(self, kind: str) -> None:
-        """An operation begins."""
-        if kind != self.kind and self.kind != "any":
-            return
+    def meet(self, *kinds: str) -> str:
+        """An operation of ``kinds`` begins; by which fault it is struck, where it is and goes on."""
+        if self.kind not in (*kinds, "any"):
+            return ""
         with self._lock:
             self.seen += 1
             struck = self.seen == self.first or (self.for_good and self.seen > self.first)
             self.injected += struck
         if struck:
             self._strike()
+        return self.kind if struck else ""
 
 
 class Faulty(RawFile):
@@ -71,12 +73,14 @@ class Faulty(RawFile):
         return any(file.descriptor >= 0 for file in cls.alive)
 
     def write_from(self, source: memoryview, offset: int) -> int:
-        self._meet("write")
-        return super().write_from(source, offset)
+        short = self._meet("write", "short") == "short"
+        return super().write_from(source[: _half(len(source))] if short else source, offset)
 
     def read_into(self, target: memoryview, offset: int) -> int:
-        self._meet("read")
-        return super().read_into(target, offset)
+        struck = self._meet("read", "short", "corrupt")
+        moved = super().read_into(target[: _half(len(target))] if struck == "short" else target, offset)
+        target[0] ^= struck == "corrupt"
+        return moved
 
     def allocate(self, offset: int, nbytes: int) -> None:
         self._meet("allocate")
@@ -86,9 +90,12 @@ class Faulty(RawFile):
         self._meet("usage")
         return super().usage()
 
-    def _meet(self, kind: str) -> None:
-        if Faulty.faults is not None:
-            Faulty.faults.meet(kind)
+    def _meet(self, *kinds: str) -> str:
+        return "" if Faulty.faults is None else Faulty.faults.meet(*kinds)
+
+
+def _half(nbytes: int) -> int:
+    return max(nbytes // 2 // 4096 * 4096, min(nbytes, 4096))
 
 
 @contextmanager

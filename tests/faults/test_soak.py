@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.disks import on_faulty_disk
+from tests.faults.disks import Faults, fail_with, on_faulty_disk
 from tests.processes import printed_by
 from tools.soak.__main__ import Soak
 from tools.soak.census import compare
-from tools.soak.faults import Fault, FaultyFile
 
 
 @pytest.mark.long
@@ -38,12 +37,12 @@ def test_h25_a_short_soak_is_exact_and_flat(tmp_path: Path, record_property: Cal
 def test_a_fault_that_strikes_a_file_that_is_being_opened_explains_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with on_faulty_disk(FaultyFile):
+    with on_faulty_disk():
         run = Soak(tmp_path, seed=0)
         for kind, number in (("write", errno.EROFS), ("read", errno.EIO)):
             run.offloads["disk"].close()
-            fault = Fault(kind, 1, number, for_good=False)
-            monkeypatch.setattr(Fault, "any", lambda *_, fault=fault: fault)
+            fault = Faults(kind, 1, fail_with(number))
+            monkeypatch.setattr("tools.soak.__main__.any_fault", lambda *_, fault=fault: fault)
             run.step("train", "disk", faulty=True)
             run.step("train", "disk", faulty=False)
         assert run.counts == {"steps": 4, "faults injected": 2, "errors that said so": 2}

@@ -117,15 +117,23 @@ def test_h25_a_hundred_steps_leave_the_state_as_the_first_ones_did(window: int, 
 
 @pytest.mark.long
 def test_h25_a_thousand_steps_leave_state_and_memory_as_they_were(backend: Backend) -> None:
+    """With the garbage collector off: nothing waits for it."""
     offload, model, process = backend.offload(), small_model(), psutil.Process()
-    states, resident = [], []
+    states, objects, resident = [], [], []
     train(offload, model, 100)
-    for _ in range(10):
-        train(offload, model, 100)
-        states.append(state_of(offload))
-        resident.append(process.memory_info().rss)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            train(offload, model, 100)
+            states.append(state_of(offload))
+            objects.append(sum(type(one).__module__.startswith("eager_offload") for one in gc.get_objects()))
+            resident.append(process.memory_info().rss)
+    finally:
+        gc.enable()
     assert len(set(states)) == 1, states
     if backend.name == "disk":  # the simulated runtime keeps a timeline and a log
+        assert len(set(objects)) == 1, objects
         assert resident[-1] - resident[0] <= 2 << 20, resident
     assert_moved(assert_settled(offload))
 

@@ -19,8 +19,6 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["KINDS", "STALE", "Site", "find", "mutate"]
-
 KINDS = ("record", "wait", "after", "keepalive", "version", "fence", "release", "guard", "check")
 
 _RECORDS = {"record", "record_event"}
@@ -90,6 +88,33 @@ def _stale(record):
     return first
 """
 
+_HELD = "the thread that reads or writes a disk slot holds it, so that its range is free only when every use is over"
+#: Sites without which nothing observable differs, by path, kind and what is taken out, each with the reason: they are
+#: not tried. Such code stays where one rule serves several tiers, and to except one of them would take more lines.
+EQUIVALENT = {
+    (
+        "eager_offload/tiers/disk.py",
+        "fence",
+        "super().__init__(nbytes, extent.fences, DiskSlotRecord(self, space.returned.append))",
+    ): _HELD,
+    (
+        "eager_offload/tiers/space.py",
+        "fence",
+        "self.extents.release(record.extent.start, record.extent.nbytes, record.fences)",
+    ): _HELD,
+    (
+        "eager_offload/eager/following.py",
+        "guard",
+        "not address or address % tensor.itemsize or tensor.layout is not torch.strided or tensor.is_nested"
+        "  without  tensor.layout is not torch.strided",
+    ): "of every other layout that reaches it, to ask for the storage or its address has raised before",
+    (
+        "eager_offload/eager/following.py",
+        "guard",
+        "followed.started == (self.queue, sequence, version_of(tensor))  without  self.queue",
+    ): "a storage of a run is packed and its copy started by that run alone, which has one queue",
+}
+
 
 @dataclass(frozen=True)
 class Site:
@@ -108,6 +133,11 @@ class Site:
     @property
     def name(self) -> str:
         return f"{self.path}:{self.line}"
+
+    @property
+    def what(self) -> tuple[str, str, str]:
+        """What it is known by in ``EQUIVALENT``."""
+        return self.path, self.kind, self.source
 
 
 def find(package: Path) -> list[Site]:

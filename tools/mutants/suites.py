@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["device_suites_of", "suites_of"]
-
 # A suite is named without what all of them have: ``tiers/arena`` is ``tests/tiers/test_arena.py``. One with ``=`` in
 # front stands for those of another module.
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from tools.mutants.sites import Site, mutate
 
-__all__ = ["ROOT", "Verdict", "Workplace"]
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 _COPIED = ("eager_offload", "tests", "examples", "benchmarks", "tools")
 _BUILT = ".virtual_device"

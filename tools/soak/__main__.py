@@ -10,6 +10,7 @@ runs, the most bytes that files and arenas hold. Ends with status 1 if anything 
 from __future__ import annotations
 
 import argparse
+import errno
 import faulthandler
 import functools
 import os
@@ -29,14 +30,28 @@ from benchmarks.common import show
 from eager_offload.engine import offloaders
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.disk import DiskTier
+from tests.faults.disks import Faults, Faulty, fail_with
 from tools.soak.census import MIB, Row, census, compare
-from tools.soak.faults import Fault, FaultyFile
 from tools.soak.training import Model, expected, works
 
 # oneDNN keeps what it compiled for the last 1,024 shapes, and here no two are alike: a hundred MiB that come slowly.
 os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
 #: Seconds after which a step counts as hanging: the stacks are printed, and the process ends.
 _HANGS = 120.0
+#: What a disk may say, by the call that it says it to.
+ERRNOS = {
+    "write": (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR, errno.EAGAIN, errno.ENOMEM, errno.EROFS, errno.EBADF),
+    "read": (errno.EIO, errno.EINTR, errno.EAGAIN, errno.ENOMEM, errno.EBADF, errno.ESTALE),
+    "allocate": (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EOPNOTSUPP),
+    "usage": (errno.EIO,),
+}
+
+
+def any_fault(chance: random.Random, kinds: Sequence[str]) -> Faults:
+    """One that ``chance`` chooses: of an operation, or of all from there."""
+    kind = chance.choice(kinds)
+    strike = fail_with(chance.choice(ERRNOS[kind])) if kind in ERRNOS else lambda: None
+    return Faults(kind, chance.randint(1, 12), strike, for_good=chance.random() < 0.2)
 
 
 class Soak:
@@ -70,7 +85,7 @@ class Soak:
         fault = None
         if faulty:
             kinds = ("write", "read", "allocate", "usage", "short", *(("corrupt",) if where == "verified" else ()))
-            fault = FaultyFile.fault = Fault.any(self.chance, kinds)
+            fault = Faulty.faults = any_fault(self.chance, kinds)
         self.counts["steps"] += 1
         try:
             found = works[work](model, offload, random.Random(seed))
@@ -86,7 +101,7 @@ class Soak:
                 self.trouble.append(f"{work} on {where}, fault {fault and vars(fault)}: wrong gradients")
         finally:
             offload.stats(synchronize=True)
-            FaultyFile.fault = None
+            Faulty.faults = None
         if fault is not None:
             self.counts["faults injected"] += fault.injected
 
@@ -135,7 +150,7 @@ class Soak:
 
 def soak(minutes: float, seed: int, directory: Path) -> tuple[Soak, list[Row]]:
     """Warms up, counts, runs, and counts again."""
-    offloaders.DiskTier = functools.partial(DiskTier, file_type=FaultyFile)  # type: ignore[misc, assignment]
+    offloaders.DiskTier = functools.partial(DiskTier, file_type=Faulty)  # type: ignore[misc, assignment]
     eo.release_freed_memory()
     run = Soak(directory, seed)
     run.warm_up()

@@ -14,8 +14,6 @@ import torch
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.finalizers import Living
 
-__all__ = ["MIB", "Row", "census", "compare", "counted"]
-
 MIB = 1 << 20
 #: By how much memory may grow, in bytes: the C library's heap is as large as the largest steps so far made it, in each
 #: of its arenas. And objects of one type, in number: caches that have a bound and are not full yet. What is left behind
@@ -43,11 +41,6 @@ def census() -> dict[str, int]:
     """Counts now; the caller has closed every ``Offload``, so nothing of theirs should be left."""
     gc.collect()
     _take_up()
-    return counted()
-
-
-def counted() -> dict[str, int]:
-    """Counts as it is, with what waits for the garbage collector."""
     process, unnamed = psutil.Process(), _unnamed_files()
     found = {
         "resident memory": process.memory_info().rss,

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Crash", "Model", "Work", "works"]
-
 #: Runs forwards within what it is given, and returns whatever has to be the same with offload and without.
 Work = Callable[["Model", AbstractContextManager[Any], random.Random], Sequence[Tensor]]
 
