@@ -13,7 +13,7 @@ from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError
 from eager_offload.machine import LAUNCH_SECONDS, MACHINES, Machine
 from eager_offload.plan.decide import Outcome, RehearsedSolver
-from eager_offload.plan.files import POLICIES, Least, room_of
+from eager_offload.plan.files import Least
 from eager_offload.plan.plan import Plan
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.ranks import Asked, agreed, are_several, model_text
@@ -22,6 +22,10 @@ from eager_offload.plan.solve import EQUAL
 
 #: The device that this process has.
 _HERE = "here"
+#: What a plan aims at.
+POLICIES = ("least", "free", "max")
+#: Of a budget of the tier, one part in so many is left for what its slabs round.
+_ROUNDED = 8
 
 
 def plan(
@@ -132,8 +136,9 @@ def _make(
         else:
             program = trace(model, inputs, loss, min_bytes=least, skip=skip, again=again, policy=policy)
             seconds = tuple(program.seconds(machine))
-        windows = settings.size("max_inflight_bytes"), settings.size("prefetch_bytes")
-        problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(settings), machine.memory)
+        windows, rests = (settings.size("max_inflight_bytes"), settings.size("prefetch_bytes")), settings.host_budget
+        room = rests - rests // _ROUNDED if isinstance(rests, int) else None
+        problem = Problem(program, seconds, machine.out, machine.back, *windows, room, machine.memory)
         problem = problem.with_more(asked.standing)
         return problem.packing(pays=True) if recompute and problem.packs else problem
 

@@ -205,16 +205,10 @@ def test_a_loss_that_is_a_module_is_put_back_too() -> None:
 def test_measured_times_are_saved_and_loaded(tmp_path: Path) -> None:
     model, x = wide()
     plan = eo.plan(model, x, policy="max", config=CONFIG, steps=2)
-    path = tmp_path / "plan.json"
-    plan.save(path)
-    loaded = eo.Plan.load(path)
+    plan.save(tmp_path / "plan.json")
+    loaded = eo.Plan.load(tmp_path / "plan.json")
     assert loaded.problem.op_seconds == plan.problem.op_seconds
     assert (loaded.to_dict(), str(loaded)) == (plan.to_dict(), str(plan))
-    content = json.loads(path.read_text())
-    for change in ([], ["soon"] * len(content["op_seconds"]), [-1.0] * len(content["op_seconds"]), None):
-        path.write_text(json.dumps({**content, "op_seconds": change}))
-        with pytest.raises(eo.ConfigError, match="holds no plan"):
-            eo.Plan.load(path)
 
 
 @pytest.mark.parametrize(
