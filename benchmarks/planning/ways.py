@@ -14,8 +14,8 @@ import eager_offload as eo
 from benchmarks.common import MIB, Report, show
 from benchmarks.planning.large import H200, large, windows
 from benchmarks.simulate import LARGE, SEQUENCES
-from eager_offload.plan.draft import Rehearsal, draft
-from eager_offload.plan.predict import Problem
+from eager_offload.plan.draft import draft
+from eager_offload.plan.predict import Course, Problem
 from eager_offload.plan.program import Program
 from eager_offload.plan.rehearse import rehearse
 from eager_offload.plan.trace import trace
@@ -85,7 +85,7 @@ def fixed_ways(name: str, options: argparse.Namespace) -> Iterator[Way]:
 
 def rehearsed(
     traced: Callable[[Sequence[str]], Program], blocks: Sequence[str], size: int
-) -> Iterator[tuple[str, Rehearsal]]:
+) -> Iterator[tuple[str, Course]]:
     """What comes of each fixed way on an H200.
 
     Args:

@@ -9,8 +9,6 @@ program says instead of what autograd does. A storage that is to stay weighs not
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from eager_offload.errors import ConfigError
 from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.program import Save
@@ -20,25 +18,6 @@ from eager_offload.step_plan import Coded, StepPlan, StepRecorder
 
 #: Reasons that a step plan can give: the others are looked at in each step.
 _FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.SMALL})
-
-
-class Rehearsal(NamedTuple):
-    """What came of a step plan that the library has followed on a simulated device: see ``rehearse.py``."""
-
-    step_seconds: float
-    living: tuple[int, ...]
-    """Bytes that lived while each operator ran."""
-    returning: tuple[int, ...]
-    """The numbers of the storages that went out and came back, in order."""
-    released: tuple[int, ...]
-    """For each storage the save before which its memory had gone; -1 where that was later than the last."""
-    seen_bytes: int
-    """That lived at a save or an ask, at most: what training can look at."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes that lived at one time, at most."""
-        return max(self.living, default=0)
 
 
 def draft(problem: Problem, moves: Moves) -> StepPlan | None:

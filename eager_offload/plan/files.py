@@ -10,13 +10,13 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine
-from eager_offload.plan.draft import Rehearsal
-from eager_offload.plan.predict import Moves, Problem
+from eager_offload.plan.decide import Outcome
+from eager_offload.plan.predict import Course, Moves, Problem
 
 #: The form of the file.
 _FORMAT = 2
@@ -27,6 +27,10 @@ class Least(NamedTuple):
 
     peak_bytes: int
     step_seconds: float
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Self:
+        return cls(outcome.peak_bytes, outcome.step_seconds)
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,8 @@ class PlanFields:
     """For each storage that may move, whether it does."""
     config: OffloadConfig
     """The settings of the ``Offload`` that follows it."""
-    rehearsal: Rehearsal | None
-    """What came of it in rehearsal; ``None`` where no step plan can say what this model does. Then peak and time are
-    worked out from the order of transfers alone."""
+    course: Course
+    """What comes of it; in rehearsal, where a step plan can say what this model does."""
 
     again: tuple[str, ...] = ()
     """The names of the modules that are computed again in backward: see ``Plan.apply``."""

@@ -61,10 +61,10 @@ class Plan(PlanFigures, ComputedPlan):
     def step_plans(self) -> tuple[StepPlan, ...]:
         """What ``Offload(plan=...)`` follows from the first step on; empty where nothing may move, and where no step
         plan can say it: backward runs inside of forward, or twice."""
-        drafted = None if self.rehearsal is None else draft(self.problem, self.moves)
-        if drafted is None or self.rehearsal is None:
+        program, released = self.problem.program, self.course.released
+        drafted = None if released is None else draft(self.problem, self.moves)
+        if drafted is None or released is None:
             return ()
-        program, released = self.problem.program, self.rehearsal.released
         saves = (
             replace(save, release=released[program.saves[number].storage]) if save.fate is Fate.OFFLOAD else save
             for number, save in enumerate(drafted.saves)
@@ -146,7 +146,7 @@ class Plan(PlanFigures, ComputedPlan):
             fits = found.peak_bytes <= max(self.device_budget, now.peak_bytes)
             is_other = fits and (is_shorter or moves_more)
         found = found if is_other else now
-        if found.rehearsal is None or not (is_other or timing is not None):
+        if found.course.released is None or not (is_other or timing is not None):
             return None
         whole, least, machine = self.whole, self.traced_least, self.machine
         if whole is not None and least is not None:
@@ -158,7 +158,7 @@ class Plan(PlanFigures, ComputedPlan):
             machine=machine,
             problem=problem,
             moves=found.moves,
-            rehearsal=found.rehearsal,
+            course=found.course,
             whole=whole,
             traced_least=least,
         )
@@ -185,7 +185,7 @@ class Plan(PlanFigures, ComputedPlan):
             budget = low + (high - low) * step // (points - 1)
             outcome = self._solver.within(budget)
             if outcome.peak_bytes <= budget and outcome.step_seconds < best.step_seconds:
-                best = Least(outcome.peak_bytes, outcome.step_seconds)
+                best = Least.of(outcome)
             found.append(Point(budget, *best))
         return found
 

@@ -144,25 +144,23 @@ def _make(
 
     name, problem = type(model).__name__, traced()
     if recompute:
-        traced_solver = TracedSolver(problem, traced, machine.launch_seconds)
-        again, least = traced_solver.within(budget), traced_solver.least.outcome
-        found = again.outcome
-        parts = again.names, again.whole, Least(least.peak_bytes, least.step_seconds)
-        return Plan(name, machine, budget, policy, again.problem, found.moves, settings, found.rehearsal, *parts)
-    problem, found = _solve(problem, machine, budget, policy)
-    return Plan(name, machine, budget, policy, problem, found.moves, settings, found.rehearsal, steps=asked.steps)
+        solver = TracedSolver(problem, traced, machine.launch_seconds)
+        found, least = solver.within(budget), Least.of(solver.least)
+    else:
+        found, least = _solve(problem, machine, budget, policy), None
+    decided = found.problem, found.moves, settings, found.course, found.again, found.whole
+    return Plan(name, machine, budget, policy, *decided, least, asked.steps)
 
 
-def _solve(problem: Problem, machine: Machine, budget: int, policy: str) -> tuple[Problem, Outcome]:
+def _solve(problem: Problem, machine: Machine, budget: int, policy: str) -> Outcome:
     """What is to move, and with which of the codecs that the user allows: all, those that pay, or none."""
 
     def outcome(problem: Problem) -> Outcome:
         solver = RehearsedSolver(problem, machine.launch_seconds)
         return solver.within(budget) if policy == "least" else solver.free() if policy == "free" else solver.all()
 
-    def cost(solved: tuple[Problem, Outcome]) -> tuple[float, ...]:
-        problem, found = solved
-        storages, over = problem.program.storages, max(found.peak_bytes - budget, 0)
+    def cost(found: Outcome) -> tuple[float, ...]:
+        storages, over = found.problem.program.storages, max(found.peak_bytes - budget, 0)
         moved = [storages[number] for number, moves in enumerate(found.moves) if moves]
         seconds = round(found.step_seconds / (problem.compute_seconds * EQUAL or 1.0))
         if policy == "free":
@@ -173,7 +171,7 @@ def _solve(problem: Problem, machine: Machine, budget: int, policy: str) -> tupl
     if problem.packs and policy != "max":
         problems += [problem.packing(pays=True), problem.packing(pays=False)]
     known = {one.program.storages: one for one in problems}
-    return min(((one, outcome(one)) for one in known.values()), key=cost)
+    return min(map(outcome, known.values()), key=cost)
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:

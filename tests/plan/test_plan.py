@@ -191,7 +191,7 @@ def _set(*path: Any, to: Any) -> Callable[[Any], None]:
         (_set("plan", "device_budget", to=10**400), "not as it was written"),
         (_set("plan", "problem", "program", "storages", 0, 0, to=-5), "not as it was written"),
         (_set("plan", "problem", "op_seconds", 0, to="soon"), "not as it was written"),
-        (_set("plan", "rehearsal", 2, to=[10**6]), "not as it was written"),
+        (_set("plan", "course", 2, to=[10**6]), "not as it was written"),
         (_set("plan", to=[]), "not as it was written"),
     ],
 )

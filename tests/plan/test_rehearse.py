@@ -214,7 +214,8 @@ def test_a_rehearsal_leaves_nothing_behind_and_heeds_nothing_of_its_caller() -> 
     with torch.no_grad(), torch.device("meta"), torch.inference_mode():
         found = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
     assert found.problem.program == expected.problem.program, "nor does its trace"
-    assert found.rehearsal == expected.rehearsal is not None
+    assert found.course == expected.course
+    assert found.course.released is not None
     assert torch.equal(state, torch.get_rng_state())
     assert generator == random.getstate()
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -228,7 +229,7 @@ def test_where_no_step_plan_can_say_it_there_is_none() -> None:
             return inner.sum() + slope.detach().sum()
 
     plan = eo.plan(Twice(64, 64), torch.randn(64, 64), device=slow(), policy="max", config=CONFIG)
-    assert (plan.step_plans, plan.rehearsal) == ((), None)
+    assert (plan.step_plans, plan.course.released) == ((), None)
     assert plan.peak_bytes > 0
     with pytest.warns(RuntimeWarning, match="has no step plan"):
         eo.Offload(plan=plan)
@@ -252,7 +253,7 @@ def test_a_saved_plan_has_its_step_plan(tmp_path: Path) -> None:
     assert loaded.step_plans == plan.step_plans != ()
     assert [one.release for one in loaded.step_plans[0].saves] == [one.release for one in plan.step_plans[0].saves]
     assert max(one.release for one in loaded.step_plans[0].saves) > 0
-    assert (loaded.config, loaded.rehearsal) == (plan.config, plan.rehearsal)
+    assert (loaded.config, loaded.course) == (plan.config, plan.course)
     assert loaded.config.tier == "disk"
 
 
