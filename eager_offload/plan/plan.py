@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,11 +16,10 @@ from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
 from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.decide import RehearsedSolver
-from eager_offload.plan.draft import draft
+from eager_offload.plan.draft import draft, is_off, timed
 from eager_offload.plan.figures import PlanFigures
 from eager_offload.plan.files import Least, read, write
 from eager_offload.plan.text import seconds_text, text_of
-from eager_offload.plan.timed import is_off, timed
 from eager_offload.stats import Relief
 from eager_offload.step_plan import Adapted, ComputedPlan, Fate, StepPlan, Timing
 
@@ -71,8 +69,7 @@ class Plan(PlanFigures, ComputedPlan):
         )
         return (replace(drafted, saves=tuple(saves)),)
 
-    @contextmanager
-    def apply(self, model: nn.Module) -> Iterator[None]:
+    def apply(self, model: nn.Module) -> AbstractContextManager[None]:
         """Puts ``torch.utils.checkpoint`` around the modules that are computed again, and takes it off afterwards.
 
             with plan.apply(model):
@@ -88,8 +85,7 @@ class Plan(PlanFigures, ComputedPlan):
         Raises:
             ConfigError: a module is not there.
         """
-        with checkpointed(model, self.again):
-            yield
+        return checkpointed(model, self.again)
 
     @cached_property
     def relief(self) -> Relief | None:

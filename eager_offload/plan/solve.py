@@ -26,10 +26,9 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from eager_offload.plan.chain import chain
 from eager_offload.plan.paced import WAYS, Way, least_pace, of_all_paces
 from eager_offload.plan.predict import Course, Moves, Prediction, Problem
-from eager_offload.plan.recompute import Candidate, Recomputing, Shape
+from eager_offload.plan.recompute import Candidate, Recomputing, Shape, chain
 
 #: Single storages that are tried in vain before no more are kept.
 _TRIES = 16

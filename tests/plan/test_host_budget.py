@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eager_offload as eo
-from eager_offload.plan.command import main
+from eager_offload.plan.__main__ import main
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.solve import Solver
 from tests.hazards.programs import assert_identical

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import eager_offload as eo
-from eager_offload.plan.command import main
+from eager_offload.plan.__main__ import main
 from tests.observe.browser import CHROMIUM, Browser
 from tests.observe.test_report_browser import BOX, CONTRASTS, WIDTHS
 

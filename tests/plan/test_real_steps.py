@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.plan.command import main
+from eager_offload.plan.__main__ import main
 from eager_offload.plan.program import Program
 from tests.hazards.programs import assert_identical
 from tests.plan.on_stage import Stage, gradients

@@ -23,11 +23,10 @@ from torch.utils.checkpoint import checkpoint
 import eager_offload as eo
 from eager_offload.machine import MACHINES
 from eager_offload.plan.apply import checkpointed
-from eager_offload.plan.chain import chain
 from eager_offload.plan.decide import RehearsedSolver
 from eager_offload.plan.predict import Prediction, Problem
 from eager_offload.plan.program import Ask, ModuleCall, Op, Program, Save, Storage
-from eager_offload.plan.recompute import Recomputing
+from eager_offload.plan.recompute import Recomputing, chain
 from eager_offload.plan.solve import Solver
 from eager_offload.plan.trace import trace
 from tests.plan import on_stage
