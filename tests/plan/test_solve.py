@@ -69,20 +69,6 @@ def blocks(count: int, each: int, ratio: float) -> Problem:
     return Problem(program, times, link, link, 1000, 1000)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("ratio", "part"), [(2.5, 3), (4.0, 2)])
-def test_among_1500_storages_a_decision_is_within_three_percent_of_a_linear_program(ratio: float, part: int) -> None:
-    pytest.importorskip("scipy", reason="scipy is not installed")
-    from tests.plan.bounds import least_seconds
-
-    problem = blocks(100, 15, ratio)
-    budget = problem.predict((False,) * 1500).peak_bytes // part
-    found, bound = Solver(problem).within(budget).prediction, least_seconds(problem, budget)
-    assert found.peak_bytes <= budget
-    assert bound >= 1.001 * problem.compute_seconds, "which says something"
-    assert bound <= found.step_seconds <= 1.03 * bound
-
-
 @pytest.mark.parametrize(
     ("ratio", "part"),
     [(2.5, 3), *(pytest.param(*one, marks=pytest.mark.long) for one in ((1.0, 4), (2.5, 10), (4.0, 2), (4.0, 10)))],
@@ -97,7 +83,7 @@ def test_among_1500_storages_a_decision_is_within_three_percent_of_what_none_goe
     found = solver.within(budget).prediction
     moved = least_moved(problem, budget)
     assert found.peak_bytes <= budget
-    assert found.step_seconds <= 1.03 * problem.floor_seconds(moved)
+    assert problem.floor_seconds(moved) <= found.step_seconds <= 1.03 * problem.floor_seconds(moved)
     assert found.moved_bytes <= 1.03 * moved
 
 
