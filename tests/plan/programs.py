@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,6 +115,11 @@ def small() -> tuple[nn.Module, Tensor]:
 def wide() -> tuple[nn.Module, Tensor]:
     """One whose activations are larger than its parameters."""
     return Stack(3, 32, 4, 2, 64), torch.randn(256, 32)
+
+
+def planned(**fields: Any) -> eo.Plan:
+    """A plan for that one on the slow device."""
+    return eo.plan(*wide(), **{"device": slow(), "config": CONFIG, **fields})
 
 
 def budget_of(machine: Machine, made: Callable[[], tuple[nn.Module, Tensor]], part: float) -> int:

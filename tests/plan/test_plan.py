@@ -16,15 +16,14 @@ import eager_offload as eo
 from eager_offload.compile.cost import Call, flops_of
 from eager_offload.machine import MACHINES
 from eager_offload.plan import files
-from tests.plan.programs import CONFIG, Stack, forward_flops, slow, wide
+from tests.plan.programs import CONFIG, Stack, forward_flops, planned, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def everything_fits() -> eo.Plan:
-    model, x = wide()
-    return eo.plan(model, x, device=slow(), config=CONFIG)
+    return planned()
 
 
 def test_a_plan_says_what_fits_and_what_moves(everything_fits: eo.Plan) -> None:
@@ -48,33 +47,31 @@ def test_a_plan_in_which_nothing_is_as_large_as_min_bytes_says_so() -> None:
 
 
 def test_a_budget_is_held_by_the_least_movement(everything_fits: eo.Plan) -> None:
-    model, x = wide()
     budget = (everything_fits.peak_bytes + everything_fits.least_budget) // 2
-    plan = eo.plan(model, x, device=slow(), device_budget=budget, config=CONFIG)
-    everything = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    plan = planned(device_budget=budget)
+    everything = planned(policy="max")
     assert plan.fits
     assert plan.peak_bytes <= budget
     assert 0 < plan.moved_bytes < everything.moved_bytes
     assert plan.moved_bytes + plan.kept_bytes == everything.moved_bytes + everything.kept_bytes
     assert everything.kept_bytes < everything.moved_bytes / 16, "what backward asks for before its copy is over"
     assert plan.floor_seconds <= plan.step_seconds
-    exact = eo.plan(model, x, device=slow(), device_budget=plan.least_budget, config=CONFIG)
+    exact = planned(device_budget=plan.least_budget)
     assert exact.fits
-    below = eo.plan(model, x, device=slow(), device_budget=plan.least_budget - 1, config=CONFIG)
+    below = planned(device_budget=plan.least_budget - 1)
     assert not below.fits, "which is no error"
     assert "less is taken with recompute=True (--recompute), a smaller batch" in str(below)
-    over = eo.plan(model, x, device=slow(), device_budget=plan.least_budget, policy="free", config=CONFIG)
+    over = planned(device_budget=plan.least_budget, policy="free")
     assert not over.fits
     assert 'policy="least", which keeps to its budget' in str(over)
     assert below.least_budget == plan.least_budget
 
 
 def test_relief_is_the_least_larger_budget_with_which_compute_waits_little() -> None:
-    model, x = wide()
     device = slow(out=1e7, back=1e7)
 
     def planned(budget: int) -> eo.Plan:
-        return eo.plan(model, x, device=device, device_budget=budget, config=CONFIG)
+        return planned(device=device, device_budget=budget)
 
     def waits(plan: eo.Plan) -> float:
         return 1 - plan.compute_seconds / plan.step_seconds
@@ -119,18 +116,14 @@ def test_every_peak_that_is_given_out_is_a_budget_that_is_met(recompute: bool) -
 
 
 def test_free_moves_what_the_link_hides() -> None:
-    model, x = wide()
-    fast, none = (
-        eo.plan(model, x, device=slow(out=rate, back=rate), policy="free", config=CONFIG) for rate in (1e8, 1)
-    )
+    fast, none = (planned(device=slow(out=rate, back=rate), policy="free") for rate in (1e8, 1))
     assert fast.step_seconds == pytest.approx(fast.compute_seconds)
     assert fast.moved_bytes > 0
     assert none.moved_bytes == 0
 
 
 def test_states_of_an_optimizer_are_there_all_the_time(everything_fits: eo.Plan) -> None:
-    model, x = wide()
-    plan = eo.plan(model, x, device=slow(), optimizer_bytes="1MiB", config=CONFIG)
+    plan = planned(optimizer_bytes="1MiB")
     assert plan.peak_bytes == everything_fits.peak_bytes + (1 << 20)
 
 
@@ -148,8 +141,7 @@ def test_the_front_goes_from_the_least_budget_to_where_nothing_moves(everything_
 
 
 def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
-    model, x = wide()
-    text = str(eo.plan(model, x, device=slow(), policy="max", config=CONFIG))
+    text = str(planned(policy="max"))
     assert text.startswith("Stack on slow: 0.001 TFLOP/s")
     assert "fits: a peak of" in text
     assert "1.000 times one without transfers" in str(everything_fits)
@@ -164,8 +156,7 @@ def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
 
 
 def test_a_saved_plan_is_the_same_plan(everything_fits: eo.Plan, tmp_path: Path) -> None:
-    model, x = wide()
-    plan = eo.plan(model, x, device="h100", device_budget=everything_fits.least_budget, config=CONFIG)
+    plan = planned(device="h100", device_budget=everything_fits.least_budget)
     plan.save(tmp_path / "plan.json")
     loaded = eo.Plan.load(tmp_path / "plan.json")
     assert str(loaded) == str(plan)

@@ -30,7 +30,7 @@ from eager_offload.plan.recompute import Recomputing, chain
 from eager_offload.plan.solve import Solver
 from eager_offload.plan.trace import trace
 from tests.plan import on_stage
-from tests.plan.programs import CONFIG, Stack, budget_of, slow, wide
+from tests.plan.programs import CONFIG, Stack, budget_of, planned, slow, wide
 from tests.plan.test_follow import Other
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -184,21 +184,20 @@ def test_numbers_of_a_step_with_checkpoints_are_those_of_its_trace(kind: str) ->
 def plan() -> eo.Plan:
     """One in which something is computed again."""
     budget = budget_of(FAR, wide, 0.5)
-    return eo.plan(*wide(), device=FAR, device_budget=budget, recompute=True, config=CONFIG)
+    return planned(device=FAR, device_budget=budget, recompute=True)
 
 
 @pytest.mark.long
 def test_what_is_computed_again_takes_less_time_than_moving_it(plan: eo.Plan) -> None:
-    model, x = wide()
-    moving = eo.plan(model, x, device=FAR, device_budget=plan.device_budget, config=CONFIG)
+    moving = planned(device=FAR, device_budget=plan.device_budget)
     assert plan.fits
     assert plan.again
     assert plan.recomputed_bytes > 0 == moving.recomputed_bytes
     assert plan.step_seconds < moving.step_seconds / 2
     assert plan.compute_seconds == moving.compute_seconds < plan.step_seconds
-    exact = eo.plan(model, x, device=FAR, device_budget=plan.least_budget, recompute=True, config=CONFIG)
+    exact = planned(device=FAR, device_budget=plan.least_budget, recompute=True)
     assert exact.fits
-    below = eo.plan(model, x, device=FAR, device_budget=plan.least_budget - 1, recompute=True, config=CONFIG)
+    below = planned(device=FAR, device_budget=plan.least_budget - 1, recompute=True)
     assert not below.fits
     points = plan.front(4)
     assert points[-1].step_seconds == plan.compute_seconds
@@ -209,12 +208,11 @@ def test_what_is_computed_again_takes_less_time_than_moving_it(plan: eo.Plan) ->
 @pytest.mark.parametrize("device", [FAR, slow(out=1e8, back=1e8)], ids=["far", "near"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_budget_from_the_least_one_on_is_met_and_none_below_it(device: eo.Machine, recompute: bool) -> None:
-    model, x = wide()
 
     def planned(budget: int) -> eo.Plan:
-        return eo.plan(model, x, device=device, device_budget=budget, recompute=recompute, config=CONFIG)
+        return planned(device=device, device_budget=budget, recompute=recompute)
 
-    whole = eo.plan(model, x, device=device, config=CONFIG)
+    whole = planned(device=device)
     least = planned(0).least_budget
     assert least <= whole.least_budget
     assert not planned(least - 1).fits
@@ -232,10 +230,9 @@ def test_every_budget_from_the_least_one_on_is_met_and_none_below_it(device: eo.
 
 
 def test_where_transfers_are_hidden_nothing_is_computed_again() -> None:
-    model, x = wide()
     near = slow(out=1e12, back=1e12)
-    least = eo.plan(model, x, device=near, config=CONFIG).least_budget
-    plan = eo.plan(model, x, device=near, device_budget=(least * 3) // 2, recompute=True, config=CONFIG)
+    least = planned(device=near).least_budget
+    plan = planned(device=near, device_budget=(least * 3) // 2, recompute=True)
     assert plan.fits
     assert plan.again == ()
     assert plan.recomputed_bytes == 0

@@ -20,7 +20,7 @@ from eager_offload.plan.program import Ask, Save
 from eager_offload.plan.rehearse import rehearse
 from eager_offload.step_plan import Fate
 from tests.plan.on_stage import Stage
-from tests.plan.programs import CONFIG, budget_of, chain, problems, slow, wide
+from tests.plan.programs import CONFIG, budget_of, chain, planned, problems, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -132,7 +132,7 @@ def test_predicted_peak_and_step_are_those_of_the_run(
 def test_budgets_hold_where_operators_and_links_take_other_times(link: float, part: float) -> None:
     machine = slow(out=1e8, back=1e8, launch_seconds=1e-5)
     model, x = wide()
-    plan = eo.plan(model, x, device=machine, device_budget=budget_of(machine, wide, part), config=CONFIG)
+    plan = planned(device=machine, device_budget=budget_of(machine, wide, part))
     assert plan.fits
     stage = Stage(machine, 0.3, link)
     offload = stage.offload(plan=plan)
@@ -236,10 +236,9 @@ def test_where_no_step_plan_can_say_it_there_is_none() -> None:
 
 
 def test_a_mark_on_a_tensor_of_another_program_changes_no_plan() -> None:
-    model, x = wide()
-    unmarked = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    unmarked = planned(policy="max")
     marked = eo.keep(torch.ones(4))
-    plan = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    plan = planned(policy="max")
     assert plan.step_plans == unmarked.step_plans != ()
     del marked
 
