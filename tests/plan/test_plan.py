@@ -70,19 +70,19 @@ def test_a_budget_is_held_by_the_least_movement(everything_fits: eo.Plan) -> Non
 def test_relief_is_the_least_larger_budget_with_which_compute_waits_little() -> None:
     device = slow(out=1e7, back=1e7)
 
-    def planned(budget: int) -> eo.Plan:
+    def within(budget: int) -> eo.Plan:
         return planned(device=device, device_budget=budget)
 
     def waits(plan: eo.Plan) -> float:
         return 1 - plan.compute_seconds / plan.step_seconds
 
-    least = planned(planned(1).least_budget)
+    least = within(within(1).least_budget)
     relief = least.relief
     assert relief is not None
     assert waits(least) > 0.5
-    found = planned(relief.device_budget)
+    found = within(relief.device_budget)
     assert waits(found) == pytest.approx(relief.waits, abs=0.01)
-    assert relief.waits <= 0.05 < waits(planned(relief.device_budget * 15 // 16))
+    assert relief.waits <= 0.05 < waits(within(relief.device_budget * 15 // 16))
     assert found.relief is None, "it waits little"
 
 

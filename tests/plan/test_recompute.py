@@ -209,22 +209,22 @@ def test_what_is_computed_again_takes_less_time_than_moving_it(plan: eo.Plan) ->
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_budget_from_the_least_one_on_is_met_and_none_below_it(device: eo.Machine, recompute: bool) -> None:
 
-    def planned(budget: int) -> eo.Plan:
+    def within(budget: int) -> eo.Plan:
         return planned(device=device, device_budget=budget, recompute=recompute)
 
     whole = planned(device=device)
-    least = planned(0).least_budget
+    least = within(0).least_budget
     assert least <= whole.least_budget
-    assert not planned(least - 1).fits
+    assert not within(least - 1).fits
     slowest = float("inf")
     for part in (0, 0.01, 0.1, 0.5, 1):
-        plan = planned(least + int((whole.peak_bytes - least) * part))
+        plan = within(least + int((whole.peak_bytes - least) * part))
         assert plan.fits, part
         assert plan.least_budget == least
         slowest = min(slowest, plan.step_seconds * 1.05)
         assert plan.step_seconds <= slowest
     assert plan.step_seconds == plan.compute_seconds
-    points = planned(whole.peak_bytes).front(6)
+    points = within(whole.peak_bytes).front(6)
     assert points[0].budget == least
     assert all(point.peak_bytes <= point.budget for point in points)
 
