@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload.machine import Machine
-from eager_offload.plan.predict import Problem
+from eager_offload.plan.predict import Prediction, Problem
 from eager_offload.plan.program import Op, Program, Storage
+from eager_offload.plan.solve import Solver
 
 #: Has everything move that may, in windows that a small model fills.
 CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
@@ -37,6 +39,12 @@ def chain(
 def forward_flops(program: Program) -> int:
     """Operations of products in forward."""
     return sum(op.flops for op in program.ops[: program.forward_ops])
+
+
+def every_decision(problem: Problem) -> list[Prediction]:
+    """What comes of each, where nothing is computed again."""
+    every = itertools.product((False, True), repeat=len(problem.program.storages))
+    return [problem.predict(moves) for moves in every]
 
 
 @st.composite
@@ -63,6 +71,18 @@ def problems(draw: st.DrawFn, most: int = 8) -> Problem:
     program = Program(("",), (Op("mul", 0, 0, 1, True),) * ops, forward, (), (), tuple(storages), other)
     rates, windows = st.sampled_from([1.0, 5.0, 20.0, 50.0]), st.sampled_from([1, 10, 40])
     return Problem(program, seconds, draw(rates), draw(rates), draw(windows), draw(windows))
+
+
+def assert_near_the_best(solver: Solver, every: list[Prediction], times: float = 1.02) -> None:
+    """No longer than ``times`` the best of ``every`` decision that fits, and never over the budget."""
+    least, most = min(one.peak_bytes for one in every), max(one.peak_bytes for one in every)
+    assert solver.least.prediction.peak_bytes == least
+    for budget in (least, least + (most - least) // 3, least + 2 * (most - least) // 3, most):
+        found = solver.within(budget).prediction
+        best = min(one.step_seconds for one in every if one.peak_bytes <= budget)
+        assert found.peak_bytes <= budget
+        assert found.step_seconds <= times * best
+    assert solver.within(least - 1).prediction.peak_bytes == least, "nothing fits: the least is what is shown"
 
 
 def slow(**rates: float) -> Machine:

@@ -16,7 +16,7 @@ from eager_offload.plan.__main__ import main
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.solve import Solver
 from tests.hazards.programs import assert_identical
-from tests.plan.on_stage import Stage, gradients
+from tests.plan.on_stage import Stage, followed, gradients
 from tests.plan.programs import CONFIG, chain, planned, problems, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,19 +74,12 @@ def test_what_finds_no_room_stays_and_training_keeps_to_it_on_the_simulated_devi
     assert plan.moved_bytes + plan.kept_bytes == free.moved_bytes + free.kept_bytes
     assert plan.least_budget > free.least_budget, "what has no room in the tier has to have it on the device"
     assert plan.peak_bytes > free.peak_bytes
-    stage = Stage(slow())
-    offload = stage.offload(plan=plan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of what finds no room
-        stage.step(offload, model, x, lambda: model(x))
-    for _ in range(2):
-        step = stage.step(offload, model, x, lambda: model(x))
+        steps, stats = followed(Stage(slow()), plan, model, x, 3)
+    for step in steps[1:]:
         assert plan.peak_bytes == pytest.approx(step.peak_bytes, rel=0.02)
-    stats = offload.stats(synchronize=True)
-    assert (stats.followed_forwards, stats.plan_misses) == (3, {}), "its slots found room"
     assert 0 < stats.host_bytes_peak <= budget
-    assert stats.bytes_out > 0
-    offload.close()
 
 
 def test_gradients_are_exact_within_it(tmp_path: Path) -> None:

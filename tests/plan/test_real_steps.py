@@ -17,7 +17,7 @@ import eager_offload as eo
 from eager_offload.plan.__main__ import main
 from eager_offload.plan.program import Program
 from tests.hazards.programs import assert_identical
-from tests.plan.on_stage import Stage, gradients
+from tests.plan.on_stage import Stage, followed, gradients
 from tests.plan.programs import CONFIG, slow, wide
 from tests.plan.test_rehearse import shared
 
@@ -109,14 +109,7 @@ def test_what_a_dropped_graph_has_saved_is_not_shared(steps: int) -> None:
     assert [one.nbytes for one in dropped].count(x.nbytes) >= 1
     first = {save.storage: save.op for save in reversed(saves) if save.storage >= 0}
     assert {number: one.saved for number, one in enumerate(storages)} == first
-    stage = Stage(slow())
-    offload = stage.offload(plan=plan)
-    for _ in range(3):
-        stage.step(offload, model, x, lambda: model(x))
-    stats = offload.stats(synchronize=True)
-    assert (stats.followed_forwards, stats.plan_misses) == (3, {})
-    assert stats.bytes_out > 0
-    offload.close()
+    followed(Stage(slow()), plan, model, x, 3)
 
 
 class Break(Exception):

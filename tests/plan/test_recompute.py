@@ -29,8 +29,8 @@ from eager_offload.plan.program import Ask, ModuleCall, Op, Program, Save, Stora
 from eager_offload.plan.recompute import Recomputing, chain
 from eager_offload.plan.solve import Solver
 from eager_offload.plan.trace import trace
-from tests.plan import on_stage
-from tests.plan.programs import CONFIG, Stack, budget_of, planned, slow, wide
+from tests.plan import on_stage, programs
+from tests.plan.programs import CONFIG, Stack, assert_near_the_best, budget_of, planned, slow, wide
 from tests.plan.test_follow import Other
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,36 +80,28 @@ def every_decision(problem: Problem) -> list[Prediction]:
     found = []
     for flags in itertools.product((False, True), repeat=len(recomputing.candidates)):
         shape = recomputing.shape(itertools.compress(recomputing.candidates, flags)).problem
-        moves = itertools.product((False, True), repeat=len(shape.program.storages))
-        found += [shape.predict(one) for one in moves]
+        found += programs.every_decision(shape)
     return found
 
 
-def assert_near_the_best(problem: Problem) -> None:
-    every = every_decision(problem)
-    assert len(every) == 3 ** len(problem.program.storages)
-    solver = Solver(problem, recompute=True)
-    least, most = min(one.peak_bytes for one in every), max(one.peak_bytes for one in every)
-    assert solver.least.prediction.peak_bytes == least
-    for budget in (least, least + (most - least) // 3, least + 2 * (most - least) // 3):
-        found = solver.within(budget).prediction
-        best = min(one.step_seconds for one in every if one.peak_bytes <= budget)
-        assert found.peak_bytes <= budget
-        is_small = len(problem.program.storages) <= 5  # then all decisions are looked at
-        assert found.step_seconds <= (1 + 1e-8 if is_small else 1.02) * best
+def check(problem: Problem) -> None:
+    every, count = every_decision(problem), len(problem.program.storages)
+    assert len(every) == 3**count
+    # Where there are few all decisions are looked at.
+    assert_near_the_best(Solver(problem, recompute=True), every, 1 + 1e-8 if count <= 5 else 1.02)
 
 
 @settings(max_examples=20, derandomize=True, deadline=None, database=None)
 @given(modules(5))
 def test_a_decision_is_within_two_percent_of_the_best_of_keeping_moving_and_computing_again(problem: Problem) -> None:
-    assert_near_the_best(problem)
+    check(problem)
 
 
 @pytest.mark.long
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
 @given(modules(8))
 def test_a_decision_on_more_is_within_two_percent_of_the_best_of_all_three_too(problem: Problem) -> None:
-    assert_near_the_best(problem)
+    check(problem)
 
 
 class Mixed(nn.Module):
