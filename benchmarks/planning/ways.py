@@ -13,8 +13,8 @@ import torch
 import eager_offload as eo
 from benchmarks.common import MIB, Report, show
 from benchmarks.simulation.large import H200, LARGE, SEQUENCES, large, windows
-from eager_offload.plan.draft import Rehearsal, draft
-from eager_offload.plan.predict import Problem
+from eager_offload.plan.draft import draft
+from eager_offload.plan.predict import Course, Problem
 from eager_offload.plan.program import Program
 from eager_offload.plan.rehearse import rehearse
 from eager_offload.plan.trace import trace
@@ -82,7 +82,7 @@ def fixed_ways(name: str, options: argparse.Namespace) -> Iterator[Way]:
 
 def rehearsed(
     traced: Callable[[Sequence[str]], Program], blocks: Sequence[str], size: int
-) -> Iterator[tuple[str, Rehearsal]]:
+) -> Iterator[tuple[str, Course]]:
     """What comes of each fixed way on an H200.
 
     Args:

@@ -5,14 +5,13 @@ trace.py      a model and its inputs -> Program: one step as numbers (program.py
 real_steps.py as trace.py, of steps that are run
 predict.py    Program, a machine, a decision -> the step's time and its peak
 solve.py      which storages are to move, which modules to be computed again: a search, which begins with decisions of
-              paced.py (what the link hides) and chain.py (in which order modules are taken); recompute.py has the step
-              with checkpoints as numbers
-draft.py      Program, a decision -> the step plan that carries it out
+              paced.py (what the link hides); recompute.py has the step with checkpoints as numbers, and in which order
+              modules are taken
+draft.py      Program, a decision -> the step plan that carries it out; times measured in training -> those of operators
 rehearse.py   the library follows it on a simulated device: the peak and the time that are given out
 decide.py     solve, draft, rehearse, until a budget is kept to; revise.py traces steps with checkpoints before
-timed.py      the step with times that were measured in training
 numbers.py    what planning leaves alone: modes, hooks and random numbers
 apply.py      checkpoints around the modules of a plan
-planner.py    plan(): all of that; plan.py is what it returns, with figures.py, files.py and text.py; command.py the
+planner.py    plan(): all of that; plan.py is what it returns, with figures.py, files.py and text.py; __main__.py the
               command line, html.py the page; ranks.py has several ranks agree
 """

@@ -6,9 +6,8 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
-from eager_offload.plan.draft import Rehearsal, draft
-from eager_offload.plan.predict import Moves, Problem
-from eager_offload.plan.recompute import Candidate
+from eager_offload.plan.draft import draft
+from eager_offload.plan.predict import Course, Moves, Problem
 from eager_offload.plan.solve import Decision, Solver
 
 #: So many times a decision is made anew that does not keep to its budget in rehearsal.
@@ -20,20 +19,24 @@ _FAR = 1.1
 
 
 class Outcome(NamedTuple):
-    """A decision, and what comes of it: in rehearsal, or where there was none by arithmetic."""
+    """A decision for a step, and what comes of it."""
 
+    problem: Problem
     moves: Moves
-    step_seconds: float
-    peak_bytes: int
-    rehearsal: Rehearsal | None
-    again: tuple[Candidate, ...] = ()
-    """The modules that are computed again."""
+    course: Course
+    """In rehearsal, or where there was none by arithmetic."""
+    again: tuple[str, ...] = ()
+    """The modules that have a checkpoint in ``problem``."""
+    whole: Problem | None = None
+    """The step without any, where there may be some; of its calls those that may be computed again."""
 
+    @property
+    def step_seconds(self) -> float:
+        return self.course.step_seconds
 
-def outcome_of(problem: Problem, moves: Moves, rehearsal: Rehearsal | None) -> Outcome:
-    """What comes of a decision, by its rehearsal where there is one."""
-    found = problem.predict(moves) if rehearsal is None else rehearsal
-    return Outcome(moves, found.step_seconds, found.peak_bytes, rehearsal)
+    @property
+    def peak_bytes(self) -> int:
+        return self.course.peak_bytes
 
 
 _time_and_peak = attrgetter("step_seconds", "peak_bytes")
@@ -104,8 +107,7 @@ class RehearsedSolver:
     def _outcome(self, decision: Decision) -> Outcome:
         """What comes of a decision."""
         if decision.again:
-            predicted = decision.prediction
-            return Outcome(decision.moves, predicted.step_seconds, predicted.peak_bytes, None, decision.again)
+            return Outcome(self.problem, decision.moves, self._solver.course(decision))
         return self.of(decision.moves[: len(self.problem.program.storages)])
 
     def of(self, moves: Moves) -> Outcome:
@@ -115,6 +117,6 @@ class RehearsedSolver:
             from eager_offload.plan.rehearse import rehearse  # it brings in the simulation
 
             plan = draft(self.problem, moves)
-            rehearsal = None if plan is None else rehearse(self.problem, plan, self._launch_seconds)
-            self._known[moves] = outcome_of(self.problem, moves, rehearsal)
+            rehearsed = None if plan is None else rehearse(self.problem, plan, self._launch_seconds)
+            self._known[moves] = Outcome(self.problem, moves, rehearsed or self.problem.course(moves))
         return self._known[moves]

@@ -1,4 +1,5 @@
-"""From a decision to the step plan that carries it out: the library's own schedule, on numbers.
+"""From a decision to the step plan that carries it out: the library's own schedule, on numbers. And back: from what a
+step that followed it has taken to the times of operators.
 
 [Note: the same schedule]
 What becomes of each save, when its copy starts and which unpack brings what back is worked out by what does so in
@@ -9,6 +10,8 @@ program says instead of what autograd does. A storage that is to stay weighs not
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from eager_offload.errors import ConfigError
@@ -16,29 +19,14 @@ from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.program import Save
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import Coded, StepPlan, StepRecorder
+from eager_offload.step_plan import Coded, StepPlan, StepRecorder, Timing
 
+#: Of the time that operators take, what is no difference.
+_SMALL = 0.05
+#: An operator takes at most so many times what was believed, or that part of it: more is no operator's doing.
+_MOST = 20.0
 #: Reasons that a step plan can give: the others are looked at in each step.
 _FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.SMALL})
-
-
-class Rehearsal(NamedTuple):
-    """What came of a step plan that the library has followed on a simulated device: see ``rehearse.py``."""
-
-    step_seconds: float
-    living: tuple[int, ...]
-    """Bytes that lived while each operator ran."""
-    returning: tuple[int, ...]
-    """The numbers of the storages that went out and came back, in order."""
-    released: tuple[int, ...]
-    """For each storage the save before which its memory had gone; -1 where that was later than the last."""
-    seen_bytes: int
-    """That lived at a save or an ask, at most: what training can look at."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes that lived at one time, at most."""
-        return max(self.living, default=0)
 
 
 def draft(problem: Problem, moves: Moves) -> StepPlan | None:
@@ -139,3 +127,49 @@ def _reason(save: Save) -> KeepReason | None:
     # A small part of a storage may be one of what leaves, in another step.
     is_known = save.reason in _FOLLOWED and (save.reason is not KeepReason.SMALL or save.storage_nbytes == save.nbytes)
     return save.reason if is_known else None
+
+
+# -- and back: what was measured of a step that followed one ----------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """Some operators, one after the other."""
+
+    begin: int
+    end: int
+    believed: float
+    measured: float
+
+
+def is_off(problem: Problem, moves: Moves, step_seconds: float, timing: Timing) -> bool:
+    """Whether a step has taken another time than ``step_seconds``: its operators, or what compute has waited."""
+    parts = [*_parts(problem, moves, timing)]
+    believed, compute = sum(one.believed for one in parts), problem.begins_packing(moves)[-1]
+    waited = timing.waited_seconds - max(step_seconds - compute, 0.0)
+    off = abs(sum(one.measured for one in parts) - believed)
+    return max(off, abs(waited)) > _SMALL * believed
+
+
+def timed(problem: Problem, moves: Moves, timing: Timing) -> Problem:
+    """``problem`` with the times of ``timing``: operators that were measured together keep their shares."""
+    seconds, factor, end = list(problem.op_seconds), 1.0, 0
+    for one in _parts(problem, moves, timing):
+        factor, end = min(max(one.measured / one.believed, 1 / _MOST), _MOST), one.end
+        seconds[one.begin : end] = (factor * each for each in seconds[one.begin : end])
+    seconds[end:] = (factor * each for each in seconds[end:])  # after the last ask: as before it
+    return replace(problem, op_seconds=tuple(seconds), out=timing.out or problem.out, back=timing.back or problem.back)
+
+
+def _parts(problem: Problem, moves: Moves, timing: Timing) -> Iterator[_Part]:
+    program, begins = problem.program, problem.begins_packing(moves)
+    asked: dict[int, int] = {}
+    for ask in program.asks:
+        asked.setdefault(ask.save, ask.op)
+    begin, measured = 0, 0.0
+    for one in timing.stretches:
+        measured += one.seconds
+        end = asked.get(one.save, 0) if one.is_ask else program.saves[one.save].op
+        believed = begins[end] - begins[begin] if end > begin else 0.0
+        if believed > 0:
+            yield _Part(begin, end, believed, measured)
+            begin, measured = end, 0.0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from eager_offload.plan.decide import Outcome, RehearsedSolver, outcome_of
+from eager_offload.plan.decide import RehearsedSolver
 from eager_offload.plan.files import Least, PlanFields
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import kind_of
@@ -56,12 +55,12 @@ class PlanFigures(PlanFields):
     def peak_bytes(self) -> int:
         """Of parameters, gradients, inputs, activations and what is on its way, at most. Optimizer states count where
         they were named; memory that kernels take for themselves, and what an allocator cannot hand out, do not."""
-        return self._outcome.peak_bytes
+        return self.course.peak_bytes
 
     @property
     def step_seconds(self) -> float:
         """Forward and backward, with what compute waits for transfers."""
-        return self._outcome.step_seconds
+        return self.course.step_seconds
 
     @property
     def compute_seconds(self) -> float:
@@ -117,7 +116,7 @@ class PlanFigures(PlanFields):
     def seen_bytes(self) -> int | None:
         """Bytes that live at a save or an ask, at most, which is what training can look at; ``None`` where nothing was
         rehearsed. The peak may be between two of them."""
-        return None if self.rehearsal is None else self.rehearsal.seen_bytes
+        return self.course.seen_bytes
 
     @property
     def grown_bytes(self) -> int | None:
@@ -129,10 +128,6 @@ class PlanFigures(PlanFields):
     def least_budget(self) -> int:
         """The least ``device_budget`` that a plan fits."""
         return self._least.peak_bytes
-
-    def living(self) -> Sequence[int]:
-        """Bytes that live at each operator of ``problem``."""
-        return self.problem.living(self.moves) if self.rehearsal is None else self.rehearsal.living
 
     def rows(self) -> list[Row]:
         """What modules of each kind save that may move, the largest first."""
@@ -153,15 +148,8 @@ class PlanFigures(PlanFields):
         return sorted(found.values(), key=lambda row: (-sum(row[2:]), row.kind))
 
     @cached_property
-    def _outcome(self) -> Outcome:
-        """What comes of it."""
-        return outcome_of(self.problem, self.moves, self.rehearsal)
-
-    @cached_property
     def _returning(self) -> frozenset[int]:
-        if self.rehearsal is not None:
-            return frozenset(self.rehearsal.returning)
-        return self.problem.returning(self.moves)
+        return frozenset(self.course.returning)
 
     @cached_property
     def _solver(self) -> RehearsedSolver:
@@ -169,10 +157,7 @@ class PlanFigures(PlanFields):
 
     @cached_property
     def _least(self) -> Least:
-        if self.traced_least is not None:
-            return self.traced_least
-        least = self._solver.least
-        return min(Least(least.peak_bytes, least.step_seconds), Least(self.peak_bytes, self.step_seconds))
+        return self.traced_least or min(Least.of(self._solver.least), Least(self.peak_bytes, self.step_seconds))
 
     @property
     def _whole(self) -> Problem:

@@ -1,35 +1,25 @@
-"""The file of a plan: what is written, and what is read again once its numbers fit together."""
+"""What a plan is made of, and its file, which is read again as it was written or not at all."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine
-from eager_offload.plan.draft import Rehearsal
-from eager_offload.plan.predict import Moves, Problem
-from eager_offload.plan.program import Program
+from eager_offload.plan.decide import Outcome
+from eager_offload.plan.predict import Course, Moves, Problem
 
-#: What a plan aims at.
-POLICIES = ("least", "free", "max")
-#: Numbers in files are below it.
-_MOST = 1 << 62
-#: Of these fields -1 stands for none.
-_OR_NONE = ("storage", "released")
 #: The form of the file.
-_FORMAT = 1
-#: Of a budget of the tier, one part in so many is left for what its slabs round.
-_ROUNDED = 8
+_FORMAT = 2
 
 
 class Least(NamedTuple):
@@ -37,6 +27,10 @@ class Least(NamedTuple):
 
     peak_bytes: int
     step_seconds: float
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Self:
+        return cls(outcome.peak_bytes, outcome.step_seconds)
 
 
 @dataclass(frozen=True)
@@ -57,9 +51,8 @@ class PlanFields:
     """For each storage that may move, whether it does."""
     config: OffloadConfig
     """The settings of the ``Offload`` that follows it."""
-    rehearsal: Rehearsal | None
-    """What came of it in rehearsal; ``None`` where no step plan can say what this model does. Then peak and time are
-    worked out from the order of transfers alone."""
+    course: Course
+    """What comes of it; in rehearsal, where a step plan can say what this model does."""
 
     again: tuple[str, ...] = ()
     """The names of the modules that are computed again in backward: see ``Plan.apply``."""
@@ -75,141 +68,57 @@ _Plan = TypeVar("_Plan", bound=PlanFields)
 
 
 def write(plan: PlanFields, path: str | os.PathLike[str]) -> None:
-    """Writes them to ``path``, as JSON."""
-    problem = plan.problem
-    content = {
-        "format": _FORMAT,
-        "model": plan.model,
-        "machine": asdict(plan.machine),
-        "device_budget": plan.device_budget,
-        "policy": plan.policy,
-        "max_inflight_bytes": problem.window,
-        "prefetch_bytes": problem.ahead,
-        "moves": [int(one) for one in plan.moves],
-        "config": plan.config.to_text(),
-        "rehearsal": plan.rehearsal,
-        "program": asdict(problem.program),
-        "steps": plan.steps,
-        "op_seconds": list(problem.op_seconds) if plan.steps else None,
-        "again": list(plan.again),
-        "whole": None if plan.whole is None else asdict(plan.whole.program),
-        "least": plan.traced_least,
-    }
-    Path(path).write_text(json.dumps(content, separators=(",", ":")), "utf-8")
+    """Writes ``plan`` to ``path``, as JSON."""
+    content = _text(plan)
+    Path(path).write_text(f'{{"format":{_FORMAT},"digest":"{_digest(content)}","plan":{content}}}', "utf-8")
 
 
-def _of(kind: type[_Plan], content: Mapping[str, Any]) -> _Plan:
-    """The plan of a file; raises one of the errors below where its parts do not fit together."""
-    if content["format"] != _FORMAT:
-        raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
-    if content["policy"] not in POLICIES:
-        raise ValueError(f"the policy {content['policy']!r}")
-    machine, program, steps = Machine(**content["machine"]), _program(content["program"]), _read(int, content["steps"])
-    window, ahead, budget = (
-        _read(int, content[name]) for name in ("max_inflight_bytes", "prefetch_bytes", "device_budget")
-    )
-    config = OffloadConfig.from_text(content["config"])
-    seconds = _read(tuple[float, ...], content["op_seconds"]) if steps else tuple(program.seconds(machine))
-    if len(seconds) != len(program.ops) or not sum(seconds) < math.inf:
-        raise ValueError("the times of its operators do not fit together")
-    problem = Problem(program, seconds, machine.out, machine.back, window, ahead, room_of(config), machine.memory)
-    again, whole = _read(tuple[str, ...], content["again"]), None
-    if content["whole"] is not None:
-        program = _program(content["whole"])
-        whole = replace(problem, program=program, op_seconds=tuple(program.seconds(machine)))
-    least = _read(Least | None, content["least"])
-    if (whole is None) != (least is None):
-        raise ValueError("it has no least peak of what may be computed again")
-    if not {*again} <= {*program.modules}:
-        raise ValueError(f"{again!r} are none of its modules")
-    moves = tuple(map(bool, _read(tuple[int, ...], content["moves"])))
-    storages, ops = len(problem.program.storages), len(problem.program.ops)
-    if len(moves) != storages:
-        raise ValueError(f"{len(moves)} decisions on {storages} storages")
-    rehearsal: Rehearsal | None = _read(Rehearsal | None, content["rehearsal"])
-    if rehearsal is not None and not (
-        (len(rehearsal.living), len(rehearsal.released)) == (ops, storages)
-        and all(one < storages for one in rehearsal.returning)
-    ):
-        raise ValueError("the numbers of its rehearsal do not fit together")
-    model, policy = str(content["model"]), content["policy"]
-    return kind(model, machine, budget, policy, problem, moves, config, rehearsal, again, whole, least, steps)
-
-
-@contextmanager
-def reading(kind: type[_Plan], path: str | os.PathLike[str]) -> Iterator[_Plan]:
-    """Gives the plan that ``path`` holds to a block that looks at it.
+def read(kind: type[_Plan], path: str | os.PathLike[str]) -> _Plan:
+    """The plan that ``write`` has put there.
 
     Raises:
-        ConfigError: that is no plan, or one of another version; or the block raises because its numbers do not fit.
+        ConfigError: that is no plan, or one of another version, or something has changed it.
     """
     try:
-        yield _of(kind, json.loads(Path(path).read_text("utf-8")))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        content = json.loads(Path(path).read_text("utf-8"))
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
+        if content["digest"] != _digest(_text(content["plan"])):
+            raise ValueError("it is not as it was written")
+        found: _Plan = _read(kind, content["plan"])
+    except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{os.fspath(path)!r} holds no plan that this version can read: {error}") from error
+    return found
 
 
-def room_of(config: OffloadConfig) -> int | None:
-    """Bytes that a decision may let rest in the tier at one time; ``None``: any number."""
-    budget = config.host_budget
-    return budget - budget // _ROUNDED if isinstance(budget, int) else None
+def _text(plan: object) -> str:
+    """Named tuples become lists, dataclasses objects, and a configuration its own text."""
+
+    def content(one: Any) -> object:
+        if isinstance(one, OffloadConfig):
+            return one.to_text()
+        return {field.name: getattr(one, field.name) for field in fields(one)}
+
+    return json.dumps(plan, separators=(",", ":"), default=content)
 
 
-def _read(kind: Any, value: Any, least: int = 0) -> Any:
-    """What JSON has in place of a ``kind``: of a named tuple its values, of a dataclass its fields by their names.
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
 
-    Raises ``ValueError`` for anything else; numbers are no less than ``least``.
-    """
-    if get_origin(kind) is tuple:
-        return tuple(_read(get_args(kind)[0], one, least) for one in value)
+
+_hints = cache(get_type_hints)
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """The ``kind`` that ``_text`` has written as ``value``."""
+    if get_origin(kind) in (tuple, Sequence):
+        return tuple(_read(get_args(kind)[0], one) for one in value)
     if get_origin(kind) is UnionType:  # with None
         return None if value is None else _read(get_args(kind)[0], value)
-    if kind is int:
-        if type(value) is not int or not least <= value < _MOST:
-            raise ValueError(f"{value!r} is no number of bytes, or of operators")
-        return value
-    if kind is float:
-        if type(value) not in (int, float) or not value >= 0:
-            raise ValueError(f"{value!r} is no time")
-        return float(value)
-    if issubclass(kind, str | bool):
-        return kind(value)
-    hints = get_type_hints(kind)
-    values = [value[name] for name in hints] if isinstance(value, dict) else value
-    parts = zip(hints.items(), values, strict=True)
-    return kind(*(_read(hint, part, -1 if name in _OR_NONE else 0) for (name, hint), part in parts))
-
-
-def _program(content: Mapping[str, Any]) -> Program:
-    """The program of a file; raises ``ValueError`` where its numbers do not fit together."""
-    program: Program = _read(Program, content)
-    modules, count, forward = len(program.modules), len(program.ops), program.forward_ops
-    saves, asks, storages = program.saves, program.asks, program.storages
-    known = len(storages) + len(program.arguments)
-    fits = (
-        forward <= count == len(program.other_bytes)
-        and all(op.module < modules for op in program.ops)
-        and all(one.module < modules for one in (*storages, *program.arguments))
-        and all(save.storage < len(storages) and save.op <= count for save in saves)
-        and all(ask.save < len(saves) and ask.op <= count for ask in asks)
-        and all(save.op <= after.op for save, after in pairwise(saves))
-        and all(ask.op <= after.op for ask, after in pairwise(asks))
-        and all(
-            one.made <= one.saved <= forward <= one.asked < one.dropped <= max(count, one.asked + 1)
-            and one.made <= one.freed <= one.asked <= count
-            and 0 < one.moved_bytes <= one.nbytes
-            and (one.packing is None or one.packing.nbytes == one.moved_bytes)
-            for one in storages
-        )
-        and all(one.made <= one.freed <= count for one in program.arguments)
-        and all(
-            call.module < modules
-            and call.begin <= call.end <= forward
-            and call.first_save < call.last_save <= len(saves)
-            and all(one < known for one in call.inputs)
-            for call in program.calls
-        )
-    )
-    if not fits:
-        raise ValueError("its numbers do not fit together")
-    return program
+    if kind is OffloadConfig:
+        return OffloadConfig.from_text(value)
+    if isinstance(value, list):
+        return kind(*map(_read, _hints(kind).values(), value))
+    if isinstance(value, dict):
+        return kind(**{name: _read(_hints(kind)[name], one) for name, one in value.items()})
+    return kind(value)

@@ -83,8 +83,8 @@ def page(plan: PlanFigures, points: Sequence[Any], ways: Sequence[Any]) -> str:
 
 def _data(plan: PlanFigures) -> dict[str, Any]:
     """What lives at each operator, with what was decided and where nothing moves; times are microseconds."""
-    problem, living = plan.problem, plan.living()
-    without = problem.living((False,) * len(problem.program.storages))
+    problem, living = plan.problem, plan.course.living
+    without = problem.course((False,) * len(problem.program.storages)).living
     begins = [round(seconds * 1e6, 1) for seconds in problem.begins]
     every = -(-len(living) // _SAMPLES) or 1
     memory = [

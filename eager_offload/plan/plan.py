@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,11 +16,10 @@ from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
 from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.decide import RehearsedSolver
-from eager_offload.plan.draft import draft
+from eager_offload.plan.draft import draft, is_off, timed
 from eager_offload.plan.figures import PlanFigures
-from eager_offload.plan.files import Least, reading, write
+from eager_offload.plan.files import Least, read, write
 from eager_offload.plan.text import seconds_text, text_of
-from eager_offload.plan.timed import is_off, timed
 from eager_offload.stats import Relief
 from eager_offload.step_plan import Adapted, ComputedPlan, Fate, StepPlan, Timing
 
@@ -61,18 +59,17 @@ class Plan(PlanFigures, ComputedPlan):
     def step_plans(self) -> tuple[StepPlan, ...]:
         """What ``Offload(plan=...)`` follows from the first step on; empty where nothing may move, and where no step
         plan can say it: backward runs inside of forward, or twice."""
-        drafted = None if self.rehearsal is None else draft(self.problem, self.moves)
-        if drafted is None or self.rehearsal is None:
+        program, released = self.problem.program, self.course.released
+        drafted = None if released is None else draft(self.problem, self.moves)
+        if drafted is None or released is None:
             return ()
-        program, released = self.problem.program, self.rehearsal.released
         saves = (
             replace(save, release=released[program.saves[number].storage]) if save.fate is Fate.OFFLOAD else save
             for number, save in enumerate(drafted.saves)
         )
         return (replace(drafted, saves=tuple(saves)),)
 
-    @contextmanager
-    def apply(self, model: nn.Module) -> Iterator[None]:
+    def apply(self, model: nn.Module) -> AbstractContextManager[None]:
         """Puts ``torch.utils.checkpoint`` around the modules that are computed again, and takes it off afterwards.
 
             with plan.apply(model):
@@ -88,8 +85,7 @@ class Plan(PlanFigures, ComputedPlan):
         Raises:
             ConfigError: a module is not there.
         """
-        with checkpointed(model, self.again):
-            yield
+        return checkpointed(model, self.again)
 
     @cached_property
     def relief(self) -> Relief | None:
@@ -146,7 +142,7 @@ class Plan(PlanFigures, ComputedPlan):
             fits = found.peak_bytes <= max(self.device_budget, now.peak_bytes)
             is_other = fits and (is_shorter or moves_more)
         found = found if is_other else now
-        if found.rehearsal is None or not (is_other or timing is not None):
+        if found.course.released is None or not (is_other or timing is not None):
             return None
         whole, least, machine = self.whole, self.traced_least, self.machine
         if whole is not None and least is not None:
@@ -158,7 +154,7 @@ class Plan(PlanFigures, ComputedPlan):
             machine=machine,
             problem=problem,
             moves=found.moves,
-            rehearsal=found.rehearsal,
+            course=found.course,
             whole=whole,
             traced_least=least,
         )
@@ -185,7 +181,7 @@ class Plan(PlanFigures, ComputedPlan):
             budget = low + (high - low) * step // (points - 1)
             outcome = self._solver.within(budget)
             if outcome.peak_bytes <= budget and outcome.step_seconds < best.step_seconds:
-                best = Least(outcome.peak_bytes, outcome.step_seconds)
+                best = Least.of(outcome)
             found.append(Point(budget, *best))
         return found
 
@@ -230,10 +226,7 @@ class Plan(PlanFigures, ComputedPlan):
         """The plan that ``save`` wrote to ``path``.
 
         Raises:
-            ConfigError: the file holds no such plan, or one of another version.
+            ConfigError: the file holds no such plan, or one of another version, or it was changed.
             FileNotFoundError: there is no file.
         """
-        with reading(cls, path) as found:
-            if found.rehearsal is not None and not found.step_plans:
-                raise ValueError("it was rehearsed, and there is no step plan")
-        return found
+        return read(cls, path)

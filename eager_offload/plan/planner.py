@@ -13,7 +13,7 @@ from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError
 from eager_offload.machine import LAUNCH_SECONDS, MACHINES, Machine
 from eager_offload.plan.decide import Outcome, RehearsedSolver
-from eager_offload.plan.files import POLICIES, Least, room_of
+from eager_offload.plan.files import Least
 from eager_offload.plan.plan import Plan
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.ranks import Asked, agreed, are_several, model_text
@@ -22,6 +22,10 @@ from eager_offload.plan.solve import EQUAL
 
 #: The device that this process has.
 _HERE = "here"
+#: What a plan aims at.
+POLICIES = ("least", "free", "max")
+#: Of a budget of the tier, one part in so many is left for what its slabs round.
+_ROUNDED = 8
 
 
 def plan(
@@ -132,32 +136,31 @@ def _make(
         else:
             program = trace(model, inputs, loss, min_bytes=least, skip=skip, again=again, policy=policy)
             seconds = tuple(program.seconds(machine))
-        windows = settings.size("max_inflight_bytes"), settings.size("prefetch_bytes")
-        problem = Problem(program, seconds, machine.out, machine.back, *windows, room_of(settings), machine.memory)
+        windows, rests = (settings.size("max_inflight_bytes"), settings.size("prefetch_bytes")), settings.host_budget
+        room = rests - rests // _ROUNDED if isinstance(rests, int) else None
+        problem = Problem(program, seconds, machine.out, machine.back, *windows, room, machine.memory)
         problem = problem.with_more(asked.standing)
         return problem.packing(pays=True) if recompute and problem.packs else problem
 
     name, problem = type(model).__name__, traced()
     if recompute:
-        traced_solver = TracedSolver(problem, traced, machine.launch_seconds)
-        again, least = traced_solver.within(budget), traced_solver.least.outcome
-        found = again.outcome
-        parts = again.names, again.whole, Least(least.peak_bytes, least.step_seconds)
-        return Plan(name, machine, budget, policy, again.problem, found.moves, settings, found.rehearsal, *parts)
-    problem, found = _solve(problem, machine, budget, policy)
-    return Plan(name, machine, budget, policy, problem, found.moves, settings, found.rehearsal, steps=asked.steps)
+        solver = TracedSolver(problem, traced, machine.launch_seconds)
+        found, least = solver.within(budget), Least.of(solver.least)
+    else:
+        found, least = _solve(problem, machine, budget, policy), None
+    decided = found.problem, found.moves, settings, found.course, found.again, found.whole
+    return Plan(name, machine, budget, policy, *decided, least, asked.steps)
 
 
-def _solve(problem: Problem, machine: Machine, budget: int, policy: str) -> tuple[Problem, Outcome]:
+def _solve(problem: Problem, machine: Machine, budget: int, policy: str) -> Outcome:
     """What is to move, and with which of the codecs that the user allows: all, those that pay, or none."""
 
     def outcome(problem: Problem) -> Outcome:
         solver = RehearsedSolver(problem, machine.launch_seconds)
         return solver.within(budget) if policy == "least" else solver.free() if policy == "free" else solver.all()
 
-    def cost(solved: tuple[Problem, Outcome]) -> tuple[float, ...]:
-        problem, found = solved
-        storages, over = problem.program.storages, max(found.peak_bytes - budget, 0)
+    def cost(found: Outcome) -> tuple[float, ...]:
+        storages, over = found.problem.program.storages, max(found.peak_bytes - budget, 0)
         moved = [storages[number] for number, moves in enumerate(found.moves) if moves]
         seconds = round(found.step_seconds / (problem.compute_seconds * EQUAL or 1.0))
         if policy == "free":
@@ -168,7 +171,7 @@ def _solve(problem: Problem, machine: Machine, budget: int, policy: str) -> tupl
     if problem.packs and policy != "max":
         problems += [problem.packing(pays=True), problem.packing(pays=False)]
     known = {one.program.storages: one for one in problems}
-    return min(((one, outcome(one)) for one in known.values()), key=cost)
+    return min(map(outcome, known.values()), key=cost)
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:

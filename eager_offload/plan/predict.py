@@ -49,6 +49,27 @@ class Prediction(NamedTuple):
     """That travel out and back; what is asked for before its copy is over is none of them."""
 
 
+class Course(NamedTuple):
+    """The same, operator by operator."""
+
+    step_seconds: float
+    living: tuple[int, ...]
+    """Bytes that live while each operator runs."""
+    returning: tuple[int, ...]
+    """The numbers of the storages that go out and come back, in order."""
+    released: tuple[int, ...] | None = None
+    """For each storage the save before which its memory had gone, -1 where that was later than the last; ``None`` where
+    this was not rehearsed (``rehearse.py``), but worked out from the order of transfers alone."""
+    seen_bytes: int | None = None
+    """That live at a save or an ask, at most: what training can look at. The peak may be between two of them. ``None``
+    where this was not rehearsed."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that live at one time, at most."""
+        return max(self.living, default=0)
+
+
 def floor_seconds(forward: float, backward: float, nbytes: float, out: float, back: float) -> float:
     """Each half of a step takes as long as its compute or as its transfers, whichever is longer."""
     return max(forward, nbytes / out) + max(backward, nbytes / back)
@@ -182,17 +203,10 @@ class Problem:
         """What comes of it where those storages move; see [Note: the model]."""
         return _Step(self, moves).run()
 
-    def returning(self, moves: Moves) -> frozenset[int]:
-        """The storages that travel out and back where those move."""
+    def course(self, moves: Moves) -> Course:
+        """The same, operator by operator."""
         step = _Step(self, moves)
-        step.run()
-        return frozenset(step.returning)
-
-    def living(self, moves: Moves) -> list[int]:
-        """Bytes that live at each operator where those move."""
-        step = _Step(self, moves)
-        step.run()
-        return step.living()
+        return Course(step.run().step_seconds, tuple(step.living()), tuple(step.returning))
 
 
 class _Step:

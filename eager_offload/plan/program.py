@@ -7,7 +7,6 @@ includes it. Sizes are bytes.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -151,14 +150,6 @@ class Program:
     def seconds(self, machine: Machine) -> list[float]:
         """How long each operator takes."""
         return [machine.seconds(op.flops, op.nbytes, single=op.single) for op in self.ops]
-
-    @property
-    def saved_bytes(self) -> dict[KeepReason | None, int]:
-        """Bytes of all saves by the reason why they stay; ``None`` for those that may move."""
-        found: Counter[KeepReason | None] = Counter()
-        for save in self.saves:
-            found[save.reason] += save.nbytes
-        return dict(found)
 
     @property
     def movable_bytes(self) -> int:

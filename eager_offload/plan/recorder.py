@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from eager_offload import marks
 from eager_offload._torch import (
@@ -42,22 +42,11 @@ from eager_offload.stats import KeepReason
 PLAIN = CodecPolicy(lossless=False)
 
 
-class _Kept(NamedTuple):
-    """The handle of a saved tensor that stays."""
+class _Handle(NamedTuple):
+    """Of a saved tensor; ``get`` holds no tensor that may move."""
 
-    tensor: Tensor
     save: int
-
-
-class _Moved(NamedTuple):
-    """The handle of one that may move: what it was, and no tensor."""
-
-    saved: Saved
-    save: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    get: Callable[[], Tensor]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
@@ -78,7 +67,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         #: How long each operator took, where they are real, and those since the last one that has bytes.
         self.seconds: list[float] = []
         self._unwritten = 0.0
-        self._hooks: list[RemovableHandle] = []
         self._blocks = Blocks()
         self._ops: list[Op] = []
         self._forward_ops = 0
@@ -106,29 +94,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._held.append(tensor)
         self._blocks.add(tensor, 0, 0)
 
-    def watch(self, model: nn.Module) -> None:
-        """Names the modules of ``model`` as they are called, until ``unwatch``."""
-        for name, module in model.named_modules():
-            if module is not model:
-                self._modules.append(name)
-            number = 0 if module is model else len(self._modules) - 1
-            entering = module.register_forward_pre_hook(self._entering(number), prepend=True, with_kwargs=True)
-            self._hooks += [entering, module.register_forward_hook(self._leaving)]
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Names the modules of ``model`` as they are called."""
+        with ExitStack() as hooks:
+            for number, (name, module) in enumerate(model.named_modules()):  # the first one is the model
+                if number:
+                    self._modules.append(name)
+                entering = partial(self._entering, number)
+                hooks.enter_context(module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(self._leaving))
+            yield
 
-    def unwatch(self) -> None:
-        """Takes its hooks off the modules."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _entering(self, number: int) -> Callable[..., None]:
-        def entering(module: nn.Module, arguments: Any, named: Any) -> None:
-            self._inside.append(number)
-            op = len(self._ops)
-            self._blocks.note_deaths(op)
-            given = (arguments, named)
-            self._calls.enter(number, module, op, len(self._saves), given, is_backward=self._is_backward)
-
-        return entering
+    def _entering(self, number: int, module: nn.Module, *given: object) -> None:
+        self._inside.append(number)
+        op = len(self._ops)
+        self._blocks.note_deaths(op)
+        self._calls.enter(number, module, op, len(self._saves), given, is_backward=self._is_backward)
 
     def _leaving(self, module: nn.Module, *_: object) -> None:
         self._inside.pop()
@@ -252,12 +234,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     # -- autograd -----------------------------------------------------------------------------------------------------
 
-    def pack(self, tensor: Tensor) -> _Kept | _Moved:
+    def pack(self, tensor: Tensor) -> _Handle:
         """A handle of what autograd saves; called while the operator that saves it is recorded."""
         with self._unseen():
             return self._pack(tensor)
 
-    def _pack(self, tensor: Tensor) -> _Kept | _Moved:
+    def _pack(self, tensor: Tensor) -> _Handle:
         op = len(self._ops)
         self._blocks.note_deaths(op)
         mark = marks.mark_of(tensor.untyped_storage()) if marks.any_marks() else None
@@ -284,26 +266,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if block is None or not (goes_along or reason is None):
             self._saves.append((save, block, None))
             with _as_it_is(tensor):
-                return _Kept(tensor if tensor.is_leaf else tensor.detach(), number)
+                kept = tensor if tensor.is_leaf else tensor.detach()
+            return _Handle(number, lambda: kept)
         saved = self._blocks.save(block, tensor, op)
         self._saves.append((save, block, saved.use))
         if not self._coder.is_idle:
             self._coder.save(number, tensor, is_drawn=block.is_drawn)
-        return _Moved(saved, number, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return _Handle(number, partial(self._like, saved, tensor.dtype, place))
 
-    def unpack(self, handle: _Kept | _Moved) -> Tensor:
+    def unpack(self, handle: _Handle) -> Tensor:
         """The saved tensor, or one like it."""
         op = len(self._ops)
         self._blocks.note_deaths(op)
         self._asks.append(Ask(handle.save, op))
         if not self._coder.is_idle:
             self._coder.ask(handle.save, asking_node())
-        if isinstance(handle, _Kept):
-            return handle.tensor
+        return handle.get()
+
+    def _like(self, saved: Saved, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
         with self._unseen():
-            whole = self._blocks.ask(handle.saved, handle.dtype, op)
+            whole = self._blocks.ask(saved, dtype, len(self._ops))
             with _as_it_is(whole):
-                return whole.as_strided(handle.size, handle.stride, handle.offset)
+                return whole.as_strided(*place)
 
     # -- what came of it ----------------------------------------------------------------------------------------------
 

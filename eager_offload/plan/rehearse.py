@@ -28,9 +28,8 @@ from eager_offload._torch import without_torch_function
 from eager_offload.codecs import CodecPolicy, PackedLayout, TensorMeta
 from eager_offload.codecs.base import parts_of
 from eager_offload.offload import Offload
-from eager_offload.plan.draft import Rehearsal
 from eager_offload.plan.numbers import by_itself
-from eager_offload.plan.predict import Problem
+from eager_offload.plan.predict import Course, Problem
 from eager_offload.plan.program import Packing
 from eager_offload.simulation.checker import Checker
 from eager_offload.simulation.observer import OperatorObserver
@@ -47,7 +46,7 @@ _HOST_BYTES = 1 << 40
 _SMALL_BYTES, _MIN_BYTES = 1, 2
 
 
-def rehearse(problem: Problem, plan: StepPlan, launch_seconds: float = 0.0) -> Rehearsal | None:
+def rehearse(problem: Problem, plan: StepPlan, launch_seconds: float = 0.0) -> Course | None:
     """Runs a step that follows ``plan``; ``None`` where forwards follow none: tensors are marked.
 
     Args:
@@ -148,7 +147,7 @@ class _Stage:
         self._saves_of = _by_op(one.storage for one in program.saves)
         self._last_ask = {program.saves[ask.save].storage: at for at, ask in enumerate(program.asks)}
 
-    def play(self) -> Rehearsal | None:
+    def play(self) -> Course | None:
         program, runtime = self._program, self._runtime
         self._offload = offload = Offload(
             {
@@ -182,7 +181,7 @@ class _Stage:
         if stats.plan_misses or stats.followed_forwards != 1:
             return None
         released = tuple(self._released.get(number, -1) for number in range(len(program.storages)))
-        return Rehearsal(seconds, tuple(self._living), tuple(sorted(self._returning)), released, self._seen)
+        return Course(seconds, tuple(self._living), tuple(sorted(self._returning)), released, self._seen)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 

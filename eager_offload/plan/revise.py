@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
 
 from eager_offload.plan.decide import Outcome, RehearsedSolver
 from eager_offload.plan.predict import Problem
@@ -16,19 +15,6 @@ from eager_offload.plan.solve import Decision, Solver
 
 #: How often a decision is made anew, because its step takes more bytes than numbers said.
 _REVISIONS = 3
-
-
-class Computed(NamedTuple):
-    """A decision, and what comes of it."""
-
-    problem: Problem
-    """The step with its checkpoints."""
-    outcome: Outcome
-    """Of the decision for it."""
-    names: tuple[str, ...]
-    """The modules with a checkpoint."""
-    whole: Problem
-    """The step without any; of its calls those that may be computed again."""
 
 
 class TracedSolver:
@@ -44,16 +30,16 @@ class TracedSolver:
         #: By the modules that are computed again.
         self._solvers: dict[tuple[str, ...], RehearsedSolver] = {(): RehearsedSolver(whole, launch_seconds)}
 
-    def within(self, budget: int) -> Computed:
+    def within(self, budget: int) -> Outcome:
         """The fastest that is known whose peak is at most ``budget``; where there is none, that of the least peak."""
-        if budget < self.least.outcome.peak_bytes:
+        if budget < self.least.peak_bytes:
             return self.least
         found = [self.least, self._within((), budget)]
         aim, too_few = budget, -1
         for _ in range(_REVISIONS):
             decision, names = self._decide(aim)
             found.append(self._within(names, budget))
-            over = found[-1].outcome.peak_bytes - budget
+            over = found[-1].peak_bytes - budget
             if over <= 0 or decision.prediction.peak_bytes > budget:
                 break
             aim, too_few = aim - over, max(too_few, len(decision.again))
@@ -63,42 +49,39 @@ class TracedSolver:
         # By numbers a step in which much moves may take less than in rehearsal, and so seem to be the better one.
         most = self._solver.agains[-1]
         at_least = self._whole.compute_seconds + sum(one.seconds for one in most)
-        if len(most) > len(best.names) and at_least < best.outcome.step_seconds:
+        if len(most) > len(best.again) and at_least < best.step_seconds:
             names = self._names(most)
             if self._is_traced(names):
                 best = _fastest([best, self._within(names, budget)], budget)
         return best
 
-    def _with_fewest(self, budget: int, too_few: int, best: Computed) -> Computed:
+    def _with_fewest(self, budget: int, too_few: int, best: Outcome) -> Outcome:
         """Looks for fewer calls to compute again than ``best`` has, where numbers said that ``too_few`` would do."""
         counts = [len(again) for again in self._solver.agains]
-        low, high = bisect_right(counts, too_few) - 1, bisect_left(counts, len(best.names) or counts[-1])
+        low, high = bisect_right(counts, too_few) - 1, bisect_left(counts, len(best.again) or counts[-1])
         for _ in range(_REVISIONS):
             middle = (low + high) // 2
             names = self._names(self._solver.agains[middle])
             if middle <= low or not self._is_traced(names):
                 break
             found = self._within(names, budget)
-            if found.outcome.peak_bytes <= budget:
+            if found.peak_bytes <= budget:
                 best, high = _fastest([best, found], budget), middle
             else:
                 low = middle
         return best
 
     @cached_property
-    def least(self) -> Computed:
+    def least(self) -> Outcome:
         """That of the least peak that is known."""
         _, names = self._decide(0)
         most = self._names(self._solver.agains[-1])
         tried = dict.fromkeys([(), names, most] if self._is_traced(most) else [(), names])
-        found = [self._computed(one, self._solvers[one].least) for one in tried]
-        return min(found, key=lambda one: (one.outcome.peak_bytes, one.outcome.step_seconds))
+        found = [self._solvers[one].least._replace(again=one, whole=self._whole) for one in tried]
+        return min(found, key=lambda one: (one.peak_bytes, one.step_seconds))
 
-    def _within(self, names: tuple[str, ...], budget: int) -> Computed:
-        return self._computed(names, self._solvers[names].within(budget))
-
-    def _computed(self, names: tuple[str, ...], outcome: Outcome) -> Computed:
-        return Computed(self._solvers[names].problem, outcome, names, self._whole)
+    def _within(self, names: tuple[str, ...], budget: int) -> Outcome:
+        return self._solvers[names].within(budget)._replace(again=names, whole=self._whole)
 
     def _decide(self, budget: int) -> tuple[Decision, tuple[str, ...]]:
         """The best decision for ``budget`` by numbers, and its modules, which can run again."""
@@ -135,9 +118,9 @@ class TracedSolver:
         return failing or set(kinds)
 
 
-def _fastest(found: Sequence[Computed], budget: int) -> Computed:
+def _fastest(found: Sequence[Outcome], budget: int) -> Outcome:
     """The fastest of those whose peak is at most ``budget``."""
-    return min((one for one in found if one.outcome.peak_bytes <= budget), key=lambda one: one.outcome.step_seconds)
+    return min((one for one in found if one.peak_bytes <= budget), key=lambda one: one.step_seconds)
 
 
 def _without(problem: Problem, kinds: set[str]) -> Problem:

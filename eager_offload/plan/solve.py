@@ -26,10 +26,9 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from eager_offload.plan.chain import chain
 from eager_offload.plan.paced import WAYS, Way, least_pace, of_all_paces
-from eager_offload.plan.predict import Moves, Prediction, Problem
-from eager_offload.plan.recompute import Candidate, Recomputing, Shape
+from eager_offload.plan.predict import Course, Moves, Prediction, Problem
+from eager_offload.plan.recompute import Candidate, Recomputing, Shape, chain
 
 #: Single storages that are tried in vain before no more are kept.
 _TRIES = 16
@@ -138,6 +137,11 @@ class Solver:
 
         found = [*self._candidates, *(self._all(again) for again in self._agains(0, cost))]
         return self._best_of(sorted(found, key=cost)[:_STARTS], cost)
+
+    def course(self, decision: Decision) -> Course:
+        """What comes of ``decision``, operator by operator."""
+        shape = self._shape(tuple(one in decision.again for one in self._calls))
+        return shape.problem.course(tuple(decision.moves[number] for number in shape.numbers))
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 

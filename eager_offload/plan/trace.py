@@ -110,16 +110,12 @@ def run_step(
         call = partial(model, **inputs)
     else:
         call = partial(model, *(inputs if isinstance(inputs, tuple | list) else (inputs,)))
-    try:
-        recorder.watch(model)
-        with recorder:
-            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack), checkpointed(model, again):
-                total = _loss_of(call(), loss)
-            recorder.begin_backward()
-            total.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it
-            del total
-    finally:
-        recorder.unwatch()
+    with recorder.watching(model), recorder:
+        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack), checkpointed(model, again):
+            total = _loss_of(call(), loss)
+        recorder.begin_backward()
+        total.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it
+        del total
 
 
 def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:

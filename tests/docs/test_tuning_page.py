@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import io
 import re
 from pathlib import Path
@@ -18,26 +17,25 @@ from tests.docs.pages import ROOT
 from tests.hazards.backends import transfer_threads
 from tests.observe.test_advice import SAYS, said
 
-#: These say how long compute waited or what came too soon, which on a busy machine is another thing each time.
-_TIMED = {advice.slow_link, advice.full_window, advice.late_reloads, advice.windows_hold_all, advice.asked_too_soon}
-
 
 def test_every_piece_of_advice_is_there_in_its_own_words() -> None:
     page = (ROOT / "docs" / "tuning.md").read_text()
     documented = re.findall(r'^\| "([^"]+)"', page, re.MULTILINE)
-    assert len(documented) == len(advice.RULES)
     otherwise = re.findall(r'"([^"]+)"', page.partition("If nothing of this holds")[2])
     assert len(otherwise) == 2
     others = (advice.advise(eo.OffloadStats(), eo.OffloadConfig(enabled=enabled)) for enabled in (True, False))
-    pieces = "\n".join(piece for found in (*(said(*run[:2]) for run in SAYS), *others) for piece in found)
-    for words in documented + otherwise:
-        assert words in pieces
+    pieces = {piece for found in (*(said(*run[:2]) for run in SAYS), *others) for piece in found}
+    known = {words: {piece for piece in pieces if words in piece} for words in documented + otherwise}
+    assert all(known.values())
+    assert pieces == set().union(*known.values())
 
 
 def test_what_the_page_shows_is_what_its_code_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to what timing decides, such as which bytes were still resident."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(advice, "RULES", [rule for rule in advice.RULES if inspect.unwrap(rule) not in _TIMED])
+    # How long compute waits, and what comes too soon, is another thing each time on a busy machine.
+    monkeypatch.setattr(advice, "_STALL", float("inf"))
+    monkeypatch.setattr(advice, "_VAIN", float("inf"))
     page = (ROOT / "docs" / "tuning.md").read_text()
     names: dict[str, object] = {"__name__": "page"}
     compared = 0

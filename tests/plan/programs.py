@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +14,9 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload.machine import Machine
-from eager_offload.plan.predict import Problem
+from eager_offload.plan.predict import Prediction, Problem
 from eager_offload.plan.program import Op, Program, Storage
+from eager_offload.plan.solve import Solver
 
 #: Has everything move that may, in windows that a small model fills.
 CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}
@@ -36,6 +39,12 @@ def chain(
 def forward_flops(program: Program) -> int:
     """Operations of products in forward."""
     return sum(op.flops for op in program.ops[: program.forward_ops])
+
+
+def every_decision(problem: Problem) -> list[Prediction]:
+    """What comes of each, where nothing is computed again."""
+    every = itertools.product((False, True), repeat=len(problem.program.storages))
+    return [problem.predict(moves) for moves in every]
 
 
 @st.composite
@@ -62,6 +71,18 @@ def problems(draw: st.DrawFn, most: int = 8) -> Problem:
     program = Program(("",), (Op("mul", 0, 0, 1, True),) * ops, forward, (), (), tuple(storages), other)
     rates, windows = st.sampled_from([1.0, 5.0, 20.0, 50.0]), st.sampled_from([1, 10, 40])
     return Problem(program, seconds, draw(rates), draw(rates), draw(windows), draw(windows))
+
+
+def assert_near_the_best(solver: Solver, every: list[Prediction], times: float = 1.02) -> None:
+    """No longer than ``times`` the best of ``every`` decision that fits, and never over the budget."""
+    least, most = min(one.peak_bytes for one in every), max(one.peak_bytes for one in every)
+    assert solver.least.prediction.peak_bytes == least
+    for budget in (least, least + (most - least) // 3, least + 2 * (most - least) // 3, most):
+        found = solver.within(budget).prediction
+        best = min(one.step_seconds for one in every if one.peak_bytes <= budget)
+        assert found.peak_bytes <= budget
+        assert found.step_seconds <= times * best
+    assert solver.within(least - 1).prediction.peak_bytes == least, "nothing fits: the least is what is shown"
 
 
 def slow(**rates: float) -> Machine:
@@ -114,6 +135,11 @@ def small() -> tuple[nn.Module, Tensor]:
 def wide() -> tuple[nn.Module, Tensor]:
     """One whose activations are larger than its parameters."""
     return Stack(3, 32, 4, 2, 64), torch.randn(256, 32)
+
+
+def planned(**fields: Any) -> eo.Plan:
+    """A plan for that one on the slow device."""
+    return eo.plan(*wide(), **{"device": slow(), "config": CONFIG, **fields})
 
 
 def budget_of(machine: Machine, made: Callable[[], tuple[nn.Module, Tensor]], part: float) -> int:

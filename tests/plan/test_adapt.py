@@ -20,7 +20,7 @@ from eager_offload.runtime.host import host_runtime
 from eager_offload.step_plan import Adapted
 from tests.hazards.programs import assert_identical
 from tests.plan.on_stage import Stage, Step, gradients
-from tests.plan.programs import CONFIG, budget_of, slow, wide
+from tests.plan.programs import budget_of, planned, slow, wide
 from tests.plan.test_peaks import storages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +30,7 @@ MACHINE = slow(out=1e8, back=1e8)
 
 @pytest.fixture(scope="module")
 def half() -> eo.Plan:
-    return eo.plan(*wide(), device=MACHINE, device_budget=budget_of(MACHINE, wide, 0.5), config=CONFIG)
+    return planned(device=MACHINE, device_budget=budget_of(MACHINE, wide, 0.5))
 
 
 class Remembering:
@@ -106,9 +106,8 @@ def test_above_the_budget_less_stays_from_the_seventeenth_forward_on(half: eo.Pl
 
 def test_where_less_is_in_use_than_was_predicted_more_stays_if_the_step_gets_shorter(half: eo.Plan) -> None:
     unknown = 128 << 10
-    model, x = wide()
     budget = half.device_budget
-    pessimist = eo.plan(model, x, device=MACHINE, device_budget=budget, optimizer_bytes=unknown, config=CONFIG)
+    pessimist = planned(device=MACHINE, device_budget=budget, optimizer_bytes=unknown)
     assert pessimist.moved_bytes > half.moved_bytes
     device = Remembering(pessimist)
     device.train(16)
@@ -152,8 +151,7 @@ def test_a_plan_of_the_right_times_and_peak_is_not_made_anew(
 
 @pytest.mark.long
 def test_where_nothing_takes_less_training_goes_on(half: eo.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = wide()
-    plan = eo.plan(model, x, device=MACHINE, device_budget=half.least_budget, config=CONFIG)
+    plan = planned(device=MACHINE, device_budget=half.least_budget)
     device = Remembering(plan, 64 << 10)
     made = solved(monkeypatch)
     with warnings.catch_warnings():
@@ -181,9 +179,8 @@ def test_an_error_of_the_planner_changes_nothing(half: eo.Plan, monkeypatch: pyt
 
 
 def test_a_plan_with_checkpoints_keeps_them(half: eo.Plan) -> None:
-    model, x = wide()
     budget = half.least_budget + (half.device_budget - half.least_budget) // 4
-    plan = eo.plan(model, x, device=MACHINE, device_budget=budget, recompute=True, config=CONFIG)
+    plan = planned(device=MACHINE, device_budget=budget, recompute=True)
     assert plan.again
     adapted = plan.adapted(16 << 10)
     assert adapted is not None

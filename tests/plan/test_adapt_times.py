@@ -11,11 +11,11 @@ import eager_offload as eo
 from eager_offload.eager.adapting import Adapting
 from eager_offload.eager.measuring import Measured
 from eager_offload.machine import Machine
-from eager_offload.plan.timed import timed
+from eager_offload.plan.draft import timed
 from eager_offload.step_plan import Stretch, Timing
 from tests.hazards.programs import assert_identical
 from tests.plan.on_stage import Stage, gradients
-from tests.plan.programs import CONFIG, wide
+from tests.plan.programs import planned, wide
 from tests.plan.test_adapt import MACHINE, half
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,7 +36,7 @@ def other(compute: float, out: float = 1.0, back: float = 1.0) -> Machine:
 
 
 def plan_for(machine: Machine, budget: int, policy: str = "least") -> eo.Plan:
-    return eo.plan(*wide(), device=machine, device_budget=budget, policy=policy, config=CONFIG)
+    return planned(device=machine, device_budget=budget, policy=policy)
 
 
 @pytest.mark.sampled(5, quick=True)

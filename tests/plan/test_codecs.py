@@ -14,7 +14,7 @@ import eager_offload as eo
 from eager_offload.codecs import BF16, BlockInt
 from eager_offload.plan.coded import Coder
 from tests.hazards.programs import assert_identical
-from tests.plan.on_stage import Stage, gradients
+from tests.plan.on_stage import Stage, followed, gradients
 from tests.plan.programs import CONFIG, slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -136,17 +136,13 @@ def test_predicted_peak_step_and_bytes_are_those_of_the_run(codec: Any, part: fl
     most = eo.plan(model, x, device=machine, config=fields)
     budget = most.least_budget + int((most.peak_bytes - most.least_budget) * part)
     plan = eo.plan(model, x, device=machine, config=fields, device_budget=budget)
-    stage = Stage(machine)
-    offload = stage.offload(plan=plan)
-    for _ in range(2):
-        step = stage.step(offload, model, x, lambda: model(x))
+    steps, stats = followed(Stage(machine), plan, model, x, 2)
+    for step in steps:
         assert plan.peak_bytes >= step.peak_bytes * 0.98
         if codec != "int8":  # the stage does not see what packing takes for a moment, which BF16 does not
             assert plan.peak_bytes == pytest.approx(step.peak_bytes, rel=0.02)
         assert plan.step_seconds == pytest.approx(step.seconds, rel=0.03)
-    stats = offload.stats(synchronize=True)
-    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
-    assert stats.bytes_out == 2 * sum(plan.step_plans[0].slots) > 0
+    assert stats.bytes_out == 2 * sum(plan.step_plans[0].slots)
 
 
 def test_a_codec_that_takes_longer_than_the_link_saves_packs_nothing_but_where_all_moves() -> None:

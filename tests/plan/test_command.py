@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import eager_offload as eo
-from eager_offload.plan.command import main
+from eager_offload.plan.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 MODELS = "tests.plan.models_of_a_user"

@@ -18,7 +18,7 @@ from eager_offload.stats import PlanOutcome
 from eager_offload.step_plan import Fate
 from tests.hazards.programs import assert_identical
 from tests.plan.on_stage import Stage, gradients
-from tests.plan.programs import CONFIG, Stack, budget_of, slow, wide
+from tests.plan.programs import CONFIG, Stack, budget_of, planned, slow, wide
 from tests.sampling import search
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def half() -> eo.Plan:
     """One in which about half of all that may move does."""
-    plan = eo.plan(*wide(), device=slow(), device_budget=budget_of(slow(), wide, 0.5), config=CONFIG)
+    plan = planned(device_budget=budget_of(slow(), wide, 0.5))
     fates = {save.fate for save in plan.step_plans[0].saves}
     assert fates == {Fate.KEEP, Fate.SHARE, Fate.OFFLOAD}
     return plan
@@ -278,8 +278,7 @@ def test_a_plan_without_the_loss_that_the_context_computes_says_what_is_missing(
 
 
 def test_h54_any_decision_and_any_steps_train_exactly() -> None:
-    model, x = wide()
-    every = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    every = planned(policy="max")
     count = len(every.moves)
 
     def check(steps: list[tuple[str, int]], numbers: set[int]) -> None:

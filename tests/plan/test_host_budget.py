@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eager_offload as eo
-from eager_offload.plan.command import main
+from eager_offload.plan.__main__ import main
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.solve import Solver
 from tests.hazards.programs import assert_identical
-from tests.plan.on_stage import Stage, gradients
-from tests.plan.programs import CONFIG, chain, problems, slow, wide
+from tests.plan.on_stage import Stage, followed, gradients
+from tests.plan.programs import CONFIG, chain, planned, problems, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,33 +65,26 @@ def test_a_decision_keeps_to_it_and_is_near_the_best_of_all_that_do(problem: Pro
 
 def test_what_finds_no_room_stays_and_training_keeps_to_it_on_the_simulated_device() -> None:
     model, x = wide()
-    free = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    free = planned(policy="max")
     assert (free.host_budget, free.problem.room) == (None, None)
     budget = free.host_bytes // 2
-    plan = eo.plan(model, x, device=slow(), policy="max", host_budget=budget, config=CONFIG)
+    plan = planned(policy="max", host_budget=budget)
     assert 0.7 * budget < plan.host_bytes <= budget == plan.host_budget == plan.config.host_budget
     assert plan.moved_bytes < free.moved_bytes
     assert plan.moved_bytes + plan.kept_bytes == free.moved_bytes + free.kept_bytes
     assert plan.least_budget > free.least_budget, "what has no room in the tier has to have it on the device"
     assert plan.peak_bytes > free.peak_bytes
-    stage = Stage(slow())
-    offload = stage.offload(plan=plan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of what finds no room
-        stage.step(offload, model, x, lambda: model(x))
-    for _ in range(2):
-        step = stage.step(offload, model, x, lambda: model(x))
+        steps, stats = followed(Stage(slow()), plan, model, x, 3)
+    for step in steps[1:]:
         assert plan.peak_bytes == pytest.approx(step.peak_bytes, rel=0.02)
-    stats = offload.stats(synchronize=True)
-    assert (stats.followed_forwards, stats.plan_misses) == (3, {}), "its slots found room"
     assert 0 < stats.host_bytes_peak <= budget
-    assert stats.bytes_out > 0
-    offload.close()
 
 
 def test_gradients_are_exact_within_it(tmp_path: Path) -> None:
     model, x = wide()
-    plan = eo.plan(model, x, device=slow(), policy="max", host_budget="512KiB", config=CONFIG)
+    plan = planned(policy="max", host_budget="512KiB")
     expected = gradients(model, lambda: model(x))
     offload = eo.Offload(plan=plan, tier="disk", disk_path=tmp_path)
     assert_identical(expected, gradients(model, lambda: model(x), offload))
@@ -116,7 +109,7 @@ def test_what_is_saved_in_parts_has_its_room_in_any_case() -> None:
 
 def test_modules_that_are_computed_again_make_room() -> None:
     model, x = wide()
-    free = eo.plan(model, x, device=slow(), config=CONFIG)
+    free = planned()
     budget = free.least_budget + (free.peak_bytes - free.least_budget) // 8
     given = {"device": slow(), "device_budget": budget, "config": CONFIG, "recompute": True}
     plan = eo.plan(model, x, host_budget="64KiB", **given)  # type: ignore[arg-type]
@@ -141,7 +134,7 @@ def test_it_is_among_the_settings_and_said_and_saved(tmp_path: Path, capsys: pyt
     model_of = "tests.plan.models_of_a_user:two_blocks"
     assert main([model_of, "--device", "a100", "--policy", "max", "--host-budget", "1GiB"]) == 0
     assert "where 1.0 GiB may rest" in capsys.readouterr().out
-    assert "in the tier" not in str(eo.plan(model, x, device=slow(), config=CONFIG))
+    assert "in the tier" not in str(planned())
 
 
 @pytest.mark.parametrize("given", [-1, 0, "much", 1.5, True])

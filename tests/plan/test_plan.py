@@ -15,15 +15,15 @@ from torch import Tensor, nn
 import eager_offload as eo
 from eager_offload.compile.cost import Call, flops_of
 from eager_offload.machine import MACHINES
-from tests.plan.programs import CONFIG, Stack, forward_flops, slow, wide
+from eager_offload.plan import files
+from tests.plan.programs import CONFIG, Stack, forward_flops, planned, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def everything_fits() -> eo.Plan:
-    model, x = wide()
-    return eo.plan(model, x, device=slow(), config=CONFIG)
+    return planned()
 
 
 def test_a_plan_says_what_fits_and_what_moves(everything_fits: eo.Plan) -> None:
@@ -47,44 +47,42 @@ def test_a_plan_in_which_nothing_is_as_large_as_min_bytes_says_so() -> None:
 
 
 def test_a_budget_is_held_by_the_least_movement(everything_fits: eo.Plan) -> None:
-    model, x = wide()
     budget = (everything_fits.peak_bytes + everything_fits.least_budget) // 2
-    plan = eo.plan(model, x, device=slow(), device_budget=budget, config=CONFIG)
-    everything = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    plan = planned(device_budget=budget)
+    everything = planned(policy="max")
     assert plan.fits
     assert plan.peak_bytes <= budget
     assert 0 < plan.moved_bytes < everything.moved_bytes
     assert plan.moved_bytes + plan.kept_bytes == everything.moved_bytes + everything.kept_bytes
     assert everything.kept_bytes < everything.moved_bytes / 16, "what backward asks for before its copy is over"
     assert plan.floor_seconds <= plan.step_seconds
-    exact = eo.plan(model, x, device=slow(), device_budget=plan.least_budget, config=CONFIG)
+    exact = planned(device_budget=plan.least_budget)
     assert exact.fits
-    below = eo.plan(model, x, device=slow(), device_budget=plan.least_budget - 1, config=CONFIG)
+    below = planned(device_budget=plan.least_budget - 1)
     assert not below.fits, "which is no error"
     assert "less is taken with recompute=True (--recompute), a smaller batch" in str(below)
-    over = eo.plan(model, x, device=slow(), device_budget=plan.least_budget, policy="free", config=CONFIG)
+    over = planned(device_budget=plan.least_budget, policy="free")
     assert not over.fits
     assert 'policy="least", which keeps to its budget' in str(over)
     assert below.least_budget == plan.least_budget
 
 
 def test_relief_is_the_least_larger_budget_with_which_compute_waits_little() -> None:
-    model, x = wide()
     device = slow(out=1e7, back=1e7)
 
-    def planned(budget: int) -> eo.Plan:
-        return eo.plan(model, x, device=device, device_budget=budget, config=CONFIG)
+    def within(budget: int) -> eo.Plan:
+        return planned(device=device, device_budget=budget)
 
     def waits(plan: eo.Plan) -> float:
         return 1 - plan.compute_seconds / plan.step_seconds
 
-    least = planned(planned(1).least_budget)
+    least = within(within(1).least_budget)
     relief = least.relief
     assert relief is not None
     assert waits(least) > 0.5
-    found = planned(relief.device_budget)
+    found = within(relief.device_budget)
     assert waits(found) == pytest.approx(relief.waits, abs=0.01)
-    assert relief.waits <= 0.05 < waits(planned(relief.device_budget * 15 // 16))
+    assert relief.waits <= 0.05 < waits(within(relief.device_budget * 15 // 16))
     assert found.relief is None, "it waits little"
 
 
@@ -118,18 +116,14 @@ def test_every_peak_that_is_given_out_is_a_budget_that_is_met(recompute: bool) -
 
 
 def test_free_moves_what_the_link_hides() -> None:
-    model, x = wide()
-    fast, none = (
-        eo.plan(model, x, device=slow(out=rate, back=rate), policy="free", config=CONFIG) for rate in (1e8, 1)
-    )
+    fast, none = (planned(device=slow(out=rate, back=rate), policy="free") for rate in (1e8, 1))
     assert fast.step_seconds == pytest.approx(fast.compute_seconds)
     assert fast.moved_bytes > 0
     assert none.moved_bytes == 0
 
 
 def test_states_of_an_optimizer_are_there_all_the_time(everything_fits: eo.Plan) -> None:
-    model, x = wide()
-    plan = eo.plan(model, x, device=slow(), optimizer_bytes="1MiB", config=CONFIG)
+    plan = planned(optimizer_bytes="1MiB")
     assert plan.peak_bytes == everything_fits.peak_bytes + (1 << 20)
 
 
@@ -147,8 +141,7 @@ def test_the_front_goes_from_the_least_budget_to_where_nothing_moves(everything_
 
 
 def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
-    model, x = wide()
-    text = str(eo.plan(model, x, device=slow(), policy="max", config=CONFIG))
+    text = str(planned(policy="max"))
     assert text.startswith("Stack on slow: 0.001 TFLOP/s")
     assert "fits: a peak of" in text
     assert "1.000 times one without transfers" in str(everything_fits)
@@ -163,8 +156,7 @@ def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
 
 
 def test_a_saved_plan_is_the_same_plan(everything_fits: eo.Plan, tmp_path: Path) -> None:
-    model, x = wide()
-    plan = eo.plan(model, x, device="h100", device_budget=everything_fits.least_budget, config=CONFIG)
+    plan = planned(device="h100", device_budget=everything_fits.least_budget)
     plan.save(tmp_path / "plan.json")
     loaded = eo.Plan.load(tmp_path / "plan.json")
     assert str(loaded) == str(plan)
@@ -182,61 +174,42 @@ def _set(*path: Any, to: Any) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "said"),
     [
-        _set("format", to=7),
-        _set("policy", to="most"),
-        _set("device_budget", to=-1),
-        _set("device_budget", to="1GiB"),
-        _set("moves", to=[]),
-        _set("moves", 0, to=-1),
-        _set("machine", "flops", to=0),
-        _set("machine", "speed", to=1),
-        _set("program", to=[]),
-        _set("program", "forward_ops", to=10**6),
-        _set("program", "storages", 0, 0, to=-5),
-        _set("program", "storages", 0, 6, to=10**6),
-        _set("program", "saves", 0, 2, to="because"),
-        _set("program", "asks", 0, 0, to=10**6),
-        _set("program", "ops", 0, 1, to=10**6),
-        _set("program", "other_bytes", to=[1]),
-        _set("program", "saves", 0, 5, to=10**6),
-        _set("program", "saves", 0, to=[1, True, None, -1]),
-        _set("config", to='{"min_byte": 1}'),
-        _set("rehearsal", to=[1.0]),
-        _set("rehearsal", 0, to="soon"),
-        _set("rehearsal", 1, to=-1),
-        _set("rehearsal", 2, to=[10**6]),
-        _set("rehearsal", 3, to=[]),
-        _set("program", "asks", to=[]),
+        (_set("format", to=7), "format 7 instead of 2"),
+        (_set("digest", to=None), "not as it was written"),
+        (_set("plan", "policy", to="most"), "not as it was written"),
+        (_set("plan", "device_budget", to=10**400), "not as it was written"),
+        (_set("plan", "problem", "program", "storages", 0, 0, to=-5), "not as it was written"),
+        (_set("plan", "problem", "op_seconds", 0, to="soon"), "not as it was written"),
+        (_set("plan", "course", 2, to=[10**6]), "not as it was written"),
+        (_set("plan", to=[]), "not as it was written"),
     ],
 )
-def test_a_file_with_other_numbers_is_an_error(
-    change: Callable[[Any], None], everything_fits: eo.Plan, tmp_path: Path
+def test_a_file_that_something_has_changed_is_an_error(
+    change: Callable[[Any], None], said: str, everything_fits: eo.Plan, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.json"
     everything_fits.save(path)
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
-    with pytest.raises(eo.ConfigError, match=r"plan\.json' holds no plan that this version can read"):
+    with pytest.raises(eo.ConfigError, match=rf"plan\.json' holds no plan that this version can read: .*{said}"):
         eo.Plan.load(path)
 
 
-def test_a_file_that_is_no_plan_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_is_no_plan_or_has_other_fields_is_an_error(everything_fits: eo.Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    for text in ("", "[1]", "{}", "\x00"):
-        path.write_text(text)
+    everything_fits.save(path)
+    content = json.loads(path.read_text())
+    fields = {**content["plan"], "speed": 1}
+    text = json.dumps({**content, "plan": fields, "digest": files._digest(files._text(fields))})
+    for other in ("", "[1]", "{}", "\x00", text):
+        path.write_text(other)
         with pytest.raises(eo.ConfigError, match="holds no plan"):
             eo.Plan.load(path)
     with pytest.raises(FileNotFoundError):
         eo.Plan.load(tmp_path / "other.json")
-    eo.plan(*wide(), device="h200", config=CONFIG).save(path)
-    content = json.loads(path.read_text())
-    content["device_budget"] = 10**400
-    path.write_text(json.dumps(content))
-    with pytest.raises(eo.ConfigError, match="holds no plan"):
-        eo.Plan.load(path)
 
 
 def test_arguments_of_other_kinds_are_errors() -> None:

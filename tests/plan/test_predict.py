@@ -40,7 +40,7 @@ def test_compute_waits_for_what_comes_back_too_late() -> None:
 def test_what_is_asked_for_before_its_copy_is_over_stays() -> None:
     problem = chain([100], link=1.0)
     assert problem.predict((True,)) == (3.0, 100, 0)
-    assert problem.returning((True,)) == set()
+    assert problem.course((True,)) == (3.0, (100, 100), (), None, None)
 
 
 def test_the_floor_is_the_longer_of_compute_and_transfers_in_each_half() -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.plan.command import main
+from eager_offload.plan.__main__ import main
 from eager_offload.plan.program import Program
 from tests.hazards.programs import assert_identical
-from tests.plan.on_stage import Stage, gradients
+from tests.plan.on_stage import Stage, followed, gradients
 from tests.plan.programs import CONFIG, slow, wide
 from tests.plan.test_rehearse import shared
 
@@ -109,14 +109,7 @@ def test_what_a_dropped_graph_has_saved_is_not_shared(steps: int) -> None:
     assert [one.nbytes for one in dropped].count(x.nbytes) >= 1
     first = {save.storage: save.op for save in reversed(saves) if save.storage >= 0}
     assert {number: one.saved for number, one in enumerate(storages)} == first
-    stage = Stage(slow())
-    offload = stage.offload(plan=plan)
-    for _ in range(3):
-        stage.step(offload, model, x, lambda: model(x))
-    stats = offload.stats(synchronize=True)
-    assert (stats.followed_forwards, stats.plan_misses) == (3, {})
-    assert stats.bytes_out > 0
-    offload.close()
+    followed(Stage(slow()), plan, model, x, 3)
 
 
 class Break(Exception):
@@ -205,16 +198,10 @@ def test_a_loss_that_is_a_module_is_put_back_too() -> None:
 def test_measured_times_are_saved_and_loaded(tmp_path: Path) -> None:
     model, x = wide()
     plan = eo.plan(model, x, policy="max", config=CONFIG, steps=2)
-    path = tmp_path / "plan.json"
-    plan.save(path)
-    loaded = eo.Plan.load(path)
+    plan.save(tmp_path / "plan.json")
+    loaded = eo.Plan.load(tmp_path / "plan.json")
     assert loaded.problem.op_seconds == plan.problem.op_seconds
     assert (loaded.to_dict(), str(loaded)) == (plan.to_dict(), str(plan))
-    content = json.loads(path.read_text())
-    for change in ([], ["soon"] * len(content["op_seconds"]), [-1.0] * len(content["op_seconds"]), None):
-        path.write_text(json.dumps({**content, "op_seconds": change}))
-        with pytest.raises(eo.ConfigError, match="holds no plan"):
-            eo.Plan.load(path)
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,14 @@ from torch.utils.checkpoint import checkpoint
 import eager_offload as eo
 from eager_offload.machine import MACHINES
 from eager_offload.plan.apply import checkpointed
-from eager_offload.plan.chain import chain
 from eager_offload.plan.decide import RehearsedSolver
 from eager_offload.plan.predict import Prediction, Problem
 from eager_offload.plan.program import Ask, ModuleCall, Op, Program, Save, Storage
-from eager_offload.plan.recompute import Recomputing
+from eager_offload.plan.recompute import Recomputing, chain
 from eager_offload.plan.solve import Solver
 from eager_offload.plan.trace import trace
-from tests.plan import on_stage
-from tests.plan.programs import CONFIG, Stack, budget_of, slow, wide
+from tests.plan import on_stage, programs
+from tests.plan.programs import CONFIG, Stack, assert_near_the_best, budget_of, planned, slow, wide
 from tests.plan.test_follow import Other
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,36 +80,28 @@ def every_decision(problem: Problem) -> list[Prediction]:
     found = []
     for flags in itertools.product((False, True), repeat=len(recomputing.candidates)):
         shape = recomputing.shape(itertools.compress(recomputing.candidates, flags)).problem
-        moves = itertools.product((False, True), repeat=len(shape.program.storages))
-        found += [shape.predict(one) for one in moves]
+        found += programs.every_decision(shape)
     return found
 
 
-def assert_near_the_best(problem: Problem) -> None:
-    every = every_decision(problem)
-    assert len(every) == 3 ** len(problem.program.storages)
-    solver = Solver(problem, recompute=True)
-    least, most = min(one.peak_bytes for one in every), max(one.peak_bytes for one in every)
-    assert solver.least.prediction.peak_bytes == least
-    for budget in (least, least + (most - least) // 3, least + 2 * (most - least) // 3):
-        found = solver.within(budget).prediction
-        best = min(one.step_seconds for one in every if one.peak_bytes <= budget)
-        assert found.peak_bytes <= budget
-        is_small = len(problem.program.storages) <= 5  # then all decisions are looked at
-        assert found.step_seconds <= (1 + 1e-8 if is_small else 1.02) * best
+def check(problem: Problem) -> None:
+    every, count = every_decision(problem), len(problem.program.storages)
+    assert len(every) == 3**count
+    # Where there are few all decisions are looked at.
+    assert_near_the_best(Solver(problem, recompute=True), every, 1 + 1e-8 if count <= 5 else 1.02)
 
 
 @settings(max_examples=20, derandomize=True, deadline=None, database=None)
 @given(modules(5))
 def test_a_decision_is_within_two_percent_of_the_best_of_keeping_moving_and_computing_again(problem: Problem) -> None:
-    assert_near_the_best(problem)
+    check(problem)
 
 
 @pytest.mark.long
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
 @given(modules(8))
 def test_a_decision_on_more_is_within_two_percent_of_the_best_of_all_three_too(problem: Problem) -> None:
-    assert_near_the_best(problem)
+    check(problem)
 
 
 class Mixed(nn.Module):
@@ -185,21 +176,20 @@ def test_numbers_of_a_step_with_checkpoints_are_those_of_its_trace(kind: str) ->
 def plan() -> eo.Plan:
     """One in which something is computed again."""
     budget = budget_of(FAR, wide, 0.5)
-    return eo.plan(*wide(), device=FAR, device_budget=budget, recompute=True, config=CONFIG)
+    return planned(device=FAR, device_budget=budget, recompute=True)
 
 
 @pytest.mark.long
 def test_what_is_computed_again_takes_less_time_than_moving_it(plan: eo.Plan) -> None:
-    model, x = wide()
-    moving = eo.plan(model, x, device=FAR, device_budget=plan.device_budget, config=CONFIG)
+    moving = planned(device=FAR, device_budget=plan.device_budget)
     assert plan.fits
     assert plan.again
     assert plan.recomputed_bytes > 0 == moving.recomputed_bytes
     assert plan.step_seconds < moving.step_seconds / 2
     assert plan.compute_seconds == moving.compute_seconds < plan.step_seconds
-    exact = eo.plan(model, x, device=FAR, device_budget=plan.least_budget, recompute=True, config=CONFIG)
+    exact = planned(device=FAR, device_budget=plan.least_budget, recompute=True)
     assert exact.fits
-    below = eo.plan(model, x, device=FAR, device_budget=plan.least_budget - 1, recompute=True, config=CONFIG)
+    below = planned(device=FAR, device_budget=plan.least_budget - 1, recompute=True)
     assert not below.fits
     points = plan.front(4)
     assert points[-1].step_seconds == plan.compute_seconds
@@ -210,33 +200,31 @@ def test_what_is_computed_again_takes_less_time_than_moving_it(plan: eo.Plan) ->
 @pytest.mark.parametrize("device", [FAR, slow(out=1e8, back=1e8)], ids=["far", "near"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_budget_from_the_least_one_on_is_met_and_none_below_it(device: eo.Machine, recompute: bool) -> None:
-    model, x = wide()
 
-    def planned(budget: int) -> eo.Plan:
-        return eo.plan(model, x, device=device, device_budget=budget, recompute=recompute, config=CONFIG)
+    def within(budget: int) -> eo.Plan:
+        return planned(device=device, device_budget=budget, recompute=recompute)
 
-    whole = eo.plan(model, x, device=device, config=CONFIG)
-    least = planned(0).least_budget
+    whole = planned(device=device)
+    least = within(0).least_budget
     assert least <= whole.least_budget
-    assert not planned(least - 1).fits
+    assert not within(least - 1).fits
     slowest = float("inf")
     for part in (0, 0.01, 0.1, 0.5, 1):
-        plan = planned(least + int((whole.peak_bytes - least) * part))
+        plan = within(least + int((whole.peak_bytes - least) * part))
         assert plan.fits, part
         assert plan.least_budget == least
         slowest = min(slowest, plan.step_seconds * 1.05)
         assert plan.step_seconds <= slowest
     assert plan.step_seconds == plan.compute_seconds
-    points = planned(whole.peak_bytes).front(6)
+    points = within(whole.peak_bytes).front(6)
     assert points[0].budget == least
     assert all(point.peak_bytes <= point.budget for point in points)
 
 
 def test_where_transfers_are_hidden_nothing_is_computed_again() -> None:
-    model, x = wide()
     near = slow(out=1e12, back=1e12)
-    least = eo.plan(model, x, device=near, config=CONFIG).least_budget
-    plan = eo.plan(model, x, device=near, device_budget=(least * 3) // 2, recompute=True, config=CONFIG)
+    least = planned(device=near).least_budget
+    plan = planned(device=near, device_budget=(least * 3) // 2, recompute=True)
     assert plan.fits
     assert plan.again == ()
     assert plan.recomputed_bytes == 0

@@ -19,8 +19,8 @@ from eager_offload.plan.draft import draft
 from eager_offload.plan.program import Ask, Save
 from eager_offload.plan.rehearse import rehearse
 from eager_offload.step_plan import Fate
-from tests.plan.on_stage import Stage
-from tests.plan.programs import CONFIG, budget_of, chain, problems, slow, wide
+from tests.plan.on_stage import Stage, followed
+from tests.plan.programs import CONFIG, budget_of, chain, planned, problems, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,16 +111,12 @@ def test_predicted_peak_and_step_are_those_of_the_run(
     machine = slow(out=1e8, back=1e8, launch_seconds=launch)
     model, x = made()
     plan = eo.plan(model, x, device=machine, device_budget=budget_of(machine, made, part), config=CONFIG)
-    stage = Stage(machine)
-    offload = stage.offload(plan=plan)
-    for _ in range(3):
-        step = stage.step(offload, model, x, lambda: model(x))
+    steps, stats = followed(Stage(machine), plan, model, x, 3)
+    for step in steps:
         assert step.peak_bytes <= plan.device_budget
         assert plan.peak_bytes == pytest.approx(step.peak_bytes, rel=0.02)
         assert plan.step_seconds == pytest.approx(step.seconds, rel=0.03)
-    stats = offload.stats(synchronize=True)
-    assert (stats.followed_forwards, stats.plan_misses) == (3, {})
-    assert stats.bytes_out == 3 * sum(plan.step_plans[0].slots) > 0
+    assert stats.bytes_out == 3 * sum(plan.step_plans[0].slots)
     assert stats.plan is not None
     assert stats.plan.step_seconds is not None
     assert 0.75 * plan.step_seconds < stats.plan.step_seconds <= step.seconds, "less what comes after the last ask"
@@ -132,15 +128,10 @@ def test_predicted_peak_and_step_are_those_of_the_run(
 def test_budgets_hold_where_operators_and_links_take_other_times(link: float, part: float) -> None:
     machine = slow(out=1e8, back=1e8, launch_seconds=1e-5)
     model, x = wide()
-    plan = eo.plan(model, x, device=machine, device_budget=budget_of(machine, wide, part), config=CONFIG)
+    plan = planned(device=machine, device_budget=budget_of(machine, wide, part))
     assert plan.fits
-    stage = Stage(machine, 0.3, link)
-    offload = stage.offload(plan=plan)
-    steps = [stage.step(offload, model, x, lambda: model(x)) for _ in range(8)]
+    steps, _ = followed(Stage(machine, 0.3, link), plan, model, x, 8)
     assert max(step.peak_bytes for step in steps) <= plan.device_budget
-    stats = offload.stats(synchronize=True)
-    assert (stats.followed_forwards, stats.plan_misses) == (8, {})
-    assert stats.bytes_out > 0
     if link == 1:
         assert sum(step.seconds for step in steps) / 8 == pytest.approx(plan.step_seconds, rel=0.03)
     else:  # no more than if compute waited for all that is slower, no less than if it never waited
@@ -214,7 +205,8 @@ def test_a_rehearsal_leaves_nothing_behind_and_heeds_nothing_of_its_caller() -> 
     with torch.no_grad(), torch.device("meta"), torch.inference_mode():
         found = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
     assert found.problem.program == expected.problem.program, "nor does its trace"
-    assert found.rehearsal == expected.rehearsal is not None
+    assert found.course == expected.course
+    assert found.course.released is not None
     assert torch.equal(state, torch.get_rng_state())
     assert generator == random.getstate()
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -228,17 +220,16 @@ def test_where_no_step_plan_can_say_it_there_is_none() -> None:
             return inner.sum() + slope.detach().sum()
 
     plan = eo.plan(Twice(64, 64), torch.randn(64, 64), device=slow(), policy="max", config=CONFIG)
-    assert (plan.step_plans, plan.rehearsal) == ((), None)
+    assert (plan.step_plans, plan.course.released) == ((), None)
     assert plan.peak_bytes > 0
     with pytest.warns(RuntimeWarning, match="has no step plan"):
         eo.Offload(plan=plan)
 
 
 def test_a_mark_on_a_tensor_of_another_program_changes_no_plan() -> None:
-    model, x = wide()
-    unmarked = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    unmarked = planned(policy="max")
     marked = eo.keep(torch.ones(4))
-    plan = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    plan = planned(policy="max")
     assert plan.step_plans == unmarked.step_plans != ()
     del marked
 
@@ -252,7 +243,7 @@ def test_a_saved_plan_has_its_step_plan(tmp_path: Path) -> None:
     assert loaded.step_plans == plan.step_plans != ()
     assert [one.release for one in loaded.step_plans[0].saves] == [one.release for one in plan.step_plans[0].saves]
     assert max(one.release for one in loaded.step_plans[0].saves) > 0
-    assert (loaded.config, loaded.rehearsal) == (plan.config, plan.rehearsal)
+    assert (loaded.config, loaded.course) == (plan.config, plan.course)
     assert loaded.config.tier == "disk"
 
 
