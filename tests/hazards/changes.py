@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.hazards.programs import Around, Program, leaf
+from tests.hazards.programs import Around, Program, leaf, one_step
 
 
 def plain() -> Tensor:
@@ -68,25 +68,22 @@ def zeroed_where_positive(x: Tensor, y: Tensor) -> None:
     x[x > 0] = 0
 
 
-def an_intermediate_with_a_history(offload: Around) -> object:
+@one_step
+def an_intermediate_with_a_history() -> tuple[Tensor, ...]:
     a, w = leaf(64, 64), leaf(64, 64, seed=2)
-    with offload:
-        h = a * 2
-        y = h @ w
-        h.relu_()
-        z = y + h
-    z.sum().backward()
-    return w.grad
+    h = a * 2
+    y = h @ w
+    h.relu_()
+    return y + h, w
 
 
-def the_earlier_of_two_saves(offload: Around) -> object:
+@one_step
+def the_earlier_of_two_saves() -> tuple[Tensor, ...]:
     w, x = leaf(64, 64), plain()
-    with offload:
-        first = w * x
-        x.mul_(2)
-        second = w * x
-    (first + second).sum().backward()
-    return w.grad
+    first = w * x
+    x.mul_(2)
+    second = w * x
+    return first + second, w
 
 
 def a_parameter_by_its_optimizer(offload: Around) -> object:
@@ -178,12 +175,11 @@ MODIFIED: list[Program] = [
 ]
 
 
-def batch_norm_statistics(offload: Around) -> object:
+@one_step
+def batch_norm_statistics() -> tuple[Tensor, ...]:
     norm, x = nn.BatchNorm1d(64), leaf(64, 64)
-    with offload:
-        y = norm(norm(x * 2).tanh())
-    y.square().sum().backward()
-    return x.grad, norm.running_mean, norm.running_var, norm.weight.grad
+    y = norm(norm(x * 2).tanh())
+    return y.square(), x, norm.running_mean, norm.running_var, norm.weight
 
 
 def an_optimizer_whose_parameters_are_not_read(offload: Around) -> object:
@@ -230,23 +226,19 @@ def a_save_that_no_gradient_needs(offload: Around) -> object:
     return torch.autograd.grad(y, b)
 
 
-def before_it_is_saved(offload: Around) -> object:
+@one_step
+def before_it_is_saved() -> tuple[Tensor, ...]:
     w, x = leaf(64, 64), plain()
-    with offload:
-        x.mul_(10)
-        y = (w * 1).mul_(3).sin() * x
-    y.sum().backward()
-    return w.grad
+    x.mul_(10)
+    return (w * 1).mul_(3).sin() * x, w
 
 
-def the_later_of_two_saves(offload: Around) -> object:
+@one_step
+def the_later_of_two_saves() -> tuple[Tensor, ...]:
     w, x = leaf(64, 64), plain()
-    with offload:
-        first = w * x
-        x.mul_(2)
-        second = w * x
-    second.sum().backward()
-    return first.detach(), w.grad
+    first = w * x
+    x.mul_(2)
+    return w * x, w, first
 
 
 def after_backward(offload: Around) -> object:
@@ -261,15 +253,13 @@ def after_backward(offload: Around) -> object:
     return gradients
 
 
-def activations_in_place(offload: Around) -> object:
+@one_step
+def activations_in_place() -> tuple[Tensor, ...]:
     model, x = (
         nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.ELU(inplace=True)),
         leaf(8, 64),
     )
-    with offload:
-        y = model(x)
-    y.sum().backward()
-    return x.grad, [p.grad for p in model.parameters()]
+    return model(x), x, *model.parameters()
 
 
 def a_leaf_that_gets_other_data(offload: Around) -> object:

@@ -65,6 +65,25 @@ REGIMES = (
 )
 
 
+def one_step(forward: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Any]]:
+    """The step of a ``forward``, which returns what is differentiated, and what is to be compared behind its backward.
+
+    The step is called with what stands around the forward, and with the forward's arguments. It returns the sum that is
+    differentiated, the gradients of leaves, and the values of all else.
+    """
+
+    def step(around: Around, *case: Any, **fields: Any) -> list[Any]:
+        with around:
+            result, *compared = forward(*case, **fields)
+        loss = result.sum()
+        del result
+        loss.backward()
+        return [loss.detach(), *(one.grad if one.is_leaf and one.requires_grad else one.detach() for one in compared)]
+
+    step.__name__ = forward.__name__
+    return step
+
+
 def same_gradients(
     program: Program,
     backend: Backend,

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, blocks, gradients
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf, same_gradients
+from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf, one_step, same_gradients
 
 # -- H22 --------------------------------------------------------------------------------------------------------------
 
@@ -60,13 +60,12 @@ def test_h22_a_validation_pass_between_steps_changes_nothing(
 
 
 def test_h22_eval_with_gradients_is_a_forward_like_any_other(backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         model = nn.Sequential(*blocks(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)).eval()
         x = leaf(ROWS, WIDTH)
-        with offload:
-            y = model(x * 2)
-        y.square().sum().backward()
-        return x.grad, gradients(model)
+        y = model(x * 2)
+        return y.square(), x, *model.parameters()
 
     same_gradients(program, backend)
 
@@ -205,20 +204,17 @@ def test_h23_checkpointing_around_the_context(kind: str, backend: Backend) -> No
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_h23_nested_checkpoints(kind: str, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         model, x = blocks(), leaf(ROWS, WIDTH)
 
         def pair(first: nn.Module, second: nn.Module) -> Callable[[Tensor], Tensor]:
             return lambda h: checkpointed(second, checkpointed(first, h, kind), kind)
 
-        with offload:
-            h = x * 2
-            for first, second in ((model[0], model[1]), (model[2], model[3])):
-                h = checkpoint(pair(first, second), h, use_reentrant=kind == "reentrant")
-            loss = h.square().mean()
-        del h
-        loss.backward()
-        return x.grad, gradients(model)
+        h = x * 2
+        for first, second in ((model[0], model[1]), (model[2], model[3])):
+            h = checkpoint(pair(first, second), h, use_reentrant=kind == "reentrant")
+        return h.square().mean(), x, *model.parameters()
 
     same_gradients(program, backend)
 

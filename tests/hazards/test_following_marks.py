@@ -14,7 +14,7 @@ import eager_offload as eo
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate
 from tests.hazards.backends import Backend, assert_settled
-from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf, one_step
 from tests.hazards.test_following import follows
 
 SIDE = 16
@@ -25,30 +25,24 @@ def unmarked(h: Tensor) -> Tensor:
     return h
 
 
+@one_step
 def step(
-    around: Around,
-    mark: Callable[[Tensor], Tensor] = unmarked,
-    region: Callable[[], Around] = nullcontext,
-    regions: int = 1,
-) -> Tensor | None:
+    mark: Callable[[Tensor], Tensor] = unmarked, region: Callable[[], Around] = nullcontext, regions: int = 1
+) -> tuple[Tensor, ...]:
     """A chain in which one tensor may be marked, which two operators save, and some may be saved in a region."""
     x = leaf(SIDE, SIDE)
-    with around:
-        y = x * 2
-        for _ in range(4):
-            y = y.sin().exp()
-        h = mark(y * 3)
-        y = h.sin() + h.cos()
-        del h
-        for _ in range(regions):
-            with region():
-                y = y.sin()
-        for _ in range(4):
-            y = y.cos().exp()
-        loss = y.sum()
-    del y
-    loss.backward()
-    return x.grad
+    y = x * 2
+    for _ in range(4):
+        y = y.sin().exp()
+    h = mark(y * 3)
+    y = h.sin() + h.cos()
+    del h
+    for _ in range(regions):
+        with region():
+            y = y.sin()
+    for _ in range(4):
+        y = y.cos().exp()
+    return y, x
 
 
 def test_h54_a_mark_on_what_no_step_saves_keeps_none_from_following(backend: Backend) -> None:
@@ -84,19 +78,16 @@ def test_h54_what_each_forward_prefers_leaves_in_each(backend: Backend) -> None:
 def test_h54_what_is_small_and_was_preferred_once_stays_when_it_is_not(backend: Backend) -> None:
     """The plan is of a step in which a mark had it leave."""
 
-    def step(around: Around, *, is_preferred: bool) -> Tensor | None:
+    @one_step
+    def step(*, is_preferred: bool) -> tuple[Tensor, ...]:
         x, small = leaf(SIDE, SIDE), leaf(4, 4)
-        with around:
-            y = x * 2
-            for _ in range(4):
-                y = y.sin().exp()
-            h = small * 3
-            if is_preferred:
-                eo.prefer_offload(h)
-            loss = h.sin().sum() + y.sum()
-        del y, h
-        loss.backward()
-        return x.grad
+        y = x * 2
+        for _ in range(4):
+            y = y.sin().exp()
+        h = small * 3
+        if is_preferred:
+            eo.prefer_offload(h)
+        return h.sin().sum() + y.sum(), x
 
     offload = backend.offload(step_plans=True, min_bytes=SIZE)
     for is_preferred in (True, True, False, True):
@@ -138,19 +129,16 @@ def test_h54_a_region_around_much_of_what_is_saved_keeps_no_step_from_following(
 def test_h54_a_mark_between_a_save_and_its_copy_is_decided_anew(backend: Backend) -> None:
     """The sigmoid saves its result, which is marked and saved again then."""
 
-    def step(around: Around) -> Tensor | None:
+    @one_step
+    def step() -> tuple[Tensor, ...]:
         x = leaf(SIDE, SIDE)
-        with around:
-            y = x * 2
-            for _ in range(3):
-                y = y.sin().exp()
-            y = eo.keep(y.sigmoid()).cos()
-            for _ in range(3):
-                y = y.sin().exp()
-            loss = y.sum()
-        del y
-        loss.backward()
-        return x.grad
+        y = x * 2
+        for _ in range(3):
+            y = y.sin().exp()
+        y = eo.keep(y.sigmoid()).cos()
+        for _ in range(3):
+            y = y.sin().exp()
+        return y, x
 
     offload, expected = backend.offload(step_plans=True), step(nullcontext())
     for _ in range(6):

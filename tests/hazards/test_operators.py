@@ -23,6 +23,7 @@ from tests.hazards.programs import (
     leaf,
     named,
     noise,
+    one_step,
     same_gradients,
 )
 
@@ -133,29 +134,26 @@ def test_h31_modules_that_save_in_their_own_ways(case: Model, backend: Backend) 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=lambda kernel: kernel.name)
 def test_h31_scaled_dot_product_attention(kernel: SDPBackend, causal: bool, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x, w = leaf(2, 4, 16, 8), leaf(8, 24, seed=2)
-        with offload, sdpa_kernel(kernel):
+        with sdpa_kernel(kernel):
             q, k, v = (x.tanh() @ w).chunk(3, dim=-1)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        del q, k, v
-        y.square().sum().backward()
-        return y.detach(), x.grad, w.grad
+        return y.square(), x, w
 
     same_gradients(program, backend)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_h31_attention_with_a_mask_and_dropout(masked: bool, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = leaf(2, 4, 16, 8)
         mask = torch.ones(16, 16, dtype=torch.bool).tril() if masked else None
-        with offload:
-            h = (x * 2).tanh()
-            y = F.scaled_dot_product_attention(h, h.sin(), h.cos(), attn_mask=mask, dropout_p=0.2)
-        del h
-        y.square().sum().backward()
-        return y.detach(), x.grad
+        h = (x * 2).tanh()
+        y = F.scaled_dot_product_attention(h, h.sin(), h.cos(), attn_mask=mask, dropout_p=0.2)
+        return y.square(), x
 
     same_gradients(program, backend)
 
@@ -179,12 +177,10 @@ class Polynomial(torch.autograd.Function):
 
 
 def test_h31_custom_functions(backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = leaf(16, 16).detach().abs().add(1).requires_grad_()
-        with offload:
-            y = Polynomial.apply(Polynomial.apply(x * 2, 3) / 100, 2)
-        y.sum().backward()
-        return x.grad
+        return Polynomial.apply(Polynomial.apply(x * 2, 3) / 100, 2), x
 
     same_gradients(program, backend)
 
@@ -226,12 +222,10 @@ def test_h31_where_torch_forbids_hooks_the_error_is_ours_and_nothing_is_lost(
     assert hooks_are_gone()
     assert_identical(expected, transform(x.detach()))
 
-    def training_goes_on(around: Around) -> object:
+    @one_step
+    def training_goes_on() -> tuple[Tensor, ...]:
         w = leaf(16, 16)
-        with around:
-            y = (w * 2).tanh().exp().sum()
-        y.backward()
-        return w.grad
+        return (w * 2).tanh().exp(), w
 
     assert_identical(training_goes_on(nullcontext()), training_goes_on(Settled(offload)))
     del caught
@@ -258,16 +252,13 @@ def test_h31_transforms_that_torch_allows(backend: Backend) -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
 def test_h33_rrelu_saves_its_noise_before_it_draws_it(regime: Any, inplace: bool, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = leaf(32, 32)
-        with offload:
-            h = x * 2
-            for _ in range(3):
-                h = F.rrelu(h * 1.5, training=True, inplace=inplace)
-            y = F.rrelu(h, training=True).sum()
-        del h
-        y.backward()
-        return y.detach(), x.grad
+        h = x * 2
+        for _ in range(3):
+            h = F.rrelu(h * 1.5, training=True, inplace=inplace)
+        return F.rrelu(h, training=True), x
 
     same_gradients(program, backend, regimes=[regime])
 
@@ -275,12 +266,10 @@ def test_h33_rrelu_saves_its_noise_before_it_draws_it(regime: Any, inplace: bool
 def test_h33_rrelu_as_the_last_operator_of_the_context(backend: Backend) -> None:
     """No later pack tells that it has run: the end of the context does."""
 
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = leaf(32, 32)
-        with offload:
-            y = F.rrelu(x * 2, training=True)
-        y.sum().backward()
-        return x.grad
+        return F.rrelu(x * 2, training=True), x
 
     same_gradients(program, backend)
 
@@ -305,18 +294,15 @@ class FillingLate(torch.autograd.Function):
 def test_h33_many_packs_of_one_operator(backend: Backend) -> None:
     """One operator packs many tensors, so a lag of a few packs would not do."""
 
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = leaf(32, 32)
         norm = nn.BatchNorm1d(32)
-        with offload:
-            h = norm(x * 2)
-            h = FillingLate.apply(h, *[noise(32, 32) * n for n in range(1, 8)])
-            h = F.rrelu(norm(h), training=True)
-            h, _ = nn.LSTM(32, 32)(h)
-            y = h.square().sum()
-        del h
-        y.backward()
-        return x.grad, norm.running_mean, norm.running_var
+        h = norm(x * 2)
+        h = FillingLate.apply(h, *[noise(32, 32) * n for n in range(1, 8)])
+        h = F.rrelu(norm(h), training=True)
+        h, _ = nn.LSTM(32, 32)(h)
+        return h.square(), x, norm.running_mean, norm.running_var
 
     backend.sources_change = True
     same_gradients(program, backend)
@@ -327,16 +313,13 @@ def test_h33_batch_norm_statistics(later: str, backend: Backend) -> None:
     """They are saved, and then written without a version bump: by the operator itself, and by the next one."""
     backend.sources_change = True
 
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x, norm = leaf(32, 16), nn.BatchNorm1d(16)
-        with offload:
-            h = norm.train()(x * 2)
-            for mode in later.split(" then "):
-                h = norm.train(mode == "train")((h * 1.5).sin())
-            y = (h * h.sigmoid()).sum()
-        del h
-        y.backward()
-        return x.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var
+        h = norm.train()(x * 2)
+        for mode in later.split(" then "):
+            h = norm.train(mode == "train")((h * 1.5).sin())
+        return h * h.sigmoid(), x, norm.weight, norm.bias, norm.running_mean, norm.running_var
 
     same_gradients(program, backend)
 
@@ -344,13 +327,10 @@ def test_h33_batch_norm_statistics(later: str, backend: Backend) -> None:
 def test_h33_instance_norm_statistics(backend: Backend) -> None:
     backend.sources_change = True
 
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x, norm = leaf(4, 4, 16), nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
-        with offload:
-            h = norm(norm(x * 2).sin())
-            y = (norm.eval()(h) * h.sigmoid()).sum()
-        del h
-        y.backward()
-        return x.grad, norm.running_mean, norm.running_var
+        h = norm(norm(x * 2).sin())
+        return norm.eval()(h) * h.sigmoid(), x, norm.running_mean, norm.running_var
 
     same_gradients(program, backend)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
 from tests.hazards.functions import Returned, saving
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Around, assert_moved, leaf, named, same_gradients
+from tests.hazards.programs import REGIMES, Around, assert_moved, leaf, named, one_step, same_gradients
 
 SIDE = 64
 KIB = 1 << 10
@@ -59,12 +59,10 @@ VIEWS = [
 
 @pytest.mark.parametrize("case", VIEWS, ids=named)
 def test_h04_different_views_of_one_storage(case: Views, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
-        with offload:
-            y = case.of(x * 2, w).sum()
-        y.backward()
-        return y.detach(), x.grad, w.grad
+        return case.of(x * 2, w), x, w
 
     same_gradients(program, backend)
 
@@ -177,27 +175,22 @@ def test_h05_size_and_stride_come_back_as_they_were(case: Shape, backend: Backen
 
 @pytest.mark.parametrize("case", SHAPES, ids=named)
 def test_h05_kernels_that_sum_in_the_order_of_strides_stay_exact(case: Shape, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = leaf(32, 32, 16, seed=3)
-        with offload:
-            view = case.of(x * 1.5)
-            y = (view.sin() * view).sum() + view.double().norm() + view.softmax(-1).norm()
-        del view
-        y.backward()
-        return y.detach(), x.grad
+        view = case.of(x * 1.5)
+        return (view.sin() * view).sum() + view.double().norm() + view.softmax(-1).norm(), x
 
     same_gradients(program, backend, regimes=REGIMES[1:3])
 
 
 def test_h05_convolutions_in_channels_last(backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3, stride=2))
         model = model.to(memory_format=torch.channels_last)
         x = leaf(4, 8, 20, 20).detach().contiguous(memory_format=torch.channels_last).requires_grad_()
-        with offload:
-            y = F.max_pool2d(model(x * 1.1), 2).square().sum()
-        y.backward()
-        return x.grad, [parameter.grad for parameter in model.parameters()]
+        return F.max_pool2d(model(x * 1.1), 2).square(), x, *model.parameters()
 
     same_gradients(program, backend)
 
@@ -211,14 +204,11 @@ def attention(h: Tensor, weights: list[Tensor]) -> Tensor:
 
 
 def test_h07_one_tensor_saved_by_three_consumers_leaves_once(backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x, weights = leaf(SIDE, SIDE), [leaf(SIDE, SIDE, seed=seed) for seed in (2, 3, 4)]
-        with offload:
-            h = x * 2
-            y = sum((h @ w).sum() for w in weights)
-        del h
-        y.backward()
-        return x.grad, [w.grad for w in weights]
+        h = x * 2
+        return sum((h @ w).sum() for w in weights), x, *weights
 
     for stats in same_gradients(program, backend):
         assert stats.offloaded_tensors == 1
@@ -229,12 +219,10 @@ def test_h07_one_tensor_saved_by_three_consumers_leaves_once(backend: Backend) -
 
 
 def test_h07_attention_is_exact_and_shares_its_input(backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x, weights = leaf(SIDE, SIDE), [leaf(SIDE, SIDE, seed=seed) for seed in (2, 3, 4)]
-        with offload:
-            y = attention(x * 2, weights).sum()
-        y.backward()
-        return x.grad, [w.grad for w in weights]
+        return attention(x * 2, weights), x, *weights
 
     for stats in same_gradients(program, backend):
         assert stats.shared_bytes >= 2 * SQUARE
