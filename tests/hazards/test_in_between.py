@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from eager_offload.tiers.base import Slot, Tier
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, offloader_of, saves_of, tracked
+from tests.hazards.programs import leaf
 
 CPU = torch.device("cpu")
 
@@ -66,15 +68,15 @@ class Slots:
         return sum(ref() is not None for ref in self.refs)
 
 
-def strict_offload(runtime: SimulatedRuntime, slots: Slots) -> Offload:
+def on_a_device(**rates: float) -> tuple[SimulatedRuntime, Offload, Slots, Tensor]:
+    """A simulated device, an ``Offload`` on it, the slots of its tier, and a leaf."""
+    runtime, slots = SimulatedRuntime(**rates), Slots()
     fields = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0}
-    return Offload(runtime=runtime, around_tier=slots.around, **fields)
+    return runtime, Offload(runtime=runtime, around_tier=slots.around, **fields), slots, leaf(32, 32)
 
 
 def test_h18_a_slot_is_there_until_its_copy_is_over_though_everyone_has_gone() -> None:
-    runtime, slots = SimulatedRuntime(launch_seconds=0.0), Slots()
-    offload = strict_offload(runtime, slots)
-    x = torch.randn(32, 32, requires_grad=True)
+    runtime, offload, slots, x = on_a_device(launch_seconds=0.0)
     with offload:
         y = (x + 1.0).sin().cos()
     assert runtime.pending_copies == slots.alive > 0
@@ -90,9 +92,7 @@ def test_h18_a_slot_is_there_until_its_copy_is_over_though_everyone_has_gone() -
 
 
 def test_h18_a_slot_is_there_until_it_has_been_read_though_everyone_has_gone() -> None:
-    runtime, slots = SimulatedRuntime(launch_seconds=0.0), Slots()
-    offload = strict_offload(runtime, slots)
-    x = torch.randn(32, 32, requires_grad=True)
+    runtime, offload, slots, x = on_a_device(launch_seconds=0.0)
     with offload:
         y = (x + 1.0).sin()
         z = y.cos().exp()
@@ -113,10 +113,8 @@ def test_h18_a_slot_is_there_until_it_has_been_read_though_everyone_has_gone() -
 
 def test_h16_what_is_gathered_keeps_the_block_that_it_is_gathered_from() -> None:
     """The block is of a stream that was told to wait for the last operator that reads it; gathering comes later."""
-    runtime = SimulatedRuntime(launch_seconds=0.0)
-    offload = strict_offload(runtime, Slots())
-    weight = torch.randn(64, 4, requires_grad=True)
-    other = torch.randn(64, 64, requires_grad=True)
+    runtime, offload, *_ = on_a_device(launch_seconds=0.0)
+    weight, other = leaf(64, 4), leaf(64, 64)
     with runtime.checked() as checker:
         loader = runtime.new_stream("loader")
         with runtime.stream(loader):
@@ -140,25 +138,20 @@ def test_h16_what_is_gathered_keeps_the_block_that_it_is_gathered_from() -> None
 # -- an interrupt in the middle of an unpack ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["looking ahead", "handing it out"])
+@pytest.mark.parametrize("name", ["_reloading.order.unpacked", "_reloading._hand_over"])
 def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
-    where: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = SimulatedRuntime(launch_seconds=0.0)
-    offload = strict_offload(runtime, Slots())
-    x = torch.randn(32, 32, requires_grad=True)
+    runtime, offload, _, x = on_a_device(launch_seconds=0.0)
     with offload:
         y = (x + 1.0).sin()
     offload.stats(synchronize=True)
-    reloading = saves_of(offload)._reloading
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    if where == "looking ahead":
-        monkeypatch.setattr(reloading.order, "unpacked", interrupted)
-    else:
-        monkeypatch.setattr(reloading, "_hand_over", interrupted)
+    owner, _, method = name.rpartition(".")
+    monkeypatch.setattr(attrgetter(owner)(saves_of(offload)), method, interrupted)
     with runtime.stream(runtime.new_stream()), pytest.raises(KeyboardInterrupt):
         y.sum().backward()
     monkeypatch.undo()
@@ -172,9 +165,7 @@ def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
 
 
 def test_h14_a_reload_that_another_stream_cannot_use_is_let_go_once_that_stream_has_its_own() -> None:
-    runtime = SimulatedRuntime()
-    offload = strict_offload(runtime, Slots())
-    x = torch.randn(32, 32, requires_grad=True)
+    runtime, offload, _, x = on_a_device()
     with offload:
         y = (x + 1.0).sin()
         z = y.cos()
@@ -190,9 +181,7 @@ def test_h14_a_reload_that_another_stream_cannot_use_is_let_go_once_that_stream_
 
 
 def test_h17_what_stayed_because_it_was_expected_is_let_go_once_it_has_been_asked_for() -> None:
-    runtime = SimulatedRuntime(launch_seconds=0.0)
-    offload = strict_offload(runtime, Slots())
-    x = torch.randn(32, 32, requires_grad=True)
+    _, offload, _, x = on_a_device(launch_seconds=0.0)
     with offload:
         y = (x + 1.0).sin()
         z = y.cos()
@@ -209,9 +198,7 @@ def test_h17_what_stayed_because_it_was_expected_is_let_go_once_it_has_been_aske
 
 def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = 32 * 32 * 4
-    runtime = SimulatedRuntime()
-    offload = strict_offload(runtime, Slots())
-    x = torch.randn(32, 32, requires_grad=True)
+    runtime, offload, _, x = on_a_device()
     (expected,) = torch.autograd.grad((x + 1.0).sin().cos().cos().sum(), x)
     with offload:
         y = (x + 1.0).sin().cos().cos()
@@ -238,7 +225,7 @@ def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(mon
 def test_h19_what_is_not_taken_up_makes_room_for_what_is_needed(backend: Backend) -> None:
     nbytes = 32 * 32 * 4
     offload = backend.offload(prefetch_bytes=2 * nbytes)
-    x = torch.randn(32, 32, requires_grad=True)
+    x = leaf(32, 32)
     with offload:
         y = (x + 1.0).sin().sin()
         left = y.sin()
@@ -265,7 +252,7 @@ def test_h29_who_comes_second_waits_for_the_reload_that_another_thread_has_taken
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offload = backend.offload()
-    x, w, v = (torch.randn(32, 32, requires_grad=True) for _ in range(3))
+    x, w, v = (leaf(32, 32, seed=seed) for seed in range(3))
     y = x + 1.0
     with offload:
         first, second = y * w, y * v
