@@ -67,7 +67,7 @@ class Machine(abc.ABC):
             return enqueue(target, source, stream, after)
 
         staging = self.runtime._staging
-        self.runtime._enqueue = staging._enqueue = late  # type: ignore[method-assign, assignment]
+        self.runtime._enqueue = staging._enqueue = late
         try:
             yield
         finally:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self
 from zlib import crc32
 
@@ -116,9 +115,7 @@ class Backend(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         for offload in self.offloads:
             offload.close()
 
@@ -163,12 +160,12 @@ class DiskBackend(Backend):
             gate.pass_through()
             write(slot, source)
 
-        DiskSlot.write = gated  # type: ignore[method-assign]
+        DiskSlot.write = gated
         try:
             yield gate
         finally:
             gate.open()
-            DiskSlot.write = write  # type: ignore[method-assign]
+            DiskSlot.write = write
 
     def _make(self, fields: dict[str, Any]) -> Offload:
         return Offload(**fields)
@@ -195,7 +192,6 @@ class CheckedBackend(Backend):
 
     def assert_ordered(self) -> None:
         """Asserts that the checker found nothing so far."""
-        assert self.checker is not None
         if self.sources_change:
             self.checker.violations = without_changes_of_sources(self.checker.violations)
         self.checker.assert_clean()
@@ -204,12 +200,10 @@ class CheckedBackend(Backend):
         self.checker = self._checking.__enter__()
         return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        self._checking.__exit__(kind, error, trace)
-        if error is None:
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._checking.__exit__(*error)
+        if error[0] is None:
             self.assert_ordered()
 
     def _make(self, fields: dict[str, Any]) -> Offload:
@@ -260,9 +254,7 @@ def offloader_of(offload: Offload) -> DeviceOffloader:
 
 def saves_of(offload: Offload) -> SavedTensors:
     """The saved tensors of that device."""
-    saves = offload._hooks.saved_tensors(offloader_of(offload).device)
-    assert isinstance(saves, SavedTensors)
-    return saves
+    return offload._hooks.saved_tensors(offloader_of(offload).device)
 
 
 class Tracked(NamedTuple):

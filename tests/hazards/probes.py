@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
@@ -14,6 +14,34 @@ from torch import Tensor
 from eager_offload.eager.handles import SavedStorage
 from eager_offload.runtime.base import Event, Runtime, Stream
 from eager_offload.tiers.base import Region, Slot
+
+
+class Gone:
+    """Which of the storages that it was shown live on, and a wait until all of them have gone."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._changed = threading.Condition()
+        self.seen = 0
+
+    def see(self, tensor: Tensor) -> Tensor:
+        number, self.seen = self.seen, self.seen + 1
+
+        def gone(_: object) -> None:
+            with self._changed:
+                del self._alive[number]
+                self._changed.notify_all()
+
+        self._alive[number] = weakref.ref(tensor.untyped_storage(), gone)
+        return tensor
+
+    @property
+    def alive(self) -> int:
+        return len(self._alive)
+
+    def wait(self) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._alive, 60), f"{self.alive} of {self.seen} are held"
 
 
 class Moved(NamedTuple):
@@ -44,14 +72,12 @@ class Transfers:
             transfers._note(saved.aliases[0].untyped_storage())
             return source_bytes(saved)
 
-        SavedStorage.source_bytes = noting  # type: ignore[method-assign]
-        self._runtime.copy = self._copy  # type: ignore[method-assign]
+        SavedStorage.source_bytes = noting
+        self._runtime.copy = self._copy
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        SavedStorage.source_bytes = self._source_bytes  # type: ignore[method-assign]
+    def __exit__(self, *_: object) -> None:
+        SavedStorage.source_bytes = self._source_bytes
         del self._runtime.copy
 
     def read(self, storage: torch.UntypedStorage) -> bool:
@@ -66,12 +92,10 @@ class Transfers:
     ) -> Event:
         over = type(self._runtime).copy(self._runtime, dst, src, stream, after)
         if isinstance(dst, Slot):
-            assert not isinstance(src, Slot)
             storage = src.untyped_storage() if isinstance(src, Tensor) else src
             self._note(storage)
             self.out.append(Moved(weakref.ref(storage), dst.region, dst.nbytes))
         else:
-            assert isinstance(src, Slot)
             self.back.append(Moved(weakref.ref(dst.untyped_storage()), src.region, dst.nbytes))
             alive = Counter(moved.region for moved in self.back if moved.storage() is not None)
             self.most_targets_of_one_slot = max(self.most_targets_of_one_slot, *alive.values())

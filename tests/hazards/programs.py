@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -34,10 +33,8 @@ class Settled:
         self.offload.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.offload.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self.offload.__exit__(*error)
         self.offload.stats(synchronize=True)
 
 
@@ -84,6 +81,12 @@ def one_step(forward: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Any
     return step
 
 
+def exact(program: Program, around: Offload | Settled) -> OffloadStats:
+    """Asserts that ``program`` gives the same bits inside of ``around`` and leaves nothing held; returns the stats."""
+    assert_identical(program(nullcontext()), program(around))
+    return assert_settled(around if isinstance(around, Offload) else around.offload)
+
+
 def same_gradients(
     program: Program,
     backend: Backend,
@@ -124,16 +127,14 @@ def same_gradients(
             del actual
             found.append(assert_settled(offload))
         stats = found[0]
+        offload.close()
+        backend.offloads.remove(offload)
         if backend.runtime.holds_copies_back and not (regime.settled or at_once):
             assert stats.offloaded_bytes > 0, "backward can have come first to most of it, but not to all"
-            offload.close()
-            backend.offloads.remove(offload)
             continue
         assert_moved(stats, moved, held=held)
         assert stats.bytes_in > 0 or not (reloads and regime.settled), f"{regime}: nothing was brought back\n{stats}"
         gathered.append(stats)
-        offload.close()
-        backend.offloads.remove(offload)
     return gathered
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,12 +48,9 @@ def test_h22_a_validation_pass_between_steps_changes_nothing(
             with offload:
                 loss = model(leaf(ROWS, WIDTH, seed=seed)).square().mean()
             model.eval()
-            if outside_in:
-                with mode(), offload:
-                    losses.append(model(leaf(ROWS, WIDTH, seed=50)).mean().item())
-            else:
-                with offload, mode():
-                    losses.append(model(leaf(ROWS, WIDTH, seed=50)).mean().item())
+            first, second = (mode(), offload) if outside_in else (offload, mode())
+            with first, second:
+                losses.append(model(leaf(ROWS, WIDTH, seed=50)).mean().item())
             loss.backward()  # validation came between forward and backward
         return losses, gradients(model)
 
@@ -120,15 +118,9 @@ def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpointed(block: nn.Module, x: Tensor, kind: str) -> Tensor:
-    if kind == "selective":
-        result = checkpoint(
-            block, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
-        )
-    else:
-        result = checkpoint(block, x, use_reentrant=kind == "reentrant")
-    assert isinstance(result, Tensor)
-    return result
+def checkpointed(block: Callable[[Tensor], Tensor], x: Tensor, kind: str) -> Tensor:
+    selective = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)} if kind == "selective" else {}
+    return checkpoint(block, x, use_reentrant=kind == "reentrant", **selective)
 
 
 KINDS = ["reentrant", "non-reentrant", "selective"]
@@ -173,20 +165,13 @@ def test_h23_checkpointing_around_the_context(kind: str, backend: Backend) -> No
     def program(offload: Around) -> object:
         model, x = blocks(), leaf(ROWS, WIDTH)
 
-        class Offloaded(nn.Module):
-            def __init__(self, block: nn.Module) -> None:
-                super().__init__()
-                self.block = block
-
-            def forward(self, x: Tensor) -> Tensor:
-                with offload:
-                    result = self.block(x)
-                assert isinstance(result, Tensor)
-                return result
+        def offloaded(block: nn.Module, x: Tensor) -> Tensor:
+            with offload:
+                return block(x)
 
         h = x * 2
         for block in model:
-            h = checkpointed(Offloaded(block), h, kind)
+            h = checkpointed(partial(offloaded, block), h, kind)
         h.square().mean().backward()
         return x.grad, gradients(model)
 
@@ -208,12 +193,12 @@ def test_h23_nested_checkpoints(kind: str, backend: Backend) -> None:
     def program() -> tuple[Tensor, ...]:
         model, x = blocks(), leaf(ROWS, WIDTH)
 
-        def pair(first: nn.Module, second: nn.Module) -> Callable[[Tensor], Tensor]:
-            return lambda h: checkpointed(second, checkpointed(first, h, kind), kind)
+        def pair(first: int, h: Tensor) -> Tensor:
+            return checkpointed(model[first + 1], checkpointed(model[first], h, kind), kind)
 
         h = x * 2
-        for first, second in ((model[0], model[1]), (model[2], model[3])):
-            h = checkpoint(pair(first, second), h, use_reentrant=kind == "reentrant")
+        for first in (0, 2):
+            h = checkpointed(partial(pair, first), h, kind)
         return h.square().mean(), x, *model.parameters()
 
     same_gradients(program, backend)

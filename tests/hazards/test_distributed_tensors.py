@@ -53,8 +53,7 @@ def in_parallel(mesh: DeviceMesh) -> nn.ModuleList:
     return blocks
 
 
-def local(tensor: Tensor | None) -> Tensor:
-    assert isinstance(tensor, DTensor)
+def local(tensor: DTensor) -> Tensor:
     return tensor.detach().to_local()
 
 

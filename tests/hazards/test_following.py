@@ -84,6 +84,7 @@ def follows(
     forwards: int,
     misses: dict[str, int],
     least: float = 0.9,
+    regime: Regime = REGIMES[0],
     **fields: Any,
 ) -> OffloadStats:
     """Takes a step of each of ``cases``, as without offload; so many forwards follow a plan, with these ``misses``.
@@ -93,9 +94,9 @@ def follows(
         least: the part of the bytes that has to move.
         fields: of the config.
     """
-    offload = backend.offload(step_plans=True, **fields)
+    offload = backend.offload(step_plans=True, **regime.fields, **fields)
     for case in cases:
-        assert_identical(step(nullcontext(), case), step(Settled(offload), case))
+        assert_identical(step(nullcontext(), case), step(regime.around(offload), case))
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (forwards, misses)
     assert_moved(stats, least)
@@ -104,14 +105,9 @@ def follows(
 
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
 def test_h54_steps_that_are_alike_are_followed(regime: Regime, backend: Backend) -> None:
-    offload = backend.offload(step_plans=True, **regime.fields)
-    for seed in range(6):
-        assert_identical(step(nullcontext(), FIRST, seed), step(regime.around(offload), FIRST, seed))
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (5, {})
-    assert_moved(stats)
+    follows(backend, lambda around, seed: step(around, FIRST, seed), range(6), 5, {}, regime=regime)
+    (offload,) = backend.offloads
     plan = offload.step_plan()
-    assert plan is not None
     assert plan == offload.step_plan(offloader_of(offload).device)
     assert offload.step_plan("meta") is None
     assert plan.totals.offloaded > 0

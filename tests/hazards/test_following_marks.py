@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -53,13 +52,9 @@ def test_h54_a_mark_on_what_no_step_saves_keeps_none_from_following(backend: Bac
 
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
 def test_h54_what_each_forward_marks_stays_in_each(regime: Regime, backend: Backend) -> None:
-    offload, expected = backend.offload(step_plans=True, **regime.fields), step(nullcontext())
-    for count in range(1, 7):
-        assert_identical(expected, step(regime.around(offload), eo.keep))
-        assert offload.stats().kept_bytes["marked"] == 2 * SIZE * count
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (5, {})
-    assert stats.bytes_out > 0
+    stats = follows(backend, step, [eo.keep] * 6, 5, {}, 0.7, regime)
+    assert stats.kept_bytes["marked"] == 2 * SIZE * 6
+    (offload,) = backend.offloads
     plan = offload.step_plan()
     assert [save.reason for save in plan.saves if save.fate is Fate.DECIDE] == [KeepReason.MARKED] * 2
     assert "decide (marked)" in str(plan)
@@ -67,12 +62,8 @@ def test_h54_what_each_forward_marks_stays_in_each(regime: Regime, backend: Back
 
 def test_h54_what_each_forward_prefers_leaves_in_each(backend: Backend) -> None:
     """Where nothing else does, since all the rest is among the newest."""
-    offload, expected = backend.offload(step_plans=True, keep_last_bytes=64 * SIZE), step(nullcontext())
-    for count in range(1, 7):
-        assert_identical(expected, step(Settled(offload), eo.prefer_offload))
-        assert offload.stats().bytes_out == SIZE * count
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (5, {})
+    stats = follows(backend, step, [eo.prefer_offload] * 6, 5, {}, 0.0, keep_last_bytes=64 * SIZE)
+    assert stats.bytes_out == SIZE * 6
 
 
 def test_h54_what_is_small_and_was_preferred_once_stays_when_it_is_not(backend: Backend) -> None:
@@ -103,27 +94,18 @@ def test_h54_what_is_small_and_was_preferred_once_stays_when_it_is_not(backend: 
 
 @pytest.mark.parametrize("how", ["mark", "region"])
 def test_h54_what_a_plan_has_as_said_leaves_where_it_is_not(how: str, backend: Backend) -> None:
-    said: dict[str, Any] = {"mark": eo.keep} if how == "mark" else {"region": eo.no_offload, "regions": 6}
     silent = {} if how == "mark" else {"regions": 6}
-    offload, expected = backend.offload(step_plans=True), step(nullcontext(), **silent)
-    for fields in (said, said, silent):
-        offload.reset_stats()
-        assert_identical(expected, step(Settled(offload), **fields))
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
-    assert {reason for reason, nbytes in stats.kept_bytes.items() if nbytes} <= {"small", "newest"}
-    assert_moved(stats)
+    said = {"mark": eo.keep} if how == "mark" else {"region": eo.no_offload, **silent}
+    stats = follows(backend, lambda around, fields: step(around, **fields), [said, said, silent], 2, {}, 0.5)
+    kept = {reason: nbytes for reason, nbytes in stats.kept_bytes.items() if reason not in ("small", "newest")}
+    assert kept == ({"marked": 2 * 2 * SIZE} if how == "mark" else {"region": 2 * 6 * SIZE})
 
 
 def test_h54_a_region_around_much_of_what_is_saved_keeps_no_step_from_following(backend: Backend) -> None:
     """What stays takes no room of what is decided anew, so it is no part of what may be."""
-    offload, expected = backend.offload(step_plans=True), step(nullcontext(), regions=6)
-    for count in range(1, 7):
-        assert_identical(expected, step(Settled(offload), region=eo.no_offload, regions=6))
-        assert offload.stats().kept_bytes["region"] == 6 * SIZE * count
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (5, {})
-    assert stats.bytes_out > 0
+    inside = {"region": eo.no_offload, "regions": 6}
+    stats = follows(backend, lambda around, _: step(around, **inside), range(6), 5, {}, 0.5)
+    assert stats.kept_bytes["region"] == 6 * SIZE * 6
 
 
 def test_h54_a_mark_between_a_save_and_its_copy_is_decided_anew(backend: Backend) -> None:
@@ -140,11 +122,5 @@ def test_h54_a_mark_between_a_save_and_its_copy_is_decided_anew(backend: Backend
             y = y.sin().exp()
         return y, x
 
-    offload, expected = backend.offload(step_plans=True), step(nullcontext())
-    for _ in range(6):
-        offload.reset_stats()
-        assert_identical(expected, step(Settled(offload)))
-        assert offload.stats().kept_bytes["marked"] >= SIZE
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
-    assert_moved(stats, 0.7)
+    stats = follows(backend, lambda around, _: step(around), range(6), 5, {}, 0.7)
+    assert stats.kept_bytes["marked"] >= 6 * SIZE

@@ -25,20 +25,21 @@ def network(seed: int = 0) -> nn.Module:
 
 def steps(script: str) -> Callable[[Around], object]:
     """A program of graphs of one network: ``(`` and ``)`` enter and leave, ``2`` is the second's forward, ``-2`` its
-    backward."""
+    backward, and ``-2r`` one that retains the graph. All gradients that there are behind each are compared."""
 
     def program(offload: Around) -> object:
-        model, losses = network(), dict[str, Tensor]()
-        for word in re.findall(r"[()]|-?\d+", script):
+        model, losses, seen = network(), dict[str, Tensor](), []
+        for word in re.findall(r"[()]|-?\d+r?", script):
             if word == "(":
                 offload.__enter__()
             elif word == ")":
                 offload.__exit__(None, None, None)
             elif word.startswith("-"):
-                losses[word[1:]].backward()
+                losses[word[1:].rstrip("r")].backward(retain_graph=word.endswith("r"))
+                seen += [gradient.clone() for gradient in gradients(model)]
             else:
                 losses[word] = model(leaf(16, 32, seed=int(word))).square().mean()
-        return [loss.detach() for loss in losses.values()], gradients(model)
+        return [loss.detach() for loss in losses.values()], seen
 
     return program
 
@@ -61,23 +62,12 @@ def test_h02_two_graphs_at_once(script: str, backend: Backend) -> None:
 @pytest.mark.sampled(5, quick=True)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_h02_three_graphs_in_any_order(order: tuple[int, ...], backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model, losses, seen = network(), [], []
-        for seed in range(3):
-            with offload:
-                losses.append(model(leaf(16, 32, seed=seed)).square().mean())
-        for index in order:
-            losses[index].backward()
-            seen.append([gradient.clone() for gradient in gradients(model) if gradient is not None])
-        return seen
-
-    same_gradients(program, backend)
+    same_gradients(steps("(0)(1)(2)" + "".join(f" -{index}" for index in order)), backend)
 
 
 def test_h02_the_backward_of_one_in_the_middle_of_the_forward_of_the_next(backend: Backend) -> None:
     def program(offload: Around) -> object:
         model = network()
-        assert isinstance(model, nn.Sequential)
         with offload:
             first = model(leaf(16, 32, seed=1)).square().mean()
         with offload:
@@ -126,35 +116,20 @@ def test_h08_saved_tensors_read_again_and_again_in_one_backward(hold: bool, back
 
 @pytest.mark.parametrize("times", [2, 5])
 def test_h08_a_graph_that_is_retained_goes_backward_again(times: int, backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model = network()
-        with offload:
-            loss = model(leaf(16, 32, seed=1)).square().mean()
-        for index in range(times):
-            loss.backward(retain_graph=index < times - 1)
-        return gradients(model)
-
-    same_gradients(program, backend)
+    same_gradients(steps("(1)" + " -1r" * (times - 1) + " -1"), backend)
 
 
 def test_h08_a_retained_graph_accumulates_nothing(backend: Backend) -> None:
-    offload = backend.offload(prefetch_bytes=1 << 14)
-    model = network()
-
-    def program() -> None:
-        with offload:
-            loss = model(leaf(16, 32, seed=1)).square().mean()
-        held = []
-        for _ in range(20):
-            loss.backward(retain_graph=True)
-            offload.stats(synchronize=True)
-            lane = offloader_of(offload)
-            held.append(
-                (lane.resident_bytes, lane.tiers[0].used_bytes, tracked_storages(offload), lane.census().in_flight)
-            )
-        assert len(set(held[1:])) == 1, held
-
-    program()
+    offload, model, held = backend.offload(prefetch_bytes=1 << 14), network(), []
+    with offload:
+        loss = model(leaf(16, 32, seed=1)).square().mean()
+    for _ in range(20):
+        loss.backward(retain_graph=True)
+        offload.stats(synchronize=True)
+        lane = offloader_of(offload)
+        held.append((lane.resident_bytes, lane.tiers[0].used_bytes, tracked_storages(offload), lane.census().in_flight))
+    assert len(set(held[1:])) == 1, held
+    del loss
     assert_moved(assert_settled(offload))
 
 

@@ -221,20 +221,18 @@ def interrupted_at_the_gate(name: str) -> Iterator[threading.Event]:
         arrived.set()
         raise KeyboardInterrupt
 
-    setattr(DiskSlot, name, held_back)
-    HostEvent.wait = noticed  # type: ignore[method-assign]
     sender, handler = threading.Thread(target=interrupt), signal.signal(signal.SIGINT, on_interrupt)
     sender.start()
-    try:
-        yield opened
-    finally:
-        opened.set()
-        waiting.set()
-        arrived.set()
-        sender.join()
-        signal.signal(signal.SIGINT, handler)
-        setattr(DiskSlot, name, original)
-        HostEvent.wait = wait  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiskSlot, name, held_back)
+        patch.setattr(HostEvent, "wait", noticed)
+        try:
+            yield opened
+        finally:
+            for event in (opened, waiting, arrived):
+                event.set()
+            sender.join()
+            signal.signal(signal.SIGINT, handler)
 
 
 @pytest.mark.parametrize("name", ["write", "read"])

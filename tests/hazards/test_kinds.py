@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.common_dtype import all_types_complex_float8_and
 
 from tests.hazards.backends import Backend
 from tests.hazards.functions import Returned, saving
@@ -23,33 +24,10 @@ class Payload(NamedTuple):
     kept: str | None = None
 
 
+_OTHERS = (torch.bool, torch.half, torch.bfloat16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu)
+DTYPES = all_types_complex_float8_and(torch.complex32, *_OTHERS)
 PAYLOADS = [
-    *[
-        Payload(str(dtype).removeprefix("torch."), lambda dtype=dtype: noise(16, 16).mul(40).to(dtype))  # type: ignore[misc]
-        for dtype in (
-            torch.float32,
-            torch.float64,
-            torch.float16,
-            torch.bfloat16,
-            torch.float8_e4m3fn,
-            torch.float8_e5m2,
-            torch.float8_e4m3fnuz,
-            torch.float8_e5m2fnuz,
-            torch.float8_e8m0fnu,
-            torch.complex64,
-            torch.complex128,
-            torch.bool,
-            torch.uint8,
-            torch.int8,
-            torch.int16,
-            torch.int32,
-            torch.int64,
-            torch.uint16,
-            torch.uint32,
-            torch.uint64,
-        )
-    ],
-    Payload("complex32", lambda: noise(16, 16).to(torch.complex32)),
+    *(Payload(str(dtype)[6:], lambda dtype=dtype: noise(16, 16).mul(40).to(dtype)) for dtype in DTYPES),
     Payload("a view as float8", lambda: noise(16, 16).view(torch.float8_e5m2)),
     Payload("a slice of float8", lambda: noise(64, 64).to(torch.float8_e4m3fn)[3]),
     Payload("a column of bool", lambda: (noise(64, 64) > 0)[:, 5]),

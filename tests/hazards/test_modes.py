@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.hazards.backends import Backend, DiskBackend, assert_settled
-from tests.hazards.programs import Around, Program, Settled, assert_identical, assert_moved, leaf, same_gradients
+from tests.hazards.programs import Around, Program, Settled, assert_identical, assert_moved, exact, leaf, same_gradients
 
 
 def layers(**where: Any) -> nn.Module:
@@ -119,9 +119,7 @@ def test_h44_what_is_made_functional_stays() -> None:
 
 
 def stays(program: Program, backend: Backend) -> None:
-    offload, expected = backend.offload(), program(nullcontext())
-    assert_identical(expected, program(offload))
-    stats = assert_settled(offload)
+    stats = exact(program, backend.offload())
     assert stats.bytes_out == 0
     assert set(stats.kept_bytes) <= {"layout", "parameter"}
     assert stats.kept_bytes["layout"] > 0
@@ -141,8 +139,7 @@ def test_h44_real_tensors_move_after_fake_ones(backend: Backend) -> None:
     with FakeTensorMode(), offload:
         y = torch.ones(8, 8, dtype=torch.float64, requires_grad=True)
         (y.exp() * y).sum().backward()
-    assert_identical(program(nullcontext()), program(Settled(offload)))
-    assert_moved(assert_settled(offload))
+    assert_moved(exact(program, Settled(offload)))
 
 
 def test_h44_an_offload_that_was_made_and_used_where_another_device_is_the_default(backend: Backend) -> None:
@@ -194,9 +191,7 @@ def forward_over_reverse(around: Around) -> object:
 
 @pytest.mark.parametrize("program", [zeros, dual, forward_over_reverse])
 def test_h44_zeros_that_are_nowhere_stay(program: Program, backend: Backend) -> None:
-    offload, expected = backend.offload(), program(nullcontext())
-    assert_identical(expected, program(offload))
-    stats = assert_settled(offload)
+    stats = exact(program, backend.offload())
     assert stats.bytes_out > 0
     assert stats.kept_bytes["layout"] > 0
 
@@ -226,9 +221,7 @@ def test_h44_make_fx_traces_forward_and_backward(mode: str, inside: bool, backen
             leaf(4, 4, seed=3), leaf(4, 4, seed=4)
         )
 
-    offload = backend.offload()
-    assert_identical(traced(nullcontext()), traced(offload))
-    stats = assert_settled(offload)
+    stats = exact(traced, backend.offload())
     assert stats.kept_bytes["layout"] > 0
     assert all(type(nbytes) is int for nbytes in stats.kept_bytes.values())
 
@@ -236,11 +229,11 @@ def test_h44_make_fx_traces_forward_and_backward(mode: str, inside: bool, backen
 # -- modes that see every operator ------------------------------------------------------------------------------------
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(TorchDispatchMode):
     """Writes down what it sees."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

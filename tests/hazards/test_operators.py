@@ -42,9 +42,7 @@ class Recurrent(nn.Module):
         self.rnn = kind(16, 16, num_layers=2, batch_first=True, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        result = self.rnn(x)[0]
-        assert isinstance(result, Tensor)
-        return result
+        return self.rnn(x)[0]
 
 
 class Embedded(nn.Module):
@@ -53,9 +51,7 @@ class Embedded(nn.Module):
         self.table, self.head = nn.Embedding(20, 16, **options), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        result = self.head((self.table(x.detach().abs().mul(3).long() % 20) * 2).tanh())
-        assert isinstance(result, Tensor)
-        return result
+        return self.head((self.table(x.detach().abs().mul(3).long() % 20) * 2).tanh())
 
 
 MODELS = [

@@ -60,13 +60,13 @@ class Trainer:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
-class FullAt(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types
+class FullAt(TorchDispatchMode):
     """The operator of this number finds no memory; the ones before and after it do."""
 
     sees_offloading = True
 
     def __init__(self, number: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types
+        super().__init__()
         self.left = number
 
     def __torch_dispatch__(

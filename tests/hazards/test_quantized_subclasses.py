@@ -56,9 +56,7 @@ def saved_by_an_operator(make: Callable[[], Tensor], values: Callable[[Any], Ten
 
 def test_h13_a_float8_tensor(backend: Backend) -> None:
     def make() -> Tensor:
-        made = scaling.hp_tensor_to_float8_dynamic(leaf(32, 32, seed=3), torch.float8_e4m3fn, None)
-        assert isinstance(made, Tensor)
-        return made
+        return scaling.hp_tensor_to_float8_dynamic(leaf(32, 32, seed=3), torch.float8_e4m3fn, None)
 
     for stats in same_gradients(saved_by_an_operator(make, lambda tensor: tensor.to_original_precision()), backend):
         assert stats.offloaded_tensors >= 2, "the float8 values did not move"
@@ -66,9 +64,7 @@ def test_h13_a_float8_tensor(backend: Backend) -> None:
 
 def test_h13_an_nf4_tensor(backend: Backend) -> None:
     def make() -> Tensor:
-        made = quantization.to_nf4(leaf(64, 64, seed=3, grad=False), block_size=32, scaler_block_size=2)
-        assert isinstance(made, Tensor)
-        return made
+        return quantization.to_nf4(leaf(64, 64, seed=3, grad=False), block_size=32, scaler_block_size=2)
 
     for stats in same_gradients(saved_by_an_operator(make, lambda tensor: tensor.to(torch.float32)), backend):
         assert stats.offloaded_bytes >= 32 * 32 * 4 + 64 * 64 // 2, "the quantized values did not move"

@@ -18,7 +18,7 @@ from eager_offload.simulation.log import Operation, Recorded, Waited, WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.blocks import Step
-from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_moved, exact, leaf
 
 
 class Streams:
@@ -100,9 +100,7 @@ def test_h14_ordering_follows_the_stream_of_each_pack_and_unpack(places: str, re
             streams.meet()
         return results
 
-    expected, offload = program(nullcontext()), backend.offload(**regime.fields)
-    assert_identical(expected, program(regime.around(offload)))
-    stats = assert_settled(offload)
+    stats = exact(program, regime.around(backend.offload(**regime.fields)))
     assert_moved(stats)
     assert stats.bytes_in > 0 or not regime.settled
 
@@ -119,9 +117,7 @@ def test_h14_streams_that_change_from_step_to_step(regime: Regime, backend: Back
         streams.meet()
         return results
 
-    expected, offload = program(nullcontext()), backend.offload(**regime.fields)
-    assert_identical(expected, program(regime.around(offload)))
-    assert_moved(assert_settled(offload))
+    assert_moved(exact(program, regime.around(backend.offload(**regime.fields))))
 
 
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
@@ -142,9 +138,7 @@ def test_h14_a_saved_tensor_is_read_on_other_streams(
         streams.meet()
         return x.grad
 
-    expected, offload = program(nullcontext()), backend.offload(**regime.fields)
-    assert_identical(expected, program(regime.around(offload)))
-    stats = assert_settled(offload)
+    stats = exact(program, regime.around(backend.offload(**regime.fields)))
     assert_moved(stats)
     assert stats.bytes_in > 0 or not regime.settled
 
@@ -208,9 +202,7 @@ def test_h14_a_step_that_is_followed_is_read_on_another_stream(backend: Backend)
             results.append(x.grad)
         return results
 
-    expected, offload = program(nullcontext()), backend.offload(step_plans=True)
-    assert_identical(expected, program(Settled(offload)))
-    stats = assert_settled(offload)
+    stats = exact(program, Settled(backend.offload(step_plans=True)))
     assert stats.followed_forwards >= 3
     if not Streams(backend).are_threads:  # on a CPU there is one stream
         assert stats.plan_misses["stream"] > 0

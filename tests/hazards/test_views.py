@@ -93,7 +93,6 @@ def test_h04_a_view_of_a_base_that_requires_no_grad(backend: Backend) -> None:
             y = sum((w * part).sum() for part in data) + (w * data[1].t()).sum()
             z = saving(w, data[0].t() + 0, data[2][1:].clone().t(), seen=seen).sum()
         del data
-        assert isinstance(y, Tensor)
         (y + z).backward()
         return w.grad, [returned.parts() for returned in seen]
 

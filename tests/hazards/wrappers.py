@@ -31,7 +31,6 @@ class Scaled(Tensor):
             cls, values.size(), strides=values.stride(), dtype=values.dtype, device=values.device
         )
         scaled.values, scaled.scale, scaled.unit = values, scale, unit
-        assert isinstance(scaled, Scaled)
         return scaled
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
@@ -65,7 +64,6 @@ def nested_wrapper(make: Callable[[int], Tensor]) -> Tensor:
 
 def parts_of(tensor: Tensor | None) -> list[Tensor]:
     """The plain tensors inside, for a comparison bit by bit."""
-    assert tensor is not None
     if isinstance(tensor, TwoTensor):
         return [*parts_of(tensor.a), *parts_of(tensor.b)]
     if isinstance(tensor, Scaled):
