@@ -135,10 +135,10 @@ def expected(seed: int) -> Tensor:
     return step(nullcontext(), seed)
 
 
-def step_is_exact(offload: eo.Offload, seed: int) -> None:
+def step_is_exact(offload: eo.Offload, seed: int, loss: Callable[[Tensor], Tensor] = loss_of) -> None:
     """Asserts that a step of which nothing is known to fail is exact, and moves its bytes."""
     before = offload.stats(synchronize=True)
-    assert same_bits(step(offload, seed), expected(seed))
+    assert same_bits(step(offload, seed, loss), expected(seed))
     after = offload.stats(synchronize=True)
     assert after.bytes_out > before.bytes_out, "nothing moved"
 

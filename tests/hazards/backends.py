@@ -121,7 +121,7 @@ class Backend(abc.ABC):
 
 
 class Gate:
-    """Copies out wait behind it."""
+    """Threads wait behind it."""
 
     def __init__(self) -> None:
         self._opened = threading.Event()
@@ -135,8 +135,25 @@ class Gate:
         assert self._opened.wait(60), "the gate was never opened"
 
     def wait_until_reached(self) -> None:
-        """Returns when a copy stands before the gate."""
-        assert self._reached.wait(60), "no copy came to the gate"
+        """Returns when a thread stands before the gate."""
+        assert self._reached.wait(60), "no thread came to the gate"
+
+
+@contextmanager
+def gate_before(owner: Any, name: str) -> Iterator[Gate]:
+    """Holds back every call of a function of ``owner``, a class or a module, until the gate is opened."""
+    gate, call = Gate(), getattr(owner, name)
+
+    def gated(*arguments: Any) -> Any:
+        gate.pass_through()
+        return call(*arguments)
+
+    setattr(owner, name, gated)
+    try:
+        yield gate
+    finally:
+        gate.open()
+        setattr(owner, name, call)
 
 
 class DiskBackend(Backend):
@@ -152,20 +169,8 @@ class DiskBackend(Backend):
     def watching(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    @contextmanager
-    def gate(self) -> Iterator[Gate]:
-        gate, write = Gate(), DiskSlot.write
-
-        def gated(slot: DiskSlot, source: torch.Tensor) -> None:
-            gate.pass_through()
-            write(slot, source)
-
-        DiskSlot.write = gated
-        try:
-            yield gate
-        finally:
-            gate.open()
-            DiskSlot.write = write
+    def gate(self) -> AbstractContextManager[Gate]:
+        return gate_before(DiskSlot, "write")
 
     def _make(self, fields: dict[str, Any]) -> Offload:
         return Offload(**fields)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.hazards.programs import Around, Program, leaf, one_step
+from tests.hazards.functions import custom
+from tests.hazards.programs import Around, Program, leaf, one_step, trained
 
 
 def plain() -> Tensor:
@@ -107,26 +108,16 @@ def between_two_backwards(offload: Around) -> object:
     return w.grad
 
 
-class DoublingItsSave(torch.autograd.Function):
-    """Changes what it saved, in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, payload: Tensor) -> Tensor:
-        ctx.save_for_backward(payload)
-        return x * payload
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (payload,) = ctx.saved_tensors
-        result = gradient * payload
-        payload.mul_(2)
-        return result, None
-
-
 def by_its_own_backward(offload: Around) -> object:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (saved,) = ctx.saved_tensors
+        result = gradient * saved
+        saved.mul_(2)
+        return result
+
     w, x = leaf(64, 64), plain()
     with offload:
-        y = DoublingItsSave.apply(w, x + 1).sum()
+        y = custom(w, backward, x + 1).sum()
     y.backward(retain_graph=True)
     y.backward()
     return w.grad
@@ -195,16 +186,7 @@ def an_optimizer_whose_parameters_are_not_read(offload: Around) -> object:
 
 def an_optimizer_between_steps(offload: Around) -> object:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), leaf(64, 64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        with offload:
-            loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses, list(model.parameters()), x.grad
+    return trained(model.parameters(), offload, lambda _: model(x).square().mean(), torch.optim.AdamW), x.grad
 
 
 def a_branch_that_backward_never_visits(offload: Around) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,28 +40,43 @@ class Returned:
         return [self.values, *self.size, *self.stride, str(self.dtype), self.conj, self.neg, self.alignment]
 
 
-class _Saving(torch.autograd.Function):
+class _Custom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seen: list[Returned], times: int, hold: bool, *payload: Tensor) -> Tensor:
-        ctx.save_for_backward(*payload)
-        ctx.seen, ctx.times, ctx.hold = seen, times, hold
-        return x.clone()
+    def forward(ctx: Any, x: Tensor, forward: Any, backward: Any, saved: tuple[Tensor, ...]) -> Tensor:
+        ctx.save_for_backward(*saved)
+        ctx.own = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        held = []
-        for _ in range(ctx.times):
-            read = ctx.saved_tensors
-            ctx.seen.extend(Returned.of(tensor) for tensor in read)
-            held += [read] if ctx.hold else []
-        return gradient, None, None, None, *(None for _ in ctx.needs_input_grad[4:])
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.own(ctx, gradient), None, None, None
 
 
-def saving(x: Tensor, *payload: Tensor, seen: list[Returned], times: int = 1, hold: bool = False) -> Tensor:
-    """``x`` again; saves ``payload`` and notes in ``seen`` what backward gets for it.
+def custom(
+    x: Tensor,
+    backward: Callable[[Any, Tensor], Tensor],
+    *saved: Tensor,
+    forward: Callable[[Tensor], Tensor] = torch.clone,
+) -> Tensor:
+    """``forward`` of ``x``, as an operator that saves ``saved``.
 
     Args:
-        times: how often backward reads what was saved.
-        hold: whether it holds on to what it has read meanwhile.
+        backward: the gradient of ``x``, made of the operator's context and of the gradient of its result.
     """
-    return _Saving.apply(x, seen, times, hold, *payload)
+    return _Custom.apply(x, forward, backward, saved)
+
+
+def watching(x: Tensor, look: Callable[[Tensor], object], *saved: Tensor) -> Tensor:
+    """``x`` again; backward calls ``look`` with each of ``saved``, as it is given it."""
+
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        for tensor in ctx.saved_tensors:
+            look(tensor)
+        return gradient
+
+    return custom(x, backward, *saved)
+
+
+def saving(x: Tensor, *saved: Tensor, seen: list[Returned]) -> Tensor:
+    """``x`` again; notes in ``seen`` what backward is given of ``saved``."""
+    return watching(x, lambda tensor: seen.append(Returned.of(tensor)), *saved)

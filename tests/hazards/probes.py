@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Self
 
+import pytest
 import torch
 from torch import Tensor
 
 from eager_offload.eager.handles import SavedStorage
-from eager_offload.runtime.base import Event, Runtime, Stream
+from eager_offload.runtime.base import Event, Layout, Runtime, Stream
+from eager_offload.runtime.host import HostEvent
 from eager_offload.tiers.base import Region, Slot
 
 
@@ -100,3 +103,55 @@ class Transfers:
             alive = Counter(moved.region for moved in self.back if moved.storage() is not None)
             self.most_targets_of_one_slot = max(self.most_targets_of_one_slot, *alive.values())
         return over
+
+
+@contextmanager
+def meanwhile(do: Callable[[], object], waiter: threading.Thread | None = None) -> Iterator[list[str]]:
+    """Calls ``do`` once, where a thread begins to wait for a transfer; what was called is in the list.
+
+    Args:
+        waiter: which thread; the one that calls this by default.
+    """
+    waiter, wait = waiter or threading.current_thread(), HostEvent.wait
+    done: list[str] = []
+
+    def noticed(event: HostEvent) -> None:
+        if threading.current_thread() is waiter and not event.done and not done:
+            done.append("waits")
+            do()
+        wait(event)
+
+    HostEvent.wait = noticed
+    try:
+        yield done
+    finally:
+        HostEvent.wait = wait
+
+
+class Allocations:
+    """Takes note of the reload targets that a runtime is asked for, and refuses those of which ``refuses`` says so.
+
+    Args:
+        refuses: is given the number of the call, from 1.
+    """
+
+    def __init__(
+        self, runtime: Runtime, patch: pytest.MonkeyPatch, refuses: Callable[[int], bool] = lambda number: False
+    ) -> None:
+        self.calls = self.refused = 0
+        self.targets: list[weakref.ref[torch.UntypedStorage]] = []
+        self._allocate, self._refuses = runtime.allocate, refuses
+        patch.setattr(runtime, "allocate", self)
+
+    def __call__(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
+        self.calls += 1
+        if self._refuses(self.calls):
+            self.refused += 1
+            raise torch.OutOfMemoryError("no room for a reload, on purpose")
+        target = self._allocate(layout, device, stream)
+        self.targets.append(weakref.ref(target.untyped_storage()))
+        return target
+
+    @property
+    def alive(self) -> int:
+        return sum(target() is not None for target in self.targets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -79,6 +79,26 @@ def one_step(forward: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Any
 
     step.__name__ = forward.__name__
     return step
+
+
+def trained(
+    parameters: Iterable[Tensor],
+    around: Around,
+    forward: Callable[[int], Tensor],
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+) -> list[Tensor]:
+    """Three steps, each of which has the loss that ``forward`` makes of its number: the losses, and what is trained."""
+    parameters, losses = [*parameters], []
+    optimizer = make(parameters, lr=0.1)
+    for step in range(3):
+        with around:
+            loss = forward(step)
+        loss.backward()
+        losses.append(loss.detach())
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(parameter.detach() for parameter in parameters)]
 
 
 def exact(program: Program, around: Offload | Settled) -> OffloadStats:

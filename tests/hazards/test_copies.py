@@ -14,14 +14,13 @@ from torch import Tensor
 from eager_offload import Offload
 from eager_offload.engine.transfer import State
 from eager_offload.runtime.base import Direction
-from eager_offload.runtime.host import HostEvent
 from eager_offload.simulation.log import Recorded, Waited, WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.disk import DiskSlot
-from tests.hazards.backends import Backend, assert_settled, saves_of
+from tests.hazards.backends import Backend, assert_settled, gate_before, saves_of
 from tests.hazards.blocks import Step
-from tests.hazards.probes import Transfers
+from tests.hazards.probes import Transfers, meanwhile
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
 
 # -- H16 --------------------------------------------------------------------------------------------------------------
@@ -153,39 +152,33 @@ def test_h18_an_offload_waits_for_the_last_read_of_its_slot() -> None:
 def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it(
     disk: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offload, waiting, opened = disk.offload(prefetch_bytes=1 << 20), threading.Event(), threading.Event()
-    log: list[tuple[str, Region]] = []
-    read, write, wait = DiskSlot.read, DiskSlot.write, HostEvent.wait
+    offload, waiting, log = disk.offload(prefetch_bytes=1 << 20), threading.Event(), list[tuple[str, Region]]()
 
-    def held_back(slot: DiskSlot, target: Tensor) -> None:
-        assert opened.wait(60)
-        read(slot, target)
-        log.append(("read", slot.region))
+    def noted(name: str) -> None:
+        call = getattr(DiskSlot, name)
 
-    def noted(slot: DiskSlot, source: Tensor) -> None:
-        write(slot, source)
-        log.append(("write", slot.region))
+        def noting(slot: DiskSlot, tensor: Tensor) -> None:
+            call(slot, tensor)
+            log.append((name, slot.region))
 
-    def noticed(event: HostEvent) -> None:
-        if threading.current_thread() is backward:
-            waiting.set()  # by now it has asked for everything that it expects
-        wait(event)
+        monkeypatch.setattr(DiskSlot, name, noting)
 
+    noted("read")
+    noted("write")
     x = leaf(32, 32)
     with Settled(offload):
         losses = [(x * n).exp().sum() for n in range(1, 5)]
+    log.clear()
     backward = threading.Thread(target=losses.pop().backward)
-    monkeypatch.setattr(DiskSlot, "read", held_back)
-    monkeypatch.setattr(DiskSlot, "write", noted)
-    monkeypatch.setattr(HostEvent, "wait", noticed)
-    backward.start()
-    assert waiting.wait(60)  # the first of four reads stands before the gate, the others behind it
-    losses.clear()
-    with offload:
-        losses = [(x * n).exp().sum() for n in range(5, 12)]
-    opened.set()
-    backward.join()
-    offload.stats(synchronize=True)
+    with gate_before(DiskSlot, "read") as gate, meanwhile(waiting.set, backward):
+        backward.start()
+        assert waiting.wait(60)  # the first of four reads stands before the gate, the others behind it
+        losses.clear()
+        with offload:
+            losses = [(x * n).exp().sum() for n in range(5, 12)]
+        gate.open()
+        backward.join()
+        offload.stats(synchronize=True)
     kinds = [what for what, _ in log]
     assert kinds.count("read") >= 4
     assert kinds.count("write") == 7

@@ -23,9 +23,9 @@ from torch.distributed.tensor.parallel import (
 
 from tests.hazards.backends import Backend
 from tests.hazards.blocks import ROWS, WIDTH, Block
+from tests.hazards.functions import watching
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import REGIMES, Around, leaf, same_gradients
-from tests.hazards.wrappers import watching
 
 pytestmark = pytest.mark.xdist_group("mesh")
 

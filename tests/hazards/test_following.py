@@ -7,7 +7,7 @@ import gc
 import random
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from eager_offload.eager.plans import KnownPlan
 from eager_offload.step_plan import Ask, Fate, Save, StepPlan
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
-from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf, one_step
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf, one_step
 from tests.sampling import search
 
 SIDE = 16
@@ -40,7 +40,7 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
 FIRST = ["exp", "product", "matrix", "mask", "exp", "halves", "twice", "exp"]
 
 
-def step(around: AbstractContextManager[Any], layers: Sequence[str], seed: int, order: bool = True) -> list[Tensor]:
+def step(around: Around, layers: Sequence[str], seed: int, order: bool = True) -> list[Tensor]:
     """The loss and the gradients of one step; ``order``: which of its two branches backward comes to first."""
     x, w = leaf(SIDE, SIDE, seed=seed), leaf(SIDE, SIDE, seed=seed + 1)
     with around:
@@ -54,7 +54,7 @@ def step(around: AbstractContextManager[Any], layers: Sequence[str], seed: int, 
     return [*(loss.detach() for loss in losses), x.grad, w.grad]
 
 
-def chain(x: Tensor, around: AbstractContextManager[Any], layers: Sequence[str] = FIRST) -> Tensor:
+def chain(x: Tensor, around: Around, layers: Sequence[str] = FIRST) -> Tensor:
     with around:
         y = x * 2
         for name in layers:
@@ -62,7 +62,7 @@ def chain(x: Tensor, around: AbstractContextManager[Any], layers: Sequence[str] 
         return y.sum()
 
 
-def deep(x: Tensor, around: AbstractContextManager[Any], count: int = 8) -> Tensor:
+def deep(x: Tensor, around: Around, count: int = 8) -> Tensor:
     with around:
         y = x
         for _ in range(count):
@@ -70,7 +70,7 @@ def deep(x: Tensor, around: AbstractContextManager[Any], count: int = 8) -> Tens
         return y.sum()
 
 
-def assert_as_without(x: Tensor, forward: Callable[[Tensor, AbstractContextManager[Any]], Tensor]) -> None:
+def assert_as_without(x: Tensor, forward: Callable[[Tensor, Around], Tensor]) -> None:
     """Asserts that the gradient of ``x`` is the one that ``forward`` gives without offload."""
     plain = x.detach().clone().requires_grad_()
     forward(plain, nullcontext()).backward()
@@ -79,7 +79,7 @@ def assert_as_without(x: Tensor, forward: Callable[[Tensor, AbstractContextManag
 
 def follows(
     backend: Backend,
-    step: Callable[[AbstractContextManager[Any], Any], object],
+    step: Callable[[Around, Any], object],
     cases: Iterable[Any],
     forwards: int,
     misses: dict[str, int],
@@ -253,7 +253,7 @@ def test_h54_steps_of_which_too_much_is_decided_anew_say_so_once(backend: Backen
     [("size", [FIRST[0], "halves", *FIRST[2:]]), ("more", [*FIRST, "exp"]), ("fewer", FIRST[:-1]), ("order", FIRST)],
 )
 def test_h54_what_differs_is_counted(what: str, layers: list[str], backend: Backend) -> None:
-    def taken(around: AbstractContextManager[Any], layers: list[str]) -> list[Tensor]:
+    def taken(around: Around, layers: list[str]) -> list[Tensor]:
         return step(around, layers, 5, order=layers is not last or what != "order")
 
     last = [*layers]
@@ -301,7 +301,7 @@ def test_h54_marks_and_regions_come_before_a_plan(how: str, backend: Backend) ->
     assert (kept is None) or stats.kept_bytes[kept] == SIDE * SIDE * 4
 
 
-def plan_of(backend: Backend, step: Callable[[AbstractContextManager[Any]], object], **fields: Any) -> StepPlan:
+def plan_of(backend: Backend, step: Callable[[Around], object], **fields: Any) -> StepPlan:
     """What the second of two steps has followed."""
     offload = backend.offload(step_plans=True, **fields)
     for _ in range(2):

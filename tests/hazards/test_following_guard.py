@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import os
 import warnings
 import weakref
@@ -22,6 +23,8 @@ from eager_offload.eager.handles import SavedView
 from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.test_rounding import failing_behind
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of, saves_of
+from tests.hazards.functions import custom
+from tests.hazards.probes import Allocations
 from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf, noise, one_step
 from tests.hazards.test_following import assert_as_without, deep, follows, plan_of, with_a_late_share
 from tests.hazards.test_streams import Streams
@@ -29,23 +32,9 @@ from tests.hazards.test_streams import Streams
 SIDE = 16
 
 
-class _Scaling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, saved: list[Tensor], read: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(*saved)
-        ctx.read = read
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        for saved in ctx.saved_tensors:
-            gradient = gradient * ctx.read(saved)
-        return gradient, None, None
-
-
 def scaling(x: Tensor, *saved: Tensor, read: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
     """``x`` again, whose gradient is multiplied by what ``read`` makes of each that it saves."""
-    return _Scaling.apply(x, [*saved], read)
+    return custom(x, lambda ctx, gradient: math.prod(map(read, ctx.saved_tensors), start=gradient), *saved)
 
 
 def unread(saved: Tensor) -> Tensor:
@@ -461,13 +450,7 @@ def test_h54_a_device_without_room_for_a_reload_is_a_miss_where_there_was_none(
     what: str, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse_once() -> None:
-        allocate = backend.runtime.allocate
-
-        def full(*_: object) -> Tensor:
-            monkeypatch.setattr(backend.runtime, "allocate", allocate)
-            raise torch.OutOfMemoryError("no room for a reload, on purpose")
-
-        monkeypatch.setattr(backend.runtime, "allocate", full)
+        Allocations(backend.runtime, monkeypatch, lambda number: number == 1)
 
     offload, expected = backend.offload(step_plans=True), two(nullcontext())
     for _ in range(2):

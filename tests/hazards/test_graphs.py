@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,18 @@ from torch import Tensor, nn
 
 from tests.hazards.backends import Backend, assert_settled, offloader_of, tracked_storages
 from tests.hazards.blocks import gradients
-from tests.hazards.functions import Returned, saving
+from tests.hazards.functions import Returned, custom
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, assert_moved, leaf, same_gradients
+from tests.hazards.programs import (
+    REGIMES,
+    Around,
+    Regime,
+    assert_identical,
+    assert_moved,
+    leaf,
+    same_gradients,
+    trained,
+)
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -103,8 +113,17 @@ def test_h03_slots_that_others_gave_back_are_used_again_while_an_earlier_graph_w
 def test_h08_saved_tensors_read_again_and_again_in_one_backward(hold: bool, backend: Backend) -> None:
     def program(offload: Around) -> object:
         x, seen = leaf(32, 32), list[Returned]()
+
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            held = []
+            for _ in range(3):
+                read = ctx.saved_tensors
+                seen.extend(map(Returned.of, read))
+                held += [read] if hold else []
+            return gradient
+
         with offload:
-            y = saving(x, (x * 3).detach(), (x * 5).detach().t(), seen=seen, times=3, hold=hold)
+            y = custom(x, backward, (x * 3).detach(), (x * 5).detach().t())
         y.sum().backward()
         assert len(seen) == 6
         return x.grad, [returned.parts() for returned in seen]
@@ -161,19 +180,15 @@ def test_h08_double_backward_inside_the_context(backend: Backend) -> None:
 
 def test_h08_a_gradient_penalty_step_after_step(backend: Backend) -> None:
     def program(offload: Around) -> object:
-        model, losses = network(), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for seed in range(3):
+        model = network()
+
+        def penalized(seed: int) -> Tensor:
             x = leaf(16, 32, seed=seed)
-            with offload:
-                loss = model(x).square().mean()
-                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-                loss = loss + slope.square().sum()
-            loss.backward()
-            losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses, list(model.parameters())
+            loss = model(x).square().mean()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            return loss + slope.square().sum()
+
+        return trained(model.parameters(), offload, penalized)
 
     same_gradients(program, backend, moved=0.7)  # as above
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eager_offload.runtime.host import HostEvent
 from eager_offload.tiers.disk import DiskSlot, DiskTier
 from eager_offload.tiers.host import HostTier
-from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.backends import Backend, Gate, assert_settled, gate_before, hooks_are_gone
+from tests.hazards.probes import meanwhile
 from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, assert_moved, leaf
 
 
@@ -198,19 +198,9 @@ def test_h10_an_interrupt_in_the_middle_of_pack_or_unpack(
 
 
 @contextmanager
-def interrupted_at_the_gate(name: str) -> Iterator[threading.Event]:
+def interrupted_at_the_gate(name: str) -> Iterator[Gate]:
     """Holds reads or writes of the disk tier back, and interrupts the main thread once it waits for one of them."""
-    original, wait = getattr(DiskSlot, name), HostEvent.wait
-    opened, waiting, arrived = threading.Event(), threading.Event(), threading.Event()
-
-    def held_back(slot: DiskSlot, tensor: Tensor) -> None:
-        assert opened.wait(60)
-        original(slot, tensor)
-
-    def noticed(event: HostEvent) -> None:
-        if threading.current_thread() is threading.main_thread() and not event.done:
-            waiting.set()
-        wait(event)
+    waiting, arrived = threading.Event(), threading.Event()
 
     def interrupt() -> None:
         assert waiting.wait(60)
@@ -223,14 +213,12 @@ def interrupted_at_the_gate(name: str) -> Iterator[threading.Event]:
 
     sender, handler = threading.Thread(target=interrupt), signal.signal(signal.SIGINT, on_interrupt)
     sender.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DiskSlot, name, held_back)
-        patch.setattr(HostEvent, "wait", noticed)
+    with gate_before(DiskSlot, name) as gate, meanwhile(waiting.set):
         try:
-            yield opened
+            yield gate
         finally:
-            for event in (opened, waiting, arrived):
-                event.set()
+            waiting.set()
+            arrived.set()
             sender.join()
             signal.signal(signal.SIGINT, handler)
 
@@ -240,11 +228,11 @@ def test_h10_control_c_while_a_step_waits_for_the_disk(name: str, disk: Backend)
     offload = disk.offload(max_inflight_bytes=1)
     trainer = Trainer()
     losses = [trainer.step(offload, 0)]
-    with interrupted_at_the_gate(name) as opened:
+    with interrupted_at_the_gate(name) as gate:
         with pytest.raises(KeyboardInterrupt):
             trainer.step(offload, 100)  # a full window in forward, a late reload in backward
         assert hooks_are_gone()
-        opened.set()
+        gate.open()
         losses.append(trainer.step(offload, 1))
     assert_identical(undisturbed(2), (losses, trainer.state))
     assert_moved(assert_settled(offload), 0.7)  # as above

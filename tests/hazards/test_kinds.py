@@ -1,4 +1,4 @@
-"""H12: every kind of tensor that autograd may save."""
+"""H12, H13, H21: every kind of tensor that autograd may save, ragged batches among them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.testing._internal.common_dtype import all_types_complex_float8_and
 
 from tests.hazards.backends import Backend
-from tests.hazards.functions import Returned, saving
-from tests.hazards.programs import Around, leaf, named, noise, one_step, same_gradients
-from tests.hazards.wrappers import watching
+from tests.hazards.functions import Returned, saving, watching
+from tests.hazards.programs import Around, leaf, named, noise, one_step, same_gradients, trained
 
 
 class Payload(NamedTuple):
@@ -151,3 +150,44 @@ def test_h12_empty_tensors_are_not_taken_for_each_other(backend: Backend) -> Non
         return x.grad, [returned.parts() for returned in seen]
 
     same_gradients(program, backend)
+
+
+# -- ragged batches ---------------------------------------------------------------------------------------------------
+
+
+WIDTH, HEADS = 16, 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (part(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_h13_h21_a_transformer_of_ragged_batches(backend: Backend) -> None:
+    """They are wrappers of their values and offsets."""
+
+    def program(offload: Around) -> object:
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block())
+
+        def loss(step: int) -> Tensor:
+            lengths = ((3, 9, 5), (7, 2), (4, 4, 8, 1))[step]
+            parts = [leaf(length, WIDTH, seed=10 * step + length, grad=False) for length in lengths]
+            return model(torch.nested.nested_tensor(parts, layout=torch.jagged)).values().square().mean()
+
+        return trained(model.parameters(), offload, loss, torch.optim.AdamW)
+
+    for stats in same_gradients(program, backend):
+        # Of each block and batch at least the input, the norm's result, and both sides of the activation.
+        assert stats.bytes_out >= 0.9 * 2 * (17 + 9 + 17) * (2 + 2 * 2) * WIDTH * 4

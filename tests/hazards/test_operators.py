@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import eager_offload as eo
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.functions import custom
 from tests.hazards.programs import (
     REGIMES,
     Around,
@@ -270,21 +273,9 @@ def test_h33_rrelu_as_the_last_operator_of_the_context(backend: Backend) -> None
     same_gradients(program, backend)
 
 
-class FillingLate(torch.autograd.Function):
-    """Saves two buffers, an input's neighbours in one operator, and fills them when everything is packed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *late: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *late)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, *late = ctx.saved_tensors
-        total = gradient * x
-        for part in late:
-            total = total * part
-        return total, *(None for _ in late)
+def filling_late(x: Tensor, *late: Tensor) -> Tensor:
+    """Saves its input and buffers, many in one operator, before it has computed anything."""
+    return custom(x, lambda ctx, gradient: math.prod(ctx.saved_tensors, start=gradient), x, *late)
 
 
 def test_h33_many_packs_of_one_operator(backend: Backend) -> None:
@@ -295,7 +286,7 @@ def test_h33_many_packs_of_one_operator(backend: Backend) -> None:
         x = leaf(32, 32)
         norm = nn.BatchNorm1d(32)
         h = norm(x * 2)
-        h = FillingLate.apply(h, *[noise(32, 32) * n for n in range(1, 8)])
+        h = filling_late(h, *[noise(32, 32) * n for n in range(1, 8)])
         h = F.rrelu(norm(h), training=True)
         h, _ = nn.LSTM(32, 32)(h)
         return h.square(), x, norm.running_mean, norm.running_var
@@ -305,28 +296,17 @@ def test_h33_many_packs_of_one_operator(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("later", ["train", "eval", "train then eval", "eval then train"])
-def test_h33_batch_norm_statistics(later: str, backend: Backend) -> None:
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, partial(nn.InstanceNorm1d, affine=True, track_running_stats=True)])
+def test_h33_statistics_of_normalization(kind: Callable[[int], nn.Module], later: str, backend: Backend) -> None:
     """They are saved, and then written without a version bump: by the operator itself, and by the next one."""
     backend.sources_change = True
 
     @one_step
     def program() -> tuple[Tensor, ...]:
-        x, norm = leaf(32, 16), nn.BatchNorm1d(16)
+        x, norm = leaf(8, 4, 16), kind(4)
         h = norm.train()(x * 2)
         for mode in later.split(" then "):
             h = norm.train(mode == "train")((h * 1.5).sin())
         return h * h.sigmoid(), x, norm.weight, norm.bias, norm.running_mean, norm.running_var
-
-    same_gradients(program, backend)
-
-
-def test_h33_instance_norm_statistics(backend: Backend) -> None:
-    backend.sources_change = True
-
-    @one_step
-    def program() -> tuple[Tensor, ...]:
-        x, norm = leaf(4, 4, 16), nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
-        h = norm(norm(x * 2).sin())
-        return norm.eval()(h) * h.sigmoid(), x, norm.running_mean, norm.running_var
 
     same_gradients(program, backend)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from eager_offload import Offload
 from eager_offload._torch import TorchDispatchMode
 from eager_offload.codecs import Gather
-from eager_offload.runtime.base import Layout, Runtime, Stream
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.probes import Allocations
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf, one_step
 
 ROWS, WIDTH = 8, 16
@@ -165,22 +165,6 @@ def test_h10_what_finds_no_room_to_be_gathered_stays(
 # -- reload targets ---------------------------------------------------------------------------------------------------
 
 
-class Refusing:
-    """A runtime's allocator, which refuses the calls of the given numbers."""
-
-    def __init__(self, runtime: Runtime, numbers: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls = 0
-        self._numbers = frozenset(numbers)
-        self._allocate: Callable[..., Tensor] = runtime.allocate
-        monkeypatch.setattr(runtime, "allocate", self)
-
-    def __call__(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
-        self.calls += 1
-        if self.calls in self._numbers:
-            raise torch.OutOfMemoryError("no room for a reload, on purpose")
-        return self._allocate(layout, device, stream)
-
-
 @everywhere
 @pytest.mark.parametrize("consecutive", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize("regime", REGIMES[:2], ids=str)
@@ -193,13 +177,14 @@ def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Bac
         trainer = Trainer()
         with pytest.MonkeyPatch.context() as patch:
             trainer.step(regime.around(offload), 0, nullcontext())
-            refusing = Refusing(backend.runtime, range(number, number + consecutive), patch)
+            refused = range(number, number + consecutive)
+            allocations = Allocations(backend.runtime, patch, refused.__contains__)
             trainer.step(regime.around(offload), 1, nullcontext())
         trainer.step(regime.around(offload), 2, nullcontext())
         assert_identical(expected[trainer.retries == 1], trainer.state)
         raised += trainer.retries
         assert_settled(offload)
-        if refusing.calls < number:
+        if allocations.calls < number:
             break
         number += 1
     assert number > 3
@@ -207,20 +192,6 @@ def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Bac
     stats = assert_settled(offload)
     assert_moved(stats, held=True)
     assert stats.bytes_in > 0
-
-
-def full_while(alive: Callable[[], bool], runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Refuses reload targets while ``alive`` says so; returns a list that grows with each refusal."""
-    allocate, refused = runtime.allocate, []
-
-    def bounded(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
-        if alive():
-            refused.append(True)
-            raise torch.OutOfMemoryError("no room for a reload, on purpose")
-        return allocate(layout, device, stream)
-
-    monkeypatch.setattr(runtime, "allocate", bounded)
-    return refused
 
 
 def saved(backend: Backend, around: Around, offload: Offload, count: int) -> tuple[list[Any], list[Tensor]]:
@@ -240,22 +211,13 @@ def test_what_was_brought_back_early_makes_room_for_what_is_needed(
     """There is room for three; two were brought back early when something else is asked for."""
     offload = backend.offload(prefetch_bytes=2 * 32 * 32 * 4)
     handles, values = saved(backend, Settled(offload), offload, 6)
-    targets: list[weakref.ref[torch.UntypedStorage]] = []
-    allocate = backend.runtime.allocate
-
-    def noted(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
-        target = allocate(layout, device, stream)
-        targets.append(weakref.ref(target.untyped_storage()))
-        return target
-
-    monkeypatch.setattr(backend.runtime, "allocate", noted)
+    allocations = Allocations(backend.runtime, monkeypatch, lambda number: number > 3 and allocations.alive >= 3)
     last = handles[5].unpack()
     assert torch.equal(last, values[5])
-    assert len(targets) == 3
-    refused = full_while(lambda: sum(t() is not None for t in targets) >= 3, backend.runtime, monkeypatch)
+    assert allocations.calls == 3
     first = handles[0].unpack()
     assert torch.equal(first, values[0])
-    assert refused
+    assert allocations.refused
     del first, last, handles
     stats = assert_settled(offload)
     assert_moved(stats)
@@ -271,11 +233,13 @@ def test_what_is_on_its_way_out_makes_room_for_what_is_needed(
     with backend.gate() as gate:
         later, _ = saved(backend, offload, offload, 3)
         sources = [weakref.ref(handle.storage.origin()) for handle in later if handle.storage.origin() is not None]
-        refused = full_while(lambda: any(source() is not None for source in sources), backend.runtime, monkeypatch)
+        allocations = Allocations(
+            backend.runtime, monkeypatch, lambda _: any(source() is not None for source in sources)
+        )
         gate.open()
         back = handles[1].unpack()
     assert torch.equal(back, values[1])
-    assert refused or backend.name == "disk", "on a real disk they may have arrived meanwhile"
+    assert allocations.refused or backend.name == "disk", "on a real disk they may have arrived meanwhile"
     del back, handles, later
     stats = assert_settled(offload)
     assert_moved(stats)

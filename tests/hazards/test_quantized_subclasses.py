@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.hazards.backends import Backend
-from tests.hazards.programs import Around, leaf, one_step, same_gradients
-from tests.hazards.wrappers import watching
+from tests.hazards.functions import watching
+from tests.hazards.programs import Around, leaf, one_step, same_gradients, trained
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 float8 = pytest.importorskip("torchao.float8", reason="this torchao does not train in float8")
@@ -27,15 +27,11 @@ def test_h13_a_model_with_float8_matrices(backend: Backend) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).to(torch.bfloat16)
         float8.convert_to_float8_training(model, config=float8.Float8LinearConfig(emulate=True))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for seed in range(2):
-            with offload:
-                loss = model(leaf(16, 32, seed=seed, grad=False).to(torch.bfloat16)).float().square().mean()
-            loss.backward()
-            del loss
-            optimizer.step()
-            optimizer.zero_grad()
-        return [parameter.detach() for parameter in model.parameters()]
+
+        def loss(seed: int) -> Tensor:
+            return model(leaf(16, 32, seed=seed, grad=False).to(torch.bfloat16)).float().square().mean()
+
+        return trained(model.parameters(), offload, loss, torch.optim.AdamW)
 
     same_gradients(program, backend)
 

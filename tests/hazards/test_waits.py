@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,32 +15,16 @@ from eager_offload import Offload, marks
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.saving import SavedTensors
 from eager_offload.engine.offloader import DeviceOffloader, Found
-from eager_offload.runtime.host import HostEvent, host_runtime
+from eager_offload.runtime.host import host_runtime
 from eager_offload.stats import Accounts
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import release_idle_slots
 from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
+from tests.hazards.probes import meanwhile
 from tests.hazards.programs import leaf
 
 NBYTES = 64 * 64 * 4
-
-
-@contextmanager
-def meanwhile(do: Callable[[], None]) -> Iterator[list[str]]:
-    """Calls ``do`` once, where the calling thread begins to wait for a transfer; what was called is in the list."""
-    waiter, wait = threading.current_thread(), HostEvent.wait
-    done: list[str] = []
-
-    def noticed(event: HostEvent) -> None:
-        if threading.current_thread() is waiter and not event.done and not done:
-            done.append("waits")
-            do()
-        wait(event)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostEvent, "wait", noticed)
-        yield done
 
 
 def forward(offload: Offload, *, seed: int) -> Tensor:
