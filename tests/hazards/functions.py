@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Returned:
-    """A saved tensor as backward was given it."""
-
-    values: Tensor
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    conj: bool
-    neg: bool
-    alignment: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Returned:
-        strided = tensor.layout is torch.strided
-        return cls(
-            values=tensor.detach().clone(),
-            size=tensor.size(),
-            stride=tensor.stride() if strided and not tensor.is_nested else (),
-            dtype=tensor.dtype,
-            conj=tensor.is_conj(),
-            neg=tensor.is_neg(),
-            alignment=tensor.data_ptr() % 64 if strided and not tensor.is_meta else 0,
-        )
-
-    def parts(self) -> list[object]:
-        """For a comparison bit by bit."""
-        return [self.values, *self.size, *self.stride, str(self.dtype), self.conj, self.neg, self.alignment]
+def as_given(tensor: Tensor) -> list[object]:
+    """What there is to say of a saved tensor, bit by bit: its values come first, its address modulo 64 comes last."""
+    strided = tensor.layout is torch.strided
+    stride = tensor.stride() if strided and not tensor.is_nested else ()
+    alignment = tensor.data_ptr() % 64 if strided and not tensor.is_meta else 0
+    kind = [str(tensor.dtype), tensor.is_conj(), tensor.is_neg()]
+    return [tensor.detach().clone(), *tensor.size(), *stride, *kind, alignment]
 
 
 class _Custom(torch.autograd.Function):
@@ -77,6 +55,6 @@ def watching(x: Tensor, look: Callable[[Tensor], object], *saved: Tensor) -> Ten
     return custom(x, backward, *saved)
 
 
-def saving(x: Tensor, *saved: Tensor, seen: list[Returned]) -> Tensor:
+def saving(x: Tensor, *saved: Tensor, seen: list[list[object]]) -> Tensor:
     """``x`` again; notes in ``seen`` what backward is given of ``saved``."""
-    return watching(x, lambda tensor: seen.append(Returned.of(tensor)), *saved)
+    return watching(x, lambda tensor: seen.append(as_given(tensor)), *saved)

@@ -154,9 +154,7 @@ def test_h54_copies_that_start_together_share_an_event(backend: Backend, monkeyp
         x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
         return ((x * 2) * (w * 3)).exp(), x, w
 
-    offload = backend.offload(step_plans=True)
-    for _ in range(2):
-        step(Settled(offload))
+    offload = knowing(backend, step)
     runtime, events = offloader_of(offload).runtime, list[object]()
     copy = runtime.copy
 
@@ -301,12 +299,16 @@ def test_h54_marks_and_regions_come_before_a_plan(how: str, backend: Backend) ->
     assert (kept is None) or stats.kept_bytes[kept] == SIDE * SIDE * 4
 
 
-def plan_of(backend: Backend, step: Callable[[Around], object], **fields: Any) -> StepPlan:
-    """What the second of two steps has followed."""
+def knowing(backend: Backend, step: Callable[[Around], object], **fields: Any) -> Offload:
+    """An ``Offload`` that has taken two steps, of which the second has followed the first one's plan."""
     offload = backend.offload(step_plans=True, **fields)
     for _ in range(2):
         step(Settled(offload))
-    return offload.step_plan()
+    return offload
+
+
+def plan_of(backend: Backend, step: Callable[[Around], object], **fields: Any) -> StepPlan:
+    return knowing(backend, step, **fields).step_plan()
 
 
 def begun_at_once(plan: StepPlan) -> StepPlan:
@@ -436,9 +438,7 @@ def test_h54_the_newest_bytes_of_several_forwards_are_bounded_together(backend: 
     assert_settled(offload)
 
 
-def test_h54_the_newest_bytes_of_a_forward_that_fits_no_plan_are_bounded_with_those_of_one_that_does(
-    backend: Backend,
-) -> None:
+def test_h54_the_newest_bytes_of_forwards_with_a_plan_and_without_one_are_bounded_together(backend: Backend) -> None:
     size = SIDE * SIDE * 4
     offload = backend.offload(step_plans=True, keep_last_bytes=4 * size)
     for seed in range(2):
@@ -621,10 +621,7 @@ def test_h54_nothing_grows_with_the_steps_that_follow(backend: Backend) -> None:
 
 
 def test_h54_a_plan_serves_another_process_or_model(backend: Backend, tmp_path: Path) -> None:
-    first = backend.offload(step_plans=True)
-    for seed in range(2):
-        step(Settled(first), FIRST, seed)
-    plan = first.step_plan()
+    plan = plan_of(backend, lambda around: step(around, FIRST, 0))
     plan.save(tmp_path / "plan.json")
 
     same = backend.offload(plan=StepPlan.load(tmp_path / "plan.json"))

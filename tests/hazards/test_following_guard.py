@@ -26,7 +26,7 @@ from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, of
 from tests.hazards.functions import custom
 from tests.hazards.probes import Allocations
 from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf, noise, one_step
-from tests.hazards.test_following import assert_as_without, deep, follows, plan_of, with_a_late_share
+from tests.hazards.test_following import assert_as_without, deep, follows, knowing, plan_of, with_a_late_share
 from tests.hazards.test_streams import Streams
 
 SIDE = 16
@@ -413,9 +413,8 @@ def test_h54_what_begins_in_the_middle_of_a_forward_ends_the_following(
             loss.backward()
         return [x.grad, y.grad, z.grad]
 
-    offload, expected = backend.offload(step_plans=True), step(nullcontext(), nullcontext())
-    for _ in range(2):
-        assert_identical(expected, step(Settled(offload), nullcontext()))
+    offload = knowing(backend, lambda around: step(around, nullcontext()))
+    expected = step(nullcontext(), nullcontext())
     assert_moved(offload.stats(synchronize=True))
     assert_identical(expected, step(Settled(offload), begin(offload, monkeypatch)))
     stats = offload.stats(synchronize=True)
@@ -452,9 +451,7 @@ def test_h54_a_device_without_room_for_a_reload_is_a_miss_where_there_was_none(
     def refuse_once() -> None:
         Allocations(backend.runtime, monkeypatch, lambda number: number == 1)
 
-    offload, expected = backend.offload(step_plans=True), two(nullcontext())
-    for _ in range(2):
-        assert_identical(expected, two(Settled(offload)))
+    offload, expected = knowing(backend, two), two(nullcontext())
     assert_identical(expected, two(Settled(offload), in_order=what != "order", before=refuse_once))
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (2, {what: 1})
@@ -553,9 +550,7 @@ def test_h54_the_window_holds_for_what_leaves_by_a_plan(backend: Backend) -> Non
 
 
 def test_h54_a_backward_after_an_interrupt_follows_no_plan(backend: Backend) -> None:
-    offload, expected = backend.offload(step_plans=True), two(nullcontext())
-    for _ in range(2):
-        assert_identical(expected, two(Settled(offload)))
+    offload, expected = knowing(backend, two), two(nullcontext())
     assert_moved(offload.stats(synchronize=True))
     assert_identical(expected, two(Settled(offload), before=lambda: offloader_of(offload).crash()))
     assert offload.stats().plan_misses == {"interrupt": 1}
@@ -673,9 +668,7 @@ def test_h54_what_arrives_when_it_is_expected_stays_until_it_is_asked_for_the_la
     kept.clear()
 
 
-def test_h54_an_unpack_that_comes_when_another_thread_has_ended_the_following_is_no_second_miss(
-    backend: Backend,
-) -> None:
+def test_h54_an_unpack_after_another_thread_has_ended_the_following_is_no_second_miss(backend: Backend) -> None:
     offload = backend.offload(step_plans=True)
     for order in ((0, 1, 2), (0, 1, 2), (1, 0, 2)):
         with Settled(offload):

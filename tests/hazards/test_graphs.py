@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.hazards.backends import Backend, assert_settled, offloader_of, tracked_storages
 from tests.hazards.blocks import gradients
-from tests.hazards.functions import Returned, custom
+from tests.hazards.functions import as_given, custom
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import (
     REGIMES,
@@ -23,6 +23,7 @@ from tests.hazards.programs import (
     assert_identical,
     assert_moved,
     leaf,
+    one_step,
     same_gradients,
     trained,
 )
@@ -111,22 +112,19 @@ def test_h03_slots_that_others_gave_back_are_used_again_while_an_earlier_graph_w
 
 @pytest.mark.parametrize("hold", [True, False], ids=["held", "dropped in between"])
 def test_h08_saved_tensors_read_again_and_again_in_one_backward(hold: bool, backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        x, seen = leaf(32, 32), list[Returned]()
+    @one_step
+    def program() -> Sequence[object]:
+        x, seen = leaf(32, 32), []
 
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             held = []
             for _ in range(3):
                 read = ctx.saved_tensors
-                seen.extend(map(Returned.of, read))
+                seen.extend(map(as_given, read))
                 held += [read] if hold else []
             return gradient
 
-        with offload:
-            y = custom(x, backward, (x * 3).detach(), (x * 5).detach().t())
-        y.sum().backward()
-        assert len(seen) == 6
-        return x.grad, [returned.parts() for returned in seen]
+        return custom(x, backward, (x * 3).detach(), (x * 5).detach().t()), x, seen
 
     for stats in same_gradients(program, backend):
         if hold:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing._internal.common_dtype import all_types_complex_float8_and
 
 from tests.hazards.backends import Backend
-from tests.hazards.functions import Returned, saving, watching
+from tests.hazards.functions import saving, watching
 from tests.hazards.programs import Around, leaf, named, noise, one_step, same_gradients, trained
 
 
@@ -80,22 +81,17 @@ def values_of(tensor: Tensor) -> list[Tensor]:
 @pytest.mark.sampled(3, quick=True)
 @pytest.mark.parametrize("case", PAYLOADS, ids=named)
 def test_h12_every_kind_of_tensor_comes_back_or_stays_for_a_reason(case: Payload, backend: Backend) -> None:
-    seen: list[list[object]] = []
-
-    def look(payload: Tensor) -> None:
+    def look(seen: list[list[object]], payload: Tensor) -> None:
         strided = payload.layout is torch.strided and not payload.is_nested
         kind = [str(payload.dtype), str(payload.layout), str(payload.device), payload.is_conj(), payload.is_neg()]
         sizes = [*payload.size(), *payload.stride()] if strided else []
         seen.append([*values_of(payload.detach()), *kind, *sizes])
 
-    def program(offload: Around) -> object:
-        seen.clear()
-        x = leaf(32, 32)
-        with offload:
-            # Something that moves stands beside it, so that moving nothing does not pass.
-            y = watching((x * 3).tanh(), look, case.make())
-        y.sum().backward()
-        return x.grad, list(seen)
+    @one_step
+    def program() -> Sequence[object]:
+        x, seen = leaf(32, 32), []
+        # Something that moves stands beside it, so that moving nothing does not pass.
+        return watching((x * 3).tanh(), partial(look, seen), case.make()), x, seen
 
     for stats in same_gradients(program, backend):
         if case.kept is not None:
@@ -142,12 +138,10 @@ def test_h12_inference_tensors(backend: Backend) -> None:
 def test_h12_empty_tensors_are_not_taken_for_each_other(backend: Backend) -> None:
     """They all have the address 0."""
 
-    def program(offload: Around) -> object:
-        x, seen = leaf(32, 32), list[Returned]()
-        with offload:
-            y = saving((x * 2).tanh(), noise(0), noise(0, 7), noise(3, 0).t(), (x * 2)[:0], seen=seen)
-        y.sum().backward()
-        return x.grad, [returned.parts() for returned in seen]
+    @one_step
+    def program() -> Sequence[object]:
+        x, seen = leaf(32, 32), []
+        return saving((x * 2).tanh(), noise(0), noise(0, 7), noise(3, 0).t(), (x * 2)[:0], seen=seen), x, seen
 
     same_gradients(program, backend)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import eager_offload
 from eager_offload import Offload
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of, tracked_storages
-from tests.hazards.functions import Returned, saving
+from tests.hazards.functions import saving
 from tests.hazards.probes import Gone
 from tests.hazards.programs import REGIMES, Around, Settled, assert_identical, assert_moved, leaf, same_gradients
 from tests.hazards.wrappers import two
@@ -199,7 +199,7 @@ def test_h11_an_address_that_a_new_tensor_got_is_not_taken_for_the_old_one(backe
 
 def test_h11_the_address_is_used_again_within_one_forward(backend: Backend) -> None:
     def program(offload: Around, place: Callable[[Tensor], Tensor], let_go: Callable[[], object]) -> object:
-        w, seen = leaf(32, 32), list[Returned]()
+        w, seen = leaf(32, 32), []
         with offload:
             total = (w * 0).sum()
             for seed in range(6):
@@ -209,7 +209,7 @@ def test_h11_the_address_is_used_again_within_one_forward(backend: Backend) -> N
                 w.sin()  # the operator before it has run: what it saved may leave
                 let_go()
         total.backward()
-        return w.grad, [returned.parts()[:-1] for returned in seen]
+        return w.grad, [given[:-1] for given in seen]
 
     offload, ground = backend.offload(max_inflight_bytes=1), Ground(32 * 32 * 4)
 

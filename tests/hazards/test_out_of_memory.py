@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload._torch import TorchDispatchMode
 from eager_offload.codecs import Gather
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.blocks import Trainer
 from tests.hazards.probes import Allocations
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf, one_step
 
@@ -28,14 +29,10 @@ everywhere = pytest.mark.parametrize(
 )
 
 
-class Trainer:
+class Retrying(Trainer):
     """Takes steps, and after an out-of-memory error the same step again with half of the batch, as users do."""
 
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.retries = 0
+    retries = 0
 
     def step(self, around: Around, seed: int, pressure: Around) -> None:
         try:
@@ -50,14 +47,10 @@ class Trainer:
     def attempt(self, around: Around, x: Tensor) -> None:
         self.optimizer.zero_grad()
         with around:
-            h = self.model(x).tanh()
+            h = self.model(x)
             # A view with holes is gathered before it leaves.
             loss = (h[:, ::2] * h[:, ::2].exp()).square().mean()
         loss.backward()
-
-    @property
-    def state(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
 class FullAt(TorchDispatchMode):
@@ -80,7 +73,7 @@ class FullAt(TorchDispatchMode):
 
 def retried_at(step: int, retried: bool) -> list[Tensor]:
     """Three steps, one of them with half of the batch from the start."""
-    trainer = Trainer()
+    trainer = Retrying()
     for seed in range(3):
         trainer.attempt(nullcontext(), leaf(ROWS // 2 if retried and seed == step else ROWS, WIDTH, seed=seed))
         trainer.optimizer.step()
@@ -93,7 +86,7 @@ def test_h10_out_of_memory_in_any_operator_of_a_step(regime: Regime, backend: Ba
     expected = {retried: retried_at(1, retried) for retried in (False, True)}
     offload, number, found = backend.offload(**regime.fields), 1, 0
     while True:
-        trainer, full = Trainer(), FullAt(number)
+        trainer, full = Retrying(), FullAt(number)
         for seed in range(3):
             trainer.step(regime.around(offload), seed, full if seed == 1 else nullcontext())
         assert_identical(expected[trainer.retries == 1], trainer.state)
@@ -174,7 +167,7 @@ def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Bac
     offload = backend.offload(**regime.fields)
     number, raised = 1, 0
     while True:
-        trainer = Trainer()
+        trainer = Retrying()
         with pytest.MonkeyPatch.context() as patch:
             trainer.step(regime.around(offload), 0, nullcontext())
             refused = range(number, number + consecutive)

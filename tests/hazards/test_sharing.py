@@ -102,9 +102,7 @@ def test_h09_what_every_layer_saves_without_grad_goes_with_a_graph_that_is_dropp
     assert not any(offloader_of(offload).census())
 
 
-def test_h01_what_every_layer_saves_without_grad_and_changes_in_between_raises_as_autograd_does(
-    backend: Backend,
-) -> None:
+def test_h01_what_every_layer_saves_and_changes_in_between_raises_as_autograd_does(backend: Backend) -> None:
     def program(around: Around) -> Tensor:
         x = leaf(32, 32)
         with around:

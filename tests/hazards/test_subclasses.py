@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +18,7 @@ import eager_offload as eo
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.functions import watching
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import Around, Settled, assert_moved, leaf, same_gradients, trained
+from tests.hazards.programs import Around, Settled, assert_moved, leaf, one_step, same_gradients, trained
 from tests.hazards.wrappers import KINDS, Kind, Scaled, kinds, parts_of, two, wrapped
 
 # -- exact ------------------------------------------------------------------------------------------------------------
@@ -57,7 +58,8 @@ def test_h13_three_steps_of_an_optimizer(kind: Kind, backend: Backend) -> None:
 
 @kinds
 def test_h13_backward_is_given_the_wrapper_that_was_saved(kind: Kind, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> Sequence[object]:
         seen: list[object] = []
 
         def look(tensor: Tensor) -> None:
@@ -66,13 +68,8 @@ def test_h13_backward_is_given_the_wrapper_that_was_saved(kind: Kind, backend: B
             seen.extend((*part.stride(), part.data_ptr() % 64) for part in inside)
             seen.append(tensor.unit if isinstance(tensor, Scaled) else "")
 
-        x, w = leaf(16, 16), wrapped(kind, 16, 24)
-        with offload:
-            h = w * 3
-            y = watching(x, look, h, h.t(), h.detach(), h[2:7, ::2])
-        del h
-        y.sum().backward()
-        return x.grad, seen
+        x, h = leaf(16, 16), wrapped(kind, 16, 24) * 3
+        return watching(x, look, h, h.t(), h.detach(), h[2:7, ::2]), x, seen
 
     same_gradients(program, backend)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
-from tests.hazards.functions import Returned, saving
+from tests.hazards.functions import saving
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import REGIMES, Around, Settled, assert_moved, leaf, named, one_step, same_gradients
 
@@ -86,15 +86,11 @@ def test_h04_what_is_saved_of_a_storage_that_has_left_is_right(backend: Backend)
 
 
 def test_h04_a_view_of_a_base_that_requires_no_grad(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        w, seen = leaf(SIDE, SIDE), list[Returned]()
-        data = leaf(3, SIDE, SIDE, seed=3, grad=False)
-        with offload:
-            y = sum((w * part).sum() for part in data) + (w * data[1].t()).sum()
-            z = saving(w, data[0].t() + 0, data[2][1:].clone().t(), seen=seen).sum()
-        del data
-        (y + z).backward()
-        return w.grad, [returned.parts() for returned in seen]
+    @one_step
+    def program() -> Sequence[object]:
+        w, seen, data = leaf(SIDE, SIDE), [], leaf(3, SIDE, SIDE, seed=3, grad=False)
+        y = sum((w * part).sum() for part in data) + (w * data[1].t()).sum()
+        return y + saving(w, data[0].t() + 0, data[2][1:].clone().t(), seen=seen).sum(), w, seen
 
     same_gradients(program, backend)
 
@@ -140,14 +136,10 @@ SHAPES = [
 
 @pytest.mark.parametrize("case", SHAPES, ids=named)
 def test_h05_size_and_stride_come_back_as_they_were(case: Shape, backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        x, seen = leaf(4), list[Returned]()
-        base = leaf(32, 32, 16, seed=3, grad=False)
-        with offload:
-            y = saving(x, case.of(base), seen=seen)
-        del base
-        y.sum().backward()
-        return [returned.parts() for returned in seen]
+    @one_step
+    def program() -> Sequence[object]:
+        seen = []
+        return saving(leaf(4), case.of(leaf(32, 32, 16, seed=3, grad=False)), seen=seen), seen
 
     for stats in same_gradients(program, backend):
         assert stats.bytes_out <= case.most, "more moved than the view's own bytes"

@@ -170,9 +170,7 @@ def test_h41_a_slot_that_was_found_in_vain_goes_back_before_the_next_save_asks()
     views.clear()
 
 
-def test_h10_nothing_more_leaves_through_an_offloader_that_crashes_while_the_system_gives_a_slab(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_h10_nothing_leaves_after_a_crash_while_the_system_gives_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     with SimulatedBackend() as simulated:
         offload = simulated.offload(max_inflight_bytes=64 << 20)
         with offload:
