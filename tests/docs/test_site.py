@@ -138,8 +138,6 @@ def test_no_page_loads_anything_from_the_network(site: Path) -> None:
 
 @needs_mkdocs
 def test_every_public_name_is_on_the_page_of_the_api(site: Path) -> None:
-    import eager_offload as eo
-
     anchors = Page(site / "api.html").anchors
     assert not [one for one in eo.__all__ if f"eager_offload.{one}" not in anchors]
     for room in (graphs, kernels):

@@ -6,9 +6,11 @@ import errno
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
+from torch import Tensor
 
 import eager_offload as eo
 from tests.faults.disks import (
@@ -46,12 +48,15 @@ def _cases() -> Iterator[object]:
                 yield pytest.param(kind, number, for_good, id=name, marks=marks)
 
 
-def one_step(offload: eo.Offload, faults: Faults, number: int) -> bool:
+Loss: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def one_step(offload: eo.Offload, faults: Faults, number: int, loss: Loss) -> bool:
     """A step that meets ``faults``: exact, or an error that says which; returns whether it was an error."""
     Faulty.faults = faults
     failed = None
     try:
-        assert same_bits(step(offload, 1), expected(1))
+        assert same_bits(step(offload, 1, loss), expected(1))
     except eo.TransferError as error:
         failed = error.errno, error.tier
     finally:
@@ -64,28 +69,37 @@ def one_step(offload: eo.Offload, faults: Faults, number: int) -> bool:
     return True
 
 
+def strike_each(
+    offload: eo.Offload, kind: str, number: int, loss: Loss = loss_of, *, for_good: bool = False
+) -> tuple[int, int, int]:
+    """Takes steps of each of which another operation fails, and exact ones in between.
+
+    Returns:
+        How many operations were struck first, how many faults there were, and how many steps ended with an error.
+    """
+    struck = injected = errors = 0
+    while True:
+        faults = Faults(kind, struck + 1, fail_with(number), for_good=for_good)
+        if kind in ("allocate", "usage"):
+            offload.close()  # it grows in the first step of a file only
+        error = one_step(offload, faults, number, loss)
+        nothing_is_held(offload, after_error=error or loss is not loss_of)
+        if not faults.injected:
+            return struck, injected, errors
+        struck, injected, errors = struck + 1, injected + faults.injected, errors + error
+        step_is_exact(offload, 2, loss)
+
+
 @pytest.mark.parametrize(("kind", "number", "for_good"), list(_cases()))
 def test_h27_a_step_of_which_any_call_fails_is_exact_or_says_why(
     kind: str, number: int, for_good: bool, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    injected = errors = first = 0
     with on_faulty_disk():
         offload = make_offload(tmp_path)
-        while True:
-            first += 1
-            faults = Faults(kind, first, fail_with(number), for_good=for_good)
-            if kind in ("allocate", "usage"):
-                offload.close()  # it grows in the first step of a file only
-            error = one_step(offload, faults, number)
-            nothing_is_held(offload, after_error=error)
-            errors += error
-            if not faults.injected:
-                break
-            injected += faults.injected
-            step_is_exact(offload, 2)
+        struck, injected, errors = strike_each(offload, kind, number, for_good=for_good)
         offload.close()
-    assert first > (4 if kind in ("write", "read") else 1), "every operation of the step was struck"
-    assert injected >= first - 1 > 0
+    assert struck > (3 if kind in ("write", "read") else 0), "every operation of the step was struck"
+    assert injected >= struck
     assert (errors > 0) == (kind == "read" and (number not in _AGAIN or for_good))
     record_property("faults", injected)
 
@@ -110,31 +124,16 @@ def test_h27_a_file_that_cannot_be_made_anew_is_an_error_that_says_why(kind: str
 def test_h27_compiled_code_of_which_any_call_fails_is_exact_or_says_why(
     kind: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    injected = errors = first = 0
     torch._dynamo.reset()
     compiled = torch.compile(loss_of, backend="aot_eager")
     with on_faulty_disk():
         offload = make_offload(tmp_path)
-        assert same_bits(step(offload, 2, compiled), expected(2))
-        while True:
-            first += 1
-            Faulty.faults = faults = Faults(kind, first, fail_with(errno.EIO))
-            number = errno.EIO
-            try:
-                assert same_bits(step(offload, 1, compiled), expected(1))
-            except eo.TransferError as error:
-                number, errors = error.errno, errors + 1
-            assert number == errno.EIO
-            Faulty.faults = None
-            nothing_is_held(offload, after_error=True)
-            if not faults.injected:
-                break
-            injected += faults.injected
-            before = offload.stats(synchronize=True).bytes_in
-            assert same_bits(step(offload, 2, compiled), expected(2))
-            assert offload.stats(synchronize=True).bytes_in > before
-        assert offload.stats().compiled_regions > 0
+        step_is_exact(offload, 2, compiled)
+        struck, injected, _ = strike_each(offload, kind, errno.EIO, compiled)
+        stats = offload.stats()
+        assert stats.compiled_regions > 0
+        assert stats.bytes_in > 0
         offload.close()
     torch._dynamo.reset()
-    assert injected == first - 1 > 3
+    assert injected == struck > 3
     record_property("faults", injected)

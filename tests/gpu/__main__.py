@@ -11,8 +11,8 @@ import torch
 
 from tests.gpu.codec_scenarios import CODEC_SCENARIOS
 from tests.gpu.graph_scenarios import GRAPH_SCENARIOS
-from tests.gpu.machine import DeviceMachine
-from tests.gpu.scenarios import SCENARIOS, Skipped
+from tests.gpu.machine import DeviceMachine, Skipped
+from tests.gpu.scenarios import SCENARIOS
 from tests.gpu.step_scenarios import STEP_SCENARIOS
 
 

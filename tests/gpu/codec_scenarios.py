@@ -13,9 +13,8 @@ from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Gathe
 from eager_offload.codecs.rounded import compiled_multiple
 from eager_offload.graphs import make_graphed_callable
 from eager_offload.kernels import Kernel, LaunchSpec, Signature, TensorSpec, as_torch_kernel
-from tests.gpu.graph_scenarios import require_graphs
-from tests.gpu.machine import Machine
-from tests.gpu.scenarios import Around, Late, Scenario, Skipped, Step, same
+from tests.gpu.machine import Machine, Skipped
+from tests.gpu.scenarios import Around, Late, Step, same, scenarios_in
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import Settled, assert_identical
 
@@ -30,7 +29,6 @@ DRAWS = 64
 def packed_by(codec: Codec, x: Tensor, seed: Tensor) -> tuple[Tensor, bool]:
     """``x`` packed, on its device, and whether the codec holds it."""
     layout = codec.layout(TensorMeta.of(x))
-    assert layout is not None
     out = torch.zeros(layout.nbytes, dtype=torch.uint8, device=x.device)
     holds = codec.pack(x, out, seed)
     return out, holds is None or bool(holds)
@@ -109,13 +107,12 @@ def saved(machine: Machine, around: Around, seed: int) -> tuple[Tensor, Tensor]:
     x, w = machine.leaf(seed), machine.leaf(seed + 100)
     half = machine.leaf(seed + 200).detach().bfloat16().requires_grad_()
     with around:
-        h = Late.apply(x, machine).sin()  # type: ignore[no-untyped-call]
+        h = Late.apply(x, machine).sin()
         cast = half.float()
         y = torch.where(cast > 0, cast * cast, cast.sin()) + (cast[:, ::8] * cast[:, ::8]).repeat(1, 8)
         loss = (h * w).sum() + y.sum()
     del h, cast, y
-    gradient, other = torch.autograd.grad(loss, [w, half])
-    return gradient, other
+    return torch.autograd.grad(loss, [w, half])
 
 
 def packing_on_side_streams_is_exact(machine: Machine) -> None:
@@ -127,9 +124,8 @@ def packing_on_side_streams_is_exact(machine: Machine) -> None:
             side = sides[index % 2]
             machine.meet(home, side)
             with machine.computing_on(side):
-                step = Step(machine, index).forward(around)
-            with machine.backward_of(side):
-                step.backward()
+                step = Step(machine, index)
+            step.both_on(side, around)
             with machine.computing_on(side):
                 found = saved(machine, around, index)
             machine.meet(home, side)
@@ -174,7 +170,7 @@ def a_verdict_travels_and_what_is_refused_stays(machine: Machine) -> None:
         with around:
             cast = half.float()
             cast.data.add_(shift)  # changes no version: autograd still says that this is a cast
-            loss = Late.apply(cast.square(), machine).sum()  # type: ignore[no-untyped-call]
+            loss = Late.apply(cast.square(), machine).sum()
         del cast
         return torch.autograd.grad(loss, half)
 
@@ -195,14 +191,14 @@ def a_verdict_travels_and_what_is_refused_stays(machine: Machine) -> None:
 
 def a_captured_pack_draws_anew_on_each_replay(machine: Machine) -> None:
     """Its seed is a scalar of the device, which the graph itself moves on."""
-    require_graphs(machine)
+    machine.require_graphs()
     codec, golden = BlockInt(8, rounding="sr"), 0x1E3779B97F4A7C15
     x = machine.leaf(1).detach()
     seed = torch.zeros(1, dtype=torch.int64, device=machine.device)
 
     def step() -> Tensor:
         seed.add_(golden)
-        packed = torch.empty(codec.layout(TensorMeta.of(x)).nbytes, dtype=torch.uint8, device=x.device)  # type: ignore[union-attr]
+        packed = torch.empty(codec.layout(TensorMeta.of(x)).nbytes, dtype=torch.uint8, device=x.device)
         codec.pack(x, packed, seed)
         return unpacked_by(codec, packed, x)
 
@@ -229,12 +225,4 @@ def a_captured_pack_draws_anew_on_each_replay(machine: Machine) -> None:
     assert float(error) < bound / DRAWS**0.5
 
 
-#: All of them.
-CODEC_SCENARIOS: list[Scenario] = [
-    packing_has_the_bits_that_it_has_on_a_cpu,
-    compiled_kernels_have_the_bits_of_the_reference,
-    packing_on_side_streams_is_exact,
-    what_is_rounded_on_side_streams_is_what_was_packed,
-    a_verdict_travels_and_what_is_refused_stays,
-    a_captured_pack_draws_anew_on_each_replay,
-]
+CODEC_SCENARIOS = scenarios_in(globals())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -24,75 +26,72 @@ from eager_offload.graphs import (
     make_graphed_callable,
 )
 from tests.gpu.machine import Machine
-from tests.gpu.scenarios import Around, Scenario, Skipped
+from tests.gpu.scenarios import Around, scenarios_in
 
 REPLAYS = 100
+#: How a dumped graph calls nodes that copy out and in, in small letters; on the virtual device, and elsewhere.
+COPIES = {True: ("copy out", "copy in"), False: ("dtoh", "htod")}
 
 
-def require_graphs(machine: Machine) -> None:
-    if not machine.runtime.captures:
-        raise Skipped("this torch captures nothing on this device")
+class TrainingStep:
+    """Forward, backward and a fused AdamW of a few layers.
 
+    Args:
+        during: called in the midst of each forward, with the number of the step.
+    """
 
-def names_of_copies(machine: Machine) -> tuple[str, str]:
-    """How a dumped graph calls nodes that copy out and in, in small letters."""
-    return ("copy out", "copy in") if machine.device.type == "virtual" else ("dtoh", "htod")
-
-
-class Training:
-    """Forward, backward and a fused AdamW, whose inputs and rate stay where they are."""
-
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, during: Callable[[int], object] = lambda number: None) -> None:
         torch.manual_seed(0)
         width, device = machine.width, machine.device
-        self._shape = (width, width)
-        self.model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)).to(device)
-        self.batch = StaticInputs((torch.zeros(self._shape, device=device), torch.zeros(self._shape, device=device)))
+        layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU())]
+        self.first, self.rest = layers[0].to(device), nn.Sequential(*layers[1:]).to(device)
         self.rate = DeviceScalar(1e-3)
+        self.parameters = [*self.first.parameters(), *self.rest.parameters()]
         kind = {"capturable": True} if device.type in ("cuda", "xpu") else {}  # other devices are refused it
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.rate.tensor, fused=True, **kind)
-        self.stream = machine.side_stream()
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=self.rate.tensor, fused=True, **kind)
+        self.calls, self._during = 0, during
 
-    def __call__(self) -> Tensor:
-        x, y = self.batch.values
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        loss = (self.model(x) - y).square().mean()
+        h = self.first(x)
+        self.calls += 1
+        self._during(self.calls - 1)
+        loss = (self.rest(h) - y).square().mean()
         loss.backward()
         self.optimizer.step()
         return loss.detach()
 
-    def feed(self, number: int) -> None:
-        generator = torch.Generator().manual_seed(number)
-        device = self.rate.tensor.device
-        self.batch.update(tuple(torch.randn(self._shape, generator=generator).to(device) for _ in range(2)))
-        self.rate.update(1e-3 / (1 + number))
 
-    def warm_up(self) -> None:
-        for number in range(3):
-            self.feed(REPLAYS + number)
-            self()
+def batch(machine: Machine, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x, y = (torch.randn(machine.width, machine.width, generator=generator) for _ in range(2))
+    return x.to(machine.device), y.to(machine.device)
 
 
 def replays_are_eager_steps(machine: Machine) -> None:
-    require_graphs(machine)
-    eager, captured = Training(machine), Training(machine)
-    with machine.computing_on(captured.stream):
-        for training in (eager, captured):
-            training.warm_up()
-        graph = make_graphed_callable(captured, captured.stream)
+    machine.require_graphs()
+    steps, inputs = (TrainingStep(machine), TrainingStep(machine)), StaticInputs(batch(machine, 0))
+    eager, captured = steps
+    stream = machine.side_stream()
+    with machine.computing_on(stream):
+        for number, step in itertools.product(range(3), steps):
+            step(*batch(machine, REPLAYS + number))
+        graph = make_graphed_callable(lambda: captured(*inputs.values), stream)
         graph.upload()
         for number in range(REPLAYS):
-            for training in (eager, captured):
-                training.feed(number)
+            values = batch(machine, number)
+            inputs.update(values)
+            for step in steps:
+                step.rate.update(1e-3 / (1 + number))
             graph.launch()
-            assert torch.equal(eager(), graph.result), f"replay {number}"
+            assert torch.equal(eager(*values), graph.result), f"replay {number}"
     machine.finish()
-    for one, other in zip(eager.model.parameters(), captured.model.parameters(), strict=True):
+    for one, other in zip(eager.parameters, captured.parameters, strict=True):
         assert torch.equal(one, other)
 
 
 def copies_both_ways_are_nodes_of_the_graph(machine: Machine) -> None:
-    require_graphs(machine)
+    machine.require_graphs()
     x, pool = torch.ones(machine.width, device=machine.device), CapturePool("1MiB")
     host = pool.host_buffer(x.nbytes).view(torch.float32)
     back = torch.zeros_like(x)
@@ -108,11 +107,11 @@ def copies_both_ways_are_nodes_of_the_graph(machine: Machine) -> None:
         path = Path(directory) / "graph"
         graph.dump(path)
         text = path.read_text()
-    assert all(name in text.lower() for name in names_of_copies(machine)), text[:4000]
+    assert all(name in text.lower() for name in COPIES[machine.device.type == "virtual"]), text[:4000]
 
 
 def captures_that_fail_leave_nothing_and_the_next_is_good(machine: Machine) -> None:
-    require_graphs(machine)
+    machine.require_graphs()
     x = torch.ones(1 << 16, device=machine.device)
 
     def reserved() -> int:
@@ -158,7 +157,7 @@ def captures_that_fail_leave_nothing_and_the_next_is_good(machine: Machine) -> N
 
 def a_pool_goes_on_after_a_capture_that_failed(machine: Machine) -> None:
     """With the graphs that it has."""
-    require_graphs(machine)
+    machine.require_graphs()
     x, pool = torch.ones(1 << 16, device=machine.device), CapturePool()
 
     def capture(fails: bool = False) -> CapturedGraph:
@@ -185,7 +184,7 @@ def a_pool_goes_on_after_a_capture_that_failed(machine: Machine) -> None:
 
 
 def another_thread_pins_and_trains_meanwhile(machine: Machine) -> None:
-    require_graphs(machine)
+    machine.require_graphs()
 
     def gradient(x: Tensor, around: Around) -> Tensor:
         with around:
@@ -209,7 +208,7 @@ def another_thread_pins_and_trains_meanwhile(machine: Machine) -> None:
 
 
 def events_are_not_asked_about_while_another_thread_captures_globally(machine: Machine) -> None:
-    require_graphs(machine)
+    machine.require_graphs()
     begun, ended, found = threading.Event(), threading.Event(), []
     stream = machine.side_stream()
 
@@ -232,11 +231,4 @@ def events_are_not_asked_about_while_another_thread_captures_globally(machine: M
     assert x.tolist() == [1.0] * 8
 
 
-GRAPH_SCENARIOS: list[Scenario] = [
-    replays_are_eager_steps,
-    copies_both_ways_are_nodes_of_the_graph,
-    captures_that_fail_leave_nothing_and_the_next_is_good,
-    a_pool_goes_on_after_a_capture_that_failed,
-    another_thread_pins_and_trains_meanwhile,
-    events_are_not_asked_about_while_another_thread_captures_globally,
-]
+GRAPH_SCENARIOS = scenarios_in(globals())

@@ -25,6 +25,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 SLEEP_CYCLES = 8_000_000
 
 
+class Skipped(Exception):
+    """This machine cannot show it."""
+
+
 class Machine(abc.ABC):
     """A device, its runtime, and the offloads that a scenario made on it."""
 
@@ -63,7 +67,7 @@ class Machine(abc.ABC):
             return enqueue(target, source, stream, after)
 
         staging = self.runtime._staging
-        self.runtime._enqueue = staging._enqueue = late  # type: ignore[method-assign, assignment]
+        self.runtime._enqueue = staging._enqueue = late
         try:
             yield
         finally:
@@ -110,6 +114,10 @@ class Machine(abc.ABC):
     def watching(self) -> AbstractContextManager[object]:
         """What a further thread that computes has to be in."""
         return nullcontext()
+
+    def require_graphs(self) -> None:
+        if not self.runtime.captures:
+            raise Skipped("this torch captures nothing on this device")
 
     def close(self) -> None:
         for offload in self.offloads:

@@ -9,8 +9,9 @@ import gc
 import itertools
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from inspect import isfunction, signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from eager_offload import SavedTensorModifiedError
 from eager_offload.runtime.base import Layout
 from eager_offload.trace_file import Kind, read_trace
-from tests.gpu.machine import Machine
+from tests.gpu.machine import Machine, Skipped
 from tests.hazards.backends import assert_settled, hooks_are_gone, wait_until_nothing_is_held
 from tests.hazards.programs import (
     REGIMES,
@@ -36,8 +37,13 @@ from tests.hazards.programs import (
 Scenario: TypeAlias = Callable[[Machine], None]
 
 
-class Skipped(Exception):
-    """This machine cannot show it."""
+def scenarios_in(module: Mapping[str, Any]) -> list[Scenario]:
+    """The functions of a module, given as its names, that are called with a machine alone; in their order."""
+    return [
+        one
+        for one in module.values()
+        if isfunction(one) and one.__module__ == module["__name__"] and [*signature(one).parameters] == ["machine"]
+    ]
 
 
 class Late(torch.autograd.Function):
@@ -65,9 +71,9 @@ class Step:
 
     def forward(self, around: Around) -> Step:
         with around:
-            h = Late.apply(self.x * 2, self._machine).tanh()  # type: ignore[no-untyped-call]
+            h = Late.apply(self.x * 2, self._machine).tanh()
             y = ((h @ self.w).exp() * h).sin()
-            self.loss = Late.apply(y, self._machine).sum()  # type: ignore[no-untyped-call]
+            self.loss = Late.apply(y, self._machine).sum()
         return self
 
     def backward(self) -> Step:
@@ -75,10 +81,15 @@ class Step:
         self.loss = None
         return self
 
+    def both_on(self, side: torch.Stream, around: Around) -> Step:
+        """Forward and backward while the program computes on ``side``."""
+        with self._machine.computing_on(side):
+            self.forward(around)
+        with self._machine.backward_of(side):
+            return self.backward()
+
     @property
     def result(self) -> object:
-        assert self.x.grad is not None
-        assert self.w.grad is not None
         return self.x.grad.clone(), self.w.grad.clone()
 
 
@@ -194,7 +205,6 @@ def h07_one_tensor_for_three_consumers_is_copied_once(machine: Machine) -> None:
 def h08_saved_tensors_are_asked_for_again(machine: Machine) -> None:
     def program(around: Around) -> object:
         step = Step(machine, 1).forward(around)
-        assert step.loss is not None
         first = torch.autograd.grad(step.loss, [step.x, step.w], retain_graph=True)
         second = torch.autograd.grad(step.loss, [step.x, step.w], retain_graph=True)
         with around:
@@ -229,7 +239,7 @@ def h10_after_an_exception_the_next_step_is_exact(machine: Machine) -> None:
                         h = (victim.x * 2).tanh().exp()
                         if in_forward:
                             raise Fault
-                        loss = Fails.apply(h).sin().sum()  # type: ignore[no-untyped-call]
+                        loss = Fails.apply(h).sin().sum()
                     loss.backward()
                 except Fault:
                     assert hooks_are_gone()
@@ -249,13 +259,9 @@ def h14_forward_and_backward_on_streams_of_their_own(machine: Machine) -> None:
     def program(around: Around) -> object:
         results = []
         for index in range(6):
-            side = sides[index % 2]
-            step = Step(machine, index)
+            side, step = sides[index % 2], Step(machine, index)
             machine.meet(home, side)
-            with machine.computing_on(side):
-                step.forward(around)
-            with machine.backward_of(side):
-                step.backward()
+            step.both_on(side, around)
             machine.meet(home, side)
             results.append(step.result)
             machine.meet(home, side)
@@ -271,11 +277,7 @@ def h14_two_models_on_two_streams_share_nothing_but_slots(machine: Machine) -> N
         steps = [Step(machine, seed) for seed in range(2)]
         machine.meet(home, *sides)
         for round in range(6):
-            side, step = sides[round % 2], steps[round % 2]
-            with machine.computing_on(side):
-                step.forward(around)
-            with machine.backward_of(side):
-                step.backward()
+            steps[round % 2].both_on(sides[round % 2], around)
         machine.meet(home, *sides)
         results = [step.result for step in steps]
         machine.meet(home, *sides)
@@ -392,9 +394,8 @@ def h29_two_threads_with_an_offload_each(machine: Machine) -> None:
         start.wait(timeout=60)
         for seed in (2 * thread, 2 * thread + 1):
             with machine.computing_on(side):
-                step = Step(machine, seed).forward(Settled(offload))
-            with machine.backward_of(side):
-                step.backward()
+                step = Step(machine, seed)
+            step.both_on(side, Settled(offload))
             with machine.computing_on(side):
                 results[seed] = step.result
         machine.runtime.synchronize(machine.runtime.record(side))
@@ -468,7 +469,7 @@ def out_of_memory_for_a_reload_is_absorbed_once(machine: Machine) -> None:
         return allocate(layout, device, stream)
 
     step = Step(machine, 1).forward(Settled(offload))
-    machine.runtime.allocate = refusing  # type: ignore[method-assign]
+    machine.runtime.allocate = refusing
     try:
         with machine.slow_links():
             assert_identical(expected, step.backward().result)
@@ -528,27 +529,4 @@ def a_trace_tells_the_times_of_the_device(machine: Machine) -> None:
         assert backward, "backward is not shown"
 
 
-#: All of them.
-SCENARIOS: list[Scenario] = [
-    h01_a_change_after_the_save_is_an_error_even_while_the_copy_runs,
-    h02_graphs_that_live_together,
-    h03_buffers_are_reused_while_an_earlier_graph_lives,
-    h07_one_tensor_for_three_consumers_is_copied_once,
-    h08_saved_tensors_are_asked_for_again,
-    h10_after_an_exception_the_next_step_is_exact,
-    h14_forward_and_backward_on_streams_of_their_own,
-    h14_two_models_on_two_streams_share_nothing_but_slots,
-    h15_what_was_selected_stays_selected,
-    h16_the_source_is_dropped_and_its_memory_painted_over,
-    h17_backward_begins_while_every_copy_out_still_runs,
-    h18_slots_are_used_again_while_reloads_from_them_are_only_enqueued,
-    h19_what_was_not_asked_for_goes,
-    h20_backward_asks_in_another_order,
-    h29_two_threads_with_an_offload_each,
-    h30_two_devices_in_one_model,
-    out_of_memory_in_forward_is_followed_by_a_smaller_batch,
-    out_of_memory_for_a_reload_is_absorbed_once,
-    the_disk_behind_the_device,
-    pageable_memory_is_exact_too,
-    a_trace_tells_the_times_of_the_device,
-]
+SCENARIOS = scenarios_in(globals())

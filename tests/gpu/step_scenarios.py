@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,56 +19,19 @@ from eager_offload.codecs import BlockInt
 from eager_offload.graphs import (
     CaptureMode,
     CaptureStatus,
-    DeviceScalar,
     HostAllocationUnderCaptureError,
     capture_status,
+    capture_step,
 )
-from tests.gpu.graph_scenarios import REPLAYS, names_of_copies, require_graphs
+from tests.gpu.graph_scenarios import COPIES, REPLAYS, TrainingStep, batch
 from tests.gpu.machine import Machine
-from tests.gpu.scenarios import Scenario
+from tests.gpu.scenarios import scenarios_in
 
 WARMUP = 3
 
 
-class Step:
-    """Forward, backward and a fused AdamW of a few layers.
-
-    Args:
-        during: called in the midst of each forward, with the number of the step; the capture is number ``WARMUP``.
-    """
-
-    def __init__(self, machine: Machine, during: Callable[[int], object] = lambda number: None) -> None:
-        torch.manual_seed(0)
-        width, device = machine.width, machine.device
-        layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU())]
-        self.first, self.rest = layers[0].to(device), nn.Sequential(*layers[1:]).to(device)
-        self.rate = DeviceScalar(1e-3)
-        self.parameters = [*self.first.parameters(), *self.rest.parameters()]
-        kind = {"capturable": True} if device.type in ("cuda", "xpu") else {}  # other devices are refused it
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=self.rate.tensor, fused=True, **kind)
-        self.calls, self._during = 0, during
-
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        self.optimizer.zero_grad()
-        h = self.first(x)
-        self.calls += 1
-        self._during(self.calls - 1)
-        loss = (self.rest(h) - y).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-
-def batch(machine: Machine, number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    x, y = (torch.randn(machine.width, machine.width, generator=generator) for _ in range(2))
-    return x.to(machine.device), y.to(machine.device)
-
-
-def captured(machine: Machine, step: Step, offload: Offload | None = None, **arguments: Any) -> Any:
+def captured(machine: Machine, step: TrainingStep, offload: Offload | None = None, **arguments: Any) -> Any:
     """``step`` after ``WARMUP`` real ones, captured; with an offload that moves all that can move."""
-    from eager_offload.graphs import capture_step
-
     offload = machine.offload() if offload is None else offload
     moved = offload.stats(synchronize=True).bytes_out
     found = capture_step(
@@ -80,9 +42,9 @@ def captured(machine: Machine, step: Step, offload: Offload | None = None, **arg
     return found
 
 
-def assert_replays_are_eager_steps(machine: Machine, step: Step, replay: Any, replays: int) -> None:
+def assert_replays_are_eager_steps(machine: Machine, step: TrainingStep, replay: Any, replays: int) -> None:
     """Of a step that was captured just now: beside another one, which begins with the same real steps."""
-    eager = Step(machine)
+    eager = TrainingStep(machine)
     for _ in range(WARMUP):
         eager(*batch(machine, REPLAYS))
     losses = set()
@@ -101,8 +63,8 @@ def assert_replays_are_eager_steps(machine: Machine, step: Step, replay: Any, re
 
 
 def replays_of_a_step_with_offload_are_eager_steps(machine: Machine) -> None:
-    require_graphs(machine)
-    step = Step(machine)
+    machine.require_graphs()
+    step = TrainingStep(machine)
     with captured(machine, step) as replay:
         assert step.calls == WARMUP + 1
         assert_replays_are_eager_steps(machine, step, replay, REPLAYS)
@@ -111,8 +73,8 @@ def replays_of_a_step_with_offload_are_eager_steps(machine: Machine) -> None:
 
 
 def a_replay_on_another_stream_is_in_order(machine: Machine) -> None:
-    require_graphs(machine)
-    step, side = Step(machine), machine.side_stream()
+    machine.require_graphs()
+    step, side = TrainingStep(machine), machine.side_stream()
     with captured(machine, step) as replay:
 
         def elsewhere(*values: Tensor) -> Tensor:
@@ -123,28 +85,28 @@ def a_replay_on_another_stream_is_in_order(machine: Machine) -> None:
             home.wait_stream(side)
             return result
 
-        home, elsewhere.result = machine.current, replay.result  # type: ignore[attr-defined]
+        home, elsewhere.result = machine.current, replay.result
         assert_replays_are_eager_steps(machine, step, elsewhere, 10)
 
 
 def copies_of_an_offload_are_nodes_of_the_graph(machine: Machine) -> None:
-    require_graphs(machine)
-    step = Step(machine)
+    machine.require_graphs()
+    step = TrainingStep(machine)
     with captured(machine, step, debug=True) as replay, tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "graph"
         replay.graph.dump(path)
         text = path.read_text().lower()
-        for name in names_of_copies(machine):
+        for name in COPIES[machine.device.type == "virtual"]:
             assert text.count(name) >= len(replay.plan.slots), text[:4000]
         assert_replays_are_eager_steps(machine, step, replay, 3)
 
 
 def a_step_that_goes_takes_nothing_from_another(machine: Machine) -> None:
     """Their captures were on one stream, for which torch keeps what matrix products work in."""
-    require_graphs(machine)
-    step = Step(machine)
+    machine.require_graphs()
+    step = TrainingStep(machine)
     with captured(machine, step) as replay:
-        with captured(machine, Step(machine)) as other:
+        with captured(machine, TrainingStep(machine)) as other:
             other.launch()
         del other
         gc.collect()
@@ -156,8 +118,8 @@ def a_step_that_goes_takes_nothing_from_another(machine: Machine) -> None:
 
 
 def memory_is_flat_over_recaptures(machine: Machine) -> None:
-    require_graphs(machine)
-    step, offload = Step(machine), machine.offload()
+    machine.require_graphs()
+    step, offload = TrainingStep(machine), machine.offload()
 
     def held() -> tuple[int, int]:
         gc.collect()
@@ -179,7 +141,7 @@ def memory_is_flat_over_recaptures(machine: Machine) -> None:
 
 
 def after_a_capture_of_a_step_that_failed_the_next_is_good(machine: Machine) -> None:
-    require_graphs(machine)
+    machine.require_graphs()
 
     class Fault(Exception):
         pass
@@ -196,20 +158,20 @@ def after_a_capture_of_a_step_that_failed_the_next_is_good(machine: Machine) -> 
     for during, kind in ((fail, Fault), (invalidate, RuntimeError)):
         raised: BaseException | None = None
         try:
-            captured(machine, Step(machine, during), offload)
+            captured(machine, TrainingStep(machine, during), offload)
         except (Fault, RuntimeError) as error:
             raised = error
         assert isinstance(raised, kind), raised
         assert machine.current == before
         assert capture_status() is CaptureStatus.NONE
         assert torch.equal(first_gradient(machine, offload), first_gradient(machine, nullcontext()))
-        step = Step(machine)
+        step = TrainingStep(machine)
         with captured(machine, step, offload) as replay:
             assert_replays_are_eager_steps(machine, step, replay, 3)
 
 
 def first_gradient(machine: Machine, around: AbstractContextManager[Any]) -> Tensor:
-    step, (x, y) = Step(machine), batch(machine, 1)
+    step, (x, y) = TrainingStep(machine), batch(machine, 1)
     with around:
         loss = (step.rest(step.first(x)) - y).square().mean()
     (gradient,) = torch.autograd.grad(loss, step.parameters[:1])
@@ -217,7 +179,7 @@ def first_gradient(machine: Machine, around: AbstractContextManager[Any]) -> Ten
 
 
 def a_thread_pins_while_a_step_is_captured_in_each_mode(machine: Machine) -> None:
-    require_graphs(machine)
+    machine.require_graphs()
     found: list[str] = []
 
     def pin() -> None:
@@ -231,7 +193,7 @@ def a_thread_pins_while_a_step_is_captured_in_each_mode(machine: Machine) -> Non
             machine.in_thread(pin)
 
     for mode in CaptureMode:
-        step = Step(machine, during)
+        step = TrainingStep(machine, during)
         with captured(machine, step, mode=mode) as replay:
             assert found.pop() == ("refused" if mode is CaptureMode.GLOBAL else "pinned"), mode
             assert_replays_are_eager_steps(machine, step, replay, 3)
@@ -239,9 +201,7 @@ def a_thread_pins_while_a_step_is_captured_in_each_mode(machine: Machine) -> Non
 
 def a_step_that_rounds_draws_anew_on_each_replay(machine: Machine) -> None:
     """The gradient is affine in what is rounded, so the mean of what replays draw is that of an exact step."""
-    require_graphs(machine)
-    from eager_offload.graphs import capture_step
-
+    machine.require_graphs()
     x, factor = batch(machine, 0)
     weights = [machine.leaf(seed) for seed in range(1, 7)]
 
@@ -265,13 +225,4 @@ def a_step_that_rounds_draws_anew_on_each_replay(machine: Machine) -> None:
     assert 0 < mean < 4 * one / REPLAYS
 
 
-STEP_SCENARIOS: list[Scenario] = [
-    replays_of_a_step_with_offload_are_eager_steps,
-    a_replay_on_another_stream_is_in_order,
-    copies_of_an_offload_are_nodes_of_the_graph,
-    a_step_that_goes_takes_nothing_from_another,
-    memory_is_flat_over_recaptures,
-    after_a_capture_of_a_step_that_failed_the_next_is_good,
-    a_thread_pins_while_a_step_is_captured_in_each_mode,
-    a_step_that_rounds_draws_anew_on_each_replay,
-]
+STEP_SCENARIOS = scenarios_in(globals())

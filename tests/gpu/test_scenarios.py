@@ -14,8 +14,8 @@ from eager_offload.simulation.checker import Checker
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.gpu.codec_scenarios import CODEC_SCENARIOS
 from tests.gpu.graph_scenarios import GRAPH_SCENARIOS
-from tests.gpu.machine import DeviceMachine, Machine
-from tests.gpu.scenarios import SCENARIOS, Scenario, Skipped
+from tests.gpu.machine import DeviceMachine, Machine, Skipped
+from tests.gpu.scenarios import SCENARIOS, Scenario
 from tests.gpu.step_scenarios import STEP_SCENARIOS
 
 ON_THE_DOUBLE = [

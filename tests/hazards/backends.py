@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self
 from zlib import crc32
 
@@ -116,15 +115,13 @@ class Backend(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         for offload in self.offloads:
             offload.close()
 
 
 class Gate:
-    """Copies out wait behind it."""
+    """Threads wait behind it."""
 
     def __init__(self) -> None:
         self._opened = threading.Event()
@@ -138,8 +135,25 @@ class Gate:
         assert self._opened.wait(60), "the gate was never opened"
 
     def wait_until_reached(self) -> None:
-        """Returns when a copy stands before the gate."""
-        assert self._reached.wait(60), "no copy came to the gate"
+        """Returns when a thread stands before the gate."""
+        assert self._reached.wait(60), "no thread came to the gate"
+
+
+@contextmanager
+def gate_before(owner: Any, name: str) -> Iterator[Gate]:
+    """Holds back every call of a function of ``owner``, a class or a module, until the gate is opened."""
+    gate, call = Gate(), getattr(owner, name)
+
+    def gated(*arguments: Any) -> Any:
+        gate.pass_through()
+        return call(*arguments)
+
+    setattr(owner, name, gated)
+    try:
+        yield gate
+    finally:
+        gate.open()
+        setattr(owner, name, call)
 
 
 class DiskBackend(Backend):
@@ -155,20 +169,8 @@ class DiskBackend(Backend):
     def watching(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    @contextmanager
-    def gate(self) -> Iterator[Gate]:
-        gate, write = Gate(), DiskSlot.write
-
-        def gated(slot: DiskSlot, source: torch.Tensor) -> None:
-            gate.pass_through()
-            write(slot, source)
-
-        DiskSlot.write = gated  # type: ignore[method-assign]
-        try:
-            yield gate
-        finally:
-            gate.open()
-            DiskSlot.write = write  # type: ignore[method-assign]
+    def gate(self) -> AbstractContextManager[Gate]:
+        return gate_before(DiskSlot, "write")
 
     def _make(self, fields: dict[str, Any]) -> Offload:
         return Offload(**fields)
@@ -195,7 +197,6 @@ class CheckedBackend(Backend):
 
     def assert_ordered(self) -> None:
         """Asserts that the checker found nothing so far."""
-        assert self.checker is not None
         if self.sources_change:
             self.checker.violations = without_changes_of_sources(self.checker.violations)
         self.checker.assert_clean()
@@ -204,12 +205,10 @@ class CheckedBackend(Backend):
         self.checker = self._checking.__enter__()
         return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        self._checking.__exit__(kind, error, trace)
-        if error is None:
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._checking.__exit__(*error)
+        if error[0] is None:
             self.assert_ordered()
 
     def _make(self, fields: dict[str, Any]) -> Offload:
@@ -260,9 +259,7 @@ def offloader_of(offload: Offload) -> DeviceOffloader:
 
 def saves_of(offload: Offload) -> SavedTensors:
     """The saved tensors of that device."""
-    saves = offload._hooks.saved_tensors(offloader_of(offload).device)
-    assert isinstance(saves, SavedTensors)
-    return saves
+    return offload._hooks.saved_tensors(offloader_of(offload).device)
 
 
 class Tracked(NamedTuple):

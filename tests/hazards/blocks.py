@@ -39,17 +39,30 @@ class Step:
         self.x, self.w = leaf(32, 32, seed=seed), leaf(32, 32, seed=seed + 100)
         self.loss: Tensor | None = None
 
-    def forward(self, offload: AbstractContextManager[object]) -> None:
+    def forward(self, offload: AbstractContextManager[object]) -> Step:
         with offload:
             h = (self.x * 2).tanh()
             self.loss = ((h @ self.w).exp() * h).sin().sum()
+        return self
 
-    def backward(self) -> None:
+    def backward(self) -> Step:
         self.loss.backward()
         self.loss = None
+        return self
 
     @property
     def result(self) -> object:
-        assert self.x.grad is not None
-        assert self.w.grad is not None
         return self.x.grad.clone(), self.w.grad.clone()
+
+
+class Trainer:
+    """A model of 16 columns, and what trains it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    @property
+    def state(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.hazards.programs import Around, Program, leaf
+from tests.hazards.functions import custom
+from tests.hazards.programs import Around, Program, leaf, one_step, trained
 
 
 def plain() -> Tensor:
@@ -68,25 +69,22 @@ def zeroed_where_positive(x: Tensor, y: Tensor) -> None:
     x[x > 0] = 0
 
 
-def an_intermediate_with_a_history(offload: Around) -> object:
+@one_step
+def an_intermediate_with_a_history() -> tuple[Tensor, ...]:
     a, w = leaf(64, 64), leaf(64, 64, seed=2)
-    with offload:
-        h = a * 2
-        y = h @ w
-        h.relu_()
-        z = y + h
-    z.sum().backward()
-    return w.grad
+    h = a * 2
+    y = h @ w
+    h.relu_()
+    return y + h, w
 
 
-def the_earlier_of_two_saves(offload: Around) -> object:
+@one_step
+def the_earlier_of_two_saves() -> tuple[Tensor, ...]:
     w, x = leaf(64, 64), plain()
-    with offload:
-        first = w * x
-        x.mul_(2)
-        second = w * x
-    (first + second).sum().backward()
-    return w.grad
+    first = w * x
+    x.mul_(2)
+    second = w * x
+    return first + second, w
 
 
 def a_parameter_by_its_optimizer(offload: Around) -> object:
@@ -110,26 +108,16 @@ def between_two_backwards(offload: Around) -> object:
     return w.grad
 
 
-class DoublingItsSave(torch.autograd.Function):
-    """Changes what it saved, in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, payload: Tensor) -> Tensor:
-        ctx.save_for_backward(payload)
-        return x * payload
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (payload,) = ctx.saved_tensors
-        result = gradient * payload
-        payload.mul_(2)
-        return result, None
-
-
 def by_its_own_backward(offload: Around) -> object:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (saved,) = ctx.saved_tensors
+        result = gradient * saved
+        saved.mul_(2)
+        return result
+
     w, x = leaf(64, 64), plain()
     with offload:
-        y = DoublingItsSave.apply(w, x + 1).sum()
+        y = custom(w, backward, x + 1).sum()
     y.backward(retain_graph=True)
     y.backward()
     return w.grad
@@ -178,12 +166,11 @@ MODIFIED: list[Program] = [
 ]
 
 
-def batch_norm_statistics(offload: Around) -> object:
+@one_step
+def batch_norm_statistics() -> tuple[Tensor, ...]:
     norm, x = nn.BatchNorm1d(64), leaf(64, 64)
-    with offload:
-        y = norm(norm(x * 2).tanh())
-    y.square().sum().backward()
-    return x.grad, norm.running_mean, norm.running_var, norm.weight.grad
+    y = norm(norm(x * 2).tanh())
+    return y.square(), x, norm.running_mean, norm.running_var, norm.weight
 
 
 def an_optimizer_whose_parameters_are_not_read(offload: Around) -> object:
@@ -199,16 +186,7 @@ def an_optimizer_whose_parameters_are_not_read(offload: Around) -> object:
 
 def an_optimizer_between_steps(offload: Around) -> object:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), leaf(64, 64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        with offload:
-            loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses, list(model.parameters()), x.grad
+    return trained(model.parameters(), offload, lambda _: model(x).square().mean(), torch.optim.AdamW), x.grad
 
 
 def a_branch_that_backward_never_visits(offload: Around) -> object:
@@ -230,23 +208,19 @@ def a_save_that_no_gradient_needs(offload: Around) -> object:
     return torch.autograd.grad(y, b)
 
 
-def before_it_is_saved(offload: Around) -> object:
+@one_step
+def before_it_is_saved() -> tuple[Tensor, ...]:
     w, x = leaf(64, 64), plain()
-    with offload:
-        x.mul_(10)
-        y = (w * 1).mul_(3).sin() * x
-    y.sum().backward()
-    return w.grad
+    x.mul_(10)
+    return (w * 1).mul_(3).sin() * x, w
 
 
-def the_later_of_two_saves(offload: Around) -> object:
+@one_step
+def the_later_of_two_saves() -> tuple[Tensor, ...]:
     w, x = leaf(64, 64), plain()
-    with offload:
-        first = w * x
-        x.mul_(2)
-        second = w * x
-    second.sum().backward()
-    return first.detach(), w.grad
+    first = w * x
+    x.mul_(2)
+    return w * x, w, first
 
 
 def after_backward(offload: Around) -> object:
@@ -261,15 +235,13 @@ def after_backward(offload: Around) -> object:
     return gradients
 
 
-def activations_in_place(offload: Around) -> object:
+@one_step
+def activations_in_place() -> tuple[Tensor, ...]:
     model, x = (
         nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.ELU(inplace=True)),
         leaf(8, 64),
     )
-    with offload:
-        y = model(x)
-    y.sum().backward()
-    return x.grad, [p.grad for p in model.parameters()]
+    return model(x), x, *model.parameters()
 
 
 def a_leaf_that_gets_other_data(offload: Around) -> object:

@@ -2,65 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Returned:
-    """A saved tensor as backward was given it."""
-
-    values: Tensor
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    conj: bool
-    neg: bool
-    alignment: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Returned:
-        strided = tensor.layout is torch.strided
-        return cls(
-            values=tensor.detach().clone(),
-            size=tensor.size(),
-            stride=tensor.stride() if strided and not tensor.is_nested else (),
-            dtype=tensor.dtype,
-            conj=tensor.is_conj(),
-            neg=tensor.is_neg(),
-            alignment=tensor.data_ptr() % 64 if strided and not tensor.is_meta else 0,
-        )
-
-    def parts(self) -> list[object]:
-        """For a comparison bit by bit."""
-        return [self.values, *self.size, *self.stride, str(self.dtype), self.conj, self.neg, self.alignment]
+def as_given(tensor: Tensor) -> list[object]:
+    """What there is to say of a saved tensor, bit by bit: its values come first, its address modulo 64 comes last."""
+    strided = tensor.layout is torch.strided
+    stride = tensor.stride() if strided and not tensor.is_nested else ()
+    alignment = tensor.data_ptr() % 64 if strided and not tensor.is_meta else 0
+    kind = [str(tensor.dtype), tensor.is_conj(), tensor.is_neg()]
+    return [tensor.detach().clone(), *tensor.size(), *stride, *kind, alignment]
 
 
-class _Saving(torch.autograd.Function):
+class _Custom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seen: list[Returned], times: int, hold: bool, *payload: Tensor) -> Tensor:
-        ctx.save_for_backward(*payload)
-        ctx.seen, ctx.times, ctx.hold = seen, times, hold
-        return x.clone()
+    def forward(ctx: Any, x: Tensor, forward: Any, backward: Any, saved: tuple[Tensor, ...]) -> Tensor:
+        ctx.save_for_backward(*saved)
+        ctx.own = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        held = []
-        for _ in range(ctx.times):
-            read = ctx.saved_tensors
-            ctx.seen.extend(Returned.of(tensor) for tensor in read)
-            held += [read] if ctx.hold else []
-        return gradient, None, None, None, *(None for _ in ctx.needs_input_grad[4:])
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.own(ctx, gradient), None, None, None
 
 
-def saving(x: Tensor, *payload: Tensor, seen: list[Returned], times: int = 1, hold: bool = False) -> Tensor:
-    """``x`` again; saves ``payload`` and notes in ``seen`` what backward gets for it.
+def custom(
+    x: Tensor,
+    backward: Callable[[Any, Tensor], Tensor],
+    *saved: Tensor,
+    forward: Callable[[Tensor], Tensor] = torch.clone,
+) -> Tensor:
+    """``forward`` of ``x``, as an operator that saves ``saved``.
 
     Args:
-        times: how often backward reads what was saved.
-        hold: whether it holds on to what it has read meanwhile.
+        backward: the gradient of ``x``, made of the operator's context and of the gradient of its result.
     """
-    return _Saving.apply(x, seen, times, hold, *payload)
+    return _Custom.apply(x, forward, backward, saved)
+
+
+def watching(x: Tensor, look: Callable[[Tensor], object], *saved: Tensor) -> Tensor:
+    """``x`` again; backward calls ``look`` with each of ``saved``, as it is given it."""
+
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        for tensor in ctx.saved_tensors:
+            look(tensor)
+        return gradient
+
+    return custom(x, backward, *saved)
+
+
+def saving(x: Tensor, *saved: Tensor, seen: list[list[object]]) -> Tensor:
+    """``x`` again; notes in ``seen`` what backward is given of ``saved``."""
+    return watching(x, lambda tensor: seen.append(as_given(tensor)), *saved)

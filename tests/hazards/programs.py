@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -34,10 +33,8 @@ class Settled:
         self.offload.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.offload.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self.offload.__exit__(*error)
         self.offload.stats(synchronize=True)
 
 
@@ -63,6 +60,52 @@ REGIMES = (
     Regime("one at a time", settled=False, fields={"max_inflight_bytes": 1, "prefetch_bytes": 1 << 12}),
     Regime("all on the way at once", settled=False),
 )
+
+
+def one_step(forward: Callable[..., Sequence[object]]) -> Callable[..., list[Any]]:
+    """The step of a ``forward``, which returns what is differentiated, and what is to be compared behind its backward.
+
+    The step is called with what stands around the forward, and with the forward's arguments. It returns the sum that is
+    differentiated, the gradients of leaves, and all else as it is.
+    """
+
+    def step(around: Around, *case: Any, **fields: Any) -> list[Any]:
+        with around:
+            result, *compared = forward(*case, **fields)
+        loss = result.sum()
+        del result
+        loss.backward()
+        has_gradient = [isinstance(one, Tensor) and one.is_leaf and one.requires_grad for one in compared]
+        return [loss.detach(), *(one.grad if has else one for one, has in zip(compared, has_gradient, strict=True))]
+
+    step.__name__ = forward.__name__
+    return step
+
+
+def trained(
+    parameters: Iterable[Tensor],
+    around: Around,
+    forward: Callable[[int], Tensor],
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+) -> list[Tensor]:
+    """Three steps, each of which has the loss that ``forward`` makes of its number: the losses, and what is trained."""
+    parameters, losses = [*parameters], []
+    optimizer = make(parameters, lr=0.1)
+    for step in range(3):
+        with around:
+            loss = forward(step)
+        loss.backward()
+        losses.append(loss.detach())
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(parameter.detach() for parameter in parameters)]
+
+
+def exact(program: Program, around: Offload | Settled) -> OffloadStats:
+    """Asserts that ``program`` gives the same bits inside of ``around`` and leaves nothing held; returns the stats."""
+    assert_identical(program(nullcontext()), program(around))
+    return assert_settled(around if isinstance(around, Offload) else around.offload)
 
 
 def same_gradients(
@@ -105,16 +148,14 @@ def same_gradients(
             del actual
             found.append(assert_settled(offload))
         stats = found[0]
+        offload.close()
+        backend.offloads.remove(offload)
         if backend.runtime.holds_copies_back and not (regime.settled or at_once):
             assert stats.offloaded_bytes > 0, "backward can have come first to most of it, but not to all"
-            offload.close()
-            backend.offloads.remove(offload)
             continue
         assert_moved(stats, moved, held=held)
         assert stats.bytes_in > 0 or not (reloads and regime.settled), f"{regime}: nothing was brought back\n{stats}"
         gathered.append(stats)
-        offload.close()
-        backend.offloads.remove(offload)
     return gathered
 
 

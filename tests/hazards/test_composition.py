@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, blocks, gradients
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf, same_gradients
+from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf, one_step, same_gradients
 
 # -- H22 --------------------------------------------------------------------------------------------------------------
 
@@ -47,12 +48,9 @@ def test_h22_a_validation_pass_between_steps_changes_nothing(
             with offload:
                 loss = model(leaf(ROWS, WIDTH, seed=seed)).square().mean()
             model.eval()
-            if outside_in:
-                with mode(), offload:
-                    losses.append(model(leaf(ROWS, WIDTH, seed=50)).mean().item())
-            else:
-                with offload, mode():
-                    losses.append(model(leaf(ROWS, WIDTH, seed=50)).mean().item())
+            first, second = (mode(), offload) if outside_in else (offload, mode())
+            with first, second:
+                losses.append(model(leaf(ROWS, WIDTH, seed=50)).mean().item())
             loss.backward()  # validation came between forward and backward
         return losses, gradients(model)
 
@@ -60,13 +58,12 @@ def test_h22_a_validation_pass_between_steps_changes_nothing(
 
 
 def test_h22_eval_with_gradients_is_a_forward_like_any_other(backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         model = nn.Sequential(*blocks(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)).eval()
         x = leaf(ROWS, WIDTH)
-        with offload:
-            y = model(x * 2)
-        y.square().sum().backward()
-        return x.grad, gradients(model)
+        y = model(x * 2)
+        return y.square(), x, *model.parameters()
 
     same_gradients(program, backend)
 
@@ -121,15 +118,9 @@ def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpointed(block: nn.Module, x: Tensor, kind: str) -> Tensor:
-    if kind == "selective":
-        result = checkpoint(
-            block, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
-        )
-    else:
-        result = checkpoint(block, x, use_reentrant=kind == "reentrant")
-    assert isinstance(result, Tensor)
-    return result
+def checkpointed(block: Callable[[Tensor], Tensor], x: Tensor, kind: str) -> Tensor:
+    selective = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)} if kind == "selective" else {}
+    return checkpoint(block, x, use_reentrant=kind == "reentrant", **selective)
 
 
 KINDS = ["reentrant", "non-reentrant", "selective"]
@@ -174,20 +165,13 @@ def test_h23_checkpointing_around_the_context(kind: str, backend: Backend) -> No
     def program(offload: Around) -> object:
         model, x = blocks(), leaf(ROWS, WIDTH)
 
-        class Offloaded(nn.Module):
-            def __init__(self, block: nn.Module) -> None:
-                super().__init__()
-                self.block = block
-
-            def forward(self, x: Tensor) -> Tensor:
-                with offload:
-                    result = self.block(x)
-                assert isinstance(result, Tensor)
-                return result
+        def offloaded(block: nn.Module, x: Tensor) -> Tensor:
+            with offload:
+                return block(x)
 
         h = x * 2
         for block in model:
-            h = checkpointed(Offloaded(block), h, kind)
+            h = checkpointed(partial(offloaded, block), h, kind)
         h.square().mean().backward()
         return x.grad, gradients(model)
 
@@ -205,20 +189,17 @@ def test_h23_checkpointing_around_the_context(kind: str, backend: Backend) -> No
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_h23_nested_checkpoints(kind: str, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         model, x = blocks(), leaf(ROWS, WIDTH)
 
-        def pair(first: nn.Module, second: nn.Module) -> Callable[[Tensor], Tensor]:
-            return lambda h: checkpointed(second, checkpointed(first, h, kind), kind)
+        def pair(first: int, h: Tensor) -> Tensor:
+            return checkpointed(model[first + 1], checkpointed(model[first], h, kind), kind)
 
-        with offload:
-            h = x * 2
-            for first, second in ((model[0], model[1]), (model[2], model[3])):
-                h = checkpoint(pair(first, second), h, use_reentrant=kind == "reentrant")
-            loss = h.square().mean()
-        del h
-        loss.backward()
-        return x.grad, gradients(model)
+        h = x * 2
+        for first in (0, 2):
+            h = checkpointed(partial(pair, first), h, kind)
+        return h.square().mean(), x, *model.parameters()
 
     same_gradients(program, backend)
 

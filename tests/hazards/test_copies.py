@@ -14,14 +14,13 @@ from torch import Tensor
 from eager_offload import Offload
 from eager_offload.engine.transfer import State
 from eager_offload.runtime.base import Direction
-from eager_offload.runtime.host import HostEvent
 from eager_offload.simulation.log import Recorded, Waited, WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import Region
 from eager_offload.tiers.disk import DiskSlot
-from tests.hazards.backends import Backend, assert_settled, saves_of
+from tests.hazards.backends import Backend, assert_settled, gate_before, saves_of
 from tests.hazards.blocks import Step
-from tests.hazards.probes import Transfers
+from tests.hazards.probes import Transfers, meanwhile
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
 
 # -- H16 --------------------------------------------------------------------------------------------------------------
@@ -31,8 +30,7 @@ def test_h16_the_copy_reads_the_old_bytes_when_the_block_gets_a_new_owner(backen
     """Everything of the forward is dropped while its copies wait, and compute takes whatever memory is free."""
 
     def program(offload: Around, meanwhile: Callable[[], None]) -> object:
-        step = Step(1)
-        step.forward(offload)
+        step = Step(1).forward(offload)
         noise = [torch.full((32, 32), float("nan")) for _ in range(50)]
         for tensor in noise:
             tensor.mul_(2).sin_()
@@ -40,8 +38,7 @@ def test_h16_the_copy_reads_the_old_bytes_when_the_block_gets_a_new_owner(backen
         del noise
         again = [torch.full((32, 32), float("inf")) for _ in range(50)]
         del again
-        step.backward()
-        return step.result
+        return step.backward().result
 
     expected, offload = program(nullcontext(), lambda: None), backend.offload()
     with backend.gate() as gate:
@@ -78,16 +75,10 @@ def test_h16_a_source_lives_exactly_until_its_copy_is_over(backend: Backend) -> 
 
 
 def test_h17_an_unpack_during_its_own_copy_out_is_served_from_the_source(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        step = Step(1)
-        step.forward(offload)
-        step.backward()
-        return step.result
-
-    expected, offload = program(nullcontext()), backend.offload()
+    expected, offload = Step(1).forward(nullcontext()).backward().result, backend.offload()
     with backend.gate() as gate:
         # Nothing can arrive, so an unpack that waited would wait for ever.
-        assert_identical(expected, program(offload))
+        assert_identical(expected, Step(1).forward(offload).backward().result)
         stats = offload.stats()
         assert stats.forwarded_bytes == stats.offloaded_bytes > 0
         assert stats.bytes_in == 0
@@ -104,7 +95,6 @@ def test_h17_a_reload_waits_for_its_own_copy_out(backend: Backend) -> None:
         for saved in saves_of(offload).storages():
             assert (saved.record.state is State.AWAY) == (saved.aliases == [])
             if saved.record.state is State.AWAY:
-                assert saved.slot is not None
                 assert all(fence.passed() for fence in saved.slot.fences)
         del saved
         step.backward()
@@ -148,13 +138,8 @@ def test_h18_an_offload_waits_for_the_last_read_of_its_slot() -> None:
     with simulated.checked(recording) as checker:
         offload = Offload(runtime=simulated, tier="host", min_bytes=0, keep_last_bytes=0)
         for seed in range(4):
-            expected, step = Step(seed), Step(seed)
-            expected.forward(nullcontext())
-            expected.backward()
-            step.forward(Settled(offload))
-            step.backward()
-            assert_identical(expected.result, step.result)
-            del step
+            expected = Step(seed).forward(nullcontext()).backward().result
+            assert_identical(expected, Step(seed).forward(Settled(offload)).backward().result)
         assert_moved(assert_settled(offload))
         offload.close()
     checker.assert_clean()
@@ -164,42 +149,36 @@ def test_h18_an_offload_waits_for_the_last_read_of_its_slot() -> None:
     assert any(entry.event in reads for entry in waits), "no slot was used again while it was being read"
 
 
-def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it(disk: Backend) -> None:
-    offload, waiting, opened = disk.offload(prefetch_bytes=1 << 20), threading.Event(), threading.Event()
-    log: list[tuple[str, Region]] = []
-    read, write, wait = DiskSlot.read, DiskSlot.write, HostEvent.wait
+def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it(
+    disk: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload, waiting, log = disk.offload(prefetch_bytes=1 << 20), threading.Event(), list[tuple[str, Region]]()
 
-    def held_back(slot: DiskSlot, target: Tensor) -> None:
-        assert opened.wait(60)
-        read(slot, target)
-        log.append(("read", slot.region))
+    def noted(name: str) -> None:
+        call = getattr(DiskSlot, name)
 
-    def noted(slot: DiskSlot, source: Tensor) -> None:
-        write(slot, source)
-        log.append(("write", slot.region))
+        def noting(slot: DiskSlot, tensor: Tensor) -> None:
+            call(slot, tensor)
+            log.append((name, slot.region))
 
-    def noticed(event: HostEvent) -> None:
-        if threading.current_thread() is backward:
-            waiting.set()  # by now it has asked for everything that it expects
-        wait(event)
+        monkeypatch.setattr(DiskSlot, name, noting)
 
+    noted("read")
+    noted("write")
     x = leaf(32, 32)
     with Settled(offload):
         losses = [(x * n).exp().sum() for n in range(1, 5)]
+    log.clear()
     backward = threading.Thread(target=losses.pop().backward)
-    DiskSlot.read, DiskSlot.write, HostEvent.wait = held_back, noted, noticed
-    try:
+    with gate_before(DiskSlot, "read") as gate, meanwhile(waiting.set, backward):
         backward.start()
         assert waiting.wait(60)  # the first of four reads stands before the gate, the others behind it
         losses.clear()
         with offload:
             losses = [(x * n).exp().sum() for n in range(5, 12)]
-        opened.set()
+        gate.open()
         backward.join()
         offload.stats(synchronize=True)
-    finally:
-        opened.set()
-        DiskSlot.read, DiskSlot.write, HostEvent.wait = read, write, wait
     kinds = [what for what, _ in log]
     assert kinds.count("read") >= 4
     assert kinds.count("write") == 7

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,9 +24,9 @@ from torch.distributed.tensor.parallel import (
 
 from tests.hazards.backends import Backend
 from tests.hazards.blocks import ROWS, WIDTH, Block
+from tests.hazards.functions import watching
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Around, leaf, same_gradients
-from tests.hazards.wrappers import watching
+from tests.hazards.programs import REGIMES, Around, leaf, one_step, same_gradients
 
 pytestmark = pytest.mark.xdist_group("mesh")
 
@@ -53,8 +54,7 @@ def in_parallel(mesh: DeviceMesh) -> nn.ModuleList:
     return blocks
 
 
-def local(tensor: Tensor | None) -> Tensor:
-    assert isinstance(tensor, DTensor)
+def local(tensor: DTensor) -> Tensor:
     return tensor.detach().to_local()
 
 
@@ -100,22 +100,16 @@ def test_h13_the_activations_of_a_tensor_parallel_model_move(mesh: DeviceMesh, b
 
 
 def test_h13_a_distributed_tensor_comes_back_with_its_mesh_and_placements(mesh: DeviceMesh, backend: Backend) -> None:
-    def look(tensor: Tensor) -> None:
-        assert isinstance(tensor, DTensor)
+    def look(seen: list[object], tensor: DTensor) -> None:
         assert tensor.device_mesh == mesh
         seen.append([str(tensor.placements), *tensor.size(), *tensor.stride(), local(tensor)])
 
-    seen: list[object] = []
-
-    def program(offload: Around) -> object:
-        seen.clear()
-        x = leaf(ROWS, WIDTH)
+    @one_step
+    def program() -> Sequence[object]:
+        x, seen = leaf(ROWS, WIDTH), []
         cut = distribute_tensor(leaf(ROWS, WIDTH, seed=2), mesh, [Shard(1)])
         whole = distribute_tensor(leaf(ROWS, WIDTH, seed=3, grad=False), mesh, [Replicate()])
-        with offload:
-            y = watching(x, look, cut * 2, (cut * 2).t(), whole * 3)
-        y.sum().backward()
-        return x.grad, list(seen)
+        return watching(x, partial(look, seen), cut * 2, (cut * 2).t(), whole * 3), x, seen
 
     same_gradients(program, backend)
 

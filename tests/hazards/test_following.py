@@ -7,7 +7,7 @@ import gc
 import random
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from eager_offload.eager.plans import KnownPlan
 from eager_offload.step_plan import Ask, Fate, Save, StepPlan
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
-from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved, leaf
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf, one_step
 from tests.sampling import search
 
 SIDE = 16
@@ -40,7 +40,7 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
 FIRST = ["exp", "product", "matrix", "mask", "exp", "halves", "twice", "exp"]
 
 
-def step(around: AbstractContextManager[Any], layers: Sequence[str], seed: int, order: bool = True) -> list[Tensor]:
+def step(around: Around, layers: Sequence[str], seed: int, order: bool = True) -> list[Tensor]:
     """The loss and the gradients of one step; ``order``: which of its two branches backward comes to first."""
     x, w = leaf(SIDE, SIDE, seed=seed), leaf(SIDE, SIDE, seed=seed + 1)
     with around:
@@ -54,7 +54,7 @@ def step(around: AbstractContextManager[Any], layers: Sequence[str], seed: int, 
     return [*(loss.detach() for loss in losses), x.grad, w.grad]
 
 
-def chain(x: Tensor, around: AbstractContextManager[Any], layers: Sequence[str] = FIRST) -> Tensor:
+def chain(x: Tensor, around: Around, layers: Sequence[str] = FIRST) -> Tensor:
     with around:
         y = x * 2
         for name in layers:
@@ -62,7 +62,7 @@ def chain(x: Tensor, around: AbstractContextManager[Any], layers: Sequence[str] 
         return y.sum()
 
 
-def deep(x: Tensor, around: AbstractContextManager[Any], count: int = 8) -> Tensor:
+def deep(x: Tensor, around: Around, count: int = 8) -> Tensor:
     with around:
         y = x
         for _ in range(count):
@@ -70,7 +70,7 @@ def deep(x: Tensor, around: AbstractContextManager[Any], count: int = 8) -> Tens
         return y.sum()
 
 
-def assert_as_without(x: Tensor, forward: Callable[[Tensor, AbstractContextManager[Any]], Tensor]) -> None:
+def assert_as_without(x: Tensor, forward: Callable[[Tensor, Around], Tensor]) -> None:
     """Asserts that the gradient of ``x`` is the one that ``forward`` gives without offload."""
     plain = x.detach().clone().requires_grad_()
     forward(plain, nullcontext()).backward()
@@ -79,21 +79,24 @@ def assert_as_without(x: Tensor, forward: Callable[[Tensor, AbstractContextManag
 
 def follows(
     backend: Backend,
-    step: Callable[[AbstractContextManager[Any], Any], object],
+    step: Callable[[Around, Any], object],
     cases: Iterable[Any],
     forwards: int,
     misses: dict[str, int],
     least: float = 0.9,
+    regime: Regime = REGIMES[0],
+    **fields: Any,
 ) -> OffloadStats:
     """Takes a step of each of ``cases``, as without offload; so many forwards follow a plan, with these ``misses``.
 
     Args:
         step: of what stands around its forward, and of the case.
         least: the part of the bytes that has to move.
+        fields: of the config.
     """
-    offload = backend.offload(step_plans=True)
+    offload = backend.offload(step_plans=True, **regime.fields, **fields)
     for case in cases:
-        assert_identical(step(nullcontext(), case), step(Settled(offload), case))
+        assert_identical(step(nullcontext(), case), step(regime.around(offload), case))
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (forwards, misses)
     assert_moved(stats, least)
@@ -102,14 +105,9 @@ def follows(
 
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
 def test_h54_steps_that_are_alike_are_followed(regime: Regime, backend: Backend) -> None:
-    offload = backend.offload(step_plans=True, **regime.fields)
-    for seed in range(6):
-        assert_identical(step(nullcontext(), FIRST, seed), step(regime.around(offload), FIRST, seed))
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (5, {})
-    assert_moved(stats)
+    follows(backend, lambda around, seed: step(around, FIRST, seed), range(6), 5, {}, regime=regime)
+    (offload,) = backend.offloads
     plan = offload.step_plan()
-    assert plan is not None
     assert plan == offload.step_plan(offloader_of(offload).device)
     assert offload.step_plan("meta") is None
     assert plan.totals.offloaded > 0
@@ -151,16 +149,12 @@ def test_h54_how_soon_a_step_is_followed(policy: bool | str, followed: int, back
 def test_h54_copies_that_start_together_share_an_event(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """What computes both sources stands before the one save at which both start; of a driver each event is a call."""
 
-    def step(around: AbstractContextManager[Any]) -> list[Tensor]:
+    @one_step
+    def step() -> tuple[Tensor, ...]:
         x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
-        with around:
-            loss = ((x * 2) * (w * 3)).exp().sum()  # both factors are saved, then the power is, and they may leave
-        loss.backward()
-        return [x.grad, w.grad]
+        return ((x * 2) * (w * 3)).exp(), x, w
 
-    offload = backend.offload(step_plans=True)
-    for _ in range(2):
-        step(Settled(offload))
+    offload = knowing(backend, step)
     runtime, events = offloader_of(offload).runtime, list[object]()
     copy = runtime.copy
 
@@ -217,10 +211,6 @@ def test_h54_two_plans_in_turn(backend: Backend) -> None:
     assert_moved(stats)
 
 
-def misses(offload: Offload) -> list[str]:
-    return sorted(offload.stats().plan_misses)
-
-
 @pytest.mark.filterwarnings("ignore:eager_offload. no room")
 def test_h54_a_forward_without_room_for_its_slots_follows_nothing_and_is_counted(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
@@ -231,7 +221,6 @@ def test_h54_a_forward_without_room_for_its_slots_follows_nothing_and_is_counted
         full.setattr(offloader_of(offload), "room", lambda nbytes, **_: None)
         assert_identical(step(nullcontext(), FIRST, 1), step(Settled(offload), FIRST, 1))
     assert offload.step_plan() is None, "none was followed"
-    assert misses(offload) == ["room"]
     step(Settled(offload), FIRST, 2)
     assert offload.step_plan() is not None
     stats = assert_settled(offload)
@@ -254,13 +243,7 @@ def test_h54_a_step_that_spills_to_disk_is_followed(tmp_path: Path) -> None:
 
 
 def test_h54_steps_of_which_too_much_is_decided_anew_say_so_once(backend: Backend) -> None:
-    offload, layers = backend.offload(step_plans=True), ["exp", "small"] * 2
-    for seed in range(8):
-        assert_identical(step(nullcontext(), layers, seed), step(Settled(offload), layers, seed))
-    assert offload.step_plan() is None
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (0, {"decided": 1})
-    assert_moved(stats)
+    follows(backend, lambda around, seed: step(around, ["exp", "small"] * 2, seed), range(8), 0, {"decided": 1})
 
 
 @pytest.mark.parametrize(
@@ -268,35 +251,29 @@ def test_h54_steps_of_which_too_much_is_decided_anew_say_so_once(backend: Backen
     [("size", [FIRST[0], "halves", *FIRST[2:]]), ("more", [*FIRST, "exp"]), ("fewer", FIRST[:-1]), ("order", FIRST)],
 )
 def test_h54_what_differs_is_counted(what: str, layers: list[str], backend: Backend) -> None:
-    offload, order = backend.offload(step_plans=True), what != "order"
-    for seed in range(2):
-        step(Settled(offload), FIRST, seed)
-    assert_identical(step(nullcontext(), layers, 5, order), step(Settled(offload), layers, 5, order))
-    assert misses(offload) == [what]
-    assert_moved(assert_settled(offload))
+    def taken(around: Around, layers: list[str]) -> list[Tensor]:
+        return step(around, layers, 5, order=layers is not last or what != "order")
+
+    last = [*layers]
+    follows(backend, taken, [FIRST, FIRST, last], 2, {what: 1})
 
 
 def test_h54_a_tensor_that_needs_no_gradient_is_not_taken_for_one_that_does(backend: Backend) -> None:
-    def step(around: AbstractContextManager[Any], grad: bool) -> list[Tensor]:
+    @one_step
+    def step(grad: bool) -> tuple[Tensor, ...]:
         x, w = leaf(SIDE, SIDE, grad=grad), leaf(SIDE, SIDE, seed=2)
-        with around:
-            loss = ((x * 2) * (w * 3)).exp().sum()
-        loss.backward()
-        return [w.grad]
+        return ((x * 2) * (w * 3)).exp(), w
 
     follows(backend, step, [True, True, False], 2, {"requires_grad": 1})
 
 
-def shared(offload: AbstractContextManager[Any], same: bool) -> Tensor:
+@one_step
+def shared(same: bool) -> tuple[Tensor, ...]:
     """Two operators that save one tensor, or two of one size."""
     x = leaf(SIDE, SIDE)
-    with offload:
-        y = x * 2
-        other = y if same else x * 3
-        loss = (y.sin() + other.cos()).sum()
-    del y, other
-    loss.backward()
-    return x.grad
+    y = x * 2
+    other = y if same else x * 3
+    return y.sin() + other.cos(), x
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -306,18 +283,15 @@ def test_h54_a_storage_that_is_another_one_is_not_shared(first: bool, backend: B
 
 @pytest.mark.parametrize("how", ["keep", "prefer", "no_offload"])
 def test_h54_marks_and_regions_come_before_a_plan(how: str, backend: Backend) -> None:
-    def marked(around: AbstractContextManager[Any], how: str) -> Tensor:
+    @one_step
+    def marked(how: str) -> tuple[Tensor, ...]:
         x = leaf(SIDE, SIDE)
-        with around:
-            y = x * 2
-            if how in ("keep", "prefer"):
-                (eo.keep if how == "keep" else eo.prefer_offload)(y)
-            with eo.no_offload() if how == "no_offload" else nullcontext():
-                z = y.sin()
-            loss = z.cos().sum()
-        del y, z
-        loss.backward()
-        return x.grad
+        y = x * 2
+        if how in ("keep", "prefer"):
+            (eo.keep if how == "keep" else eo.prefer_offload)(y)
+        with eo.no_offload() if how == "no_offload" else nullcontext():
+            z = y.sin()
+        return z.cos(), x
 
     misses = {} if how == "prefer" else {"marks": 1}  # what is to leave does so by the plan too
     stats = follows(backend, marked, ["", "", how], 2, misses, 0.6)
@@ -325,33 +299,16 @@ def test_h54_marks_and_regions_come_before_a_plan(how: str, backend: Backend) ->
     assert (kept is None) or stats.kept_bytes[kept] == SIDE * SIDE * 4
 
 
-def test_h54_a_change_in_place_raises_as_in_an_unknown_step(backend: Backend) -> None:
-    offload = backend.offload(step_plans=True)
-    for seed in range(3):
-        x = leaf(SIDE, SIDE, seed=seed)
-        with Settled(offload):
-            y = x * 2
-            loss = y.sin().exp().sum()
-        if seed == 2:
-            y.add_(1)
-            with pytest.raises(eo.SavedTensorModifiedError, match="modified by an inplace operation"):
-                loss.backward()
-        else:
-            del y
-            loss.backward()
-    assert offload.stats().followed_forwards == 2
-    del loss, y
-    assert_moved(assert_settled(offload))
-
-
-def plan_of(backend: Backend, step: Callable[[AbstractContextManager[Any]], Tensor]) -> StepPlan:
-    """What the second of two steps has followed."""
-    offload = backend.offload(step_plans=True)
+def knowing(backend: Backend, step: Callable[[Around], object], **fields: Any) -> Offload:
+    """An ``Offload`` that has taken two steps, of which the second has followed the first one's plan."""
+    offload = backend.offload(step_plans=True, **fields)
     for _ in range(2):
         step(Settled(offload))
-    plan = offload.step_plan()
-    assert plan is not None
-    return plan
+    return offload
+
+
+def plan_of(backend: Backend, step: Callable[[Around], object], **fields: Any) -> StepPlan:
+    return knowing(backend, step, **fields).step_plan()
 
 
 def begun_at_once(plan: StepPlan) -> StepPlan:
@@ -369,49 +326,39 @@ def test_h54_what_is_not_final_yet_does_not_leave_although_its_plan_says_so(
 ) -> None:
     """The sequence number is asked at each start, whatever was written down."""
 
-    def noisy(around: AbstractContextManager[Any]) -> Tensor:
+    @one_step
+    def noisy() -> tuple[Tensor, ...]:
         x = leaf(1024, 1024)
         torch.manual_seed(0)
-        with around:
-            y = x * 2
-            if is_saved_before:
-                noise = torch.ones(1024, 1024)
-                y = torch._C._nn.rrelu_with_noise(y * noise, noise, training=True)
-                del noise
-            for _ in range(3):
-                y = torch.rrelu(y, training=True)
-            loss = y.sin().sum()
-        del y
-        loss.backward()
-        return x.grad
+        y = x * 2
+        if is_saved_before:
+            noise = torch.ones(1024, 1024)
+            y = torch._C._nn.rrelu_with_noise(y * noise, noise, training=True)
+            del noise
+        for _ in range(3):
+            y = torch.rrelu(y, training=True)
+        return y.sin(), x
 
-    plan = plan_of(backend, noisy)
-    offload = backend.offload(plan=begun_at_once(plan), step_plans=True)
-    assert torch.equal(noisy(nullcontext()), noisy(Settled(offload)))
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
-    assert_moved(stats)
+    plan = begun_at_once(plan_of(backend, noisy))
+    follows(backend, lambda around, _: noisy(around), [None], 1, {}, plan=plan)
 
 
 def test_h54_what_is_due_begins_to_leave_although_what_comes_next_stays(backend: Backend) -> None:
     weight = torch.nn.Parameter(leaf(SIDE, SIDE, seed=3).detach(), requires_grad=False)
 
-    def step(around: AbstractContextManager[Any], offload: Offload | None = None) -> Tensor:
+    @one_step
+    def step(offload: Offload | None = None) -> tuple[Tensor, ...]:
         x = leaf(SIDE, SIDE)
-        with around:
-            y = (x * 2).sin()  # which saves what is not final before its node is made
-            z = (y * weight) * weight
-            if offload is not None:
-                assert offload.stats().bytes_out > 0
-            loss = z.sum()
-        del y, z
-        loss.backward()
-        return x.grad
+        y = (x * 2).sin()  # which saves what is not final before its node is made
+        z = (y * weight) * weight
+        if offload is not None:
+            assert offload.stats().bytes_out > 0
+        return z, x
 
     plan = plan_of(backend, step)
     assert [save.fate for save in plan.saves] == [Fate.OFFLOAD, Fate.KEEP, Fate.KEEP]
     offload = backend.offload(plan=begun_at_once(plan), step_plans=True)
-    assert torch.equal(step(nullcontext()), step(Settled(offload), offload))
+    assert_identical(step(nullcontext()), step(Settled(offload), offload))
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (1, {})
     assert stats.bytes_out > 0
@@ -434,18 +381,15 @@ def with_a_late_share(plan: StepPlan, owner: int, number: int) -> StepPlan:
 def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_any_more(is_written: bool, backend: Backend) -> None:
     """It may have been written since, in a way that no version counts: bytes of two moments, taken for the same."""
 
-    def step(around: AbstractContextManager[Any], offload: Offload | None = None) -> Tensor:
+    @one_step
+    def step(offload: Offload | None = None) -> tuple[Tensor, ...]:
         x, mask = leaf(SIDE, SIDE), torch.full((SIDE, SIDE), 2.0)
-        with around:
-            y = ((x * 1.5).sin() * mask).exp().cos()
-            if offload is not None:
-                offload.stats(synchronize=True)
-            if is_written:
-                mask.data.mul_(3)
-            loss = (y * mask).sin().sum()
-        del y, mask
-        loss.backward()
-        return x.grad
+        y = ((x * 1.5).sin() * mask).exp().cos()
+        if offload is not None:
+            offload.stats(synchronize=True)
+        if is_written:
+            mask.data.mul_(3)
+        return (y * mask).sin(), x
 
     backend.sources_change = True
     first = backend.offload(step_plans=True)
@@ -453,12 +397,8 @@ def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_any_more(is_written
         step(Settled(first), first)
     plan = first.step_plan()
     assert [plan.saves[number].requires_grad for number in (1, 4)] == [False, False]  # the mask, both times
-    offload, alone = (
-        backend.offload(plan=with_a_late_share(plan, 1, 4), step_plans=True),
-        backend.offload(step_plans=False),
-    )
-    expected, given = step(Settled(alone), alone), step(Settled(offload), offload)
-    assert torch.equal(expected, given)
+    alone, offload = backend.offload(step_plans=False), backend.offload(plan=with_a_late_share(plan, 1, 4))
+    assert_identical(step(Settled(alone), alone), step(Settled(offload), offload))
     stats = assert_settled(offload)
     assert stats.plan_misses == {"share": 1}
     assert_moved(stats, 0.5)
@@ -498,9 +438,7 @@ def test_h54_the_newest_bytes_of_several_forwards_are_bounded_together(backend: 
     assert_settled(offload)
 
 
-def test_h54_the_newest_bytes_of_a_forward_that_fits_no_plan_are_bounded_with_those_of_one_that_does(
-    backend: Backend,
-) -> None:
+def test_h54_the_newest_bytes_of_forwards_with_a_plan_and_without_one_are_bounded_together(backend: Backend) -> None:
     size = SIDE * SIDE * 4
     offload = backend.offload(step_plans=True, keep_last_bytes=4 * size)
     for seed in range(2):
@@ -577,28 +515,17 @@ def test_h54_steps_that_a_little_is_left_of_give_the_rest_of_their_room_back(bac
 
 def test_h54_a_tensor_of_the_size_of_a_weight_is_not_taken_for_one(backend: Backend) -> None:
     """A layer that is frozen saves its weight; once it is trained, its input."""
-    offload = backend.offload(step_plans=True)
     weight = torch.nn.Parameter(leaf(SIDE, SIDE, seed=3).detach())
 
-    def train(around: AbstractContextManager[Any], seed: int, *, frozen: bool) -> Tensor:
-        first = leaf(SIDE, SIDE, seed=seed).requires_grad_(frozen)
+    @one_step
+    def train(frozen: bool) -> tuple[Tensor, ...]:
+        first = leaf(SIDE, SIDE).requires_grad_(frozen)
         weight.requires_grad_(not frozen)
         weight.grad = None
-        with around:
-            y = (first * 2) @ weight
-            y = y.sin().cos().sum()
-        y.backward()
-        found = first.grad if frozen else weight.grad
-        assert found is not None
-        return found.clone()
+        return ((first * 2) @ weight).sin().cos(), first if frozen else weight
 
-    for seed in range(8):
-        frozen = seed < 4
-        assert torch.equal(train(nullcontext(), seed, frozen=frozen), train(Settled(offload), seed, frozen=frozen))
-    stats = assert_settled(offload)
+    stats = follows(backend, train, [True] * 4 + [False] * 4, 5, {"size": 1})
     assert stats.kept_bytes["parameter"] == 4 * SIDE * SIDE * 4, "of the frozen steps"
-    assert stats.followed_forwards > 4
-    assert_moved(stats)
 
 
 def test_h54_a_forward_that_is_decided_anew_takes_no_second_set(backend: Backend) -> None:
@@ -633,20 +560,18 @@ def test_h54_steps_in_one_context_are_followed_one_by_one(backend: Backend) -> N
 def test_h54_a_mark_on_what_stayed_is_seen(backend: Backend) -> None:
     size, offload = SIDE * SIDE * 4, backend.offload(step_plans=True, min_bytes=SIDE * SIDE * 4 + 1)
 
-    def train(around: AbstractContextManager[Any], *, prefer: bool) -> Tensor:
+    @one_step
+    def train(*, prefer: bool) -> tuple[Tensor, ...]:
         x = leaf(SIDE, SIDE)
-        with around:
-            y = x * 2
-            if prefer:
-                eo.prefer_offload(y)
-            y = (torch.cat([y.sin(), x]) * 2).cos().sum()
-        y.backward()
-        return x.grad
+        y = x * 2
+        if prefer:
+            eo.prefer_offload(y)
+        return (torch.cat([y.sin(), x]) * 2).cos(), x
 
     for number in range(6):
         offload.reset_stats()
         prefer = number > 2
-        assert torch.equal(train(nullcontext(), prefer=prefer), train(Settled(offload), prefer=prefer))
+        assert_identical(train(nullcontext(), prefer=prefer), train(Settled(offload), prefer=prefer))
         stats = offload.stats(synchronize=True)
         assert stats.offloaded_bytes == (3 * size if prefer else 2 * size), number
     assert_settled(offload)
@@ -696,10 +621,7 @@ def test_h54_nothing_grows_with_the_steps_that_follow(backend: Backend) -> None:
 
 
 def test_h54_a_plan_serves_another_process_or_model(backend: Backend, tmp_path: Path) -> None:
-    first = backend.offload(step_plans=True)
-    for seed in range(2):
-        step(Settled(first), FIRST, seed)
-    plan = first.step_plan()
+    plan = plan_of(backend, lambda around: step(around, FIRST, 0))
     plan.save(tmp_path / "plan.json")
 
     same = backend.offload(plan=StepPlan.load(tmp_path / "plan.json"))

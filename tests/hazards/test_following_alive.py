@@ -46,7 +46,6 @@ def out_of_order(offload: Offload) -> tuple[list[int], object]:
         offload.stats(synchronize=True)
         first, second, _ = nodes
         if is_last:
-            assert second is not None
             second.register_prehook(partial(look_at, first))
         loss.backward(retain_graph=True)
         del y, nodes, first, second
@@ -55,9 +54,8 @@ def out_of_order(offload: Offload) -> tuple[list[int], object]:
 
 
 @pytest.mark.parametrize("step_plans", [True, False], ids=["followed", "decided anew"])
-def test_h54_what_a_reload_was_handed_to_is_let_go_when_backward_is_over_though_its_run_is_too(
-    step_plans: bool,
-) -> None:
+def test_h54_what_a_reload_was_handed_to_is_let_go_when_backward_is_over(step_plans: bool) -> None:
+    """Though its run is over too."""
     offload = Offload(tier="host", min_bytes=0, keep_last_bytes=0, prefetch_bytes=0, step_plans=step_plans)
     given, graph = out_of_order(offload)
     assert offload.stats().plan_misses.get("order", 0) == step_plans

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,19 @@ from torch import Tensor, nn
 
 from tests.hazards.backends import Backend, assert_settled, offloader_of, tracked_storages
 from tests.hazards.blocks import gradients
-from tests.hazards.functions import Returned, saving
+from tests.hazards.functions import as_given, custom
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, assert_moved, leaf, same_gradients
+from tests.hazards.programs import (
+    REGIMES,
+    Around,
+    Regime,
+    assert_identical,
+    assert_moved,
+    leaf,
+    one_step,
+    same_gradients,
+    trained,
+)
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -25,20 +36,21 @@ def network(seed: int = 0) -> nn.Module:
 
 def steps(script: str) -> Callable[[Around], object]:
     """A program of graphs of one network: ``(`` and ``)`` enter and leave, ``2`` is the second's forward, ``-2`` its
-    backward."""
+    backward, and ``-2r`` one that retains the graph. All gradients that there are behind each are compared."""
 
     def program(offload: Around) -> object:
-        model, losses = network(), dict[str, Tensor]()
-        for word in re.findall(r"[()]|-?\d+", script):
+        model, losses, seen = network(), dict[str, Tensor](), []
+        for word in re.findall(r"[()]|-?\d+r?", script):
             if word == "(":
                 offload.__enter__()
             elif word == ")":
                 offload.__exit__(None, None, None)
             elif word.startswith("-"):
-                losses[word[1:]].backward()
+                losses[word[1:].rstrip("r")].backward(retain_graph=word.endswith("r"))
+                seen += [gradient.clone() for gradient in gradients(model)]
             else:
                 losses[word] = model(leaf(16, 32, seed=int(word))).square().mean()
-        return [loss.detach() for loss in losses.values()], gradients(model)
+        return [loss.detach() for loss in losses.values()], seen
 
     return program
 
@@ -61,23 +73,12 @@ def test_h02_two_graphs_at_once(script: str, backend: Backend) -> None:
 @pytest.mark.sampled(5, quick=True)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_h02_three_graphs_in_any_order(order: tuple[int, ...], backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model, losses, seen = network(), [], []
-        for seed in range(3):
-            with offload:
-                losses.append(model(leaf(16, 32, seed=seed)).square().mean())
-        for index in order:
-            losses[index].backward()
-            seen.append([gradient.clone() for gradient in gradients(model) if gradient is not None])
-        return seen
-
-    same_gradients(program, backend)
+    same_gradients(steps("(0)(1)(2)" + "".join(f" -{index}" for index in order)), backend)
 
 
 def test_h02_the_backward_of_one_in_the_middle_of_the_forward_of_the_next(backend: Backend) -> None:
     def program(offload: Around) -> object:
         model = network()
-        assert isinstance(model, nn.Sequential)
         with offload:
             first = model(leaf(16, 32, seed=1)).square().mean()
         with offload:
@@ -111,13 +112,19 @@ def test_h03_slots_that_others_gave_back_are_used_again_while_an_earlier_graph_w
 
 @pytest.mark.parametrize("hold", [True, False], ids=["held", "dropped in between"])
 def test_h08_saved_tensors_read_again_and_again_in_one_backward(hold: bool, backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        x, seen = leaf(32, 32), list[Returned]()
-        with offload:
-            y = saving(x, (x * 3).detach(), (x * 5).detach().t(), seen=seen, times=3, hold=hold)
-        y.sum().backward()
-        assert len(seen) == 6
-        return x.grad, [returned.parts() for returned in seen]
+    @one_step
+    def program() -> Sequence[object]:
+        x, seen = leaf(32, 32), []
+
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            held = []
+            for _ in range(3):
+                read = ctx.saved_tensors
+                seen.extend(map(as_given, read))
+                held += [read] if hold else []
+            return gradient
+
+        return custom(x, backward, (x * 3).detach(), (x * 5).detach().t()), x, seen
 
     for stats in same_gradients(program, backend):
         if hold:
@@ -126,35 +133,20 @@ def test_h08_saved_tensors_read_again_and_again_in_one_backward(hold: bool, back
 
 @pytest.mark.parametrize("times", [2, 5])
 def test_h08_a_graph_that_is_retained_goes_backward_again(times: int, backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model = network()
-        with offload:
-            loss = model(leaf(16, 32, seed=1)).square().mean()
-        for index in range(times):
-            loss.backward(retain_graph=index < times - 1)
-        return gradients(model)
-
-    same_gradients(program, backend)
+    same_gradients(steps("(1)" + " -1r" * (times - 1) + " -1"), backend)
 
 
 def test_h08_a_retained_graph_accumulates_nothing(backend: Backend) -> None:
-    offload = backend.offload(prefetch_bytes=1 << 14)
-    model = network()
-
-    def program() -> None:
-        with offload:
-            loss = model(leaf(16, 32, seed=1)).square().mean()
-        held = []
-        for _ in range(20):
-            loss.backward(retain_graph=True)
-            offload.stats(synchronize=True)
-            lane = offloader_of(offload)
-            held.append(
-                (lane.resident_bytes, lane.tiers[0].used_bytes, tracked_storages(offload), lane.census().in_flight)
-            )
-        assert len(set(held[1:])) == 1, held
-
-    program()
+    offload, model, held = backend.offload(prefetch_bytes=1 << 14), network(), []
+    with offload:
+        loss = model(leaf(16, 32, seed=1)).square().mean()
+    for _ in range(20):
+        loss.backward(retain_graph=True)
+        offload.stats(synchronize=True)
+        lane = offloader_of(offload)
+        held.append((lane.resident_bytes, lane.tiers[0].used_bytes, tracked_storages(offload), lane.census().in_flight))
+    assert len(set(held[1:])) == 1, held
+    del loss
     assert_moved(assert_settled(offload))
 
 
@@ -186,19 +178,15 @@ def test_h08_double_backward_inside_the_context(backend: Backend) -> None:
 
 def test_h08_a_gradient_penalty_step_after_step(backend: Backend) -> None:
     def program(offload: Around) -> object:
-        model, losses = network(), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for seed in range(3):
+        model = network()
+
+        def penalized(seed: int) -> Tensor:
             x = leaf(16, 32, seed=seed)
-            with offload:
-                loss = model(x).square().mean()
-                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-                loss = loss + slope.square().sum()
-            loss.backward()
-            losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses, list(model.parameters())
+            loss = model(x).square().mean()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            return loss + slope.square().sum()
+
+        return trained(model.parameters(), offload, penalized)
 
     same_gradients(program, backend, moved=0.7)  # as above
 

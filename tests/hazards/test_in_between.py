@@ -1,10 +1,11 @@
-"""What may happen between two steps of the library, put there on purpose: other threads, the collector, late news."""
+"""What may happen between two steps of the library, put there on purpose: other threads, interrupts, late news."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import pytest
 import torch
@@ -13,16 +14,18 @@ from torch import Tensor
 from eager_offload import Offload
 from eager_offload.eager.offloading import Offloading
 from eager_offload.engine.offloader import Census, DeviceOffloader
-from eager_offload.engine.transfer import Transfer
-from eager_offload.runtime.base import Layout, Stream
+from eager_offload.engine.transfer import BytesRecord, Transfer
+from eager_offload.runtime.base import Direction, Event, Layout, Stream
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.simulation.simulated import SimulatedRuntime
-from eager_offload.stats import Accounts
+from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.arena import Arena
-from eager_offload.tiers.base import Slot, Tier
+from eager_offload.tiers.base import Fence, Slot, Tier
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, offloader_of, saves_of, tracked
+from tests.hazards.probes import Allocations
+from tests.hazards.programs import leaf
 
 CPU = torch.device("cpu")
 
@@ -66,15 +69,15 @@ class Slots:
         return sum(ref() is not None for ref in self.refs)
 
 
-def strict_offload(runtime: SimulatedRuntime, slots: Slots) -> Offload:
+def on_a_device(**rates: float) -> tuple[SimulatedRuntime, Offload, Slots, Tensor]:
+    """A simulated device, an ``Offload`` on it, the slots of its tier, and a leaf."""
+    runtime, slots = SimulatedRuntime(**rates), Slots()
     fields = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0}
-    return Offload(runtime=runtime, around_tier=slots.around, **fields)
+    return runtime, Offload(runtime=runtime, around_tier=slots.around, **fields), slots, leaf(32, 32)
 
 
 def test_h18_a_slot_is_there_until_its_copy_is_over_though_everyone_has_gone() -> None:
-    runtime, slots = SimulatedRuntime(launch_seconds=0.0), Slots()
-    offload = strict_offload(runtime, slots)
-    x = torch.randn(32, 32, requires_grad=True)
+    runtime, offload, slots, x = on_a_device(launch_seconds=0.0)
     with offload:
         y = (x + 1.0).sin().cos()
     assert runtime.pending_copies == slots.alive > 0
@@ -90,9 +93,7 @@ def test_h18_a_slot_is_there_until_its_copy_is_over_though_everyone_has_gone() -
 
 
 def test_h18_a_slot_is_there_until_it_has_been_read_though_everyone_has_gone() -> None:
-    runtime, slots = SimulatedRuntime(launch_seconds=0.0), Slots()
-    offload = strict_offload(runtime, slots)
-    x = torch.randn(32, 32, requires_grad=True)
+    runtime, offload, slots, x = on_a_device(launch_seconds=0.0)
     with offload:
         y = (x + 1.0).sin()
         z = y.cos().exp()
@@ -113,10 +114,8 @@ def test_h18_a_slot_is_there_until_it_has_been_read_though_everyone_has_gone() -
 
 def test_h16_what_is_gathered_keeps_the_block_that_it_is_gathered_from() -> None:
     """The block is of a stream that was told to wait for the last operator that reads it; gathering comes later."""
-    runtime = SimulatedRuntime(launch_seconds=0.0)
-    offload = strict_offload(runtime, Slots())
-    weight = torch.randn(64, 4, requires_grad=True)
-    other = torch.randn(64, 64, requires_grad=True)
+    runtime, offload, *_ = on_a_device(launch_seconds=0.0)
+    weight, other = leaf(64, 4), leaf(64, 64)
     with runtime.checked() as checker:
         loader = runtime.new_stream("loader")
         with runtime.stream(loader):
@@ -140,25 +139,20 @@ def test_h16_what_is_gathered_keeps_the_block_that_it_is_gathered_from() -> None
 # -- an interrupt in the middle of an unpack ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["looking ahead", "handing it out"])
+@pytest.mark.parametrize("name", ["_reloading.order.unpacked", "_reloading._hand_over"])
 def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
-    where: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = SimulatedRuntime(launch_seconds=0.0)
-    offload = strict_offload(runtime, Slots())
-    x = torch.randn(32, 32, requires_grad=True)
+    runtime, offload, _, x = on_a_device(launch_seconds=0.0)
     with offload:
         y = (x + 1.0).sin()
     offload.stats(synchronize=True)
-    reloading = saves_of(offload)._reloading
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    if where == "looking ahead":
-        monkeypatch.setattr(reloading.order, "unpacked", interrupted)
-    else:
-        monkeypatch.setattr(reloading, "_hand_over", interrupted)
+    owner, _, method = name.rpartition(".")
+    monkeypatch.setattr(attrgetter(owner)(saves_of(offload)), method, interrupted)
     with runtime.stream(runtime.new_stream()), pytest.raises(KeyboardInterrupt):
         y.sum().backward()
     monkeypatch.undo()
@@ -172,9 +166,7 @@ def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
 
 
 def test_h14_a_reload_that_another_stream_cannot_use_is_let_go_once_that_stream_has_its_own() -> None:
-    runtime = SimulatedRuntime()
-    offload = strict_offload(runtime, Slots())
-    x = torch.randn(32, 32, requires_grad=True)
+    runtime, offload, _, x = on_a_device()
     with offload:
         y = (x + 1.0).sin()
         z = y.cos()
@@ -190,9 +182,7 @@ def test_h14_a_reload_that_another_stream_cannot_use_is_let_go_once_that_stream_
 
 
 def test_h17_what_stayed_because_it_was_expected_is_let_go_once_it_has_been_asked_for() -> None:
-    runtime = SimulatedRuntime(launch_seconds=0.0)
-    offload = strict_offload(runtime, Slots())
-    x = torch.randn(32, 32, requires_grad=True)
+    _, offload, _, x = on_a_device(launch_seconds=0.0)
     with offload:
         y = (x + 1.0).sin()
         z = y.cos()
@@ -209,26 +199,22 @@ def test_h17_what_stayed_because_it_was_expected_is_let_go_once_it_has_been_aske
 
 def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = 32 * 32 * 4
-    runtime = SimulatedRuntime()
-    offload = strict_offload(runtime, Slots())
-    x = torch.randn(32, 32, requires_grad=True)
+    runtime, offload, _, x = on_a_device()
     (expected,) = torch.autograd.grad((x + 1.0).sin().cos().cos().sum(), x)
     with offload:
         y = (x + 1.0).sin().cos().cos()
         out = y.exp()
     offload.stats(synchronize=True)
     torch.autograd.grad(out.sum(), y)
-    offloader, allocate = offloader_of(offload), runtime.allocate
+    offloader = offloader_of(offload)
     assert offloader.census().resident_bytes == 3 * nbytes, "all that is asked for before it"
     resident = []
 
-    def full_at_first(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
+    def full_at_first(number: int) -> bool:
         resident.append(offloader.resident_bytes)
-        if len(resident) == 1:
-            raise torch.OutOfMemoryError("no room, on purpose")
-        return allocate(layout, device, stream)
+        return number == 1
 
-    monkeypatch.setattr(runtime, "allocate", full_at_first)
+    Allocations(runtime, monkeypatch, full_at_first)
     with runtime.stream(runtime.new_stream()):
         (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(gradient, expected)
@@ -238,7 +224,7 @@ def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(mon
 def test_h19_what_is_not_taken_up_makes_room_for_what_is_needed(backend: Backend) -> None:
     nbytes = 32 * 32 * 4
     offload = backend.offload(prefetch_bytes=2 * nbytes)
-    x = torch.randn(32, 32, requires_grad=True)
+    x = leaf(32, 32)
     with offload:
         y = (x + 1.0).sin().sin()
         left = y.sin()
@@ -265,7 +251,7 @@ def test_h29_who_comes_second_waits_for_the_reload_that_another_thread_has_taken
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offload = backend.offload()
-    x, w, v = (torch.randn(32, 32, requires_grad=True) for _ in range(3))
+    x, w, v = (leaf(32, 32, seed=seed) for seed in range(3))
     y = x + 1.0
     with offload:
         first, second = y * w, y * v
@@ -286,3 +272,114 @@ def test_h29_who_comes_second_waits_for_the_reload_that_another_thread_has_taken
     assert torch.equal(found[0], expected)
     assert torch.equal(found[1], expected)
     assert offload.stats(synchronize=True).bytes_in == expected.nbytes, "once, for both"
+
+
+# -- an interrupt between a copy and its entry among the transfers ----------------------------------------------------
+
+
+NBYTES = 4096
+
+
+class InterruptedRuntime(SimulatedRuntime):
+    """Every copy is interrupted: before it is enqueued, or right after."""
+
+    def __init__(self, *, enqueues: bool) -> None:
+        super().__init__(launch_seconds=0.0)
+        self.enqueues = enqueues
+
+    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
+        if self.enqueues:
+            super().copy(dst, src, stream, after)
+        raise KeyboardInterrupt
+
+
+class Scene:
+    """An offloader over such a runtime."""
+
+    def __init__(self, *, enqueues: bool) -> None:
+        self.runtime = InterruptedRuntime(enqueues=enqueues)
+        self.tier = HostTier(Arena(self.runtime.host_buffer), 1 << 20)
+        self.offloader = DeviceOffloader(CPU, self.runtime, [self.tier], Accounts(), max_inflight_bytes=1 << 20)
+        self.inward = self.runtime.transfer_stream(CPU, Direction.IN)
+
+    def slot(self) -> Slot:
+        return self.tier.reserve(NBYTES)
+
+    def interrupted_offload(self, slot: Slot, source: Tensor) -> None:
+        counters, record = self.offloader.accounts.counters, BytesRecord(slot)
+        record.save(counters, source.nbytes, KeepReason.NEWEST)
+        transfer, stream = Transfer(slot, source.nbytes, counters, record), self.runtime.current_stream(CPU)
+        with pytest.raises(KeyboardInterrupt):
+            self.offloader.offload(source, slot, stream, transfer)
+        assert self.offloader.census().in_flight == 0
+
+    def pending_fence(self) -> Fence:
+        """A use of some bytes on the other stream that is not over."""
+        self.runtime.advance(self.inward, 1.0)
+        fence = Fence(self.runtime, self.runtime.record(self.inward))
+        assert not fence.passed()
+        return fence
+
+
+def source() -> Tensor:
+    return torch.arange(NBYTES, dtype=torch.int64).to(torch.uint8)
+
+
+def test_h18_earlier_uses_of_a_slot_are_in_force_when_its_copy_never_began() -> None:
+    scene = Scene(enqueues=False)
+    slot, read = scene.slot(), scene.pending_fence()
+    slot.fences = (read,)
+    scene.interrupted_offload(slot, source())
+    region = slot.region
+    del slot
+    scene.runtime.poll()
+    again = scene.slot()
+    assert again.region == region
+    assert read in again.fences
+
+
+def test_h18_a_slot_knows_of_a_copy_that_was_not_noted() -> None:
+    scene = Scene(enqueues=True)
+    for _ in range(2):  # the second time an event of the first is over
+        slot = scene.slot()
+        bytes_ = source()
+        scene.interrupted_offload(slot, bytes_)
+        assert any(not fence.passed() for fence in slot.fences), "its next owner has to wait"
+        scene.runtime.synchronize_all()
+        assert all(fence.passed() for fence in slot.fences)
+    assert scene.runtime.faults == []
+
+
+def test_h10_both_ends_of_an_interrupted_offload_outlive_its_copy() -> None:
+    scene = Scene(enqueues=True)
+    for _ in range(2):
+        slot, bytes_ = scene.slot(), source()
+        slot_alive, storage = weakref.ref(slot), weakref.ref(bytes_)
+        scene.interrupted_offload(slot, bytes_)
+        written = slot.tensor
+        del slot, bytes_
+        scene.runtime.poll()
+        assert slot_alive() is not None, "the copy is still to write there"
+        assert storage() is not None, "the copy is still to read there"
+        scene.runtime.synchronize_all()
+        assert torch.equal(written, source())
+        scene.runtime.poll()
+        assert slot_alive() is None
+        assert storage() is None
+    assert scene.runtime.faults == []
+    assert scene.tier.used_bytes == 0
+
+
+def test_h10_the_target_of_an_interrupted_reload_outlives_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(enqueues=True)
+    slot, allocations = scene.slot(), Allocations(scene.runtime, monkeypatch)
+    slot.write(source())
+    with pytest.raises(KeyboardInterrupt):
+        scene.offloader.reload(slot, Layout(NBYTES), scene.runtime.current_stream(CPU), "reload")
+    assert any(not fence.passed() for fence in slot.fences), "nothing may be written there yet"
+    scene.runtime.poll()
+    assert allocations.calls == allocations.alive == 1
+    scene.runtime.synchronize_all()
+    scene.runtime.poll()
+    assert allocations.alive == 0
+    assert scene.runtime.faults == []

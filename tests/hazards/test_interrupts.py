@@ -12,13 +12,13 @@ from types import FrameType, FunctionType
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from eager_offload.runtime.host import HostEvent
 from eager_offload.tiers.disk import DiskSlot, DiskTier
 from eager_offload.tiers.host import HostTier
-from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.backends import Backend, Gate, assert_settled, gate_before, hooks_are_gone
+from tests.hazards.blocks import Trainer
+from tests.hazards.probes import meanwhile
 from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, assert_moved, leaf
 
 
@@ -36,13 +36,8 @@ def raising(kind: type[BaseException]) -> Callable[[], None]:
     return fail
 
 
-class Trainer:
-    """A model that is trained a step at a time, and whose steps can be made to fail half-way."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh())
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+class Interrupted(Trainer):
+    """Is trained a step at a time, and its steps can be made to fail half-way."""
 
     def step(
         self,
@@ -63,13 +58,9 @@ class Trainer:
         self.optimizer.step()
         return loss.detach()
 
-    @property
-    def state(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
-
 
 def undisturbed(steps: int) -> object:
-    trainer = Trainer()
+    trainer = Interrupted()
     return [trainer.step(nullcontext(), seed) for seed in range(steps)], trainer.state
 
 
@@ -81,7 +72,7 @@ def test_h10_an_exception_in_the_users_code(
     kind: type[BaseException], where: str, regime: Regime, backend: Backend
 ) -> None:
     def train(offload: Around) -> object:
-        trainer, losses = Trainer(), []
+        trainer, losses = Interrupted(), []
         for seed in range(4):
             if seed in (1, 2):
                 with pytest.raises(kind, match="on purpose"):
@@ -98,7 +89,7 @@ def test_h10_an_exception_in_the_users_code(
 @pytest.mark.parametrize("kind", FAULTS)
 def test_h10_an_exception_inside_nested_contexts_and_threads(kind: type[BaseException], backend: Backend) -> None:
     outer, inner = backend.offload(), backend.offload()
-    trainer = Trainer()
+    trainer = Interrupted()
 
     def fail() -> None:
         with pytest.raises(kind, match="on purpose"), outer, inner, outer:
@@ -177,9 +168,9 @@ def test_h10_an_interrupt_in_the_middle_of_pack_or_unpack(
     offload = backend.offload(**{**regime.fields, "prefetch_bytes": 1 << 12})
     tripped = 0
     for call in itertools.count(1, 3):
-        trainer = Trainer()
+        trainer = Interrupted()
         losses = [trainer.step(regime.around(offload), 0)]
-        victim = Trainer()
+        victim = Interrupted()
         with Tripwire(owner_of(name, backend), name, call=call, after=after) as wire, suppress(KeyboardInterrupt):
             victim.step(regime.around(offload), 100)
         del victim
@@ -198,19 +189,9 @@ def test_h10_an_interrupt_in_the_middle_of_pack_or_unpack(
 
 
 @contextmanager
-def interrupted_at_the_gate(name: str) -> Iterator[threading.Event]:
+def interrupted_at_the_gate(name: str) -> Iterator[Gate]:
     """Holds reads or writes of the disk tier back, and interrupts the main thread once it waits for one of them."""
-    original, wait = getattr(DiskSlot, name), HostEvent.wait
-    opened, waiting, arrived = threading.Event(), threading.Event(), threading.Event()
-
-    def held_back(slot: DiskSlot, tensor: Tensor) -> None:
-        assert opened.wait(60)
-        original(slot, tensor)
-
-    def noticed(event: HostEvent) -> None:
-        if threading.current_thread() is threading.main_thread() and not event.done:
-            waiting.set()
-        wait(event)
+    waiting, arrived = threading.Event(), threading.Event()
 
     def interrupt() -> None:
         assert waiting.wait(60)
@@ -221,32 +202,28 @@ def interrupted_at_the_gate(name: str) -> Iterator[threading.Event]:
         arrived.set()
         raise KeyboardInterrupt
 
-    setattr(DiskSlot, name, held_back)
-    HostEvent.wait = noticed  # type: ignore[method-assign]
     sender, handler = threading.Thread(target=interrupt), signal.signal(signal.SIGINT, on_interrupt)
     sender.start()
-    try:
-        yield opened
-    finally:
-        opened.set()
-        waiting.set()
-        arrived.set()
-        sender.join()
-        signal.signal(signal.SIGINT, handler)
-        setattr(DiskSlot, name, original)
-        HostEvent.wait = wait  # type: ignore[method-assign]
+    with gate_before(DiskSlot, name) as gate, meanwhile(waiting.set):
+        try:
+            yield gate
+        finally:
+            waiting.set()
+            arrived.set()
+            sender.join()
+            signal.signal(signal.SIGINT, handler)
 
 
 @pytest.mark.parametrize("name", ["write", "read"])
 def test_h10_control_c_while_a_step_waits_for_the_disk(name: str, disk: Backend) -> None:
     offload = disk.offload(max_inflight_bytes=1)
-    trainer = Trainer()
+    trainer = Interrupted()
     losses = [trainer.step(offload, 0)]
-    with interrupted_at_the_gate(name) as opened:
+    with interrupted_at_the_gate(name) as gate:
         with pytest.raises(KeyboardInterrupt):
             trainer.step(offload, 100)  # a full window in forward, a late reload in backward
         assert hooks_are_gone()
-        opened.set()
+        gate.open()
         losses.append(trainer.step(offload, 1))
     assert_identical(undisturbed(2), (losses, trainer.state))
     assert_moved(assert_settled(offload), 0.7)  # as above

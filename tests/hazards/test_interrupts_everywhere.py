@@ -21,7 +21,7 @@ import dis
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -35,7 +35,6 @@ import eager_offload
 from eager_offload import OffloadStats
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.base import release_idle_slots
-from eager_offload.tiers.host import HostTier
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import (
     Backend,
@@ -45,7 +44,7 @@ from tests.hazards.backends import (
     hooks_are_gone,
     offloader_of,
 )
-from tests.hazards.programs import assert_identical, leaf
+from tests.hazards.programs import Around, assert_identical, leaf
 from tests.sampling import one_in
 
 PACKAGE = Path(eager_offload.__file__).parent
@@ -179,7 +178,7 @@ def forward(x: Tensor) -> tuple[Tensor, Tensor]:
     return part.exp().sum() + z.sigmoid().sum(), middle
 
 
-def gradient(around: AbstractContextManager[Any], settle: Callable[[], object]) -> Tensor:
+def gradient(around: Around, settle: Callable[[], object]) -> Tensor:
     """One step; some of what was saved has left when ``settle`` is called, and some is on its way.
 
     Half a backward comes first: what is brought early then, the whole one needs later, or nobody does.
@@ -226,7 +225,7 @@ class InterruptedAt(Walk):
                 raise KeyboardInterrupt
 
 
-def followed(around: AbstractContextManager[Any], settle: Callable[[], object], order: bool = True) -> list[Tensor]:
+def followed(around: Around, settle: Callable[[], object], order: bool = True) -> list[Tensor]:
     """One step that may follow a plan: what leaves, shares, stays and is decided anew, more than the window holds.
 
     Args:
@@ -260,7 +259,7 @@ class Trials:
     def make(self) -> eager_offload.Offload:
         return self.backend.offload(**FIELDS)
 
-    def step(self, around: AbstractContextManager[Any], settle: Callable[[], object]) -> object:
+    def step(self, around: Around, settle: Callable[[], object]) -> object:
         """A step, after which is known whether all is well."""
         return gradient(around, settle)
 
@@ -325,7 +324,7 @@ class FollowedTrials(Trials):
     def make(self) -> eager_offload.Offload:
         return self.backend.offload(**FIELDS, step_plans=True)
 
-    def step(self, around: AbstractContextManager[Any], settle: Callable[[], object]) -> object:
+    def step(self, around: Around, settle: Callable[[], object]) -> object:
         return followed(around, settle)
 
     def prepare(self) -> None:
@@ -365,7 +364,6 @@ class GrowingTrials(Trials):
     def prepare(self) -> None:
         release_idle_slots()
         for tier in offloader_of(self.offload).tiers if self.offload._offloaders.all() else ():
-            assert isinstance(tier, HostTier)
             tier._arena.release_idle()
             assert tier.held_bytes == 0
 

@@ -1,19 +1,20 @@
-"""H12: every kind of tensor that autograd may save."""
+"""H12, H13, H21: every kind of tensor that autograd may save, ragged batches among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.common_dtype import all_types_complex_float8_and
 
 from tests.hazards.backends import Backend
-from tests.hazards.functions import Returned, saving
-from tests.hazards.programs import Around, leaf, named, noise, same_gradients
-from tests.hazards.wrappers import watching
+from tests.hazards.functions import saving, watching
+from tests.hazards.programs import Around, leaf, named, noise, one_step, same_gradients, trained
 
 
 class Payload(NamedTuple):
@@ -23,33 +24,10 @@ class Payload(NamedTuple):
     kept: str | None = None
 
 
+_OTHERS = (torch.bool, torch.half, torch.bfloat16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu)
+DTYPES = all_types_complex_float8_and(torch.complex32, *_OTHERS)
 PAYLOADS = [
-    *[
-        Payload(str(dtype).removeprefix("torch."), lambda dtype=dtype: noise(16, 16).mul(40).to(dtype))  # type: ignore[misc]
-        for dtype in (
-            torch.float32,
-            torch.float64,
-            torch.float16,
-            torch.bfloat16,
-            torch.float8_e4m3fn,
-            torch.float8_e5m2,
-            torch.float8_e4m3fnuz,
-            torch.float8_e5m2fnuz,
-            torch.float8_e8m0fnu,
-            torch.complex64,
-            torch.complex128,
-            torch.bool,
-            torch.uint8,
-            torch.int8,
-            torch.int16,
-            torch.int32,
-            torch.int64,
-            torch.uint16,
-            torch.uint32,
-            torch.uint64,
-        )
-    ],
-    Payload("complex32", lambda: noise(16, 16).to(torch.complex32)),
+    *(Payload(str(dtype)[6:], lambda dtype=dtype: noise(16, 16).mul(40).to(dtype)) for dtype in DTYPES),
     Payload("a view as float8", lambda: noise(16, 16).view(torch.float8_e5m2)),
     Payload("a slice of float8", lambda: noise(64, 64).to(torch.float8_e4m3fn)[3]),
     Payload("a column of bool", lambda: (noise(64, 64) > 0)[:, 5]),
@@ -103,22 +81,17 @@ def values_of(tensor: Tensor) -> list[Tensor]:
 @pytest.mark.sampled(3, quick=True)
 @pytest.mark.parametrize("case", PAYLOADS, ids=named)
 def test_h12_every_kind_of_tensor_comes_back_or_stays_for_a_reason(case: Payload, backend: Backend) -> None:
-    seen: list[list[object]] = []
-
-    def look(payload: Tensor) -> None:
+    def look(seen: list[list[object]], payload: Tensor) -> None:
         strided = payload.layout is torch.strided and not payload.is_nested
         kind = [str(payload.dtype), str(payload.layout), str(payload.device), payload.is_conj(), payload.is_neg()]
         sizes = [*payload.size(), *payload.stride()] if strided else []
         seen.append([*values_of(payload.detach()), *kind, *sizes])
 
-    def program(offload: Around) -> object:
-        seen.clear()
-        x = leaf(32, 32)
-        with offload:
-            # Something that moves stands beside it, so that moving nothing does not pass.
-            y = watching((x * 3).tanh(), look, case.make())
-        y.sum().backward()
-        return x.grad, list(seen)
+    @one_step
+    def program() -> Sequence[object]:
+        x, seen = leaf(32, 32), []
+        # Something that moves stands beside it, so that moving nothing does not pass.
+        return watching((x * 3).tanh(), partial(look, seen), case.make()), x, seen
 
     for stats in same_gradients(program, backend):
         if case.kept is not None:
@@ -129,15 +102,13 @@ def test_h12_every_kind_of_tensor_comes_back_or_stays_for_a_reason(case: Payload
 
 
 def test_h12_nested_tensors_in_the_operators_that_take_them(backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = leaf(8, 16)
-        with offload:
-            h = (x * 2).tanh()
-            nested = torch.nested.as_nested_tensor([h[:3] * 2, h[3:] * 3])
-            y = torch.nested.to_padded_tensor(F.gelu(nested.sin() * nested).relu().softmax(-1), 0.0)
-        del h, nested
-        y.square().sum().backward()
-        return y.detach(), x.grad
+        h = (x * 2).tanh()
+        nested = torch.nested.as_nested_tensor([h[:3] * 2, h[3:] * 3])
+        y = torch.nested.to_padded_tensor(F.gelu(nested.sin() * nested).relu().softmax(-1), 0.0)
+        return y.square(), x
 
     for stats in same_gradients(program, backend):
         assert stats.kept_bytes["layout"] > 0
@@ -167,11 +138,50 @@ def test_h12_inference_tensors(backend: Backend) -> None:
 def test_h12_empty_tensors_are_not_taken_for_each_other(backend: Backend) -> None:
     """They all have the address 0."""
 
-    def program(offload: Around) -> object:
-        x, seen = leaf(32, 32), list[Returned]()
-        with offload:
-            y = saving((x * 2).tanh(), noise(0), noise(0, 7), noise(3, 0).t(), (x * 2)[:0], seen=seen)
-        y.sum().backward()
-        return x.grad, [returned.parts() for returned in seen]
+    @one_step
+    def program() -> Sequence[object]:
+        x, seen = leaf(32, 32), []
+        return saving((x * 2).tanh(), noise(0), noise(0, 7), noise(3, 0).t(), (x * 2)[:0], seen=seen), x, seen
 
     same_gradients(program, backend)
+
+
+# -- ragged batches ---------------------------------------------------------------------------------------------------
+
+
+WIDTH, HEADS = 16, 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (part(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_h13_h21_a_transformer_of_ragged_batches(backend: Backend) -> None:
+    """They are wrappers of their values and offsets."""
+
+    def program(offload: Around) -> object:
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block())
+
+        def loss(step: int) -> Tensor:
+            lengths = ((3, 9, 5), (7, 2), (4, 4, 8, 1))[step]
+            parts = [leaf(length, WIDTH, seed=10 * step + length, grad=False) for length in lengths]
+            return model(torch.nested.nested_tensor(parts, layout=torch.jagged)).values().square().mean()
+
+        return trained(model.parameters(), offload, loss, torch.optim.AdamW)
+
+    for stats in same_gradients(program, backend):
+        # Of each block and batch at least the input, the norm's result, and both sides of the activation.
+        assert stats.bytes_out >= 0.9 * 2 * (17 + 9 + 17) * (2 + 2 * 2) * WIDTH * 4

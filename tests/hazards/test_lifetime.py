@@ -1,20 +1,28 @@
-"""H09, H11, H19: what is held and for how long: by handles, never by an address, and never by a guess."""
+"""H09, H11, H19, H39: what is held and for how long: by handles, never by an address, and never by a guess; and that no
+Python code of the library runs where something dies, so that no interrupt is lost in a finalizer.
+"""
 
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import eager_offload
 from eager_offload import Offload
-from tests.hazards.backends import Backend, assert_settled, offloader_of, tracked_storages
-from tests.hazards.functions import Returned, saving
+from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of, tracked_storages
+from tests.hazards.functions import saving
+from tests.hazards.probes import Gone
 from tests.hazards.programs import REGIMES, Around, Settled, assert_identical, assert_moved, leaf, same_gradients
+from tests.hazards.wrappers import two
 
 
 @contextmanager
@@ -31,42 +39,24 @@ def without_gc() -> Iterator[None]:
 # -- H09 --------------------------------------------------------------------------------------------------------------
 
 
-class Storages:
-    """Counts which of the storages that it was shown still live."""
-
-    def __init__(self) -> None:
-        self._seen: list[weakref.ref[torch.UntypedStorage]] = []
-
-    def see(self, tensor: Tensor) -> Tensor:
-        self._seen.append(weakref.ref(tensor.untyped_storage()))
-        return tensor
-
-    @property
-    def alive(self) -> int:
-        return sum(seen() is not None for seen in self._seen)
-
-    def __len__(self) -> int:
-        return len(self._seen)
-
-
-def forward(offload: Around, storages: Storages, seed: int) -> Tensor:
+def forward(offload: Around, storages: Gone, seed: int) -> Tensor:
     x = leaf(16, 16, seed=seed)
     with offload:
         h = storages.see((x * 2).tanh())
         return storages.see(h.exp() @ h).sum()
 
 
-def a_dropped_graph(offload: Around, storages: Storages, seed: int) -> None:
+def a_dropped_graph(offload: Around, storages: Gone, seed: int) -> None:
     forward(offload, storages, seed)
 
 
-def a_dropped_graph_of_a_module(offload: Around, storages: Storages, seed: int) -> None:
+def a_dropped_graph_of_a_module(offload: Around, storages: Gone, seed: int) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 16))
     with offload:
         storages.see(model(storages.see(leaf(16, 16, seed=seed) * 2)))
 
 
-def a_branch_without_backward(offload: Around, storages: Storages, seed: int) -> None:
+def a_branch_without_backward(offload: Around, storages: Gone, seed: int) -> None:
     x = leaf(16, 16, seed=seed)
     with offload:
         trunk = storages.see(x.tanh() * 2)
@@ -75,7 +65,7 @@ def a_branch_without_backward(offload: Around, storages: Storages, seed: int) ->
     assert unused.requires_grad
 
 
-def a_loss_of_none(offload: Around, storages: Storages, seed: int) -> None:
+def a_loss_of_none(offload: Around, storages: Gone, seed: int) -> None:
     def step() -> Tensor | None:
         with offload:
             forward(nullcontext(), storages, seed)
@@ -84,7 +74,7 @@ def a_loss_of_none(offload: Around, storages: Storages, seed: int) -> None:
     assert step() is None
 
 
-def an_expert_that_got_no_tokens(offload: Around, storages: Storages, seed: int) -> None:
+def an_expert_that_got_no_tokens(offload: Around, storages: Gone, seed: int) -> None:
     x = leaf(16, 16, seed=seed)
     experts = [leaf(16, 16, seed=seed + index) for index in range(4)]
     with offload:
@@ -104,20 +94,20 @@ DROPPED = [
 
 @pytest.mark.parametrize("step", DROPPED, ids=lambda step: step.__name__)
 def test_h09_dropped_graphs_give_everything_back_at_once(
-    step: Callable[[Around, Storages, int], None], backend: Backend
+    step: Callable[[Around, Gone, int], None], backend: Backend
 ) -> None:
-    offload, storages = backend.offload(prefetch_bytes=1 << 12), Storages()
+    offload, storages = backend.offload(prefetch_bytes=1 << 12), Gone()
     with without_gc():
         for seed in range(50):
             step(offload if seed % 2 else Settled(offload), storages, seed)
         offload.stats(synchronize=True)
-        assert storages.alive == 0, f"{storages.alive} of {len(storages)} storages live on"
+        assert storages.alive == 0, f"{storages.alive} of {storages.seen} storages live on"
         # What was saved last need not leave: a graph that is dropped in the context is gone before anything follows.
         assert_moved(assert_settled(offload), least=0.7, held=step is an_expert_that_got_no_tokens)
 
 
 def test_h09_a_thousand_dropped_graphs(backend: Backend) -> None:
-    offload, storages = backend.offload(), Storages()
+    offload, storages = backend.offload(), Gone()
     with without_gc():
         for seed in range(1000):
             a_dropped_graph(offload, storages, seed)
@@ -134,7 +124,7 @@ def test_h09_a_thousand_dropped_graphs(backend: Backend) -> None:
 
 
 def test_h09_graphs_that_are_held_hold_and_those_that_are_dropped_do_not(backend: Backend) -> None:
-    offload, storages = backend.offload(), Storages()
+    offload, storages = backend.offload(), Gone()
     with without_gc():
         losses = [forward(offload, storages, seed) for seed in range(20)]
         offload.stats(synchronize=True)
@@ -150,7 +140,7 @@ def test_h09_graphs_that_are_held_hold_and_those_that_are_dropped_do_not(backend
 
 def test_h09_a_graph_in_a_cycle_waits_for_the_collector_and_no_longer(backend: Backend) -> None:
     """The finalizers run inside the collector, at any moment: also while the library holds its lock."""
-    offload, storages = backend.offload(), Storages()
+    offload, storages = backend.offload(), Gone()
     threshold = gc.get_threshold()
     gc.set_threshold(10, 2, 2)
     try:
@@ -209,7 +199,7 @@ def test_h11_an_address_that_a_new_tensor_got_is_not_taken_for_the_old_one(backe
 
 def test_h11_the_address_is_used_again_within_one_forward(backend: Backend) -> None:
     def program(offload: Around, place: Callable[[Tensor], Tensor], let_go: Callable[[], object]) -> object:
-        w, seen = leaf(32, 32), list[Returned]()
+        w, seen = leaf(32, 32), []
         with offload:
             total = (w * 0).sum()
             for seed in range(6):
@@ -219,7 +209,7 @@ def test_h11_the_address_is_used_again_within_one_forward(backend: Backend) -> N
                 w.sin()  # the operator before it has run: what it saved may leave
                 let_go()
         total.backward()
-        return w.grad, [returned.parts()[:-1] for returned in seen]
+        return w.grad, [given[:-1] for given in seen]
 
     offload, ground = backend.offload(max_inflight_bytes=1), Ground(32 * 32 * 4)
 
@@ -286,7 +276,6 @@ def test_h19_a_second_graph_takes_the_room_of_what_the_first_one_never_asked_for
             abandoned = [((first * n).tanh().exp()).sum() for n in range(2, 10)]
         with offload:
             used = sum(((second * n).tanh().exp()).sum() for n in range(2, 30))
-        assert isinstance(used, Tensor)
         abandoned[-1].backward()
         look()
         used.backward()
@@ -303,3 +292,66 @@ def test_h19_a_second_graph_takes_the_room_of_what_the_first_one_never_asked_for
 
         assert_identical(expected, program(regime.around(offload), resident_is_bounded))
         assert_moved(assert_settled(offload))
+
+
+# -- H39 --------------------------------------------------------------------------------------------------------------
+
+
+PACKAGE = Path(eager_offload.__file__).parent
+#: What simulates devices and looks on is no part of a training process.
+_SIMULATION = {"simulated", "checker", "deferred", "observer", "recording", "signatures", "timeline"}
+#: The modules of weak containers and finalizers, whose callbacks are in Python.
+_WEAK = {"weakref", "_weakrefset"}
+
+
+def entered_in(drop: Callable[[], None]) -> list[str]:
+    """The functions of the library, and of weak containers, that are entered while ``drop`` runs."""
+    entered = []
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.stem not in _SIMULATION and (PACKAGE in path.parents or path.stem in _WEAK):
+            entered.append(f"{path.name}: {frame.f_code.co_name}")
+
+    gc.collect()  # what other tests have left behind
+    sys.setprofile(note)
+    try:
+        drop()
+        gc.collect()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+@pytest.mark.parametrize("way", ["leaving", "away", "traced", "wrapped", "back"])
+def test_h39_no_python_runs_when_a_graph_goes(way: str, backend: Backend, tmp_path: Path) -> None:
+    offload = backend.offload(prefetch_bytes=1 << 20)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Tanh(), nn.Linear(16, 16))
+    graphs = []
+    with offload.trace(tmp_path / "trace.json") if way == "traced" else offload, offload:
+        source = two(lambda number: leaf(8, 16, seed=number)).requires_grad_() if way == "wrapped" else leaf(8, 16)
+        graphs.append(source.sin().cos() if way == "wrapped" else model(source))
+    if way in ("away", "back"):
+        offload.stats(synchronize=True)
+    if way == "back":
+        graphs[0].sum().backward(retain_graph=True)
+    alive = [saved.record for saved in saves_of(offload).storages()]
+    assert entered_in(graphs.clear) == []
+    assert alive
+    assert all(record() is None for record in alive)
+    assert_moved(assert_settled(offload))
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_h39_no_python_runs_when_an_offload_goes(tier: str) -> None:
+    offload = Offload(tier=tier, min_bytes=0, keep_last_bytes=0)
+    with offload:
+        loss = leaf(8, 16, seed=0).sin().cos().sum()
+    loss.backward()
+    assert_moved(assert_settled(offload))
+    del loss
+    held, alive = [offload], weakref.ref(offload)
+    del offload
+    assert entered_in(held.clear) == []
+    assert alive() is None

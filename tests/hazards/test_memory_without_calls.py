@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,37 +16,13 @@ from torch import Tensor
 
 from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.base import Direction
-from eager_offload.runtime.host import HostRuntime, TransferThread
+from eager_offload.runtime.host import HostRuntime
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, DiskBackend, assert_settled
-from tests.hazards.probes import Transfers
+from tests.hazards.probes import Gone, Transfers
 from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
 
 SIDE = 64
-
-
-class Gone:
-    """Waits until every storage that it was shown has gone."""
-
-    def __init__(self) -> None:
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._changed = threading.Condition()
-        self.seen = 0
-
-    def see(self, tensor: Tensor) -> Tensor:
-        number, self.seen = self.seen, self.seen + 1
-
-        def gone(_: object) -> None:
-            with self._changed:
-                del self._alive[number]
-                self._changed.notify_all()
-
-        self._alive[number] = weakref.ref(tensor.untyped_storage(), gone)
-        return tensor
-
-    def wait(self) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: not self._alive, 60), f"{len(self._alive)} of {self.seen} are held"
 
 
 @pytest.fixture
@@ -72,7 +47,7 @@ def test_h40_the_sources_of_a_dropped_graph_go_with_the_end_of_their_copies(disk
             loss = forward(leaf(SIDE, SIDE), gone)
         gate.wait_until_reached()
         del loss
-        assert gone._alive, "the copies are still to read them"
+        assert gone.alive, "the copies are still to read them"
         gate.open()
         gone.wait()
     assert_moved(assert_settled(offload))
@@ -112,7 +87,6 @@ def test_h40_a_warning_of_a_write_that_failed_waits_for_a_line_of_the_user(
 
     monkeypatch.setattr(DiskSlot, "write", refuse)
     out = disk.runtime.transfer_stream(torch.device("cpu"), Direction.OUT)
-    assert isinstance(out, TransferThread)
     poll = out.pauses
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -140,8 +114,7 @@ class Slabs:
 
 
 @contextmanager
-def slabs_of(runtime: object) -> Iterator[Slabs]:
-    assert isinstance(runtime, HostRuntime)
+def slabs_of(runtime: HostRuntime) -> Iterator[Slabs]:
     runtime.arena.rest()
     slabs = Slabs(runtime)
     try:
@@ -174,7 +147,6 @@ def test_h40_the_memory_of_reloads_goes_after_backward_and_serves_again_until_th
     forward(x, Gone(), layers=200).backward()
     expected, x.grad = x.grad, None
     back = disk.runtime.transfer_stream(x.device, Direction.IN)
-    assert isinstance(back, TransferThread)
     paused, rest = threading.Event(), back.pauses
     back.pauses = lambda: None if not paused.is_set() else rest()  # a backward without a pause of that length
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.hazards.backends import Backend, DiskBackend, assert_settled
-from tests.hazards.programs import Around, Program, Settled, assert_identical, assert_moved, leaf, same_gradients
+from tests.hazards.functions import custom
+from tests.hazards.programs import Around, Program, Settled, assert_identical, assert_moved, exact, leaf, same_gradients
 
 
 def layers(**where: Any) -> nn.Module:
@@ -69,10 +71,6 @@ def fake(around: Around, *, backward_inside: bool = True) -> object:
     return gradients(model)
 
 
-def fake_with_backward_outside_of_its_mode(around: Around) -> object:
-    return fake(around, backward_inside=False)
-
-
 def fake_inputs_of_a_real_model(around: Around) -> object:
     model = layers()
     with FakeTensorMode(allow_non_fake_inputs=True), around:
@@ -104,7 +102,7 @@ def functional_without_its_mode(around: Around) -> object:
         on_meta_inside,
         flops_on_meta,
         fake,
-        fake_with_backward_outside_of_its_mode,
+        partial(fake, backward_inside=False),
         fake_inputs_of_a_real_model,
         functional_without_its_mode,
     ],
@@ -119,9 +117,7 @@ def test_h44_what_is_made_functional_stays() -> None:
 
 
 def stays(program: Program, backend: Backend) -> None:
-    offload, expected = backend.offload(), program(nullcontext())
-    assert_identical(expected, program(offload))
-    stats = assert_settled(offload)
+    stats = exact(program, backend.offload())
     assert stats.bytes_out == 0
     assert set(stats.kept_bytes) <= {"layout", "parameter"}
     assert stats.kept_bytes["layout"] > 0
@@ -141,8 +137,7 @@ def test_h44_real_tensors_move_after_fake_ones(backend: Backend) -> None:
     with FakeTensorMode(), offload:
         y = torch.ones(8, 8, dtype=torch.float64, requires_grad=True)
         (y.exp() * y).sum().backward()
-    assert_identical(program(nullcontext()), program(Settled(offload)))
-    assert_moved(assert_settled(offload))
+    assert_moved(exact(program, Settled(offload)))
 
 
 def test_h44_an_offload_that_was_made_and_used_where_another_device_is_the_default(backend: Backend) -> None:
@@ -150,11 +145,11 @@ def test_h44_an_offload_that_was_made_and_used_where_another_device_is_the_defau
     with torch.device("meta"), FakeTensorMode():
         offload = backend.offload()
     with torch.device("meta"), offload:
-        loss = Square.apply((x * 2).exp()[:, ::4]).sum()
+        loss = square((x * 2).exp()[:, ::4]).sum()
     with torch.device("meta"):
         torch.autograd.backward(loss)
     actual, x.grad = x.grad, None
-    Square.apply((x * 2).exp()[:, ::4]).sum().backward()
+    square((x * 2).exp()[:, ::4]).sum().backward()
     assert_identical(x.grad, actual)
     del loss
     assert_moved(assert_settled(offload))
@@ -194,9 +189,7 @@ def forward_over_reverse(around: Around) -> object:
 
 @pytest.mark.parametrize("program", [zeros, dual, forward_over_reverse])
 def test_h44_zeros_that_are_nowhere_stay(program: Program, backend: Backend) -> None:
-    offload, expected = backend.offload(), program(nullcontext())
-    assert_identical(expected, program(offload))
-    stats = assert_settled(offload)
+    stats = exact(program, backend.offload())
     assert stats.bytes_out > 0
     assert stats.kept_bytes["layout"] > 0
 
@@ -226,9 +219,7 @@ def test_h44_make_fx_traces_forward_and_backward(mode: str, inside: bool, backen
             leaf(4, 4, seed=3), leaf(4, 4, seed=4)
         )
 
-    offload = backend.offload()
-    assert_identical(traced(nullcontext()), traced(offload))
-    stats = assert_settled(offload)
+    stats = exact(traced, backend.offload())
     assert stats.kept_bytes["layout"] > 0
     assert all(type(nbytes) is int for nbytes in stats.kept_bytes.values())
 
@@ -236,11 +227,11 @@ def test_h44_make_fx_traces_forward_and_backward(mode: str, inside: bool, backen
 # -- modes that see every operator ------------------------------------------------------------------------------------
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(TorchDispatchMode):
     """Writes down what it sees."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -260,27 +251,18 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Square(torch.autograd.Function):
+def square(x: Tensor) -> Tensor:
     """A function mode sees what runs inside of it, and so would see what packs and unpacks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradient
+    return custom(x, lambda ctx, gradient: 2 * ctx.saved_tensors[0] * gradient, x, forward=lambda x: x * x)
 
 
 def squares(around: Around) -> object:
     x, w = leaf(16, 16), leaf(16, 16, seed=2)
     with around:
-        h = Square.apply((x @ w).exp().relu())
+        h = square((x @ w).exp().relu())
         h = nn.functional.layer_norm(h, (16,)).t()[::2]
         part = (h * 2)[:, ::4].square()
-        loss = Square.apply(part).sum() + h.sigmoid().mean()
+        loss = square(part).sum() + h.sigmoid().mean()
     del h, part
     torch.autograd.backward(loss)  # a function mode does not see this one, and stays on
     return x.grad, w.grad
@@ -299,7 +281,7 @@ def test_h44_modes_of_the_caller_see_nothing_of_it(
         else:
             x = leaf(16, 16)
             with around, mode:
-                loss = Square.apply((x * 2).exp().t()[::2]).square().sum()
+                loss = square((x * 2).exp().t()[::2]).square().sum()
                 torch.autograd.backward(loss)
             values = x.grad
         return values, mode.seen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 from eager_offload import Offload
 from eager_offload.compile import ops
 from tests.hazards.backends import Backend, assert_settled, transfer_threads
-from tests.hazards.programs import REGIMES, assert_identical, assert_moved, leaf
+from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf
 from tests.test_transfer_threads import refuse_threads
 
 #: Of one tensor: enough for its pieces to be shared among threads.
@@ -25,14 +25,14 @@ def offload(disk: Backend) -> Offload:
     return disk.offload()
 
 
-def forward(x: Tensor, around: AbstractContextManager[Any]) -> Tensor:
+def forward(x: Tensor, around: Around) -> Tensor:
     with around:
         for _ in range(4):
             x = x.sin()
         return x.sum()
 
 
-def program(around: AbstractContextManager[Any]) -> object:
+def program(around: Around) -> object:
     x = leaf(SIDE, SIDE)
     forward(x, around).backward()
     return x.grad

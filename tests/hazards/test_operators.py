@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import eager_offload as eo
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.functions import custom
 from tests.hazards.programs import (
     REGIMES,
     Around,
@@ -23,6 +26,7 @@ from tests.hazards.programs import (
     leaf,
     named,
     noise,
+    one_step,
     same_gradients,
 )
 
@@ -41,9 +45,7 @@ class Recurrent(nn.Module):
         self.rnn = kind(16, 16, num_layers=2, batch_first=True, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        result = self.rnn(x)[0]
-        assert isinstance(result, Tensor)
-        return result
+        return self.rnn(x)[0]
 
 
 class Embedded(nn.Module):
@@ -52,9 +54,7 @@ class Embedded(nn.Module):
         self.table, self.head = nn.Embedding(20, 16, **options), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        result = self.head((self.table(x.detach().abs().mul(3).long() % 20) * 2).tanh())
-        assert isinstance(result, Tensor)
-        return result
+        return self.head((self.table(x.detach().abs().mul(3).long() % 20) * 2).tanh())
 
 
 MODELS = [
@@ -133,29 +133,26 @@ def test_h31_modules_that_save_in_their_own_ways(case: Model, backend: Backend) 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=lambda kernel: kernel.name)
 def test_h31_scaled_dot_product_attention(kernel: SDPBackend, causal: bool, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x, w = leaf(2, 4, 16, 8), leaf(8, 24, seed=2)
-        with offload, sdpa_kernel(kernel):
+        with sdpa_kernel(kernel):
             q, k, v = (x.tanh() @ w).chunk(3, dim=-1)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        del q, k, v
-        y.square().sum().backward()
-        return y.detach(), x.grad, w.grad
+        return y.square(), x, w
 
     same_gradients(program, backend)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_h31_attention_with_a_mask_and_dropout(masked: bool, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = leaf(2, 4, 16, 8)
         mask = torch.ones(16, 16, dtype=torch.bool).tril() if masked else None
-        with offload:
-            h = (x * 2).tanh()
-            y = F.scaled_dot_product_attention(h, h.sin(), h.cos(), attn_mask=mask, dropout_p=0.2)
-        del h
-        y.square().sum().backward()
-        return y.detach(), x.grad
+        h = (x * 2).tanh()
+        y = F.scaled_dot_product_attention(h, h.sin(), h.cos(), attn_mask=mask, dropout_p=0.2)
+        return y.square(), x
 
     same_gradients(program, backend)
 
@@ -179,12 +176,10 @@ class Polynomial(torch.autograd.Function):
 
 
 def test_h31_custom_functions(backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = leaf(16, 16).detach().abs().add(1).requires_grad_()
-        with offload:
-            y = Polynomial.apply(Polynomial.apply(x * 2, 3) / 100, 2)
-        y.sum().backward()
-        return x.grad
+        return Polynomial.apply(Polynomial.apply(x * 2, 3) / 100, 2), x
 
     same_gradients(program, backend)
 
@@ -226,12 +221,10 @@ def test_h31_where_torch_forbids_hooks_the_error_is_ours_and_nothing_is_lost(
     assert hooks_are_gone()
     assert_identical(expected, transform(x.detach()))
 
-    def training_goes_on(around: Around) -> object:
+    @one_step
+    def training_goes_on() -> tuple[Tensor, ...]:
         w = leaf(16, 16)
-        with around:
-            y = (w * 2).tanh().exp().sum()
-        y.backward()
-        return w.grad
+        return (w * 2).tanh().exp(), w
 
     assert_identical(training_goes_on(nullcontext()), training_goes_on(Settled(offload)))
     del caught
@@ -258,16 +251,13 @@ def test_h31_transforms_that_torch_allows(backend: Backend) -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
 def test_h33_rrelu_saves_its_noise_before_it_draws_it(regime: Any, inplace: bool, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = leaf(32, 32)
-        with offload:
-            h = x * 2
-            for _ in range(3):
-                h = F.rrelu(h * 1.5, training=True, inplace=inplace)
-            y = F.rrelu(h, training=True).sum()
-        del h
-        y.backward()
-        return y.detach(), x.grad
+        h = x * 2
+        for _ in range(3):
+            h = F.rrelu(h * 1.5, training=True, inplace=inplace)
+        return F.rrelu(h, training=True), x
 
     same_gradients(program, backend, regimes=[regime])
 
@@ -275,82 +265,48 @@ def test_h33_rrelu_saves_its_noise_before_it_draws_it(regime: Any, inplace: bool
 def test_h33_rrelu_as_the_last_operator_of_the_context(backend: Backend) -> None:
     """No later pack tells that it has run: the end of the context does."""
 
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = leaf(32, 32)
-        with offload:
-            y = F.rrelu(x * 2, training=True)
-        y.sum().backward()
-        return x.grad
+        return F.rrelu(x * 2, training=True), x
 
     same_gradients(program, backend)
 
 
-class FillingLate(torch.autograd.Function):
-    """Saves two buffers, an input's neighbours in one operator, and fills them when everything is packed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *late: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *late)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, *late = ctx.saved_tensors
-        total = gradient * x
-        for part in late:
-            total = total * part
-        return total, *(None for _ in late)
+def filling_late(x: Tensor, *late: Tensor) -> Tensor:
+    """Saves its input and buffers, many in one operator, before it has computed anything."""
+    return custom(x, lambda ctx, gradient: math.prod(ctx.saved_tensors, start=gradient), x, *late)
 
 
 def test_h33_many_packs_of_one_operator(backend: Backend) -> None:
     """One operator packs many tensors, so a lag of a few packs would not do."""
 
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = leaf(32, 32)
         norm = nn.BatchNorm1d(32)
-        with offload:
-            h = norm(x * 2)
-            h = FillingLate.apply(h, *[noise(32, 32) * n for n in range(1, 8)])
-            h = F.rrelu(norm(h), training=True)
-            h, _ = nn.LSTM(32, 32)(h)
-            y = h.square().sum()
-        del h
-        y.backward()
-        return x.grad, norm.running_mean, norm.running_var
+        h = norm(x * 2)
+        h = filling_late(h, *[noise(32, 32) * n for n in range(1, 8)])
+        h = F.rrelu(norm(h), training=True)
+        h, _ = nn.LSTM(32, 32)(h)
+        return h.square(), x, norm.running_mean, norm.running_var
 
     backend.sources_change = True
     same_gradients(program, backend)
 
 
 @pytest.mark.parametrize("later", ["train", "eval", "train then eval", "eval then train"])
-def test_h33_batch_norm_statistics(later: str, backend: Backend) -> None:
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, partial(nn.InstanceNorm1d, affine=True, track_running_stats=True)])
+def test_h33_statistics_of_normalization(kind: Callable[[int], nn.Module], later: str, backend: Backend) -> None:
     """They are saved, and then written without a version bump: by the operator itself, and by the next one."""
     backend.sources_change = True
 
-    def program(offload: Around) -> object:
-        x, norm = leaf(32, 16), nn.BatchNorm1d(16)
-        with offload:
-            h = norm.train()(x * 2)
-            for mode in later.split(" then "):
-                h = norm.train(mode == "train")((h * 1.5).sin())
-            y = (h * h.sigmoid()).sum()
-        del h
-        y.backward()
-        return x.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var
-
-    same_gradients(program, backend)
-
-
-def test_h33_instance_norm_statistics(backend: Backend) -> None:
-    backend.sources_change = True
-
-    def program(offload: Around) -> object:
-        x, norm = leaf(4, 4, 16), nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
-        with offload:
-            h = norm(norm(x * 2).sin())
-            y = (norm.eval()(h) * h.sigmoid()).sum()
-        del h
-        y.backward()
-        return x.grad, norm.running_mean, norm.running_var
+    @one_step
+    def program() -> tuple[Tensor, ...]:
+        x, norm = leaf(8, 4, 16), kind(4)
+        h = norm.train()(x * 2)
+        for mode in later.split(" then "):
+            h = norm.train(mode == "train")((h * 1.5).sin())
+        return h * h.sigmoid(), x, norm.weight, norm.bias, norm.running_mean, norm.running_var
 
     same_gradients(program, backend)

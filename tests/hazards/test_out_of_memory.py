@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload._torch import TorchDispatchMode
 from eager_offload.codecs import Gather
-from eager_offload.runtime.base import Layout, Runtime, Stream
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
-from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
+from tests.hazards.blocks import Trainer
+from tests.hazards.probes import Allocations
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf, one_step
 
 ROWS, WIDTH = 8, 16
 _BACKENDS = ["disk", "simulated", "recorded"]
@@ -28,14 +29,10 @@ everywhere = pytest.mark.parametrize(
 )
 
 
-class Trainer:
+class Retrying(Trainer):
     """Takes steps, and after an out-of-memory error the same step again with half of the batch, as users do."""
 
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.retries = 0
+    retries = 0
 
     def step(self, around: Around, seed: int, pressure: Around) -> None:
         try:
@@ -50,23 +47,19 @@ class Trainer:
     def attempt(self, around: Around, x: Tensor) -> None:
         self.optimizer.zero_grad()
         with around:
-            h = self.model(x).tanh()
+            h = self.model(x)
             # A view with holes is gathered before it leaves.
             loss = (h[:, ::2] * h[:, ::2].exp()).square().mean()
         loss.backward()
 
-    @property
-    def state(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
 
-
-class FullAt(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types
+class FullAt(TorchDispatchMode):
     """The operator of this number finds no memory; the ones before and after it do."""
 
     sees_offloading = True
 
     def __init__(self, number: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types
+        super().__init__()
         self.left = number
 
     def __torch_dispatch__(
@@ -80,7 +73,7 @@ class FullAt(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch decla
 
 def retried_at(step: int, retried: bool) -> list[Tensor]:
     """Three steps, one of them with half of the batch from the start."""
-    trainer = Trainer()
+    trainer = Retrying()
     for seed in range(3):
         trainer.attempt(nullcontext(), leaf(ROWS // 2 if retried and seed == step else ROWS, WIDTH, seed=seed))
         trainer.optimizer.step()
@@ -93,7 +86,7 @@ def test_h10_out_of_memory_in_any_operator_of_a_step(regime: Regime, backend: Ba
     expected = {retried: retried_at(1, retried) for retried in (False, True)}
     offload, number, found = backend.offload(**regime.fields), 1, 0
     while True:
-        trainer, full = Trainer(), FullAt(number)
+        trainer, full = Retrying(), FullAt(number)
         for seed in range(3):
             trainer.step(regime.around(offload), seed, full if seed == 1 else nullcontext())
         assert_identical(expected[trainer.retries == 1], trainer.state)
@@ -131,15 +124,12 @@ def refuse_as_the_cpu_does() -> None:
     torch.empty(1 << 60, dtype=torch.uint8)
 
 
-def gathered_program(around: Around) -> tuple[Tensor, Tensor | None]:
+@one_step
+def gathered_program() -> tuple[Tensor, ...]:
     """Saves a narrow view of a wide tensor, and what is computed from it."""
     x = leaf(32, 64)
-    with around:
-        narrow = (x * 2)[:, ::8]
-        loss = (narrow.square().exp() * 2).sum()
-        del narrow
-    loss.backward()
-    return loss.detach(), x.grad
+    narrow = (x * 2)[:, ::8]
+    return narrow.square().exp() * 2, x
 
 
 @pytest.mark.parametrize("refuse", [refuse_as_accelerators_do, refuse_as_the_cpu_does])
@@ -168,22 +158,6 @@ def test_h10_what_finds_no_room_to_be_gathered_stays(
 # -- reload targets ---------------------------------------------------------------------------------------------------
 
 
-class Refusing:
-    """A runtime's allocator, which refuses the calls of the given numbers."""
-
-    def __init__(self, runtime: Runtime, numbers: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls = 0
-        self._numbers = frozenset(numbers)
-        self._allocate: Callable[..., Tensor] = runtime.allocate
-        monkeypatch.setattr(runtime, "allocate", self)
-
-    def __call__(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
-        self.calls += 1
-        if self.calls in self._numbers:
-            raise torch.OutOfMemoryError("no room for a reload, on purpose")
-        return self._allocate(layout, device, stream)
-
-
 @everywhere
 @pytest.mark.parametrize("consecutive", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize("regime", REGIMES[:2], ids=str)
@@ -193,16 +167,17 @@ def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Bac
     offload = backend.offload(**regime.fields)
     number, raised = 1, 0
     while True:
-        trainer = Trainer()
+        trainer = Retrying()
         with pytest.MonkeyPatch.context() as patch:
             trainer.step(regime.around(offload), 0, nullcontext())
-            refusing = Refusing(backend.runtime, range(number, number + consecutive), patch)
+            refused = range(number, number + consecutive)
+            allocations = Allocations(backend.runtime, patch, refused.__contains__)
             trainer.step(regime.around(offload), 1, nullcontext())
         trainer.step(regime.around(offload), 2, nullcontext())
         assert_identical(expected[trainer.retries == 1], trainer.state)
         raised += trainer.retries
         assert_settled(offload)
-        if refusing.calls < number:
+        if allocations.calls < number:
             break
         number += 1
     assert number > 3
@@ -210,20 +185,6 @@ def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Bac
     stats = assert_settled(offload)
     assert_moved(stats, held=True)
     assert stats.bytes_in > 0
-
-
-def full_while(alive: Callable[[], bool], runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Refuses reload targets while ``alive`` says so; returns a list that grows with each refusal."""
-    allocate, refused = runtime.allocate, []
-
-    def bounded(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
-        if alive():
-            refused.append(True)
-            raise torch.OutOfMemoryError("no room for a reload, on purpose")
-        return allocate(layout, device, stream)
-
-    monkeypatch.setattr(runtime, "allocate", bounded)
-    return refused
 
 
 def saved(backend: Backend, around: Around, offload: Offload, count: int) -> tuple[list[Any], list[Tensor]]:
@@ -243,22 +204,13 @@ def test_what_was_brought_back_early_makes_room_for_what_is_needed(
     """There is room for three; two were brought back early when something else is asked for."""
     offload = backend.offload(prefetch_bytes=2 * 32 * 32 * 4)
     handles, values = saved(backend, Settled(offload), offload, 6)
-    targets: list[weakref.ref[torch.UntypedStorage]] = []
-    allocate = backend.runtime.allocate
-
-    def noted(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
-        target = allocate(layout, device, stream)
-        targets.append(weakref.ref(target.untyped_storage()))
-        return target
-
-    monkeypatch.setattr(backend.runtime, "allocate", noted)
+    allocations = Allocations(backend.runtime, monkeypatch, lambda number: number > 3 and allocations.alive >= 3)
     last = handles[5].unpack()
     assert torch.equal(last, values[5])
-    assert len(targets) == 3
-    refused = full_while(lambda: sum(t() is not None for t in targets) >= 3, backend.runtime, monkeypatch)
+    assert allocations.calls == 3
     first = handles[0].unpack()
     assert torch.equal(first, values[0])
-    assert refused
+    assert allocations.refused
     del first, last, handles
     stats = assert_settled(offload)
     assert_moved(stats)
@@ -274,11 +226,13 @@ def test_what_is_on_its_way_out_makes_room_for_what_is_needed(
     with backend.gate() as gate:
         later, _ = saved(backend, offload, offload, 3)
         sources = [weakref.ref(handle.storage.origin()) for handle in later if handle.storage.origin() is not None]
-        refused = full_while(lambda: any(source() is not None for source in sources), backend.runtime, monkeypatch)
+        allocations = Allocations(
+            backend.runtime, monkeypatch, lambda _: any(source() is not None for source in sources)
+        )
         gate.open()
         back = handles[1].unpack()
     assert torch.equal(back, values[1])
-    assert refused or backend.name == "disk", "on a real disk they may have arrived meanwhile"
+    assert allocations.refused or backend.name == "disk", "on a real disk they may have arrived meanwhile"
     del back, handles, later
     stats = assert_settled(offload)
     assert_moved(stats)

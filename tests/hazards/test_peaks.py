@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from eager_offload import Offload, OffloadStats
 from eager_offload.tiers.memory import anonymous_slab
 from tests.hazards.backends import Backend
-from tests.hazards.programs import REGIMES, assert_identical, same_gradients
+from tests.hazards.programs import REGIMES, Around, assert_identical, one_step, same_gradients
 
 MIB = 1 << 20
 
@@ -33,15 +33,13 @@ class PartlyUsed(torch.autograd.Function):
         return grads[0] * workspace[: grads[0].numel()].view_as(grads[0]) + workspace[-(1 << 16) :].sum()
 
 
-def untouched(around: AbstractContextManager[Any]) -> object:
+@one_step
+def untouched() -> tuple[Tensor, ...]:
     x = torch.linspace(-1, 1, MIB).requires_grad_()
-    with around:
-        loss = (PartlyUsed.apply(x) + PartlyUsed.apply(2 * x)).sum()
-    loss.backward()
-    return loss.detach(), x.grad
+    return PartlyUsed.apply(x) + PartlyUsed.apply(2 * x), x
 
 
-def recurrent(around: AbstractContextManager[Any]) -> object:
+def recurrent(around: Around) -> object:
     model = nn.LSTM(32, 128, 2)
     x = torch.randn(64, 64, 32, requires_grad=True)
     with around:
@@ -80,7 +78,7 @@ def test_h49_a_step_that_saves_hardly_more_than_what_stays_is_not_moved_once_it_
 ) -> None:
     size, line = 64 * 64 * 4, 8
 
-    def step(around: AbstractContextManager[Any]) -> object:
+    def step(around: Around) -> object:
         x = torch.linspace(-1, 1, 64 * 64).view(64, 64).requires_grad_()
         with around:
             y = x

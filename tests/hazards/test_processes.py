@@ -8,7 +8,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from tests.hazards.backends import Backend, offloader_of
 from tests.hazards.programs import Settled, assert_moved, leaf
+from tests.processes import printed_by
 
 #: What every child process begins with. It trains with the disk tier, on the host runtime or on the simulated one.
 PRELUDE = """
@@ -144,19 +144,9 @@ def ends(backend: str) -> dict[str, Ended]:
         for name, life in LIVES.items()
         if backend != "simulated" or name not in FOR_THE_DISK
     ]
-    root = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as reports:
-        process = subprocess.run(
-            [sys.executable, "-c", PRELUDE + f"PROGRAMS = {programs!r}\n" + NURSERY, directory, backend, reports],
-            capture_output=True,
-            text=True,
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root)},
-            timeout=280,
-        )
-    assert process.returncode == 0, process.stdout + process.stderr
-    lines = [json.loads(line) for line in process.stdout.splitlines()]
-    return {name: Ended(error, complaints) for name, error, complaints in lines}
+        printed = printed_by("-c", PRELUDE + f"PROGRAMS = {programs!r}\n" + NURSERY, directory, backend, reports)
+    return {name: Ended(error, complaints) for name, error, complaints in map(json.loads, printed.splitlines())}
 
 
 def under_check(program: str) -> str:

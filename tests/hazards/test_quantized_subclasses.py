@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.hazards.backends import Backend
-from tests.hazards.programs import Around, leaf, same_gradients
-from tests.hazards.wrappers import watching
+from tests.hazards.functions import watching
+from tests.hazards.programs import Around, leaf, one_step, same_gradients, trained
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 float8 = pytest.importorskip("torchao.float8", reason="this torchao does not train in float8")
@@ -27,15 +27,11 @@ def test_h13_a_model_with_float8_matrices(backend: Backend) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).to(torch.bfloat16)
         float8.convert_to_float8_training(model, config=float8.Float8LinearConfig(emulate=True))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for seed in range(2):
-            with offload:
-                loss = model(leaf(16, 32, seed=seed, grad=False).to(torch.bfloat16)).float().square().mean()
-            loss.backward()
-            del loss
-            optimizer.step()
-            optimizer.zero_grad()
-        return [parameter.detach() for parameter in model.parameters()]
+
+        def loss(seed: int) -> Tensor:
+            return model(leaf(16, 32, seed=seed, grad=False).to(torch.bfloat16)).float().square().mean()
+
+        return trained(model.parameters(), offload, loss, torch.optim.AdamW)
 
     same_gradients(program, backend)
 
@@ -43,22 +39,18 @@ def test_h13_a_model_with_float8_matrices(backend: Backend) -> None:
 def saved_by_an_operator(make: Callable[[], Tensor], values: Callable[[Any], Tensor]) -> Callable[[Around], object]:
     """A program in which an operator saves what ``make`` makes, and backward looks at its ``values``."""
 
-    def program(offload: Around) -> object:
-        seen: list[object] = []
-        x = leaf(32, 32)
-        with offload:
-            y = watching((x * 2).tanh(), lambda tensor: seen.extend([type(tensor).__name__, values(tensor)]), make())
-        y.sum().backward()
-        return x.grad, seen
+    @one_step
+    def program() -> Sequence[object]:
+        x, seen = leaf(32, 32), []
+        y = watching((x * 2).tanh(), lambda tensor: seen.extend([type(tensor).__name__, values(tensor)]), make())
+        return y, x, seen
 
     return program
 
 
 def test_h13_a_float8_tensor(backend: Backend) -> None:
     def make() -> Tensor:
-        made = scaling.hp_tensor_to_float8_dynamic(leaf(32, 32, seed=3), torch.float8_e4m3fn, None)
-        assert isinstance(made, Tensor)
-        return made
+        return scaling.hp_tensor_to_float8_dynamic(leaf(32, 32, seed=3), torch.float8_e4m3fn, None)
 
     for stats in same_gradients(saved_by_an_operator(make, lambda tensor: tensor.to_original_precision()), backend):
         assert stats.offloaded_tensors >= 2, "the float8 values did not move"
@@ -66,9 +58,7 @@ def test_h13_a_float8_tensor(backend: Backend) -> None:
 
 def test_h13_an_nf4_tensor(backend: Backend) -> None:
     def make() -> Tensor:
-        made = quantization.to_nf4(leaf(64, 64, seed=3, grad=False), block_size=32, scaler_block_size=2)
-        assert isinstance(made, Tensor)
-        return made
+        return quantization.to_nf4(leaf(64, 64, seed=3, grad=False), block_size=32, scaler_block_size=2)
 
     for stats in same_gradients(saved_by_an_operator(make, lambda tensor: tensor.to(torch.float32)), backend):
         assert stats.offloaded_bytes >= 32 * 32 * 4 + 64 * 64 // 2, "the quantized values did not move"
@@ -76,15 +66,13 @@ def test_h13_an_nf4_tensor(backend: Backend) -> None:
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["new", "loaded"])
 def test_h13_a_frozen_nf4_weight_stays(loaded: bool, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         weight = nn.Parameter(quantization.to_nf4(leaf(64, 64, seed=3, grad=False), 32, 2), requires_grad=False)
         if loaded:  # counts as a change in place
             weight.copy_(quantization.to_nf4(leaf(64, 64, seed=4, grad=False), 32, 2))
         x = leaf(16, 64)
-        with offload:
-            y = F.linear((x * 2).tanh(), weight).sin()
-        y.sum().backward()
-        return x.grad
+        return F.linear((x * 2).tanh(), weight).sin(), x
 
     for stats in same_gradients(program, backend):
         assert stats.kept_bytes["parameter"] > 0

@@ -7,10 +7,10 @@ memory with the same values and free the old one at once, whatever is still read
 from __future__ import annotations
 
 import mmap
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,40 +22,12 @@ from eager_offload.compile import ops
 from eager_offload.tiers import disk, memory, slabs
 from eager_offload.tiers.memory import PAGE, anonymous_slab, move_if_there
 from eager_offload.tiers.spill import SpillFile
-from tests.hazards.backends import Backend, assert_settled
-from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
+from tests.hazards.backends import Backend, assert_settled, gate_before
+from tests.hazards.functions import custom
+from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf
 
 COUNT = 16 * PAGE
 pytestmark = pytest.mark.filterwarnings('ignore:eager_offload. tier="host" on a CPU')
-
-
-class Reader:
-    """Holds back the thread that has taken the address of a source and is about to read there."""
-
-    def __init__(self) -> None:
-        self._reached, self._opened = threading.Event(), threading.Event()
-
-    @contextmanager
-    def before(self, owner: object, name: str) -> Iterator[None]:
-        call: Callable[..., object] = getattr(owner, name)
-
-        def held(*arguments: object) -> object:
-            self._reached.set()
-            assert self._opened.wait(60)
-            return call(*arguments)
-
-        setattr(owner, name, held)
-        try:
-            yield
-        finally:
-            self._opened.set()
-            setattr(owner, name, call)
-
-    def wait(self) -> None:
-        assert self._reached.wait(60), "no copy came so far"
-
-    def go_on(self) -> None:
-        self._opened.set()
 
 
 class Memory:
@@ -68,7 +40,6 @@ class Memory:
 
     def give_to_another(self) -> None:
         """The source has given them up: they are written by their next owner."""
-        assert self._pages is not None
         self._pages[:] = b"\x07" * (COUNT + PAGE)
 
     def give_to_the_system(self) -> None:
@@ -76,7 +47,7 @@ class Memory:
         self._pages = None
 
 
-def square(x: Tensor, around: AbstractContextManager[Any], meanwhile: Callable[[], None]) -> Tensor | None:
+def square(x: Tensor, around: Around, meanwhile: Callable[[], None]) -> Tensor | None:
     w = leaf(COUNT // 4, seed=2)
     with around:
         loss = (w * x).sum()
@@ -93,61 +64,47 @@ def square(x: Tensor, around: AbstractContextManager[Any], meanwhile: Callable[[
         pytest.param(SpillFile, "write", 0, {}, id="in place"),
         pytest.param(SpillFile, "_write_through_bounce", 4, {}, id="through a buffer"),
         pytest.param(disk, "move_if_there", 0, {"verify": True}, id="checksummed"),
+        pytest.param(SpillFile, "write", 0, {"disk_path": ["a", "b"]}, id="in stripes"),
         pytest.param(slabs, "move_if_there", 0, {"tier": "host"}, id="to the host tier"),
     ],
 )
 def test_h36_a_source_whose_memory_goes_while_it_is_read_stays_with_its_new_memory(
-    owner: object, name: str, phase: int, fields: dict[str, Any], after: str
+    owner: object,
+    name: str,
+    phase: int,
+    fields: dict[str, Any],
+    after: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source, reader = Memory(phase), Reader()
+    """Nor does it count against the disk."""
+    monkeypatch.chdir(tmp_path)
+    for directory in fields.get("disk_path", ()):
+        Path(directory).mkdir()
+    source = Memory(phase)
     expected = square(source.tensor.clone(), nullcontext(), lambda: None)
     offload = Offload(**{"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0, **fields})
 
     def swap() -> None:
-        reader.wait()
+        gate.wait_until_reached()
         source.tensor.share_memory_()
         getattr(source, f"give_to_{after}")()
-        reader.go_on()
+        gate.open()
         with pytest.warns(RuntimeWarning, match="replaced while it was copied"):
             offload.stats(synchronize=True)
 
-    with reader.before(owner, name):
+    with gate_before(owner, name) as gate:  # where its address has been taken, and is about to be read
         assert_identical(expected, square(source.tensor, offload, swap))
     stats = assert_settled(offload)
     assert stats.demotions == {"write_failed": 1}
     assert stats.kept_bytes["failed"] == COUNT
+    (tier,) = offload._offloaders.tiers()
+    assert not (tier.name == "disk" and any(file.failing for file in tier._space.files))
     again = leaf(COUNT // 4, seed=3, grad=False)
     assert_identical(square(again, nullcontext(), lambda: None), square(again, Settled(offload), lambda: None))
     stats = assert_settled(offload)
     assert stats.bytes_out == COUNT, "the tier works as before"
     assert stats.demotions == {"write_failed": 1}
-    offload.close()
-
-
-def test_h36_a_stripe_that_is_gone_does_not_count_against_its_disk(tmp_path: Any) -> None:
-    paths = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        paths.append(tmp_path / name)
-    offload = Offload(tier="disk", min_bytes=0, keep_last_bytes=0, disk_path=paths)
-    source, reader = Memory(0), Reader()
-    expected = square(source.tensor.clone(), nullcontext(), lambda: None)
-
-    def swap() -> None:
-        reader.wait()
-        source.tensor.share_memory_()
-        source.give_to_the_system()
-        reader.go_on()
-        with pytest.warns(RuntimeWarning, match="replaced while it was copied"):
-            offload.stats(synchronize=True)
-
-    with reader.before(SpillFile, "write"):
-        assert_identical(expected, square(source.tensor, offload, swap))
-    (tier,) = offload._offloaders.tiers()
-    assert isinstance(tier, disk.DiskTier)
-    assert tier._space is not None
-    assert not any(file.failing for file in tier._space.files)
-    assert assert_settled(offload).demotions == {"write_failed": 1}
     offload.close()
 
 
@@ -173,7 +130,7 @@ def grow_and_shrink(tensor: Tensor) -> None:
 def test_h36_whenever_memory_is_replaced_backward_is_exact(
     when: str, replace: Callable[[Tensor], None], backend: Backend
 ) -> None:
-    def program(around: AbstractContextManager[Any], arrive: Callable[[], None]) -> object:
+    def program(around: Around, arrive: Callable[[], None]) -> object:
         x = leaf(64, 64)
         with around:
             h = x * 2
@@ -208,21 +165,16 @@ def test_h36_whenever_memory_is_replaced_backward_is_exact(
     assert stats.demotions in ([{"write_failed": 2}, {"write_failed": 1}] if when == "on its way" else [{}])
 
 
-class _Replacing(torch.autograd.Function):
+def replacing(x: Tensor, h: Tensor, replace: Callable[[Tensor], None]) -> Tensor:
     """Multiplies, and does something to the memory of what it saved once backward has read it."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, h: Tensor, replace: Callable[[Tensor], None]) -> Tensor:
-        ctx.save_for_backward(h)
-        ctx.replace = replace
-        return x * h.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (h,) = ctx.saved_tensors
         result = gradient * h
-        ctx.replace(h.detach())
-        return result, None, None
+        replace(h.detach())
+        return result
+
+    return custom(x, backward, h, forward=lambda x: x * h.detach())
 
 
 def let_go(tensor: Tensor) -> None:
@@ -234,12 +186,11 @@ def let_go(tensor: Tensor) -> None:
 def test_h36_what_backward_was_given_may_be_replaced_there(replace: Callable[[Tensor], None], backend: Backend) -> None:
     """All saves share one copy, and each of them is given the same memory for as long as that lives."""
 
-    def program(around: AbstractContextManager[Any], replace: Callable[[Tensor], None]) -> object:
+    def program(around: Around, replace: Callable[[Tensor], None]) -> object:
         x = leaf(64, 64)
         with around:
             h = x * 2
-            y = _Replacing.apply(_Replacing.apply(x, h, replace), h, replace)
-            assert isinstance(y, Tensor)
+            y = replacing(replacing(x, h, replace), h, replace)
             loss = (y * h.sin()).sum()
         del h, y
         loss.backward(retain_graph=True)
@@ -254,15 +205,15 @@ def test_h36_what_backward_was_given_may_be_replaced_there(replace: Callable[[Te
 
 
 def test_h36_a_graph_waits_for_a_source_whose_memory_was_replaced_and_keeps_its_values() -> None:
-    source, reader = Memory(0), Reader()
+    source = Memory(0)
     expected = source.tensor.clone()
     offload = Offload(tier="disk", min_bytes=0)
-    with reader.before(SpillFile, "write"), offload:
+    with gate_before(SpillFile, "write") as gate, offload:
         host = ops.offload(source.tensor, config=offload.config_key, wait=False)
-        reader.wait()
+        gate.wait_until_reached()
         source.tensor.share_memory_()
         source.give_to_another()
-        reader.go_on()
+        gate.open()
         with pytest.warns(RuntimeWarning, match="replaced while it was copied"):
             ops.wait_tensor(host, source.tensor)
         source.tensor.zero_()

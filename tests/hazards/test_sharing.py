@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,33 +11,31 @@ from torch import Tensor
 
 from eager_offload import Offload, SavedTensorModifiedError
 from tests.hazards.backends import Backend, offloader_of, tracked_storages
+from tests.hazards.programs import Around, leaf
 
 LAYERS = 8
 
 
-def changed_between_two_saves(offload: Offload | None) -> Tensor:
+def changed_between_two_saves(around: Around) -> Tensor:
     """The gradient of a product of what was saved, has left, and was changed before it was saved again."""
-    around: AbstractContextManager[object] = nullcontext() if offload is None else offload
-    generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(32, 32, generator=generator, requires_grad=True) for _ in range(2))
+    x, w = (leaf(32, 32, seed=seed) for seed in range(2))
     with around:
         y = x + 1.0
         first = (y * w).sigmoid()
-        if offload is not None:
-            offload.stats(synchronize=True)
-            assert offload.stats().bytes_out > 0, "another storage was saved meanwhile, so it has left"
+        if isinstance(around, Offload):
+            assert around.stats(synchronize=True).bytes_out > 0, "another storage was saved meanwhile, so it has left"
         y.mul_(2.0)
         second = y * w
         del y
-    if offload is not None:
-        offload.stats(synchronize=True)
+    if isinstance(around, Offload):
+        around.stats(synchronize=True)
     (gradient,) = torch.autograd.grad(second.sum(), w)
     assert first.grad_fn is not None, "the first save is alive as long as this, and is never asked for"
     return gradient
 
 
 def test_h01_a_storage_that_has_left_serves_no_save_of_a_later_version(backend: Backend) -> None:
-    expected = changed_between_two_saves(None)
+    expected = changed_between_two_saves(nullcontext())
     offload = backend.offload()
     assert torch.equal(changed_between_two_saves(offload), expected)
     stats = offload.stats(synchronize=True)
@@ -46,7 +44,7 @@ def test_h01_a_storage_that_has_left_serves_no_save_of_a_later_version(backend: 
 
 def test_h07_a_storage_that_has_left_serves_further_saves_of_its_version(backend: Backend) -> None:
     offload = backend.offload()
-    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x = leaf(32, 32)
     with offload:
         y = x + 1.0
         first = y.square()
@@ -56,16 +54,14 @@ def test_h07_a_storage_that_has_left_serves_further_saves_of_its_version(backend
     moved = offload.stats(synchronize=True).bytes_out
     assert moved == 32 * 32 * 4, "once, for both"
     (first + second).sum().backward()
-    assert x.grad is not None
     assert torch.equal(x.grad, 4.0 * (x + 1.0))
 
 
-def masked_in_every_layer(around: AbstractContextManager[object]) -> list[Tensor]:
+def masked_in_every_layer(around: Around) -> list[Tensor]:
     """The gradients of layers that all save one mask, which goes with the forward."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(32, 32, generator=generator, requires_grad=True)
+    x = leaf(32, 32)
     with around:
-        mask = torch.rand(32, 32, generator=generator)
+        mask = leaf(32, 32, seed=2, grad=False)
         y = x + 1.0
         for _ in range(LAYERS):
             y = (y * mask).sin()
@@ -73,8 +69,7 @@ def masked_in_every_layer(around: AbstractContextManager[object]) -> list[Tensor
         del mask
     if isinstance(around, Offload):
         around.stats(synchronize=True)
-        held = storage() is not None
-        assert not held
+        assert storage() is None
     return list(torch.autograd.grad(y.sum(), x))
 
 
@@ -92,7 +87,7 @@ def test_h07_what_every_layer_saves_without_grad_leaves_when_forward_is_over(bac
 
 def test_h09_what_every_layer_saves_without_grad_goes_with_a_graph_that_is_dropped(backend: Backend) -> None:
     offload = backend.offload()
-    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x = leaf(32, 32)
     with offload:
         y = x + 1.0
         mask = torch.ones(32, 32)
@@ -103,16 +98,13 @@ def test_h09_what_every_layer_saves_without_grad_goes_with_a_graph_that_is_dropp
         storage = weakref.ref(mask.untyped_storage())
         del y, mask
         offload.stats(synchronize=True)
-        held = storage() is not None
-        assert not held
+        assert storage() is None
     assert not any(offloader_of(offload).census())
 
 
-def test_h01_what_every_layer_saves_without_grad_and_changes_in_between_raises_as_autograd_does(
-    backend: Backend,
-) -> None:
-    def program(around: AbstractContextManager[object]) -> Tensor:
-        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+def test_h01_what_every_layer_saves_and_changes_in_between_raises_as_autograd_does(backend: Backend) -> None:
+    def program(around: Around) -> Tensor:
+        x = leaf(32, 32)
         with around:
             mask = torch.ones(32, 32)
             y = x + 1.0
@@ -135,8 +127,7 @@ def test_h01_what_every_layer_saves_without_grad_and_changes_in_between_raises_a
 
 def test_h19_what_came_back_for_a_graph_that_went_is_let_go_though_another_graph_shares_it(backend: Backend) -> None:
     offload = backend.offload()
-    generator = torch.Generator().manual_seed(0)
-    x, w, v = (torch.randn(32, 32, generator=generator, requires_grad=True) for _ in range(3))
+    x, w, v = (leaf(32, 32, seed=seed) for seed in range(3))
     y = x + 1.0
     with offload:
         first = y * w
@@ -159,8 +150,7 @@ def test_h19_what_came_back_for_a_graph_that_went_is_let_go_though_another_graph
 
 def test_h19_what_came_back_for_a_save_that_died_is_let_go_though_its_storage_lives(backend: Backend) -> None:
     offload = backend.offload()
-    generator = torch.Generator().manual_seed(0)
-    x, u, v, w = (torch.randn(32, 32, generator=generator, requires_grad=True) for _ in range(4))
+    x, u, v, w = (leaf(32, 32, seed=seed) for seed in range(4))
     y = x + 1.0
     with offload:
         first = y * w

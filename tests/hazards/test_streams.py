@@ -18,7 +18,7 @@ from eager_offload.simulation.log import Operation, Recorded, Waited, WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.blocks import Step
-from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_moved, exact, leaf
 
 
 class Streams:
@@ -26,40 +26,33 @@ class Streams:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._simulated = backend.simulated if isinstance(backend, SimulatedBackend) else None
-        self._side = None if self._simulated is None else self._simulated.new_stream("side")
-
-    @property
-    def are_threads(self) -> bool:
-        return self._simulated is None
+        self.are_threads = not isinstance(backend, SimulatedBackend)
+        self._side = None if self.are_threads else backend.simulated.new_stream("side")
 
     def run(self, work: Callable[[], object], *, aside: bool) -> None:
         """Runs ``work`` on the first or on the second stream, in order with everything before and after it."""
-        if not aside:
-            work()
-        elif self._simulated is None or self._side is None:
+        if aside and self.are_threads:
             self._backend.in_thread(work)
         else:
-            with self.aside():
+            with self.aside() if aside else nullcontext():
                 work()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """The second stream is current."""
-        assert self._simulated is not None
-        assert self._side is not None
         self.meet()
-        with self._simulated.stream(self._side):
+        with self._backend.simulated.stream(self._side):
             yield
         self.meet()
 
     def meet(self) -> None:
         """What a program does that changes streams: each waits for the other."""
-        if self._simulated is not None and self._side is not None:
-            first, second = self._simulated.default_stream, self._side
-            done = self._simulated.record(first), self._simulated.record(second)
-            self._simulated.wait(first, done[1])
-            self._simulated.wait(second, done[0])
+        if not self.are_threads:
+            simulated, second = self._backend.simulated, self._side
+            first = simulated.default_stream
+            done = simulated.record(first), simulated.record(second)
+            simulated.wait(first, done[1])
+            simulated.wait(second, done[0])
 
 
 class ReadingOn(torch.autograd.Function):
@@ -100,16 +93,14 @@ def test_h14_ordering_follows_the_stream_of_each_pack_and_unpack(places: str, re
         streams, results = Streams(backend), []
         for seed in range(3):
             step = Step(seed)
-            streams.run(lambda step=step: step.forward(offload), aside=forward_aside)  # type: ignore[misc]
+            streams.run(lambda step=step: step.forward(offload), aside=forward_aside)
             # On a device autograd runs a node on the stream of its forward, wherever backward was called.
             streams.run(step.backward, aside=backward_aside if streams.are_threads else forward_aside)
             results.append(step.result)
             streams.meet()
         return results
 
-    expected, offload = program(nullcontext()), backend.offload(**regime.fields)
-    assert_identical(expected, program(regime.around(offload)))
-    stats = assert_settled(offload)
+    stats = exact(program, regime.around(backend.offload(**regime.fields)))
     assert_moved(stats)
     assert stats.bytes_in > 0 or not regime.settled
 
@@ -119,16 +110,14 @@ def test_h14_streams_that_change_from_step_to_step(regime: Regime, backend: Back
     def program(offload: Around) -> object:
         streams, steps = Streams(backend), [Step(seed) for seed in range(8)]
         for index, step in enumerate(steps):
-            streams.run(lambda step=step: step.forward(offload), aside=index % 2 == 1)  # type: ignore[misc]
+            streams.run(lambda step=step: step.forward(offload), aside=index % 2 == 1)
         for index in (7, 2, 5, 0, 3, 6, 1, 4):
             streams.run(steps[index].backward, aside=index % (3 if streams.are_threads else 2) == 1)
         results = [step.result for step in steps]
         streams.meet()
         return results
 
-    expected, offload = program(nullcontext()), backend.offload(**regime.fields)
-    assert_identical(expected, program(regime.around(offload)))
-    assert_moved(assert_settled(offload))
+    assert_moved(exact(program, regime.around(backend.offload(**regime.fields))))
 
 
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
@@ -149,9 +138,7 @@ def test_h14_a_saved_tensor_is_read_on_other_streams(
         streams.meet()
         return x.grad
 
-    expected, offload = program(nullcontext()), backend.offload(**regime.fields)
-    assert_identical(expected, program(regime.around(offload)))
-    stats = assert_settled(offload)
+    stats = exact(program, regime.around(backend.offload(**regime.fields)))
     assert_moved(stats)
     assert stats.bytes_in > 0 or not regime.settled
 
@@ -215,9 +202,7 @@ def test_h14_a_step_that_is_followed_is_read_on_another_stream(backend: Backend)
             results.append(x.grad)
         return results
 
-    expected, offload = program(nullcontext()), backend.offload(step_plans=True)
-    assert_identical(expected, program(Settled(offload)))
-    stats = assert_settled(offload)
+    stats = exact(program, Settled(backend.offload(step_plans=True)))
     assert stats.followed_forwards >= 3
     if not Streams(backend).are_threads:  # on a CPU there is one stream
         assert stats.plan_misses["stream"] > 0
@@ -250,14 +235,12 @@ def test_h15_the_stream_is_noted_before_any_other_is_entered(backend: Backend, m
     monkeypatch.setattr(runtime, "current_stream", watched_current)
     offload = backend.offload()
     for seed in range(3):
-        step = Step(seed)
-        step.forward(Settled(offload))
-        step.backward()
+        Step(seed).forward(Settled(offload)).backward()
         gathered = leaf(64, 64, seed=seed, grad=False)[:, 3]
         with offload:
             y = (leaf(64) * gathered).sum()
         y.backward()
-        del y, gathered, step
+        del y, gathered
     assert len(asked) > 5, "where compute has one stream, a step that follows a plan asks once"
     assert transfers.isdisjoint(asked)
     assert_moved(assert_settled(offload))
@@ -266,16 +249,11 @@ def test_h15_the_stream_is_noted_before_any_other_is_entered(backend: Backend, m
 def test_h15_every_copy_out_waits_for_an_event_of_the_stream_that_packed() -> None:
     simulated, recording = SimulatedRuntime(), WrittenLog()
     with simulated.checked(recording) as checker:
-        side, offload = (
-            simulated.new_stream("side"),
-            Offload(runtime=simulated, tier="host", min_bytes=0, keep_last_bytes=0),
-        )
+        side = simulated.new_stream("side")
+        offload = Offload(runtime=simulated, tier="host", min_bytes=0, keep_last_bytes=0)
         with simulated.stream(side):
             for seed in range(6):  # the pool is used again from the second step on, which is when it showed
-                step = Step(seed)
-                step.forward(Settled(offload) if seed % 2 else offload)
-                step.backward()
-                del step
+                Step(seed).forward(Settled(offload) if seed % 2 else offload).backward()
         assert_moved(assert_settled(offload))
         offload.close()
     checker.assert_clean()

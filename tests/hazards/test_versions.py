@@ -9,12 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import eager_offload as eo
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.changes import MODIFIED, UNMODIFIED, after_backward
-from tests.hazards.functions import Returned, saving
-from tests.hazards.programs import REGIMES, Program, Regime, assert_identical, assert_moved, leaf, same_gradients
+from tests.hazards.functions import saving
+from tests.hazards.programs import (
+    REGIMES,
+    Program,
+    Regime,
+    assert_identical,
+    assert_moved,
+    leaf,
+    one_step,
+    same_gradients,
+)
 
 #: Where nothing moves: what is too small, and what a region holds back.
 KEPT = Regime("kept", settled=True, fields={"min_bytes": 1 << 30})
@@ -46,19 +56,29 @@ def named(program: Callable[..., object]) -> str:
 
 @pytest.mark.parametrize("program", MODIFIED, ids=named)
 def test_h01_a_change_raises_where_autograd_raises(program: Program, backend: Backend) -> None:
+    """In autograd's words, where it names no operator; and training goes on behind it."""
     backend.sources_change = True
     plain = Outcome.of(program, nullcontext())
     assert plain.modified, f"autograd itself finds nothing: {plain}"
+    said, expected = str(plain.error).split(" Hint:")[0].rstrip("."), unmodified(nullcontext())
     for regime in (*REGIMES, KEPT):
         offload = backend.offload(**regime.fields)
         outcome = Outcome.of(program, regime.around(offload))
         assert isinstance(outcome.error, eo.SavedTensorModifiedError), f"{regime}: {outcome}"
         assert outcome.modified, f"{regime}: {outcome.error}"
+        assert str(outcome.error).startswith(said) or not program.__name__.startswith("an_input"), regime
         stats = assert_settled(offload)
         if regime is KEPT:
             assert stats.bytes_out == 0
         else:
             assert_moved(stats)
+        assert_identical(expected, unmodified(offload))
+
+
+@one_step
+def unmodified() -> tuple[Tensor, ...]:
+    w = leaf(64, 64)
+    return (w * 2).sin().cos(), w
 
 
 @pytest.mark.parametrize("program", UNMODIFIED, ids=named)
@@ -72,44 +92,6 @@ def test_h01_a_change_that_backward_does_not_read_raises_nowhere(program: Progra
     assert kept.stats().bytes_out == 0
 
 
-@pytest.mark.parametrize("regime", [*REGIMES, KEPT], ids=str)
-def test_h01_the_error_says_what_autograd_would_have_said(regime: Regime, backend: Backend) -> None:
-    backend.sources_change = True
-
-    def program(offload: AbstractContextManager[Any]) -> None:
-        w, x = leaf(8, 16), leaf(8, 16, seed=2, grad=False)
-        with offload:
-            y = w * x
-        x.mul_(2)
-        y.sum().backward()
-
-    plain = Outcome.of(program, nullcontext())
-    ours = Outcome.of(program, regime.around(backend.offload(**regime.fields)))
-    assert plain.error is not None
-    assert ours.error is not None
-    first_sentence = str(plain.error).split(" Hint:")[0].rstrip(".")
-    assert str(ours.error).startswith(first_sentence)
-
-
-def test_h01_after_the_error_training_goes_on_with_and_without_offload(backend: Backend) -> None:
-    backend.sources_change = True
-    offload = backend.offload()
-    for regime in REGIMES:
-        outcome = Outcome.of(MODIFIED[0], regime.around(offload))
-        assert outcome.modified
-        assert_settled(offload)
-
-    def program(around: AbstractContextManager[Any]) -> object:
-        w = leaf(64, 64)
-        with around:
-            y = (w * 2).sin().cos()
-        y.sum().backward()
-        return w.grad
-
-    assert_identical(program(nullcontext()), program(offload))
-    assert_moved(assert_settled(offload))
-
-
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
 def test_h01_what_raised_once_still_raises_and_what_is_whole_still_comes_back(regime: Regime, backend: Backend) -> None:
     backend.sources_change = True
@@ -117,7 +99,7 @@ def test_h01_what_raised_once_still_raises_and_what_is_whole_still_comes_back(re
 
     def program() -> None:
         w, v, x = leaf(32, 32), leaf(32, 32, seed=2), leaf(32, 32, seed=3, grad=False)
-        seen: list[Returned] = []
+        seen = []
         with regime.around(offload):
             changed = (w * x).sum()
             whole = saving(v, (v * 3).detach(), seen=seen).sum()
@@ -127,7 +109,7 @@ def test_h01_what_raised_once_still_raises_and_what_is_whole_still_comes_back(re
                 changed.backward(retain_graph=True)
         whole.backward()
         assert w.grad is None
-        assert torch.equal(seen[0].values, v * 3)
+        assert torch.equal(seen[0][0], v * 3)
 
     program()
     assert_moved(assert_settled(offload))

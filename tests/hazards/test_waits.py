@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,34 +15,16 @@ from eager_offload import Offload, marks
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.saving import SavedTensors
 from eager_offload.engine.offloader import DeviceOffloader, Found
-from eager_offload.runtime.host import HostEvent, host_runtime
+from eager_offload.runtime.host import host_runtime
 from eager_offload.stats import Accounts
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import release_idle_slots
 from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
+from tests.hazards.probes import meanwhile
 from tests.hazards.programs import leaf
 
 NBYTES = 64 * 64 * 4
-
-
-@contextmanager
-def meanwhile(do: Callable[[], None]) -> Iterator[list[str]]:
-    """Calls ``do`` once, where the calling thread begins to wait for a transfer; what was called is in the list."""
-    waiter, wait = threading.current_thread(), HostEvent.wait
-    done: list[str] = []
-
-    def noticed(event: HostEvent) -> None:
-        if threading.current_thread() is waiter and not event.done and not done:
-            done.append("waits")
-            do()
-        wait(event)
-
-    HostEvent.wait = noticed  # type: ignore[method-assign]
-    try:
-        yield done
-    finally:
-        HostEvent.wait = wait  # type: ignore[method-assign]
 
 
 def forward(offload: Offload, *, seed: int) -> Tensor:
@@ -103,7 +82,9 @@ def test_h41_other_threads_go_on_while_one_waits(what: str, tmp_path: Path, disk
 
 @pytest.mark.parametrize("follows", [False, True], ids=["unknown step", "step that follows a plan"])
 @pytest.mark.parametrize("what", ["a save", "the end of a with", "what a codec refuses"])
-def test_h41_other_threads_go_on_while_the_system_gives_one_a_slab(what: str, follows: bool) -> None:
+def test_h41_other_threads_go_on_while_the_system_gives_one_a_slab(
+    what: str, follows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refuses = what == "what a codec refuses"
     with SimulatedBackend() as simulated:
         codec = "lossless" if refuses else "identity"
@@ -126,7 +107,6 @@ def test_h41_other_threads_go_on_while_the_system_gives_one_a_slab(what: str, fo
         offload.stats(synchronize=True)
         release_idle_slots()
         (tier,) = offloader_of(offload).tiers
-        assert isinstance(tier, HostTier)
         arena, kept = tier._arena, tier.reserve(NBYTES)
         assert kept is not None, "of the slab that is to serve the other thread"
         arena.release_idle()
@@ -149,11 +129,9 @@ def test_h41_other_threads_go_on_while_the_system_gives_one_a_slab(what: str, fo
             return give(nbytes)
 
         earlier = offload.stats()
-        arena._allocate_slab = meanwhile_others
-        try:
-            loss = step(0.5)
-        finally:
-            arena._allocate_slab = give
+        monkeypatch.setattr(arena, "_allocate_slab", meanwhile_others)
+        loss = step(0.5)
+        monkeypatch.undo()
         assert len(other) == 2
         assert arena.held_bytes > before
         loss.backward()
@@ -179,9 +157,7 @@ def test_h41_a_slot_that_was_found_in_vain_goes_back_before_the_next_save_asks()
     with offloader.lock:
         views = [saves._save(torch.zeros(nbytes // 4), queue, 1, forward, None) for nbytes in (4 << 20, 3 << 20)]
     lack = saves._start_due(queue, None)
-    assert lack is not None
     found = Found(lack.nbytes, offloader.reserve(lack.nbytes))
-    assert found.slot is not None
     del views[0]
     with offloader.lock:
         offloader.poll()
@@ -194,14 +170,13 @@ def test_h41_a_slot_that_was_found_in_vain_goes_back_before_the_next_save_asks()
     views.clear()
 
 
-def test_h10_nothing_more_leaves_through_an_offloader_that_crashes_while_the_system_gives_a_slab() -> None:
+def test_h10_nothing_leaves_after_a_crash_while_the_system_gives_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     with SimulatedBackend() as simulated:
         offload = simulated.offload(max_inflight_bytes=64 << 20)
         with offload:
             first = leaf(64, 64, seed=1).sin().cos().sum()
         offloader = offloader_of(offload)
         (tier,) = offloader.tiers
-        assert isinstance(tier, HostTier)
         arena, give = tier._arena, tier._arena._allocate_slab
         before, crashed = offload.stats(synchronize=True).bytes_out, []
 
@@ -210,12 +185,11 @@ def test_h10_nothing_more_leaves_through_an_offloader_that_crashes_while_the_sys
             offloader.crash()
             return give(nbytes)
 
-        large, arena._allocate_slab = leaf(1024, 1024, seed=0), crashes
-        try:
-            with offload:
-                second = large.sin().cos().sum()
-        finally:
-            arena._allocate_slab = give
+        large = leaf(1024, 1024, seed=0)
+        monkeypatch.setattr(arena, "_allocate_slab", crashes)
+        with offload:
+            second = large.sin().cos().sum()
+        monkeypatch.undo()
         assert crashed
         assert offloader.accounts.counters.bytes_out == before > 0
         (first + second).backward()

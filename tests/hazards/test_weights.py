@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,98 +12,77 @@ from torch.nn.utils import parametrize
 
 from tests.hazards.backends import Backend
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import Around, leaf, same_gradients
+from tests.hazards.programs import Around, leaf, one_step, same_gradients
 
 
-def a_linear_layer_saves_a_transpose_of_its_weight(offload: Around) -> Iterable[Tensor]:
+def a_linear_layer_saves_a_transpose_of_its_weight() -> Sequence[Tensor]:
     model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32, bias=False)), leaf(16, 32)
-    with offload:
-        y = model(x * 2)
-    y.sum().backward()
-    return model.parameters()
+    return model(x * 2), *model.parameters()
 
 
-def three_dimensional_input(offload: Around) -> Iterable[Tensor]:
+def three_dimensional_input() -> Sequence[Tensor]:
     model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), leaf(4, 16, 32)
-    with offload:
-        y = model((x * 2).transpose(0, 1))
-    y.sum().backward()
-    return model.parameters()
+    return model((x * 2).transpose(0, 1)), *model.parameters()
 
 
-def weights_that_are_sliced_split_reshaped_and_expanded(offload: Around) -> Iterable[Tensor]:
+def weights_that_are_sliced_split_reshaped_and_expanded() -> Sequence[Tensor]:
     fused = nn.Parameter(leaf(96, 32).detach())
     scale = nn.Parameter(leaf(32, seed=2).detach())
     x = leaf(16, 32, seed=3)
-    with offload:
-        q, k, v = fused.chunk(3)
-        h = F.linear(x * 2, q) * scale
-        h = h @ k.reshape(32, 32).t() + (h * scale.expand(16, 32)).tanh()
-        h = (h.view(16, 4, 8) * v.view(4, 8, 32).permute(2, 0, 1)[:16]).sin() + (h @ fused[5:37].T).view(16, 4, 8)
-    h.sum().backward()
-    return fused, scale
+    q, k, v = fused.chunk(3)
+    h = F.linear(x * 2, q) * scale
+    h = h @ k.reshape(32, 32).t() + (h * scale.expand(16, 32)).tanh()
+    return (
+        (h.view(16, 4, 8) * v.view(4, 8, 32).permute(2, 0, 1)[:16]).sin() + (h @ fused[5:37].T).view(16, 4, 8),
+        fused,
+        scale,
+    )
 
 
-def a_leaf_that_is_flattened_into_views(offload: Around) -> Iterable[Tensor]:
+def a_leaf_that_is_flattened_into_views() -> Sequence[Tensor]:
     flat = leaf(32 * 64 + 64 * 32)  # no Parameter, but a leaf that is trained
     first, second = flat[: 32 * 64].view(32, 64), flat[32 * 64 :].view(64, 32)
     x = leaf(16, 32, seed=2, grad=False)
-    with offload:
-        y = ((x @ first).tanh() @ second).sin()
-    y.sum().backward()
-    return (flat,)
+    return ((x @ first).tanh() @ second).sin(), flat
 
 
-def tied_weights(offload: Around) -> Iterable[Tensor]:
+def tied_weights() -> Sequence[Tensor]:
     table = nn.Embedding(64, 32)
     head = nn.Linear(32, 64, bias=False)
     head.weight = table.weight
     index = torch.arange(48) % 64
-    with offload:
-        loss = F.cross_entropy(head(table(index).tanh()), index)
-    loss.backward()
-    return (table.weight,)
+    return F.cross_entropy(head(table(index).tanh()), index), table.weight
 
 
-def a_frozen_weight(offload: Around) -> Iterable[Tensor]:
+def a_frozen_weight() -> Sequence[Tensor]:
     frozen, trained = nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32)
     x = leaf(16, 32)
-    with offload:
-        y = trained(frozen(x * 2).tanh()).sin()
-    y.sum().backward()
-    return [*frozen.parameters(), *trained.parameters()]
+    return trained(frozen(x * 2).tanh()).sin(), *frozen.parameters(), *trained.parameters()
 
 
-def convolution_norm_recurrence_and_embedding(offload: Around) -> Iterable[Tensor]:
+def convolution_norm_recurrence_and_embedding() -> Sequence[Tensor]:
     conv, norm = nn.Conv1d(8, 16, 3, padding=1), nn.GroupNorm(4, 16)
     rnn, table, tail = nn.LSTM(16, 16, batch_first=True), nn.Embedding(32, 8), nn.Bilinear(16, 16, 4)
     index = torch.arange(4 * 24).view(4, 24) % 32
-    with offload:
-        h = norm(conv(table(index).transpose(1, 2))).relu()
-        h, _ = rnn(h.transpose(1, 2))
-        y = tail(h.reshape(-1, 16).tanh(), h.reshape(-1, 16).sin())
-    y.sum().backward()
-    return [p for module in (conv, norm, rnn, table, tail) for p in module.parameters()]
+    h = norm(conv(table(index).transpose(1, 2))).relu()
+    h, _ = rnn(h.transpose(1, 2))
+    return tail(h.reshape(-1, 16).tanh(), h.reshape(-1, 16).sin()), *(
+        p for module in (conv, norm, rnn, table, tail) for p in module.parameters()
+    )
 
 
-def double_backward_saves_the_weights_again(offload: Around) -> Iterable[Tensor]:
+def double_backward_saves_the_weights_again() -> Sequence[Tensor]:
     """What backward was given for a weight is no view of it any more, and is saved for a backward of its own."""
     model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), leaf(16, 32)
-    with offload:
-        y = model(x * 2).square().sum()
-        (slope,) = torch.autograd.grad(y, x, create_graph=True)
-        loss = y + slope.square().sum()
-    loss.backward()
-    return model.parameters()
+    y = model(x * 2).square().sum()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    return y + slope.square().sum(), *model.parameters()
 
 
-def functional_calls_with_other_tensors_for_parameters(offload: Around) -> Iterable[Tensor]:
+def functional_calls_with_other_tensors_for_parameters() -> Sequence[Tensor]:
     model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), leaf(16, 32)
     fast = {name: leaf(*p.shape, seed=seed) for seed, (name, p) in enumerate(model.named_parameters())}
-    with offload:
-        y = torch.func.functional_call(model, fast, (x * 2,))
-    y.sum().backward()
-    return fast.values()
+    return torch.func.functional_call(model, fast, (x * 2,)), *fast.values()
 
 
 class Squared(nn.Module):
@@ -111,13 +90,10 @@ class Squared(nn.Module):
         return weight.square()
 
 
-def what_is_computed_from_a_weight_moves_and_the_weight_does_not(offload: Around) -> Iterable[Tensor]:
+def what_is_computed_from_a_weight_moves_and_the_weight_does_not() -> Sequence[Tensor]:
     layer, x = nn.Linear(64, 64), leaf(16, 64)
     parametrize.register_parametrization(layer, "weight", Squared())
-    with offload:
-        y = layer(x * 2).tanh()
-    y.sum().backward()
-    return layer.parameters()
+    return layer(x * 2).tanh(), *layer.parameters()
 
 
 class Adapted(nn.Module):
@@ -130,15 +106,12 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def a_frozen_base_with_trained_adapters(offload: Around) -> Iterable[Tensor]:
+def a_frozen_base_with_trained_adapters() -> Sequence[Tensor]:
     model, x = nn.Sequential(Adapted(), nn.GELU(), Adapted()), leaf(16, 64, grad=False)
-    with offload:
-        y = model(x)
-    y.sum().backward()
-    return model.parameters()
+    return model(x), *model.parameters()
 
 
-PROGRAMS = [
+FORWARDS = [
     a_linear_layer_saves_a_transpose_of_its_weight,
     three_dimensional_input,
     weights_that_are_sliced_split_reshaped_and_expanded,
@@ -153,16 +126,23 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_h06_no_parameter_moves(program: Callable[[Around], Iterable[Tensor]], backend: Backend) -> None:
-    """Nor is a bit of its gradient another: no copy out reads a storage of the parameters that a program returns."""
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.__name__)
+def test_h06_no_parameter_moves(forward: Callable[[], Sequence[Tensor]], backend: Backend) -> None:
+    """Nor is a bit of its gradient another: no copy out reads a storage of the parameters behind a forward's result."""
 
     def watched(offload: Around) -> object:
+        parameters = list[Tensor]()
+
+        @one_step
+        def step() -> Sequence[Tensor]:
+            y, *parameters[:] = forward()
+            return y, *parameters
+
         with Transfers(backend.runtime) as transfers:
-            parameters = list(program(offload))
+            gradients = step(offload)
             for parameter in parameters:
                 assert not transfers.read(parameter.untyped_storage()), f"{tuple(parameter.shape)} was moved"
-        return parameters, [parameter.grad for parameter in parameters]
+        return parameters, gradients
 
     for stats in same_gradients(watched, backend):
         assert stats.kept_bytes.get("parameter", 0) > 0, "no parameter was saved at all"
@@ -170,14 +150,13 @@ def test_h06_no_parameter_moves(program: Callable[[Around], Iterable[Tensor]], b
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_h06_the_cast_of_a_weight_that_autocast_caches(dtype: torch.dtype, backend: Backend) -> None:
-    def program(offload: Around) -> Iterable[Tensor]:
+    @one_step
+    def program() -> Sequence[Tensor]:
         model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), leaf(16, 32)
-        with offload, torch.autocast(x.device.type, dtype):
-            y = model(x * 2)
-        y.float().sum().backward()
-        return model.parameters()
+        with torch.autocast(x.device.type, dtype):
+            return model(x * 2).float(), *model.parameters()
 
-    for stats in same_gradients(lambda offload: [p.grad for p in program(offload)], backend):
+    for stats in same_gradients(program, backend):
         # Both casts, in two bytes an element, besides whatever else of a parameter is saved.
         assert stats.kept_bytes["parameter"] >= 2 * 2 * 32 * 64
         # The input of each layer in two bytes, what goes into GELU in two: the casts would double that.

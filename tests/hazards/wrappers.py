@@ -1,4 +1,4 @@
-"""Tensor subclasses that wrap others, as quantized and distributed tensors do, and an operator that saves them."""
+"""Tensor subclasses that wrap others, as quantized and distributed tensors do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class Scaled(Tensor):
             cls, values.size(), strides=values.stride(), dtype=values.dtype, device=values.device
         )
         scaled.values, scaled.scale, scaled.unit = values, scale, unit
-        assert isinstance(scaled, Scaled)
         return scaled
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
@@ -65,7 +64,6 @@ def nested_wrapper(make: Callable[[int], Tensor]) -> Tensor:
 
 def parts_of(tensor: Tensor | None) -> list[Tensor]:
     """The plain tensors inside, for a comparison bit by bit."""
-    assert tensor is not None
     if isinstance(tensor, TwoTensor):
         return [*parts_of(tensor.a), *parts_of(tensor.b)]
     if isinstance(tensor, Scaled):
@@ -74,25 +72,6 @@ def parts_of(tensor: Tensor | None) -> list[Tensor]:
         return parts_of(tensor.detach().to_local())
     assert type(tensor) is Tensor, type(tensor)
     return [tensor.detach()]
-
-
-class _Watching(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, look: Callable[[Tensor], None], *payload: Tensor) -> Tensor:
-        ctx.save_for_backward(*payload)
-        ctx.look = look
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        for tensor in ctx.saved_tensors:
-            ctx.look(tensor)
-        return gradient * 2, None, *(None for _ in ctx.needs_input_grad[2:])
-
-
-def watching(x: Tensor, look: Callable[[Tensor], None], *payload: Tensor) -> Tensor:
-    """Twice ``x``; backward calls ``look`` with each of ``payload``, as it was saved."""
-    return _Watching.apply(x, look, *payload)
 
 
 class Kind(NamedTuple):

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from eager_offload import OffloadStats
 from tests.hazards.backends import Backend
 from tests.hazards.programs import REGIMES, Program, Regime, same_gradients
-from tests.proof.models import FAMILIES, Checkpointing, Discriminator, Generator
-from tests.proof.models.gan import LATENT, SIZE
+from tests.proof.models import FAMILIES, LATENT, SIZE, Checkpointing, Discriminator, Generator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

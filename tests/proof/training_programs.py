@@ -78,8 +78,7 @@ class Recurrent(nn.Module):
         self.cell = getattr(nn, kind)(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.cell(x)[0]
-        return y
+        return self.cell(x)[0]
 
 
 class Convolution(nn.Module):
@@ -164,8 +163,7 @@ class _TwiceRead(torch.autograd.Function):
 
 class TwiceRead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _TwiceRead.apply(x)
-        return out
+        return _TwiceRead.apply(x)
 
 
 class Measured(nn.Module):
@@ -193,8 +191,7 @@ class Checkpointed(nn.Module):
         self.inner, self.reentrant = inner, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
-        return out
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 _LEAVES: dict[str, Callable[[random.Random], nn.Module]] = {

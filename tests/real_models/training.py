@@ -8,7 +8,6 @@ import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 import peft
@@ -91,10 +90,8 @@ CASES = [
 class Settled(Offload):
     """Waits at exit until everything has left: whatever backward needs has to be brought back, in every run alike."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         self.stats(synchronize=True)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 #: Of training steps; the cheap ones first: most sites are noticed there.
 _STEPS = (
-    "hazards/streams hazards/copies hazards/interrupted_copies hazards/sharing hazards/in_between hazards/versions "
+    "hazards/streams hazards/copies hazards/sharing hazards/in_between hazards/versions "
     "counts contract learned_steps hazards/out_of_memory prefetch_order hazards/interrupts hazards/lifetime "
     "hazards/steady_state hazards/graphs proof/random_programs"
 )
@@ -31,7 +31,7 @@ _FIRST = {
     "codecs": "codecs/exact codecs/rounded codecs/policy",
     "codecs/policy": "codecs/policy codecs/rounding",
     "compile/host_tensors": "compile/transfers compile/operations",
-    "engine": "hazards/interrupted_copies hazards/copies compile/transfers compile/operations",
+    "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
     "eager/coding": "codecs/saved_tensors codecs/rounding",
     "eager/packing": "codecs/saved_tensors codecs/rounding hazards/streams hazards/out_of_memory",
     "eager/follow": (
@@ -45,7 +45,7 @@ _FIRST = {
     "eager/plans": "hazards/following",
     "eager/reloading": "hazards/streams hazards/in_between hazards/out_of_memory",
     "eager/ownership": "hazards/gradients_that_are_saved",
-    "eager/subclasses": "hazards/subclass_versions hazards/subclasses",
+    "eager/subclasses": "hazards/subclasses",
     "kernels": "kernels/signature kernels/staging_tree kernels/kernels kernels/pallas",
     "step_plan": "step_plans hazards/following",
     "learning": "learning learned_steps",
