@@ -218,7 +218,7 @@ class OffloadConfig:
     """``False``: the context does nothing. ``EAGER_OFFLOAD=0`` or ``=1`` in the environment comes before it."""
 
     def __post_init__(self) -> None:
-        if self.tier not in _TIERS:
+        if not _is_one_of(self.tier, _TIERS):
             raise _refuse("tier", self.tier, " or ".join(f'"{t}"' for t in _TIERS))
         for field in ("min_bytes", "max_inflight_bytes", "prefetch_bytes"):
             self._store(field, parse_size(getattr(self, field), field))
@@ -236,7 +236,7 @@ class OffloadConfig:
         self._check_slowdown()
         self._store("codec", _codec(self.codec))
         for field in ("pin_memory", "step_plans"):
-            if not (isinstance(value := getattr(self, field), bool) or value == "auto"):
+            if not (isinstance(value := getattr(self, field), bool) or _is_one_of(value, ("auto",))):
                 raise _refuse(field, value, 'True, False or "auto"')
         for field in ("verify", "enabled"):
             if not isinstance(getattr(self, field), bool):
@@ -260,7 +260,7 @@ class OffloadConfig:
             )
 
     def _check_slowdown(self) -> None:
-        if self.policy not in _POLICIES:
+        if not _is_one_of(self.policy, _POLICIES):
             raise _refuse("policy", self.policy, " or ".join(f'"{one}"' for one in _POLICIES))
         given = self.max_slowdown
         if given is not None:
@@ -419,7 +419,12 @@ def _refuse(field: str, given: object, accepted: str) -> ConfigError:
 
 
 def _size_or_auto(value: object, field: str, accepted: str = f'"auto" or {_SIZE_ACCEPTED}') -> int | str:
-    return "auto" if value == "auto" else parse_size(value, field, accepted)
+    return "auto" if _is_one_of(value, ("auto",)) else parse_size(value, field, accepted)
+
+
+def _is_one_of(value: object, texts: Sequence[str]) -> bool:
+    """Whether it is one of these texts. Asked so, since an array compares element by element."""
+    return isinstance(value, str) and value in texts
 
 
 def _number(value: object) -> float | None:

@@ -14,22 +14,32 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from enum import Enum
+from inspect import isasyncgenfunction, isclass, iscoroutinefunction, isgeneratorfunction
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx.traceback import annotate
 from torch.library import register_fake
 
-from eager_offload._torch import is_wrapper, library, storage_key
+from eager_offload._torch import (
+    HookFunctions,
+    is_wrapper,
+    library,
+    push_hooks,
+    storage_key,
+    take_off_hooks,
+    top_pack_hook,
+)
 from eager_offload.errors import OffloadError
 from eager_offload.selection import plain_tensors
 from eager_offload.tiers.finalizers import FinalizerRecord
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=Tensor)
 
 
@@ -49,7 +59,9 @@ class _Marked(FinalizerRecord[torch.UntypedStorage]):
 
 
 class _Region(threading.local):
-    depth = 0
+    def __init__(self) -> None:
+        #: For each region that the thread is in: the hooks that it has put on, if it has.
+        self.hooks: list[HookFunctions | None] = []
 
 
 #: Under this name nodes of a graph tell, in ``meta["custom"]``, that they were traced inside of a region.
@@ -70,12 +82,26 @@ class Region(ContextDecorator):
             raise OffloadError(
                 "a region of compiled code has to be made there: write `with eager_offload.no_offload():`"
             )
-        _region.depth += 1
+        # In force are those of an `Offload`: compiled code has others in here, for graphs that move nothing.
+        inside: HookFunctions | None = getattr(top_pack_hook(), "pair_in_region", None)
+        _region.hooks.append(inside if inside is not None and push_hooks(inside) else None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _region.depth -= 1
+        if not _region.hooks:
+            raise OffloadError("this region is left in a thread that has not entered one: use one `with` for both")
+        inside = _region.hooks.pop()
+        if inside is not None:
+            take_off_hooks(inside)
+
+    def __call__(self, func: F) -> F:
+        if any(is_one(func) for is_one in (isclass, isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
+            raise OffloadError(
+                f"no_offload() decorates functions that have run when they return, and {func.__name__} is none: write "
+                "`with eager_offload.no_offload():` inside of it"
+            )
+        return super().__call__(func)
 
     def _recreate_cm(self) -> Region:
         # For each call of a decorated function, which may be one that is being compiled.
@@ -98,7 +124,7 @@ def no_offload() -> Region:
 
 def in_no_offload_region() -> bool:
     """Whether the calling thread is inside :func:`no_offload`."""
-    return _region.depth > 0
+    return bool(_region.hooks)
 
 
 def keep(tensor: T) -> T:
@@ -140,7 +166,7 @@ def clear_mark(storage: torch.UntypedStorage) -> None:
 
 def in_force() -> bool:
     """Whether anything that a user has said may concern what the calling thread saves."""
-    return _region.depth > 0 or (bool(standing) and any_marks())
+    return bool(_region.hooks) or (bool(standing) and any_marks())
 
 
 def any_marks() -> bool:
@@ -165,6 +191,8 @@ def _forget_gone() -> None:
 
 
 def _mark(tensor: T, mark: Mark) -> T:
+    if not isinstance(tensor, Tensor):
+        raise OffloadError(f"only a tensor can be marked, and this is {tensor!r}: mark the tensors in it one by one")
     if torch.compiler.is_compiling():
         mark_operator(tensor, mark.value)
     else:

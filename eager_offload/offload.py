@@ -456,9 +456,7 @@ class Offload:
             OffloadError: a signal handler, or the like, calls it in the midst of a call of the library.
         """
         self.refuse_reentry()
-        with self._accounts.lock:
-            self._hooks.restart()
-        self._offloaders.close()
+        self._offloaders.close(self._hooks.restart)
         self._skipped.end()
         if self._has_passes and self._innermost() is None:
             from eager_offload.compile.inductor import uninstall

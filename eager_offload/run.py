@@ -66,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"eager_offload.run: {error}", file=sys.stderr)
         return 2
+    if not is_module and not os.path.exists(command[0]):
+        print(f"eager_offload.run: there is no file {command[0]!r}", file=sys.stderr)
+        return 2
     sys.argv = command
     try:
         with offload_modules(offload):

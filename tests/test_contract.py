@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import eager_offload as eo
+from eager_offload.engine.offloader import DeviceOffloader
 from tests.hazards.backends import (
     Backend,
     DiskBackend,
@@ -237,6 +238,37 @@ def test_closing_gives_files_back_and_may_be_repeated(disk: DiskBackend) -> None
     assert stats.saved_bytes == 4 * NBYTES, "what was counted stays"
     assert stats.disk_bytes_peak > 0
     assert stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes
+
+
+def test_a_forward_of_another_thread_in_the_midst_of_a_close_leaves_the_object_open(
+    disk: DiskBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload, x, losses = disk.offload(), leaf(N), list[Tensor]()
+
+    def forward() -> None:
+        with offload:
+            losses.append(chain(x))
+
+    forward()
+    synchronize = DeviceOffloader.synchronize
+
+    def waiting(offloader: DeviceOffloader) -> None:
+        synchronize(offloader)
+        disk.in_thread(forward)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceOffloader, "synchronize", waiting)
+        offload.close()
+    forward()
+    for loss in losses:
+        loss.backward()
+    assert len(losses) == 3
+    assert torch.equal(x.grad, 3 * gradient(x))
+    del loss
+    losses.clear()
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_out == 3 * 4 * NBYTES
+    assert not stats.demotions
 
 
 @on_linux

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import eager_offload as eo
 from eager_offload import marks
+from eager_offload._torch import top_pack_hook
 from tests.hazards.backends import DiskBackend, offloader_of
 from tests.hazards.programs import assert_identical
 from tests.threads import on_a_thread
@@ -115,6 +116,43 @@ def test_a_region_is_of_the_thread_that_entered_it(disk: DiskBackend) -> None:
     assert stats.bytes_out == 4 * BIG
 
 
+def test_a_region_may_outlive_the_with_that_it_was_entered_in(disk: DiskBackend) -> None:
+    x, tool, region = leaf(), disk.offload(), eo.no_offload()
+    with tool:
+        region.__enter__()
+        inside = squared(x)
+    with tool:
+        still_inside = squared(x)
+        region.__exit__(None, None, None)
+        outside = squared(x)
+    assert not marks.in_no_offload_region()
+    assert top_pack_hook() is None
+    (inside + still_inside + outside).backward()
+    stats = tool.stats(synchronize=True)
+    assert kept(stats) == {"region": 2 * 2 * 4 * BIG}
+    assert stats.bytes_out == 4 * BIG
+    assert torch.equal(x.grad, 24 * x.detach())
+
+
+def test_a_region_that_was_not_entered_cannot_be_left() -> None:
+    with pytest.raises(eo.OffloadError, match="has not entered one"):
+        eo.no_offload().__exit__(None, None, None)
+    assert not marks.in_no_offload_region()
+
+
+def generator() -> Iterator[int]:
+    yield 1
+
+
+async def coroutine() -> None: ...
+
+
+@pytest.mark.parametrize("function", [generator, coroutine, torch.nn.Linear], ids=lambda one: one.__name__)
+def test_what_runs_after_it_has_returned_is_no_function_to_decorate(function: Any) -> None:
+    with pytest.raises(eo.OffloadError, match=rf"{function.__name__} is none: write `with"):
+        eo.no_offload()(function)
+
+
 def test_a_region_without_an_offload_does_nothing() -> None:
     x = leaf()
     with eo.no_offload():
@@ -129,6 +167,13 @@ def test_a_mark_returns_the_tensor_itself() -> None:
     for tensor in (leaf(), torch.nn.Parameter(torch.ones(2)), torch.ones(2, dtype=torch.int8)):
         assert eo.keep(tensor) is tensor
         assert eo.prefer_offload(tensor) is tensor
+
+
+@pytest.mark.parametrize("what", [3, None, [torch.ones(2)]], ids=str)
+def test_what_is_no_tensor_cannot_be_marked(what: Any) -> None:
+    for mark in (eo.keep, eo.prefer_offload):
+        with pytest.raises(eo.OffloadError, match="only a tensor can be marked"):
+            mark(what)
 
 
 def test_what_is_marked_stays_with_every_view_of_it(disk: DiskBackend) -> None:

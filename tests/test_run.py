@@ -212,6 +212,7 @@ def test_modules_are_skipped_by_the_names_of_the_model(offload: eo.Offload) -> N
         (["--settings", "min_byte=4", "train.py"], "unknown field 'min_byte'"),
         (["--settings", "min_bytes=lots", "train.py"], "min_bytes='lots' is not accepted"),
         (["--settings", "nowhere.json", "train.py"], "--settings='nowhere.json' is not accepted"),
+        (["nowhere.py"], "there is no file 'nowhere.py'"),
     ],
 )
 def test_wrong_arguments_are_told_before_anything_runs(

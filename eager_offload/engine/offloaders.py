@@ -135,11 +135,17 @@ class Offloaders:
             for tier in self.tiers():
                 tier.restart_peak()
 
-    def close(self) -> None:
-        """Waits for what is on its way and gives every tier back; both are made again when they are needed."""
+    def close(self, forget: Callable[[], None]) -> None:
+        """Waits for what is on its way and gives every tier back; both are made again when they are needed.
+
+        Args:
+            forget: has callers ask anew which offloaders there are; called with the lock held, when these are gone:
+                another thread may save a tensor before.
+        """
         for offloader in self.all():
             offloader.synchronize()
         with self._accounts.lock:
+            forget()
             self._outlived += self._offloaders.values()
             self._offloaders = {}
             self.snapshot_peaks()

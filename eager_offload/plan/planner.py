@@ -99,7 +99,7 @@ def plan(
             )
         settings = replace(given, device_budget=None, policy="max", max_slowdown=None)
         if host_budget is not None:
-            settings = replace(settings, host_budget=parse_size(host_budget, "host_budget"))
+            settings = replace(settings, host_budget=host_budget)
         named = given.device_budget if device_budget is None else device_budget
         budget = None if named is None or named == "auto" else parse_size(named, "device_budget")
         standing = parse_size(optimizer_bytes, "optimizer_bytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 import eager_offload as eo
+from eager_offload._torch import top_pack_hook
 from tests.compile.compiled import BOTH, compare, step_of
 from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly, config_of, moving, owner, reasons, split
 
@@ -82,6 +84,32 @@ def test_regions_count_as_they_do_in_eager_code(backend: str) -> None:
 
     stats = compare(step_of(program, inputs(), fullgraph=True), backend)
     assert stats.kept_bytes["region"] == 2 * SIZE * SIZE * 4
+
+
+@BOTH
+def test_what_is_compiled_moves_nothing_where_a_region_is_around_its_call(backend: str) -> None:
+    """Of one function, in either order of the contexts, whichever graph was compiled first."""
+
+    def program(x: Tensor) -> Tensor:
+        return (x.sigmoid() @ x).tanh().sum()
+
+    x, offload = inputs(), eo.Offload(min_bytes=0, keep_last_bytes=0, step_plans=False)
+    compiled = torch.compile(program, backend=backend, fullgraph=True)
+    program(x).backward()
+    expected = x.grad
+    for inside in (True, False, True, False):
+        for contexts in ((offload, eo.no_offload()), (eo.no_offload(), offload)):
+            offload.reset_stats()
+            x.grad = None
+            with contexts[0] if inside else nullcontext(), contexts[1] if inside else offload:
+                loss = compiled(x)
+            loss.backward()
+            stats = offload.stats(synchronize=True)
+            assert torch.equal(x.grad, expected)
+            assert (stats.bytes_out == 0) == inside
+            assert ("region" in stats.kept_bytes) == inside
+    assert top_pack_hook() is None
+    offload.close()
 
 
 def traced_operators(program: Callable[[Tensor], Tensor]) -> tuple[list[str], list[str]]:

@@ -67,6 +67,9 @@ def test_what_finds_no_room_stays_and_training_keeps_to_it_on_the_simulated_devi
     model, x = wide()
     free = planned(policy="max")
     assert (free.host_budget, free.problem.room) == (None, None)
+    assert planned(policy="max", host_budget="auto").host_budget is None
+    with pytest.raises(eo.ConfigError, match="host_budget=0 is not accepted"):
+        planned(policy="max", host_budget=0)
     budget = free.host_bytes // 2
     plan = planned(policy="max", host_budget=budget)
     assert 0.7 * budget < plan.host_bytes <= budget == plan.host_budget == plan.config.host_budget
