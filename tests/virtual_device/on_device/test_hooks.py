@@ -149,6 +149,6 @@ def test_h54_a_source_goes_at_the_save_at_which_it_went_before(
         del y
         loss.backward()
         del loss
-    stats = offload.stats(synchronize=True)
+        stats = offload.stats(synchronize=True)  # or a copy that is still on its way would hold the next one back
     assert stats.followed_forwards == (3 if plans else 0)
     assert not stats.plan_misses
