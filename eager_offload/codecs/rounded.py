@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eager_offload.codecs.base import Codec, PackedLayout, TensorMeta, compact, flat, layout_of, parts_of
+from eager_offload.codecs.base import Codec, Elements, PackedLayout, TensorMeta, compact, flat, layout_of, parts_of
 from eager_offload.codecs.seeds import SIGNED_GOLDEN
 from eager_offload.errors import ConfigError
 
@@ -34,28 +34,16 @@ _MANTISSA = (1 << 23) - 1
 
 
 @dataclass(frozen=True)
-class BF16:
-    """``float32`` as the nearest ``bfloat16``, in half the bytes."""
+class BF16(Elements):
+    """``float32`` as the nearest ``bfloat16``, in half the bytes.
+
+    Rounds half to even; NaN stays NaN, and what is too large becomes infinite.
+    """
 
     name = "bf16"
     lossless = False
     unbiased = False
-
-    def layout(self, meta: TensorMeta) -> PackedLayout | None:
-        """Of ``float32`` that is not empty."""
-        if meta.is_empty or meta.dtype is not torch.float32:
-            return None
-        return parts_of(("values", 2 * meta.distinct))
-
-    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> None:
-        """Rounds half to even; NaN stays NaN, and what is too large becomes infinite."""
-        elements = compact(x)
-        out.view(torch.bfloat16).view(elements.shape).copy_(elements)
-
-    def unpack(self, packed: Tensor, out: Tensor) -> None:
-        """Every ``bfloat16`` is a ``float32``."""
-        places = compact(out)
-        places.copy_(packed.view(torch.bfloat16).view(places.shape))
+    held = torch.bfloat16
 
     def error_bound(self, meta: TensorMeta, amax: float) -> float:
         """Half a step, which is 1/256 of the magnitude; infinite beyond the largest ``bfloat16``."""

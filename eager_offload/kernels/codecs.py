@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eager_offload._torch import without_caller_modes
-from eager_offload.codecs import Codec, TensorMeta
-from eager_offload.codecs.base import ScratchCodec
+from eager_offload.codecs import BitMask, Codec, TensorMeta
 from eager_offload.codecs.policy import is_compiled
 from eager_offload.codecs.rounded import compiled_multiple
 from eager_offload.errors import CapabilityError, warn
@@ -70,9 +69,9 @@ class CodecKernels:
         seed: Tensor | None = None,
         scratch: Mapping[str, Tensor] | None = None,
     ) -> Tensor | None:
-        """As ``codec.pack``; ``scratch``: what a ``ScratchCodec`` computes in."""
-        if scratch is not None:
-            return cast(ScratchCodec, codec).pack(x, out, seed, scratch)
+        """As ``codec.pack``; ``scratch``: what a ``BitMask`` computes in."""
+        if isinstance(codec, BitMask):
+            return codec.pack(x, out, seed, scratch)
         if (size := _size_of(codec, x)) is None:
             return codec.pack(x, out, seed)
         found = self._kernels.get(size)
@@ -83,10 +82,9 @@ class CodecKernels:
         return None
 
     def unpack(self, codec: Codec, packed: Tensor, out: Tensor, scratch: Mapping[str, Tensor] | None = None) -> None:
-        """As ``codec.unpack``; ``scratch``: what a ``ScratchCodec`` computes in."""
-        if scratch is not None:
-            cast(ScratchCodec, codec).unpack(packed, out, scratch)
-            return
+        """As ``codec.unpack``; ``scratch``: what a ``BitMask`` computes in."""
+        if isinstance(codec, BitMask):
+            return codec.unpack(packed, out, scratch)
         size = _size_of(codec, out)
         found = None if size is None else self._kernels.get(size)
         if found is None or not _is_aligned(packed, out):
