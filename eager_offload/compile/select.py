@@ -6,7 +6,7 @@ what kind of node made it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -107,7 +107,6 @@ class Choice:
 class Saved:
     """A value that a forward leaves to its backward."""
 
-    node: Node
     first: int
     """Where in the backward it is used first."""
     in_region: bool
@@ -149,14 +148,12 @@ def choose(
     outputs = outputs_of(forward)
     uses = {node.name: node for node in backward.find_nodes(op="placeholder")}
     order = positions(backward)
-    consumers = Consumers([*forward.nodes, *backward.nodes]) if config.codec_policy.rounds else None
-    saved: dict[Node, Saved] = {}
-    for node in outputs[num_outputs:]:
-        if isinstance(node, Node):
-            users = list(uses[node.name].users) if node.name in uses else []
-            first = min((order[user] for user in users), default=len(order))
-            readers = frozenset[str]() if consumers is None else consumers.of(users)
-            saved[node] = Saved(node, first, any(map(is_in_region, users)), readers)
+    users = {
+        node: list(uses[node.name].users) if node.name in uses else []
+        for node in outputs[num_outputs:]
+        if isinstance(node, Node)
+    }
+    saved = saved_of(users, order, [*forward.nodes, *backward.nodes], config)
     counted = {node.name for node in counted_from_the_beginning(backward.nodes)}
     return choose_among(
         forward,
@@ -168,6 +165,26 @@ def choose(
         aim=aim,
         whole=whole,
     )
+
+
+def saved_of(
+    users: Mapping[Node, Collection[Node]], order: Mapping[Node, int], nodes: Iterable[Node], config: OffloadConfig
+) -> dict[Node, Saved]:
+    """What is known of saved values.
+
+    Args:
+        users: by value, all that uses it in backward.
+        order: where those stand.
+        nodes: of forward and backward, the forward's in front.
+    """
+    consumers = Consumers(nodes) if config.codec_policy.rounds else None
+
+    def known(users: Collection[Node]) -> Saved:
+        first = min((order[user] for user in users), default=len(order))
+        readers = frozenset[str]() if consumers is None else consumers.of(users)
+        return Saved(first, any(map(is_in_region, users)), readers)
+
+    return {node: known(some) for node, some in users.items()}
 
 
 def choose_nothing(forward: Graph, num_outputs: int) -> Choice:
