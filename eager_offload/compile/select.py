@@ -246,11 +246,7 @@ def choose_among(
     for key, members in by_storage.items():
         policy = strongest(sharing[key])
         reason = _reason_to_stay(members, policy, any(saved[node].in_region for node in members), config)
-        groups = []
-        if reason is None and key in from_the_beginning:
-            groups = _whole_groups(members, [*members, *sharing[key]])
-        elif reason is None:
-            groups = _groups(members, sharing[key])
+        groups = _groups(members, sharing[key], counted=key in from_the_beginning) if reason is None else []
         groups = [_coded(group, config.codec_policy, _readers(group, saved, sharing[key][0])) for group in groups]
         is_firm = policy in (OffloadPolicy.MOVE, OffloadPolicy.MOVE_IF_LARGE)
         (firm if is_firm else free).extend(groups)
@@ -313,7 +309,7 @@ def _reason_to_stay(
     return None
 
 
-def _groups(members: Sequence[Node], sharing: Sequence[Node]) -> list[Group]:
+def _groups(members: Sequence[Node], sharing: Sequence[Node], *, counted: bool) -> list[Group]:
     """How values that share a storage travel.
 
     As one transfer where something spans them all; each on its own where they are a small part of it, or where their
@@ -322,30 +318,20 @@ def _groups(members: Sequence[Node], sharing: Sequence[Node]) -> list[Group]:
     Args:
         members: the saved ones.
         sharing: all of the graph's nodes that share the storage.
+        counted: whether they have to be all of their storage, or views of that, when they are back.
     """
     storage_bytes = nbytes_of(members[0].meta["val"])
     values = {node: value for node in members if not _is_lazy(value := node.meta["val"])}
     own = {node: hint(value.numel()) * value.itemsize for node, value in values.items()}
-    if sum(own.values()) * _GATHER_BELOW < storage_bytes and all(map(_travels_alone, values.values())):
+    if not counted and sum(own.values()) * _GATHER_BELOW < storage_bytes and all(map(_travels_alone, values.values())):
         return [_alone(node, own[node]) for node in values]
     groups = []
     for some in _by_dtype(values):
-        base = _base_of(some, [*values, *sharing])
+        base = (_whole_of if counted else _base_of)(some, [*values, *sharing])
         if base is not None:
-            groups.append(Group(base, tuple(some), span_of(base.meta["val"])))
-        else:
+            groups.append(Group(base, tuple(some), span_of(base.meta["val"]), counted=counted))
+        elif not counted:
             groups += [_alone(node, own[node]) for node in some if _travels_alone(values[node])]
-    return groups
-
-
-def _whole_groups(members: Sequence[Node], candidates: Sequence[Node]) -> list[Group]:
-    """How values travel that are all of their storage or views of it, and have to be that again when they are back."""
-    plain = [node for node in members if not _is_lazy(node.meta["val"])]
-    groups = []
-    for some in _by_dtype(plain):
-        base = _whole_of(some, candidates)
-        if base is not None:
-            groups.append(Group(base, tuple(some), span_of(base.meta["val"]), counted=True))
     return groups
 
 
