@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eager_offload.codecs import BF16, BitMask, TensorMeta
-from eager_offload.kernels.workspace import Workspaces
+from eager_offload.kernels.codecs import Workspaces
 from tests.codecs.tensors import FLOATS, same_bits, strided
 from tests.codecs.test_saved_tensors import program
 from tests.hazards.backends import Backend, assert_settled, offloader_of
