@@ -84,7 +84,6 @@ def exact_steps(backend: Backend, program: Callable[[Any], Any], count: int = 4,
 
 def rounded_saves(plan: StepPlan | None) -> list[tuple[str, int]]:
     """Who made what a plan rounds, and its bytes."""
-    assert plan is not None
     return [(save.coded.maker, save.nbytes) for save in plan.saves if save.coded is not None]
 
 
@@ -106,7 +105,6 @@ def test_the_first_step_is_exact_and_later_ones_have_what_the_codec_makes_of_it(
         assert torch.equal(other[0], exact[0]), "the sine's own save has no rule"
     stats = assert_settled(offload)
     layout = codec.layout(TensorMeta.of(exact[1]))
-    assert layout is not None
     assert stats.coded_bytes == {codec.name: 4 * BYTES}
     assert stats.packed_bytes == {codec.name: 4 * layout.nbytes}
     assert stats.followed_forwards == (3 if plans else 0)
@@ -303,7 +301,6 @@ def test_code_in_python_is_no_consumer(users_backend: Backend) -> None:
     x, weight = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
     with Settled(offload):
         y = x.sin() * weight
-    assert y.grad_fn is not None
     with pytest.raises(PrecisionError, match="code in Python asks for"):
         _ = y.grad_fn._saved_self
     del y
@@ -650,7 +647,6 @@ def test_what_has_no_maker_is_no_share_of_what_is_rounded_whatever_its_plan_says
     recorded = users_backend.offload(codec=BOTH_READ, step_plans=True)
     steps(recorded, lambda around: two_readers(around, second(apart)), 4)
     plan = recorded.step_plan()
-    assert plan is not None
     ((owner, coded),) = ((number, save.coded) for number, save in enumerate(plan.saves) if save.coded is not None)
     changed = with_a_late_share(plan, owner, len(plan.saves) - 1)
     *others, last = changed.saves
@@ -675,7 +671,6 @@ def test_a_plan_that_was_given_rounds_once_a_step_has_shown_who_reads(
     rounded = steps(recorded, product, 4)[-1]
     plan = recorded.step_plan()
     assert rounded_saves(plan)
-    assert plan is not None
     plan.save(tmp_path / "plan.json")
     offload = users_backend.offload(codec=codec, plan=StepPlan.load(tmp_path / "plan.json"))
     with warnings.catch_warnings(record=True) as told:

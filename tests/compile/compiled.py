@@ -150,7 +150,6 @@ def step_of(function: Callable[..., Any], *inputs: Tensor, **named: Any) -> Step
             outputs = run(*given)
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         loss = sum(one.square().sum() for one in outputs if one.requires_grad)
-        assert isinstance(loss, Tensor)
         loss.backward()  # type: ignore[no-untyped-call]
         return [*outputs, *given, *(leaf.grad for leaf in leaves)]
 

@@ -149,7 +149,6 @@ def test_only_what_lies_side_by_side_is_packed() -> None:
     mask, policy = torch.zeros(16, 24, dtype=torch.bool), eo.CodecPolicy()
     for value in (mask, mask.t(), mask[2:4], mask.view(4, 4, 24).permute(2, 0, 1)):
         found = codec_for(value, policy)
-        assert found is not None
         assert found.nbytes == value.numel() // 8
     others = (mask[:, ::2], mask[:1].expand(16, 24), mask[:0], mask[0, :1], mask.to(torch.uint8), mask.float())
     assert not any(codec_for(value, policy) for value in others)
@@ -261,7 +260,6 @@ def test_backward_is_given_what_the_codec_makes_of_it(
         assert torch.equal(gradient, coded(codec, exact, SEEDS.draw()).back), "each run draws anew"
         assert not torch.equal(gradient, exact)
     layout = codec.layout(TensorMeta.of(exact))
-    assert layout is not None
     assert stats.coded_bytes == {codec.name: 2 * exact.nbytes}
     assert stats.packed_bytes == {codec.name: 2 * layout.nbytes}
     assert stats.bytes_out == stats.packed_bytes[codec.name]
@@ -488,7 +486,6 @@ def retained(compile: Compile, around: AbstractContextManager[object]) -> Sequen
     with around:
         results = run(x, weight)
     loss = sum(one.square().sum() for one in results)
-    assert isinstance(loss, Tensor)
     loss.backward(retain_graph=True)
     loss.backward()
     return [*results, x.grad, weight.grad]

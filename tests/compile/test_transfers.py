@@ -185,7 +185,6 @@ def checked(request: pytest.FixtureRequest) -> CheckedBackend:
 def test_a_wait_that_comes_too_late_is_reported(wrong: str, checked: CheckedBackend, violations: list[str]) -> None:
     with pytest.raises(AssertionError), checked:
         with_a_late_wait(checked.offload(), source=wrong == "the source is written over")
-    assert checked.checker is not None
     assert checked.checker.violations
     assert len(violations) == (wrong == "the source is written over")
     violations.clear()

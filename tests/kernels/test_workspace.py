@@ -40,12 +40,10 @@ def test_pack_and_unpack_share_one_place_which_grows_to_the_largest() -> None:
     allocated = Allocated()
     work = Workspaces(allocated)
     parts = work.of(CODEC, meta(1000), "one")
-    assert parts is not None
     assert {name: part.nbytes for name, part in parts.items()} == {"words": 1008, "mask": 1008, "differs": 1008}
     assert len({part.data_ptr() for part in parts.values()}) == 3
     assert work.nbytes == 3 * 1008
     mask = work.of(CODEC, meta(500, torch.bool), "one")
-    assert mask is not None
     assert mask["words"].data_ptr() == parts["words"].data_ptr()
     assert allocated.sizes == [3 * 1008], "what is smaller fits"
     work.of(CODEC, meta(2000), "one")
@@ -66,7 +64,6 @@ def test_what_lay_in_it_before_changes_no_bit(data: st.DataObject) -> None:
     if x.dtype is not torch.bool and data.draw(st.booleans()):
         x = torch.where(x > 0, 1.5, 0.0).to(x.dtype)
     own, layout, work = TensorMeta.of(x), CODEC.layout(TensorMeta.of(x)), Workspaces(Allocated())
-    assert layout is not None
     packed, expected = (torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2))
     holds = CODEC.pack(x, packed, None, work.of(CODEC, own, 0))
     assert bool(holds) == bool(CODEC.pack(x, expected))
