@@ -17,6 +17,7 @@ from eager_offload.codecs import Codec, CodecPolicy, Gather
 from eager_offload.compile.aim import Aim, aim_of
 from eager_offload.compile.coding import codec_for
 from eager_offload.compile.consumers import Consumers, may_be_rounded
+from eager_offload.compile.cost import returns_views
 from eager_offload.compile.decide import Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
 from eager_offload.compile.graphs import (
     counted_from_the_beginning,
@@ -433,7 +434,9 @@ def _require_aliases(graph: Graph) -> None:
     """A graph that was traced with real tensors has forgotten which of them were views."""
     lost: Node | None = None
     for node in graph.nodes:
-        if not _makes_a_view(node):
+        if node.op != "call_function" or not node.args or not returns_views(node.target):
+            continue
+        if schema_of(node.target).name in _MAY_COPY:
             continue
         theirs, ours = storage_of(node.args[0]), storage_of(node)
         if theirs is not None and theirs is ours:
@@ -444,11 +447,3 @@ def _require_aliases(graph: Graph) -> None:
             f"the graph does not tell which values share memory: {lost} is a view of {lost.args[0]}, but the values in "
             'their meta["val"] share no storage. Trace it with fake tensors: make_fx(f, tracing_mode="fake")'
         )
-
-
-def _makes_a_view(node: Node) -> bool:
-    schema = schema_of(node.target) if node.op == "call_function" else None
-    if schema is None or not node.args or schema.name in _MAY_COPY or len(schema.returns) != 1:
-        return False
-    alias = schema.returns[0].alias_info
-    return alias is not None and not alias.is_write
