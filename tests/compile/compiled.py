@@ -154,3 +154,16 @@ def step_of(function: Callable[..., Any], *inputs: Tensor, **named: Any) -> Step
         return [*outputs, *given, *(leaf.grad for leaf in leaves)]
 
     return step
+
+
+def exact(*inputs: Tensor, **expected: Any) -> Callable[[Callable[..., Any]], Callable[[str], None]]:
+    """Makes a test of a function: the step that calls it on ``inputs``, compared on both backends."""
+
+    def test_of(function: Callable[..., Any]) -> Callable[[str], None]:
+        @BOTH
+        def test(backend: str) -> None:
+            compare(step_of(function, *inputs), backend, **expected)
+
+        return test
+
+    return test_of
