@@ -210,17 +210,15 @@ def _least(dtype: torch.dtype, bits: int) -> int:
     return _ONE + bits + (-24 if dtype is torch.float16 else -126)
 
 
-def _codes(amax: Tensor, most: tuple[int, int], least: int) -> Tensor:
-    """The code of the smallest scale with which ``amax`` is at most the largest number of a format."""
-    words = amax.view(torch.int32)
+def _scaled(blocks: Tensor, most: tuple[int, int], least: int) -> tuple[Tensor, Tensor]:
+    """The code of each block, and the blocks divided by their scales: 0 where they are not finite.
+
+    It is that of the smallest scale with which a block is at most the largest number of a format.
+    """
+    words = blocks.abs().amax(1).view(torch.int32)
     exponent = (words >> 23) & 255
     codes = (exponent - most[0] + ((words & _MANTISSA) > most[1])).clamp(min=least)
-    return torch.where(exponent == 255, _NOT_FINITE, codes)
-
-
-def _scaled(blocks: Tensor, most: tuple[int, int], least: int) -> tuple[Tensor, Tensor]:
-    """The code of each block, and the blocks divided by their scales: 0 where they are not finite."""
-    codes = _codes(blocks.abs().amax(1), most, least)
+    codes = torch.where(exponent == 255, _NOT_FINITE, codes)
     inverse = ((2 * _ONE - codes.clamp(max=2 * _ONE - 1)) << 23).view(torch.float32)
     return codes, torch.where((codes == _NOT_FINITE)[:, None], 0.0, blocks * inverse[:, None])
 
@@ -236,7 +234,7 @@ def _restore(numbers: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
 
 
 def _step(amax: float, most: tuple[int, int], least: int) -> float:
-    """The scale of a block with ``amax`` in it: as ``_codes``, without a tensor, since each unpack asks.
+    """The scale of a block with ``amax`` in it: as in ``_scaled``, without a tensor, since each unpack asks.
 
     Infinite beyond the largest ``float32``, which no element of such a block is.
     """

@@ -39,11 +39,6 @@ class Aim:
     machine: Machine | None = None
     """The device; ``None``: the one that is here."""
 
-    @property
-    def is_of_all(self) -> bool:
-        """Whether all that may move does."""
-        return self.budget is None and self.slowdown is None
-
 
 def text_of(config_key: str, plan: ComputedPlan) -> str:
     """The text of a configuration with what a plan was made for."""

@@ -64,7 +64,7 @@ def codec_for(value: Tensor, policy: CodecPolicy, readers: Collection[str] = ())
         codec = policy.strictest(readers, meta)
     if codec is not None and value.numel() % compiled_multiple(codec, value.device):
         codec = None
-    if codec is None and policy.lossless and value.dtype is torch.bool and _is_dense(value):
+    if codec is None and policy.lossless and value.dtype is torch.bool and _memory_order(value) is not None:
         codec = _BITMASK
     layout = None if codec is None else codec.layout(meta)
     if codec is None or layout is None or layout.nbytes >= value.numel() * value.itemsize:
@@ -114,15 +114,10 @@ def insert_unpack(graph: Graph, packed: Node, codec: Codec, value: Tensor, *, in
 
 
 def _memory_order(value: Tensor) -> list[int] | None:
-    """The dimensions of ``value`` in the order in which its elements lie side by side; ``None`` where they do not."""
+    """The dimensions in the order in which the elements lie side by side, each once; ``None`` where they do not."""
     order = sorted(range(value.dim()), key=lambda dim: (value.stride(dim), value.size(dim)), reverse=True)
     meta = TensorMeta(tuple(value.size(dim) for dim in order), tuple(value.stride(dim) for dim in order), value.dtype)
     return order if meta.is_contiguous else None
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Whether the elements of ``value`` lie side by side, in any order, each of them once."""
-    return _memory_order(value) is not None
 
 
 def _in_order(meta: TensorMeta) -> TensorMeta:

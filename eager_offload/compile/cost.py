@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from eager_offload import active
@@ -115,12 +115,8 @@ def _as_call(call: Call | Node) -> Call:
     if isinstance(call, Call):
         return call
     target = call.target if call.op == "call_function" else None
-    arguments, named = cast("tuple[Any, Any]", map_aggregate((call.args, call.kwargs), _value))
+    arguments, named = map_arg((call.args, call.kwargs), lambda node: node.meta.get("val"))
     return Call(target, arguments, named, call.meta.get("val"))
-
-
-def _value(value: Any) -> Any:
-    return value.meta.get("val") if isinstance(value, Node) else value
 
 
 def _tensors(values: object) -> list[Tensor]:

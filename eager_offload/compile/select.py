@@ -34,7 +34,7 @@ from eager_offload.compile.graphs import (
     tensor_of,
     undeclared_aliases,
 )
-from eager_offload.compile.policies import OffloadPolicy, is_in_region, strongest
+from eager_offload.compile.policies import OffloadPolicy, is_in_region, policy_of
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 from eager_offload.plan.predict import Prediction
@@ -68,11 +68,6 @@ class Group:
     def gathered(self) -> bool:
         """Whether what lies between the elements of ``base`` stays behind."""
         return isinstance(self.codec, Gather)
-
-    @property
-    def draws(self) -> bool:
-        """Whether it is rounded stochastically."""
-        return self.codec is not None and self.codec.unbiased and not self.codec.lossless
 
     @property
     def coded_bytes(self) -> int:
@@ -245,7 +240,7 @@ def choose_among(
     free: list[Group] = []
     movable: dict[object, Movable] = {}
     for key, members in by_storage.items():
-        policy = strongest(sharing[key])
+        policy = max(map(policy_of, sharing[key]), default=OffloadPolicy.NONE)
         reason = _reason_to_stay(members, policy, any(saved[node].in_region for node in members), config)
         groups = _groups(members, sharing[key], counted=key in from_the_beginning) if reason is None else []
         groups = [_coded(group, config.codec_policy, _readers(group, saved, sharing[key][0])) for group in groups]
@@ -287,7 +282,7 @@ def _decided(
     step: Callable[[], Step], movable: Mapping[object, Movable], config: OffloadConfig, aim: Aim, *, whole: bool
 ) -> Decided | None:
     """The solver's decision; ``None`` where all moves that may. See [Note: what a budget bounds in a graph]."""
-    if not movable or aim.is_of_all or not (whole or aim.budget is None):
+    if not movable or (aim.budget is None and aim.slowdown is None) or not (whole or aim.budget is None):
         return None
     device = next(iter(movable.values())).bases[0].meta["val"].device
     machine = machine_here(device, config.to_text()) if aim.machine is None else aim.machine

@@ -98,7 +98,7 @@ class TorchKernel:
         call = kernel.signature.call(kernel.name, arguments, out)
         kernel.spec.check_device(call.device)
         with torch.no_grad(), _without_autocast(call.device), timed(kernel.name, call.device):
-            self._launch(call.device, [*call.inputs, *call.inout, *call.outputs])
+            self._launch(call.device, call.tensors)
         return kernel.signature.result(call, arguments)
 
     def __repr__(self) -> str:
