@@ -193,11 +193,6 @@ class Workspaces:
         #: Where parts lie in what is held: to make so many views takes longer than to pack a small mask.
         self._placed: dict[tuple[Hashable, TensorMeta], dict[str, Tensor]] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
     def of(self, codec: Codec, meta: TensorMeta, stream: Hashable) -> dict[str, Tensor] | None:
         """What ``codec`` computes in to pack or unpack such a tensor; ``None``: in nothing."""
         if not isinstance(codec, BitMask):
