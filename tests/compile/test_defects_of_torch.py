@@ -223,8 +223,7 @@ def test_9_a_cache_serves_what_was_compiled_without_the_marks(tmp_path: Path) ->
             env=environment,
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        return json.loads(done.stdout.splitlines()[-1])
 
     environment = give_machine_code(tmp_path)
     assert run("without", environment) == {"hits": 0, "marked": 0}

@@ -63,8 +63,7 @@ def trap() -> Iterator[Callable[[], None]]:
     torch.library.register_fake("eager_offload_trap::spring", torch.empty_like, lib=library)
 
     def backward(context: Any, gradient: Tensor) -> Tensor:
-        result: Tensor = torch.ops.eager_offload_trap.spring(gradient)
-        return result
+        return torch.ops.eager_offload_trap.spring(gradient)
 
     torch.library.register_autograd("eager_offload_trap::spring", backward, lib=library)
     yield lambda: armed.append(True)

@@ -51,8 +51,7 @@ def traced(function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> GraphM
 
 def run(graph: Graph, *inputs: Tensor) -> list[Tensor]:
     graph.owning_module.recompile()
-    results: list[Tensor] = list(graph.owning_module(*inputs))
-    return results
+    return list(graph.owning_module(*inputs))
 
 
 def argument(x: Tensor, w: Tensor) -> Sequence[Tensor]:
