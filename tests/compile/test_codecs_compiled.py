@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 import eager_offload as eo
 from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, TensorMeta
 from eager_offload.codecs.seeds import SEEDS
-from eager_offload.compile import boundary_of, choose_joint, insert_asynchronous, insert_synchronous_joint, ops
+from eager_offload.compile import boundary_of, ops
 from eager_offload.compile.coding import codec_for, insert_pack, insert_unpack
 from tests.codecs.tensors import coded
 from tests.compile.compiled import BOTH, Compile, compare, compiler, fresh_compiler, step_of
-from tests.compile.split import Split, assert_moves_exactly, config_of, split
+from tests.compile.split import Split, assert_moves_exactly, config_of, split, with_transfers
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import Settled, leaf
 from tests.proof.bits import same_bits
@@ -174,13 +174,11 @@ def test_a_joint_graph_packs_too() -> None:
     config = config_of(codec="int8")  # such a graph does not say who reads
     given = factors()
     module = make_fx(step, tracing_mode="fake")(*given)
-    boundary = boundary_of(module.graph, num_outputs=1)
-    choice = choose_joint(module.graph, boundary, config)
+    moved, choice = with_transfers(module, boundary_of(module.graph, num_outputs=1), config)
     assert [group.codec for group in choice.groups if group.codec is not None] == [BitMask()]
-    graph = insert_asynchronous(insert_synchronous_joint(module.graph, boundary, choice, config))
     expected = step(*given)
     with torch.no_grad():
-        found = torch.fx.GraphModule(module, graph)(*given)
+        found = moved(*given)
     assert all(map(same_bits, found, expected))
 
 
