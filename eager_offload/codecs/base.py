@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -77,13 +77,6 @@ class PackedLayout(NamedTuple):
         torch.cat(padded, out=out)
 
 
-class Scratch(NamedTuple):
-    """What a codec computes in, beside what it is given, by name; bytes, in multiples of 16."""
-
-    pack: Mapping[str, int]
-    unpack: Mapping[str, int]
-
-
 class Codec(Protocol):
     """Packs a tensor before it travels and unpacks it when it is back, in torch arithmetic that compilers can trace.
 
@@ -127,27 +120,6 @@ class Codec(Protocol):
         """How far an element may be from what was packed, where no magnitude is above ``amax``, which is finite."""
 
 
-@runtime_checkable
-class ScratchCodec(Codec, Protocol):
-    """A codec that may be given memory to compute in: fresh memory for that can take longer than the rest."""
-
-    def scratch(self, meta: TensorMeta) -> Scratch:
-        """What ``pack`` and ``unpack`` of such a tensor compute in."""
-
-    def pack(
-        self, x: Tensor, out: Tensor, seed: Tensor | None = None, scratch: Mapping[str, Tensor] | None = None
-    ) -> Tensor | None:
-        """As that of any codec; ``scratch`` is flat ``uint8``, by its names."""
-
-    def unpack(self, packed: Tensor, out: Tensor, scratch: Mapping[str, Tensor] | None = None) -> None:
-        """As that of any codec; ``scratch`` is flat ``uint8``, by its names."""
-
-
-def part_of_scratch(scratch: Mapping[str, Tensor] | None, name: str, count: int, dtype: torch.dtype) -> Tensor | None:
-    """So many elements of a part; ``None``, for ``out`` of an operator that then takes memory of its own, without."""
-    return None if scratch is None else scratch[name].view(dtype)[:count]
-
-
 def compact(x: Tensor) -> Tensor:
     """``x`` with every broadcast dimension narrowed to one element."""
     for dim, stride in enumerate(x.stride()):
@@ -179,3 +151,26 @@ def parts_of(*sizes: tuple[str, int]) -> PackedLayout:
         parts.append(Part(name, end, nbytes))
         end += nbytes if len(sizes) == 1 else -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return PackedLayout(end, tuple(parts))
+
+
+class Elements:
+    """What packs the elements of a tensor side by side, each once: as they are, or those of ``float32`` as ``held``."""
+
+    held: ClassVar[torch.dtype | None] = None
+
+    def layout(self, meta: TensorMeta) -> PackedLayout | None:
+        """Of a strided tensor that is not empty; where another dtype is held, of ``float32``."""
+        if meta.is_empty or (self.held is not None and meta.dtype is not torch.float32):
+            return None
+        return parts_of(("elements", meta.distinct * (self.held or meta.dtype).itemsize))
+
+    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> Tensor | None:
+        """Holds any values."""
+        elements = compact(x)
+        out.view(self.held or x.dtype).view(elements.shape).copy_(elements)
+        return None
+
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Writes them to where they were."""
+        places = compact(out)
+        places.copy_(packed.view(self.held or out.dtype).view(places.shape))

@@ -10,16 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from eager_offload.codecs.base import (
-    PackedLayout,
-    Scratch,
-    TensorMeta,
-    compact,
-    flat,
-    layout_of,
-    part_of_scratch,
-    parts_of,
-)
+from eager_offload.codecs.base import Elements, PackedLayout, TensorMeta, compact, flat, layout_of, parts_of
 
 #: Where the upper half of a number of four bytes is, of its two halves.
 _UPPER = 1 if sys.byteorder == "little" else 0
@@ -46,7 +37,6 @@ _TO_THE_TOP = 0x7F7F7F7F7F7F7F7F
 class _Exact:
     """What every codec has that changes no bit."""
 
-    name: ClassVar[str]
     lossless = True
     unbiased = True
 
@@ -56,58 +46,29 @@ class _Exact:
 
 
 @dataclass(frozen=True)
-class Identity(_Exact):
+class Gather(_Exact, Elements):
+    """The elements of a view side by side: what lies between them stays behind, and a broadcast travels once."""
+
+    name: ClassVar[str] = "gather"
+
+
+@dataclass(frozen=True)
+class Identity(_Exact, Elements):
     """The bytes of a contiguous tensor as they are."""
 
     name: ClassVar[str] = "identity"
 
     def layout(self, meta: TensorMeta) -> PackedLayout | None:
         """Of a contiguous tensor that is not empty."""
-        if meta.is_empty or not meta.is_contiguous:
-            return None
-        return parts_of(("bytes", meta.distinct * meta.dtype.itemsize))
-
-    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> None:
-        """Holds any values."""
-        out.view(x.dtype).view(x.shape).copy_(x)
-
-    def unpack(self, packed: Tensor, out: Tensor) -> None:
-        """Copies them back."""
-        out.copy_(packed.view(out.dtype).view(out.shape))
+        return super().layout(meta) if meta.is_contiguous else None
 
 
 @dataclass(frozen=True)
-class Gather(_Exact):
-    """The elements of a view side by side: what lies between them stays behind, and a broadcast travels once."""
-
-    name: ClassVar[str] = "gather"
-
-    def layout(self, meta: TensorMeta) -> PackedLayout | None:
-        """Of any strided tensor that is not empty."""
-        return None if meta.is_empty else parts_of(("elements", meta.distinct * meta.dtype.itemsize))
-
-    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> None:
-        """Holds any values."""
-        elements = compact(x)
-        out.view(x.dtype).view(elements.shape).copy_(elements)
-
-    def unpack(self, packed: Tensor, out: Tensor) -> None:
-        """Scatters them to where they were."""
-        places = compact(out)
-        places.copy_(packed.view(out.dtype).view(places.shape))
-
-
-@dataclass(frozen=True)
-class Narrow(_Exact):
+class Narrow(_Exact, Elements):
     """``float32`` whose values are ``bfloat16``, in half the bytes: the upper halves, if all lower ones are zero."""
 
     name: ClassVar[str] = "narrow"
-
-    def layout(self, meta: TensorMeta) -> PackedLayout | None:
-        """Of ``float32`` that is not empty."""
-        if meta.is_empty or meta.dtype is not torch.float32:
-            return None
-        return parts_of(("upper halves", 2 * meta.distinct))
+    held = torch.bfloat16
 
     def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> Tensor:
         """Holds ``bfloat16`` values, of NaN every bit."""
@@ -115,11 +76,6 @@ class Narrow(_Exact):
         out.view(torch.int16).copy_(halves[:, _UPPER])
         least, most = torch.aminmax(halves[:, 1 - _UPPER])
         return (least | most) == 0
-
-    def unpack(self, packed: Tensor, out: Tensor) -> None:
-        """A ``bfloat16`` is the upper half of the ``float32`` of that value."""
-        places = compact(out)
-        places.copy_(packed.view(torch.bfloat16).view(places.shape))
 
 
 @dataclass(frozen=True)
@@ -143,11 +99,14 @@ class BitMask(_Exact):
         least, most = torch.aminmax(words)
         return bool(((words == least) | (words == most)).all())
 
-    def scratch(self, meta: TensorMeta) -> Scratch:
-        """The bits as bytes, and as words; of numbers, which of them are neither value."""
-        nbytes = -(-meta.distinct // 16) * 16
-        names = ("words",) if meta.dtype is torch.bool else ("mask", "differs", "words")
-        return Scratch(dict.fromkeys(names, nbytes), {"words": nbytes})
+    def scratch(self, meta: TensorMeta) -> dict[str, int]:
+        """What ``pack`` and ``unpack`` may be given to compute in, by name; bytes, in multiples of 16.
+
+        The bits as words; of numbers, which of them are one value, and which neither. Fresh memory for that can take
+        longer than the rest. ``scratch`` of the two is such memory, flat ``uint8``.
+        """
+        names = ("words",) if meta.dtype is torch.bool else ("words", "mask", "differs")
+        return dict.fromkeys(names, -(-meta.distinct // 16) * 16)
 
     def pack(
         self, x: Tensor, out: Tensor, seed: Tensor | None = None, scratch: Mapping[str, Tensor] | None = None
@@ -161,8 +120,8 @@ class BitMask(_Exact):
         else:
             words = elements.view(_WORDS[x.dtype])
             least, most = torch.aminmax(words)
-            is_most = torch.eq(words, most, out=part_of_scratch(scratch, "mask", words.numel(), torch.bool))
-            differs = torch.ne(words, least, out=part_of_scratch(scratch, "differs", words.numel(), torch.bool))
+            is_most = torch.eq(words, most, out=_part(scratch, "mask", words.numel(), torch.bool))
+            differs = torch.ne(words, least, out=_part(scratch, "differs", words.numel(), torch.bool))
             differs.logical_xor_(is_most)
             fits = (least == most) | torch.logical_not(differs.view(torch.uint8).max())
             parts[0].view(words.dtype).copy_(torch.stack((least, most)))
@@ -171,9 +130,8 @@ class BitMask(_Exact):
             mask = torch.nn.functional.pad(mask, (0, -mask.numel() % 8))
         elif torch.compiler.is_compiling() or mask.storage_offset() % 8:  # no compiler traces the latter
             mask = mask.clone()
-        collected = torch.mul(
-            mask.view(torch.int64), _COLLECT, out=part_of_scratch(scratch, "words", mask.numel() // 8, torch.int64)
-        )
+        into = _part(scratch, "words", mask.numel() // 8, torch.int64)
+        collected = torch.mul(mask.view(torch.int64), _COLLECT, out=into)
         collected >>= 56  # in place: fresh memory for each of these takes longer than they do
         parts[-1].copy_(collected)
         return fits
@@ -182,7 +140,7 @@ class BitMask(_Exact):
         """Each bit as the value that it stands for."""
         places = compact(out)
         parts = layout_of(self, out).split(packed)
-        mask = part_of_scratch(scratch, "words", parts[-1].numel(), torch.int64)
+        mask = _part(scratch, "words", parts[-1].numel(), torch.int64)
         mask = parts[-1].to(torch.int64) if mask is None else mask.copy_(parts[-1])
         mask *= _REPEAT
         mask.bitwise_and_(_ONE_EACH)  # spelt out: torch.func.functionalize knows no `&=`
@@ -202,3 +160,8 @@ class BitMask(_Exact):
         words.add_(least)
         if not is_own:  # of a view with holes, functionalization loses the strides
             places.copy_(words.view(out.dtype))
+
+
+def _part(scratch: Mapping[str, Tensor] | None, name: str, count: int, dtype: torch.dtype) -> Tensor | None:
+    """So many elements of a part; ``None``, for ``out`` of an operator that then takes memory of its own, without."""
+    return None if scratch is None else scratch[name].view(dtype)[:count]

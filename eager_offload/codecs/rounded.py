@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eager_offload.codecs.base import Codec, PackedLayout, TensorMeta, compact, flat, layout_of, parts_of
+from eager_offload.codecs.base import Codec, Elements, PackedLayout, TensorMeta, compact, flat, layout_of, parts_of
 from eager_offload.codecs.seeds import SIGNED_GOLDEN
 from eager_offload.errors import ConfigError
 
@@ -34,28 +34,16 @@ _MANTISSA = (1 << 23) - 1
 
 
 @dataclass(frozen=True)
-class BF16:
-    """``float32`` as the nearest ``bfloat16``, in half the bytes."""
+class BF16(Elements):
+    """``float32`` as the nearest ``bfloat16``, in half the bytes.
+
+    Rounds half to even; NaN stays NaN, and what is too large becomes infinite.
+    """
 
     name = "bf16"
     lossless = False
     unbiased = False
-
-    def layout(self, meta: TensorMeta) -> PackedLayout | None:
-        """Of ``float32`` that is not empty."""
-        if meta.is_empty or meta.dtype is not torch.float32:
-            return None
-        return parts_of(("values", 2 * meta.distinct))
-
-    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> None:
-        """Rounds half to even; NaN stays NaN, and what is too large becomes infinite."""
-        elements = compact(x)
-        out.view(torch.bfloat16).view(elements.shape).copy_(elements)
-
-    def unpack(self, packed: Tensor, out: Tensor) -> None:
-        """Every ``bfloat16`` is a ``float32``."""
-        places = compact(out)
-        places.copy_(packed.view(torch.bfloat16).view(places.shape))
+    held = torch.bfloat16
 
     def error_bound(self, meta: TensorMeta, amax: float) -> float:
         """Half a step, which is 1/256 of the magnitude; infinite beyond the largest ``bfloat16``."""
@@ -222,17 +210,15 @@ def _least(dtype: torch.dtype, bits: int) -> int:
     return _ONE + bits + (-24 if dtype is torch.float16 else -126)
 
 
-def _codes(amax: Tensor, most: tuple[int, int], least: int) -> Tensor:
-    """The code of the smallest scale with which ``amax`` is at most the largest number of a format."""
-    words = amax.view(torch.int32)
+def _scaled(blocks: Tensor, most: tuple[int, int], least: int) -> tuple[Tensor, Tensor]:
+    """The code of each block, and the blocks divided by their scales: 0 where they are not finite.
+
+    It is that of the smallest scale with which a block is at most the largest number of a format.
+    """
+    words = blocks.abs().amax(1).view(torch.int32)
     exponent = (words >> 23) & 255
     codes = (exponent - most[0] + ((words & _MANTISSA) > most[1])).clamp(min=least)
-    return torch.where(exponent == 255, _NOT_FINITE, codes)
-
-
-def _scaled(blocks: Tensor, most: tuple[int, int], least: int) -> tuple[Tensor, Tensor]:
-    """The code of each block, and the blocks divided by their scales: 0 where they are not finite."""
-    codes = _codes(blocks.abs().amax(1), most, least)
+    codes = torch.where(exponent == 255, _NOT_FINITE, codes)
     inverse = ((2 * _ONE - codes.clamp(max=2 * _ONE - 1)) << 23).view(torch.float32)
     return codes, torch.where((codes == _NOT_FINITE)[:, None], 0.0, blocks * inverse[:, None])
 
@@ -248,7 +234,7 @@ def _restore(numbers: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
 
 
 def _step(amax: float, most: tuple[int, int], least: int) -> float:
-    """The scale of a block with ``amax`` in it: as ``_codes``, without a tensor, since each unpack asks.
+    """The scale of a block with ``amax`` in it: as in ``_scaled``, without a tensor, since each unpack asks.
 
     Infinite beyond the largest ``float32``, which no element of such a block is.
     """

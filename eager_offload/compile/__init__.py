@@ -41,26 +41,18 @@ __all__ = [
     "sink_waits",
 ]
 
-#: Importing them imports what tracing needs, which takes a second: not before they are asked for.
+#: By their modules. Importing those imports what tracing needs, which takes a second: not before they are asked for.
 _HOMES = {
-    "Choice": "select",
-    "Group": "select",
-    "Pair": "insert",
-    "boundary_of": "joint",
-    "choose": "select",
-    "choose_joint": "joint",
-    "insert_asynchronous": "insert",
-    "insert_synchronous": "insert",
-    "insert_synchronous_joint": "joint",
-    "pin": "order",
-    "prefetch": "order",
-    "sink_waits": "order",
+    "insert": ("Pair", "insert_asynchronous", "insert_synchronous"),
+    "joint": ("boundary_of", "choose_joint", "insert_synchronous_joint"),
+    "order": ("pin", "prefetch", "sink_waits"),
+    "select": ("Choice", "Group", "choose"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Imports a pass when it is first asked for."""
-    home = _HOMES.get(name)
+    home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -40,11 +40,6 @@ class Aim:
     machine: Machine | None = None
     """The device; ``None``: the one that is here."""
 
-    @property
-    def is_of_all(self) -> bool:
-        """Whether all that may move does."""
-        return self.budget is None and self.slowdown is None
-
 
 #: The second line of a text for graphs of which nothing moves.
 _IN_REGION = "no_offload"

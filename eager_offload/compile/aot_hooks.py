@@ -81,7 +81,13 @@ def offload_between(
             choice = choice.all_kept(KeepReason.REGION)
         insert_into_pair(ours, theirs, num_outputs, choice, config)
     except Exception as error:  # [Note: a graph that cannot be offloaded]
-        _warn(error)
+        warnings.warn(
+            "eager_offload: a compiled graph is not offloaded, since the pass that would have done it raised "
+            f"{type(error).__name__}: {error}. Its results are right, its memory is as without; please report it, with "
+            "TORCH_LOGS=aot_graphs",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         ours, theirs = forward.graph, backward.graph
         choice = choose_nothing(ours, num_outputs)
     _log(choice)
@@ -102,13 +108,3 @@ def _log(choice: Choice) -> None:
         _logger.debug("expected: a peak of %s, in %.3g s", size_text(found.peak_bytes), found.step_seconds)
     if not choice.groups:
         _logger.debug("nothing of this graph moves")
-
-
-def _warn(error: Exception) -> None:
-    warnings.warn(
-        f"eager_offload: a compiled graph is not offloaded, since the pass that would have done it raised "
-        f"{type(error).__name__}: {error}. Its results are right, its memory is as without; please report it, with "
-        "TORCH_LOGS=aot_graphs",
-        RuntimeWarning,
-        stacklevel=2,
-    )

@@ -33,8 +33,8 @@ from torch.fx.node import map_arg
 from eager_offload._torch import fake_mode_of, without_dispatch_modes
 from eager_offload.codecs import BitMask, Codec, CodecPolicy, Gather, TensorMeta
 from eager_offload.codecs.rounded import compiled_multiple
-from eager_offload.compile.geometry import spread
-from eager_offload.compile.graphs import is_static
+from eager_offload.compile.graphs import called, is_static
+from eager_offload.compile.ops import spread
 
 _aten = torch.ops.aten
 _BITMASK = BitMask()
@@ -64,7 +64,7 @@ def codec_for(value: Tensor, policy: CodecPolicy, readers: Collection[str] = ())
         codec = policy.strictest(readers, meta)
     if codec is not None and value.numel() % compiled_multiple(codec, value.device):
         codec = None
-    if codec is None and policy.lossless and value.dtype is torch.bool and _is_dense(value):
+    if codec is None and policy.lossless and value.dtype is torch.bool and _memory_order(value) is not None:
         codec = _BITMASK
     layout = None if codec is None else codec.layout(meta)
     if codec is None or layout is None or layout.nbytes >= value.numel() * value.itemsize:
@@ -87,8 +87,8 @@ def insert_pack(graph: Graph, base: Node, codec: Codec, seed: Node | None = None
         if isinstance(codec, Gather):
             return base
     else:
-        base = _called(graph, _aten.permute.default, base, order)
-    given = [_called(graph, _aten.view.default, base, [-1])] + ([] if seed is None else [seed])
+        base = called(graph, _aten.permute.default, base, order)
+    given = [called(graph, _aten.view.default, base, [-1])] + ([] if seed is None else [seed])
     return _inserted(graph, _packing(codec, value.numel(), value.dtype, value.device, seed is not None), *given)
 
 
@@ -103,9 +103,9 @@ def insert_unpack(graph: Graph, packed: Node, codec: Codec, value: Tensor, *, in
         compact = _inserted(graph, _unpacking(codec, value.numel(), value.dtype, value.device), packed)
         order = _memory_order(value)
         places = range(value.dim()) if order is None else order
-        compact = _called(graph, _aten.view.default, compact, [value.size(dim) for dim in places])
+        compact = called(graph, _aten.view.default, compact, [value.size(dim) for dim in places])
         if order is not None:
-            compact = _called(graph, _aten.permute.default, compact, [order.index(dim) for dim in range(value.dim())])
+            compact = called(graph, _aten.permute.default, compact, [order.index(dim) for dim in range(value.dim())])
     if not in_memory and order is not None and not codec.lossless and compiled_multiple(codec, value.device) == 1:
         return compact
     spaced = graph.call_function(spread, (compact, list(value.stride()), int(value.storage_offset())))
@@ -114,15 +114,10 @@ def insert_unpack(graph: Graph, packed: Node, codec: Codec, value: Tensor, *, in
 
 
 def _memory_order(value: Tensor) -> list[int] | None:
-    """The dimensions of ``value`` in the order in which its elements lie side by side; ``None`` where they do not."""
+    """The dimensions in the order in which the elements lie side by side, each once; ``None`` where they do not."""
     order = sorted(range(value.dim()), key=lambda dim: (value.stride(dim), value.size(dim)), reverse=True)
     meta = TensorMeta(tuple(value.size(dim) for dim in order), tuple(value.stride(dim) for dim in order), value.dtype)
     return order if meta.is_contiguous else None
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Whether the elements of ``value`` lie side by side, in any order, each of them once."""
-    return _memory_order(value) is not None
 
 
 def _in_order(meta: TensorMeta) -> TensorMeta:
@@ -185,14 +180,5 @@ def _inserted(graph: Graph, operators: Graph, *given: Node) -> Node:
         if node.op != "placeholder":
             args, kwargs = (map_arg(one, became.__getitem__) for one in (node.args, node.kwargs))
             with fake_mode_of(given[0].meta["val"]):
-                became[node] = _called(graph, node.target, *args, **kwargs)
+                became[node] = called(graph, node.target, *args, **kwargs)
     raise AssertionError("a graph has an output")
-
-
-def _called(graph: Graph, target: Any, *arguments: Any, **named: Any) -> Node:
-    """A call of ``target``, with what it returns."""
-    node = graph.call_function(target, arguments, named)
-    given, kwargs = map_arg((arguments, named), lambda found: found.meta["val"])
-    with fake_mode_of(next((one for one in given if isinstance(one, Tensor)), None)):
-        node.meta["val"] = target(*given, **kwargs)
-    return node

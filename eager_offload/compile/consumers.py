@@ -32,6 +32,7 @@ from torch.fx import Node
 
 from eager_offload._torch import OpOverload, schema_of
 from eager_offload.codecs.policy import NORMS
+from eager_offload.compile.cost import returns_views
 from eager_offload.compile.graphs import tensor_of
 
 
@@ -188,8 +189,4 @@ def _hands_on(node: Node) -> bool:
     """Whether ``node`` is a view of what it is given, or a copy, maybe in another dtype."""
     if node.target is operator.getitem:
         return True  # of several views: of other operators with several results none is asked for here
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
-    schema = schema_of(node.target)
-    aliases = [one.alias_info for one in schema.returns]
-    return schema.name in _COPIES or (len(aliases) == 1 and aliases[0] is not None and not aliases[0].is_write)
+    return node.op == "call_function" and (returns_views(node.target) or _name_of(node.target) in _COPIES)

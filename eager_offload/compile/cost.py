@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from eager_offload import active
@@ -68,7 +68,7 @@ def traffic_of(call: Call | Node) -> int:
     target, arguments, named, result = _as_call(call)
     if not callable(target) or target in ops.OPERATIONS or target is operator.getitem:
         return 0
-    if isinstance(target, OpOverload) and (_is_view(target) or _name(target) in _UNFILLED):
+    if isinstance(target, OpOverload) and (returns_views(target) or _name(target) in _UNFILLED):
         return 0
     made = _tensors(result)
     if not made and not (isinstance(target, OpOverload) and schema_of(target).is_mutable):
@@ -115,12 +115,8 @@ def _as_call(call: Call | Node) -> Call:
     if isinstance(call, Call):
         return call
     target = call.target if call.op == "call_function" else None
-    arguments, named = cast("tuple[Any, Any]", map_aggregate((call.args, call.kwargs), _value))
+    arguments, named = map_arg((call.args, call.kwargs), lambda node: node.meta.get("val"))
     return Call(target, arguments, named, call.meta.get("val"))
-
-
-def _value(value: Any) -> Any:
-    return value.meta.get("val") if isinstance(value, Node) else value
 
 
 def _tensors(values: object) -> list[Tensor]:
@@ -162,9 +158,10 @@ def _formula(target: Any) -> Any:
 
 
 @cache
-def _is_view(target: Any) -> bool:
-    returns = schema_of(target).returns
-    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+def returns_views(target: object) -> bool:
+    """Whether ``target`` is an operator that returns views of what it is given, and nothing else."""
+    aliases = [one.alias_info for one in schema.returns] if (schema := schema_of(target)) is not None else []
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _name(target: Any) -> str:

@@ -27,9 +27,9 @@ from eager_offload.compile.cost import bandwidth_of, flops_of, is_single, machin
 from eager_offload.compile.graphs import nbytes_of, outputs_of, returned_by, storage_of, tensor_of
 from eager_offload.config import OffloadConfig
 from eager_offload.machine import Machine
-from eager_offload.plan.predict import Moves, Prediction, Problem
+from eager_offload.plan.predict import Prediction, Problem
 from eager_offload.plan.program import Op, Program, Storage, living
-from eager_offload.plan.solve import Solver
+from eager_offload.plan.solve import Decision, Solver
 from eager_offload.runtime.base import Direction
 
 
@@ -216,22 +216,16 @@ def _lives(step: Step, place: Mapping[Node, int]) -> dict[object, _Life]:
 
 def decided(problem: Problem, names: Sequence[object], aim: Aim) -> Decided:
     """The solver's decision for ``aim``, which is not of all."""
-    solver = Solver(problem)
+    solver, found = Solver(problem), None
     if aim.slowdown is not None:
         found = solver.free(aim.slowdown)
-        if aim.budget is None or found.prediction.peak_bytes <= aim.budget:
-            return _decided(problem, names, found.moves, found.prediction)
-    assert aim.budget is not None
-    nothing = problem.within_room((False,) * len(names))
-    prediction = problem.predict(nothing)
-    if prediction.peak_bytes <= aim.budget:  # no decision is faster or moves less
-        return _decided(problem, names, nothing, prediction)
-    found = solver.within(aim.budget)
-    return _decided(problem, names, found.moves, found.prediction)
-
-
-def _decided(problem: Problem, names: Sequence[object], moves: Moves, prediction: Prediction) -> Decided:
-    return Decided(frozenset(name for name, one in zip(names, moves, strict=True) if not one), prediction)
+    if aim.budget is not None and (found is None or found.prediction.peak_bytes > aim.budget):
+        nothing = problem.within_room((False,) * len(names))
+        found = Decision(nothing, problem.predict(nothing))
+        if found.prediction.peak_bytes > aim.budget:  # else no decision is faster or moves less
+            found = solver.within(aim.budget)
+    assert found is not None
+    return Decided(frozenset(name for name, one in zip(names, found.moves, strict=True) if not one), found.prediction)
 
 
 def machine_here(device: torch.device, text: str) -> Machine:

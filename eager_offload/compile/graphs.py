@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import Concatenate, NamedTuple, ParamSpec
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch
 from torch import SymInt, Tensor
@@ -12,7 +12,15 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from eager_offload._torch import HigherOrderOperator, hint, schema_of, share_calling_convention, weak_storage
+from eager_offload._torch import (
+    HigherOrderOperator,
+    fake_mode_of,
+    hint,
+    schema_of,
+    share_calling_convention,
+    tree_iter,
+    weak_storage,
+)
 
 P = ParamSpec("P")
 
@@ -250,6 +258,15 @@ def _region_of(node: Node) -> Graph | None:
         return None
     found = getattr(getattr(node.graph.owning_module, str(node.target), None), "graph", None)
     return found if isinstance(found, Graph) else None
+
+
+def called(graph: Graph, target: Any, *arguments: Any, **named: Any) -> Node:
+    """A call of ``target`` at the present insertion point, with what it returns."""
+    node = graph.call_function(target, arguments, named)
+    given, kwargs = map_arg((arguments, named), lambda found: found.meta["val"])
+    with fake_mode_of(next((one for one in tree_iter(given) if isinstance(one, Tensor)), None)):
+        node.meta["val"] = target(*given, **kwargs)
+    return node
 
 
 def positions(graph: Graph) -> dict[Node, int]:

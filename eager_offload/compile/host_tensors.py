@@ -41,10 +41,10 @@ _OUT_OF_ROOM = (
 
 
 class Coded(NamedTuple):
-    """What has packed the bytes that move, and how many there were; no codec where they are as they were saved."""
+    """What has packed the bytes that move, and how many there were; ``""`` and 0 where they are as they were saved."""
 
-    codec: str = ""
-    nbytes: int = 0
+    codec: str
+    nbytes: int
 
 
 class _Record(BytesRecord["HostBytes"]):
@@ -60,9 +60,6 @@ class _Record(BytesRecord["HostBytes"]):
         super().on_transferred(transfer, failure)
         if (owner := self()) is not None:
             owner.failure = failure
-
-
-_AS_IT_IS = Coded()
 
 
 class _Kept(NamedTuple):
@@ -95,8 +92,8 @@ class HostBytes:
         source: Tensor,
         slot: Slot | None,
         counters: Counters,
-        kept_bytes: int = 0,
-        coded: Coded = _AS_IT_IS,
+        kept_bytes: int,
+        coded: Coded,
     ) -> None:
         self.record = _Record(self, offloader.finalized.append)
         self.record.coded = coded
@@ -137,9 +134,7 @@ class _Arriving:
 # -- forward ------------------------------------------------------------------------------------------------------
 
 
-def offload(
-    offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None, coded: Coded = _AS_IT_IS
-) -> Tensor:
+def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None, coded: Coded) -> Tensor:
     """Starts to move the bytes that ``source`` spans; returns the host tensor that stands for them.
 
     Where no tier has room, the bytes are copied to plain host memory, or else on the device: a graph has no way to keep

@@ -142,6 +142,11 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
         return [each for one in several for each in (one._inner_passes() if isinstance(one, OrderTransfers) else [one])]
 
 
+#: By the options of Inductor that they stand in.
+_PASSES: dict[str, type[OrderTransfers | Partitioner]] = {
+    "post_grad_custom_post_pass": OrderTransfers,
+    "custom_partitioner_fn": Partitioner,
+}
 _users: Living[object] = Living()  # whose callbacks are in C: an `Offload` may go in the midst of anything
 _lock = ForkSafeLock()
 
@@ -153,12 +158,10 @@ def install(user: object) -> None:
     """
     with _lock.lock:
         _users.add(user)
-        present = inductor_config.post_grad_custom_post_pass
-        if not isinstance(present, OrderTransfers):
-            configure_inductor("post_grad_custom_post_pass", OrderTransfers(present))
-        splits = inductor_config.custom_partitioner_fn
-        if not isinstance(splits, Partitioner):
-            configure_inductor("custom_partitioner_fn", Partitioner(splits))
+        for option, ours in _PASSES.items():
+            present = getattr(inductor_config, option)
+            if not isinstance(present, ours):
+                configure_inductor(option, ours(present))
 
 
 def uninstall(user: object) -> None:
@@ -167,12 +170,10 @@ def uninstall(user: object) -> None:
         _users.discard(user)
         if _users:
             return
-        present = inductor_config.post_grad_custom_post_pass
-        if isinstance(present, OrderTransfers):
-            configure_inductor("post_grad_custom_post_pass", present.inner)
-        splits = inductor_config.custom_partitioner_fn
-        if isinstance(splits, Partitioner):
-            configure_inductor("custom_partitioner_fn", splits.inner)
+        for option, ours in _PASSES.items():
+            present = getattr(inductor_config, option)
+            if isinstance(present, ours):
+                configure_inductor(option, present.inner)
 
 
 def with_passes(options: Mapping[str, Any], text: str | None = None) -> dict[str, Any]:

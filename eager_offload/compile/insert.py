@@ -15,7 +15,16 @@ from torch.fx.node import Argument
 from eager_offload._torch import fake_mode_of, hint
 from eager_offload.compile import ops
 from eager_offload.compile.coding import insert_pack, insert_unpack
-from eager_offload.compile.graphs import copied, first_use, is_static, on_a_copy, outputs_of, positions, same_geometry
+from eager_offload.compile.graphs import (
+    called,
+    copied,
+    first_use,
+    is_static,
+    on_a_copy,
+    outputs_of,
+    positions,
+    same_geometry,
+)
 from eager_offload.compile.select import Choice, Group
 from eager_offload.config import OffloadConfig
 from eager_offload.marks import mark_operator
@@ -165,7 +174,10 @@ def insert_offload(graph: Graph, group: Group, text: str, region: str | None) ->
         arguments |= {"codec": group.codec.name, "coded_bytes": group.coded_bytes}
     with graph.inserting_before(base.next):
         if group.codec is not None:
-            seed = insert_seed(graph, value) if group.draws else None
+            seed = None
+            if group.codec.unbiased and not group.codec.lossless:  # another one at each run
+                with fake_mode_of(value):
+                    seed = called(graph, ops.draw_seed, value.device)
             base = insert_pack(graph, base, group.codec, seed)
             value = base.meta["val"]
         host = graph.create_node("call_function", ops.offload, (base,), arguments, f"{group.base.name}_on_host")
@@ -186,14 +198,6 @@ def insert_reload(graph: Graph, group: Group, host: Node, text: str) -> Node:
         reload.meta["val"] = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=value.device)
     is_whole = group.members == (group.base,) and not group.counted and hint(value.storage_offset()) == 0
     return insert_unpack(graph, reload, group.codec, value, in_memory=not is_whole)
-
-
-def insert_seed(graph: Graph, value: Tensor) -> Node:
-    """Another seed for stochastic rounding of ``value`` at each run, at the present insertion point."""
-    seed = graph.call_function(ops.draw_seed, (value.device,))
-    with fake_mode_of(value):
-        seed.meta["val"] = torch.empty(1, dtype=torch.int64, device=value.device)
-    return seed
 
 
 def geometry_of(graph: Graph, node: Node | None, value: Tensor) -> Geometry:

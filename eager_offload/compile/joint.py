@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from eager_offload.compile.consumers import Consumers
+from eager_offload._torch import tree_iter
 from eager_offload.compile.decide import step_of_joint
 from eager_offload.compile.graphs import (
     copied,
@@ -27,8 +27,7 @@ from eager_offload.compile.insert import (
     region_of,
     view_over,
 )
-from eager_offload.compile.policies import is_in_region
-from eager_offload.compile.select import Choice, Group, Saved, choose_among
+from eager_offload.compile.select import Choice, Group, choose_among, saved_of
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 
@@ -85,20 +84,11 @@ def choose_joint(graph: Graph, boundary: Node, config: OffloadConfig) -> Choice:
     Raises:
         OffloadError: the graph does not tell which values share a storage.
     """
-    order = positions(graph)
-    begin = order[boundary]
-    output = graph.output_node()
-    consumers = Consumers(graph.nodes) if config.codec_policy.rounds else None
-    saved: dict[Node, Saved] = {}
-    for node, position in order.items():
-        if position >= begin:
-            break
-        users = [user for user in node.users if order[user] >= begin and user is not output]
-        if users:
-            first = min(order[user] for user in users)
-            readers = frozenset[str]() if consumers is None else consumers.of(users)
-            saved[node] = Saved(node, first, any(map(is_in_region, users)), readers)
-    counted = counted_from_the_beginning(node for node, position in order.items() if position >= begin)
+    order, output = positions(graph), graph.output_node()
+    nodes, begin = list(order), order[boundary]
+    users = {node: [one for one in node.users if order[one] >= begin and one is not output] for node in nodes[:begin]}
+    saved = saved_of({node: some for node, some in users.items() if some}, order, nodes, config)
+    counted = counted_from_the_beginning(nodes[begin:])
     returned = returned_by(graph)
     return choose_among(graph, saved, returned, config, counted=counted, step=lambda: step_of_joint(graph, boundary))
 
@@ -121,15 +111,10 @@ def insert_synchronous_joint(graph: Graph, boundary: Node, choice: Choice, confi
         choice: of :func:`choose_joint`, about this graph.
         config: the `Offload` that is active with this configuration when the graph runs does the work.
     """
-    copy, became = copied(graph)
-    insert_into_joint(copy, became[boundary], on_nodes(choice, became.__getitem__), config)
-    return copy
-
-
-def insert_into_joint(graph: Graph, boundary: Node, choice: Choice, config: OffloadConfig) -> None:
-    """:func:`insert_synchronous_joint`, but the graph is changed in place."""
+    graph, became = copied(graph)
+    choice = on_nodes(choice, became.__getitem__)
     order = positions(graph)
-    begin = order[boundary]
+    begin = order[became[boundary]]
     text = config.to_text()
     for number, group in enumerate(choice.groups):
         users = {member: [user for user in member.users if order.get(user, -1) >= begin] for member in group.members}
@@ -146,6 +131,7 @@ def insert_into_joint(graph: Graph, boundary: Node, choice: Choice, config: Offl
             for user in some:
                 user.replace_input_with(member, again[member])
     graph.lint()
+    return graph
 
 
 def _geometry_before(graph: Graph, group: Group, member: Node) -> Geometry | None:
@@ -158,22 +144,10 @@ def _geometry_before(graph: Graph, group: Group, member: Node) -> Geometry | Non
 
 
 def _behind_the_outputs(graph: Graph, num_outputs: int) -> Node | None:
-    results: list[object] = []
-    _flatten(graph.output_node().args[0], results)
+    results = list(tree_iter(graph.output_node().args[0]))
     order = positions(graph)
     last = max((order[node] for node in results[:num_outputs] if isinstance(node, Node)), default=-1)
-    return next(
-        (node for node, position in order.items() if position > last and node.op == "call_function"),
-        None,
-    )
-
-
-def _flatten(value: object, into: list[object]) -> None:
-    if isinstance(value, list | tuple):
-        for one in value:
-            _flatten(one, into)
-    else:
-        into.append(value)
+    return next((node for node, position in order.items() if position > last and node.op == "call_function"), None)
 
 
 def _turn(nodes: list[Node]) -> Node | None:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from eager_offload._torch import OptimizedModule, module_inside
-
-
-class Around(Protocol):
-    """An ``Offload``."""
-
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that does ``call`` in a ``with`` of this object."""
 
 
 class OffloadedModule(OptimizedModule):
@@ -24,22 +16,22 @@ class OffloadedModule(OptimizedModule):
     the ``Offload``.
     """
 
-    #: Which one offloads its calls.
-    eager_offload: Around
+    #: The ``Offload`` that serves its calls; this layer does not know the type.
+    eager_offload: Any
 
-    def __init__(self, module: nn.Module, compiler: Any, offload: Around) -> None:
+    def __init__(self, module: nn.Module, compiler: Any, offload: Any) -> None:
         super().__init__(module, compiler)
         self._offload_calls(offload)
 
     def __reduce__(self) -> Any:
         return type(self), (module_inside(self), self.dynamo_ctx, self.eager_offload)
 
-    def _offload_calls(self, offload: Around) -> None:
+    def _offload_calls(self, offload: Any) -> None:
         vars(self)["eager_offload"] = offload  # what is set on such a module is set on the one inside
         self.forward = offload.around(self.forward)
 
 
-def serve(compiled: nn.Module, offload: Around) -> nn.Module:
+def serve(compiled: nn.Module, offload: Any) -> nn.Module:
     """Has the calls of ``compiled``, which ``torch.compile`` has made, run in a ``with offload``."""
     compiled.__class__ = OffloadedModule
     assert isinstance(compiled, OffloadedModule)

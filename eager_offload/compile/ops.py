@@ -1,9 +1,4 @@
-"""The three operations that compiled code moves bytes with, and one that draws a seed for codecs that round.
-
-    offload(Tensor source, *, str config="", bool wait=True, Tensor? after=None, str? region=None, str codec="",
-            int coded_bytes=0) -> Tensor
-    reload(Tensor host, Device device, *, str config="", bool wait=True, Tensor? after=None) -> Tensor
-    wait_tensor(Tensor(a!) tensor, Tensor? keepalive=None, *, Tensor? after=None) -> ()
+"""The three operations that compiled code moves bytes with, and two that codecs need.
 
 ``offload`` returns a host tensor of the source's size and strides, which stands for its bytes; ``reload`` returns a
 tensor like that one on ``device``. With ``wait=False`` they only start the transfer: before the result of a reload is
@@ -25,11 +20,13 @@ keep an order only where data flows. ``region`` goes with the first offload of a
 stats. A graph that moves nothing offloads an empty tensor to say so. ``codec`` is what has made ``source`` of so many
 ``coded_bytes`` bytes.
 
-    draw_seed(Device device) -> Tensor
+``draw_seed`` returns another seed for stochastic rounding, each time that it runs: ``int64``, of one element, from a
+generator of the library's own, so that the user's draws stay as they are. It is declared to draw: no compiler takes two
+calls for one, or keeps a result.
 
-Another seed for stochastic rounding, each time that it runs: ``int64``, of one element, on ``device``, from a generator
-of the library's own, so that the user's draws stay as they are. It is declared to draw: no compiler takes two calls for
-one, or keeps a result.
+``spread`` puts elements that travelled without what lay between them back in their places. Kernels choose the order of
+a summation by strides and alignment. So a value that left gathered comes back with the strides that it had, and, modulo
+the alignment that counts, at the address.
 
 [Note: a wait is a mutation]
 No operation returns its input: compilers take the result of an operation for memory of its own, reuse it, and
@@ -40,7 +37,7 @@ passes put waits into graphs that have been functionalized.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,10 +47,8 @@ from eager_offload import active
 from eager_offload._torch import below_autograd, library
 from eager_offload.codecs.seeds import SEEDS
 from eager_offload.compile import host_tensors
-from eager_offload.compile.geometry import spread
 from eager_offload.errors import OffloadError
-
-__all__ = ["draw_seed", "offload", "reload", "spread", "wait_tensor"]
+from eager_offload.runtime.base import ALIGNMENT
 
 _library = library("eager_offload", "DEF")
 #: A CUDA graph would replay the kernels around them and not what the host does here. (The strides with which Inductor
@@ -71,9 +66,12 @@ _library.define("wait_tensor(Tensor(a!) tensor, Tensor? keepalive=None, *, Tenso
 # A CUDA graph would replay one seed for ever.
 _library.define("draw_seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded, *_TAGS))
 
+_library.define("spread(Tensor compact, int[] stride, int offset=0) -> Tensor")
+
 draw_seed = torch.ops.eager_offload.draw_seed.default
 offload = torch.ops.eager_offload.offload.default
 reload = torch.ops.eager_offload.reload.default
+spread = torch.ops.eager_offload.spread.default
 wait_tensor = torch.ops.eager_offload.wait_tensor.default
 #: Those that move bytes.
 OPERATIONS = (offload, reload, wait_tensor)
@@ -128,14 +126,23 @@ def _fake_offload(source: Tensor, **_: object) -> Tensor:
     return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
 
 
-def _fake_reload(
-    host: Tensor, device: torch.device, *, config: str = "", wait: bool = True, after: Tensor | None = None
-) -> Tensor:
+def _fake_reload(host: Tensor, device: torch.device, **_: object) -> Tensor:
     return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
 
 
-def _fake_wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tensor | None = None) -> None:
+def _fake_wait_tensor(*_: object, **__: object) -> None:
     return None
+
+
+def _spread(compact: Tensor, stride: Sequence[int], offset: int = 0) -> Tensor:
+    return _fake_spread(compact, stride, offset).copy_(compact)
+
+
+def _fake_spread(compact: Tensor, stride: Sequence[int], offset: int = 0) -> Tensor:
+    phase = offset * compact.itemsize % ALIGNMENT // compact.itemsize
+    size = compact.size()
+    span = 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+    return torch.empty(phase + span, dtype=compact.dtype, device=compact.device).as_strided(size, stride, phase)
 
 
 def _without_autograd(operation: Callable[..., object]) -> Callable[..., object]:
@@ -154,15 +161,16 @@ def _without_autograd(operation: Callable[..., object]) -> Callable[..., object]
     return run
 
 
-for _name, _operation, _real, _fake in (
-    ("offload", offload, _offload, _fake_offload),
-    ("reload", reload, _reload, _fake_reload),
-    ("wait_tensor", wait_tensor, _wait_tensor, _fake_wait_tensor),
+for _name, _real, _fake in (
+    ("offload", _offload, _fake_offload),
+    ("reload", _reload, _fake_reload),
+    ("wait_tensor", _wait_tensor, _fake_wait_tensor),
+    ("draw_seed", _draw_seed, _fake_draw_seed),
+    ("spread", _spread, _fake_spread),
 ):
     _library.impl(_name, _real, "CompositeExplicitAutograd")
+    register_fake(f"eager_offload::{_name}", _fake, lib=_library)
+for _name, _operation in zip(("offload", "reload", "wait_tensor"), OPERATIONS, strict=True):
     _library.impl(_name, _without_autograd(_operation), "Autograd")
     for _bit in ("Conjugate", "Negative"):  # torch would hand over a copy with other strides than the graph knows
         _library.impl(_name, torch.library.fallthrough_kernel, _bit)
-    register_fake(f"eager_offload::{_name}", _fake, lib=_library)
-_library.impl("draw_seed", _draw_seed, "CompositeExplicitAutograd")
-register_fake("eager_offload::draw_seed", _fake_draw_seed, lib=_library)

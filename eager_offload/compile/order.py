@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
@@ -345,26 +345,22 @@ def _hold_back(arriving: Sequence[_Arriving], cap_bytes: int) -> None:
         open_bytes += one.nbytes
 
 
-class _Placed(NamedTuple):
-    """A node, and the position before which it goes."""
+def _merged(arriving: Sequence[_Arriving]) -> Iterator[tuple[Node, int]]:
+    """Reloads and waits in one order, each with the position before which it goes.
 
-    node: Node
-    place: int
-
-
-def _merged(arriving: Sequence[_Arriving]) -> Iterator[_Placed]:
-    """Reloads and waits in one order: as they are needed, and each reload behind the wait that it has to follow."""
+    They come as they are needed, and each reload behind the wait that it has to follow.
+    """
     started = 0
     for number, one in enumerate(arriving):
         while started < len(arriving):
             other = arriving[started]
             if started > number and (other.start > one.needed or other.behind >= number):
                 break
-            yield _Placed(other.reload, other.start)
+            yield other.reload, other.start
             started += 1
-        yield _Placed(one.wait, one.needed)
+        yield one.wait, one.needed
         for view in one.views:
-            yield _Placed(view, one.needed)
+            yield view, one.needed
 
 
 # -- whatever is reordered --------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ move, and neither moves what is owned outside of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import IntEnum
 
 from torch.fx import Node
@@ -24,7 +23,7 @@ from eager_offload.marks import REGION_NOTE, Mark, mark_of
 
 
 class OffloadPolicy(IntEnum):
-    """What was asked of a value; of several the largest counts."""
+    """What was asked of a value; of those that share a storage the largest counts."""
 
     NONE = 0
     MOVE_IF_LARGE = 1
@@ -50,11 +49,6 @@ def policy_of(node: Node) -> OffloadPolicy:
     value = tensor_of(node)
     mark = None if value is None else mark_of(value.untyped_storage())
     return policy if mark is None else max(policy, _MARKS[mark])
-
-
-def strongest(nodes: Iterable[Node]) -> OffloadPolicy:
-    """What was asked of values that share a storage."""
-    return max(map(policy_of, nodes), default=OffloadPolicy.NONE)
 
 
 def is_in_region(node: Node) -> bool:

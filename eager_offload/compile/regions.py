@@ -13,7 +13,7 @@ sees which values share memory: the choice of what moves, the passes that work i
 from __future__ import annotations
 
 import operator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import Argument, map_arg
 
-from eager_offload._torch import fake_mode_of, rename_node, tree_iter
+from eager_offload._torch import rename_node
 from eager_offload.compile.graphs import (
+    called,
     called_region,
     counts_from_the_beginning,
     outputs_of,
@@ -156,29 +157,17 @@ def _views(node: Node, outside: dict[Node, object]) -> list[Node] | None:
 
 def _made_outside(graph: Graph, inner: Node, outside: dict[Node, object]) -> Node:
     """A node of a region once more in the graph around it."""
-    copy = graph.create_node(
-        "call_function",
-        inner.target,
-        cast(Any, map_arg(inner.args, lambda one: cast(Node, outside[one]))),
-        cast(Any, map_arg(inner.kwargs, lambda one: cast(Node, outside[one]))),
-    )
-    copy.meta = dict(inner.meta)
-    given, named = map_arg((copy.args, copy.kwargs), lambda one: one.meta["val"])
-    value = next(one for one in tree_iter(given) if isinstance(one, Tensor))
-    with fake_mode_of(value):
-        copy.meta["val"] = cast(Any, copy.target)(*given, **named)
+    arguments, named = map_arg((inner.args, inner.kwargs), lambda one: cast(Node, outside[one]))
+    copy = called(graph, inner.target, *arguments, **named)
+    copy.meta = {**inner.meta, **copy.meta}
     return copy
 
 
 def _hand_back_a_copy(region: Graph, index: int) -> None:
     """Has a region copy one of its results, which then is memory of its own."""
     outputs = outputs_of(region)
-    result = cast(Node, outputs[index])
-    value = cast(Tensor, tensor_of(result))
     with region.inserting_before(region.output_node()):
-        outputs[index] = copy = region.call_function(torch.ops.aten.clone.default, (result,))
-    with fake_mode_of(value):
-        copy.meta["val"] = value.clone()
+        outputs[index] = called(region, torch.ops.aten.clone.default, outputs[index])
     region.output_node().args = (cast(Argument, tuple(outputs)),)
 
 

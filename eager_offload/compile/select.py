@@ -6,7 +6,7 @@ what kind of node made it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from eager_offload.codecs import Codec, CodecPolicy, Gather
 from eager_offload.compile.aim import Aim, aim_of
 from eager_offload.compile.coding import codec_for
 from eager_offload.compile.consumers import Consumers, may_be_rounded
+from eager_offload.compile.cost import returns_views
 from eager_offload.compile.decide import Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
 from eager_offload.compile.graphs import (
     counted_from_the_beginning,
@@ -33,7 +34,7 @@ from eager_offload.compile.graphs import (
     tensor_of,
     undeclared_aliases,
 )
-from eager_offload.compile.policies import OffloadPolicy, is_in_region, strongest
+from eager_offload.compile.policies import OffloadPolicy, is_in_region, policy_of
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 from eager_offload.plan.predict import Prediction
@@ -67,11 +68,6 @@ class Group:
     def gathered(self) -> bool:
         """Whether what lies between the elements of ``base`` stays behind."""
         return isinstance(self.codec, Gather)
-
-    @property
-    def draws(self) -> bool:
-        """Whether it is rounded stochastically."""
-        return self.codec is not None and self.codec.unbiased and not self.codec.lossless
 
     @property
     def coded_bytes(self) -> int:
@@ -111,7 +107,6 @@ class Choice:
 class Saved:
     """A value that a forward leaves to its backward."""
 
-    node: Node
     first: int
     """Where in the backward it is used first."""
     in_region: bool
@@ -153,14 +148,12 @@ def choose(
     outputs = outputs_of(forward)
     uses = {node.name: node for node in backward.find_nodes(op="placeholder")}
     order = positions(backward)
-    consumers = Consumers([*forward.nodes, *backward.nodes]) if config.codec_policy.rounds else None
-    saved: dict[Node, Saved] = {}
-    for node in outputs[num_outputs:]:
-        if isinstance(node, Node):
-            users = list(uses[node.name].users) if node.name in uses else []
-            first = min((order[user] for user in users), default=len(order))
-            readers = frozenset[str]() if consumers is None else consumers.of(users)
-            saved[node] = Saved(node, first, any(map(is_in_region, users)), readers)
+    users = {
+        node: list(uses[node.name].users) if node.name in uses else []
+        for node in outputs[num_outputs:]
+        if isinstance(node, Node)
+    }
+    saved = saved_of(users, order, [*forward.nodes, *backward.nodes], config)
     counted = {node.name for node in counted_from_the_beginning(backward.nodes)}
     return choose_among(
         forward,
@@ -172,6 +165,26 @@ def choose(
         aim=aim,
         whole=whole,
     )
+
+
+def saved_of(
+    users: Mapping[Node, Collection[Node]], order: Mapping[Node, int], nodes: Iterable[Node], config: OffloadConfig
+) -> dict[Node, Saved]:
+    """What is known of saved values.
+
+    Args:
+        users: by value, all that uses it in backward.
+        order: where those stand.
+        nodes: of forward and backward, the forward's in front.
+    """
+    consumers = Consumers(nodes) if config.codec_policy.rounds else None
+
+    def known(users: Collection[Node]) -> Saved:
+        first = min((order[user] for user in users), default=len(order))
+        readers = frozenset[str]() if consumers is None else consumers.of(users)
+        return Saved(first, any(map(is_in_region, users)), readers)
+
+    return {node: known(some) for node, some in users.items()}
 
 
 def choose_nothing(forward: Graph, num_outputs: int) -> Choice:
@@ -231,13 +244,9 @@ def choose_among(
     free: list[Group] = []
     movable: dict[object, Movable] = {}
     for key, members in by_storage.items():
-        policy = strongest(sharing[key])
+        policy = max(map(policy_of, sharing[key]), default=OffloadPolicy.NONE)
         reason = _reason_to_stay(members, policy, any(saved[node].in_region for node in members), config)
-        groups = []
-        if reason is None and key in from_the_beginning:
-            groups = _whole_groups(members, [*members, *sharing[key]])
-        elif reason is None:
-            groups = _groups(members, sharing[key])
+        groups = _groups(members, sharing[key], counted=key in from_the_beginning) if reason is None else []
         groups = [_coded(group, config.codec_policy, _readers(group, saved, sharing[key][0])) for group in groups]
         is_firm = policy in (OffloadPolicy.MOVE, OffloadPolicy.MOVE_IF_LARGE)
         (firm if is_firm else free).extend(groups)
@@ -277,7 +286,7 @@ def _decided(
     step: Callable[[], Step], movable: Mapping[object, Movable], config: OffloadConfig, aim: Aim, *, whole: bool
 ) -> Decided | None:
     """The solver's decision; ``None`` where all moves that may. See [Note: what a budget bounds in a graph]."""
-    if not movable or aim.is_of_all or not (whole or aim.budget is None):
+    if not movable or (aim.budget is None and aim.slowdown is None) or not (whole or aim.budget is None):
         return None
     device = next(iter(movable.values())).bases[0].meta["val"].device
     machine = machine_here(device, config.to_text()) if aim.machine is None else aim.machine
@@ -300,7 +309,7 @@ def _reason_to_stay(
     return None
 
 
-def _groups(members: Sequence[Node], sharing: Sequence[Node]) -> list[Group]:
+def _groups(members: Sequence[Node], sharing: Sequence[Node], *, counted: bool) -> list[Group]:
     """How values that share a storage travel.
 
     As one transfer where something spans them all; each on its own where they are a small part of it, or where their
@@ -309,30 +318,20 @@ def _groups(members: Sequence[Node], sharing: Sequence[Node]) -> list[Group]:
     Args:
         members: the saved ones.
         sharing: all of the graph's nodes that share the storage.
+        counted: whether they have to be all of their storage, or views of that, when they are back.
     """
     storage_bytes = nbytes_of(members[0].meta["val"])
     values = {node: value for node in members if not _is_lazy(value := node.meta["val"])}
     own = {node: hint(value.numel()) * value.itemsize for node, value in values.items()}
-    if sum(own.values()) * _GATHER_BELOW < storage_bytes and all(map(_travels_alone, values.values())):
+    if not counted and sum(own.values()) * _GATHER_BELOW < storage_bytes and all(map(_travels_alone, values.values())):
         return [_alone(node, own[node]) for node in values]
     groups = []
     for some in _by_dtype(values):
-        base = _base_of(some, [*values, *sharing])
+        base = (_whole_of if counted else _base_of)(some, [*values, *sharing])
         if base is not None:
-            groups.append(Group(base, tuple(some), span_of(base.meta["val"])))
-        else:
+            groups.append(Group(base, tuple(some), span_of(base.meta["val"]), counted=counted))
+        elif not counted:
             groups += [_alone(node, own[node]) for node in some if _travels_alone(values[node])]
-    return groups
-
-
-def _whole_groups(members: Sequence[Node], candidates: Sequence[Node]) -> list[Group]:
-    """How values travel that are all of their storage or views of it, and have to be that again when they are back."""
-    plain = [node for node in members if not _is_lazy(node.meta["val"])]
-    groups = []
-    for some in _by_dtype(plain):
-        base = _whole_of(some, candidates)
-        if base is not None:
-            groups.append(Group(base, tuple(some), span_of(base.meta["val"]), counted=True))
     return groups
 
 
@@ -434,7 +433,9 @@ def _require_aliases(graph: Graph) -> None:
     """A graph that was traced with real tensors has forgotten which of them were views."""
     lost: Node | None = None
     for node in graph.nodes:
-        if not _makes_a_view(node):
+        if node.op != "call_function" or not node.args or not returns_views(node.target):
+            continue
+        if schema_of(node.target).name in _MAY_COPY:
             continue
         theirs, ours = storage_of(node.args[0]), storage_of(node)
         if theirs is not None and theirs is ours:
@@ -445,11 +446,3 @@ def _require_aliases(graph: Graph) -> None:
             f"the graph does not tell which values share memory: {lost} is a view of {lost.args[0]}, but the values in "
             'their meta["val"] share no storage. Trace it with fake tensors: make_fx(f, tracing_mode="fake")'
         )
-
-
-def _makes_a_view(node: Node) -> bool:
-    schema = schema_of(node.target) if node.op == "call_function" else None
-    if schema is None or not node.args or schema.name in _MAY_COPY or len(schema.returns) != 1:
-        return False
-    alias = schema.returns[0].alias_info
-    return alias is not None and not alias.is_write

@@ -27,7 +27,7 @@ from eager_offload.eager.coding import Coding
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import WAITING, BytesRecord, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
-from eager_offload.kernels.workspace import Workspaces
+from eager_offload.kernels.codecs import Workspaces
 from eager_offload.learning import Forward
 from eager_offload.runtime.base import ALIGNMENT, Layout, Stream
 from eager_offload.schedule import PrefetchOrder, ResidentQueue

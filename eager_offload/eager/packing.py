@@ -42,7 +42,7 @@ def packed(offloader: DeviceOffloader, saved: SavedStorage, coding: Coding) -> P
         with runtime.enter(saved.stream):  # packing is compute, of the stream that made the tensor
             out = runtime.allocate(Layout(coding.nbytes), device, saved.stream)
             seed = torch.full((1,), coding.seed, dtype=torch.int64, device=device) if coding.draws else None
-            scratch = saved.saves.scratch.of(coding.codec, coding.meta, saved.stream, "pack")
+            scratch = saved.saves.scratch.of(coding.codec, coding.meta, saved.stream)
             holds = pack_into(out, saved, coding, seed, scratch)
             if holds is None or offloader.device.type != "cpu":
                 return Packed(out, None if holds is None else holds.to("cpu", non_blocking=True))
@@ -73,7 +73,7 @@ def unpacked(offloader: DeviceOffloader, saved: SavedStorage, target: Tensor, st
     """Memory of ``stream`` with what was packed into ``target``, as the storage had it."""
     assert saved.coding is not None
     place = offloader.runtime.allocate(saved.layout, offloader.device, stream)
-    unpack_into(place, saved, target, saved.saves.scratch.of(saved.coding.codec, saved.coding.meta, stream, "unpack"))
+    unpack_into(place, saved, target, saved.saves.scratch.of(saved.coding.codec, saved.coding.meta, stream))
     return place
 
 

@@ -35,8 +35,7 @@ from eager_offload.eager.reloading import Reloading
 from eager_offload.engine.offloader import DeviceOffloader, Found, Lack
 from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.errors import OffloadError, PrecisionError
-from eager_offload.kernels.codecs import CODECS
-from eager_offload.kernels.workspace import Workspaces
+from eager_offload.kernels.codecs import CODECS, Workspaces
 from eager_offload.learning import Decision, Forward, ForwardRecord, Kept, Kind, LearnedForwards, Link
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Layout, Stream

@@ -1,4 +1,4 @@
-"""Codecs as kernels: what eager code packs and unpacks with.
+"""Codecs as kernels, and their scratch memory: what eager code packs and unpacks with.
 
 [Note: codecs that are compiled]
 Operator by operator, a codec that rounds reads and writes memory ten to thirty times over. Compiled it is one pass,
@@ -6,20 +6,25 @@ with the same bits; but a compiler takes a second for each size of a tensor. So 
 it were packed that packing them has taken about as long. That is done where the next step begins, by the thread that
 begins it: what runs for seconds must hold no lock. What has holes, sizes beyond the first ``_MOST``, and all of it
 where there is no compiler, goes on operator by operator.
+
+[Note: one workspace]
+Work of one stream runs in order, so of all packing and unpacking there one is at work at a time. What they compute in
+is one place: as large as the largest that has come so far, of memory that was touched before. For a large tensor on a
+CPU fresh memory takes as long as the rest. An accelerator's allocator gives a stream the block that it has just given
+back, so there nothing is held in between, which would be a part of the device's peak.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import NamedTuple, cast
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eager_offload._torch import without_caller_modes
-from eager_offload.codecs import Codec, TensorMeta
-from eager_offload.codecs.base import ScratchCodec
+from eager_offload.codecs import BitMask, Codec, TensorMeta
 from eager_offload.codecs.policy import is_compiled
 from eager_offload.codecs.rounded import compiled_multiple
 from eager_offload.errors import CapabilityError, warn
@@ -31,6 +36,8 @@ from eager_offload.kernels.signature import Signature, TensorSpec
 _WORTH = 256 << 20
 #: Sizes that are compiled in a process, and those whose bytes are counted: of sequences of any length there are many.
 _MOST, _COUNTED = 32, 1024
+#: Sizes of which it is remembered where parts of a workspace lie, until that goes.
+_MOST_PLACED = 256
 #: Bytes; where tensors begin that compiled code is given.
 _ALIGNMENT = 16
 #: A kernel of torch operators alone says nothing of how it is spread.
@@ -70,9 +77,9 @@ class CodecKernels:
         seed: Tensor | None = None,
         scratch: Mapping[str, Tensor] | None = None,
     ) -> Tensor | None:
-        """As ``codec.pack``; ``scratch``: what a ``ScratchCodec`` computes in."""
-        if scratch is not None:
-            return cast(ScratchCodec, codec).pack(x, out, seed, scratch)
+        """As ``codec.pack``; ``scratch``: what a ``BitMask`` computes in."""
+        if isinstance(codec, BitMask):
+            return codec.pack(x, out, seed, scratch)
         if (size := _size_of(codec, x)) is None:
             return codec.pack(x, out, seed)
         found = self._kernels.get(size)
@@ -83,10 +90,9 @@ class CodecKernels:
         return None
 
     def unpack(self, codec: Codec, packed: Tensor, out: Tensor, scratch: Mapping[str, Tensor] | None = None) -> None:
-        """As ``codec.unpack``; ``scratch``: what a ``ScratchCodec`` computes in."""
-        if scratch is not None:
-            cast(ScratchCodec, codec).unpack(packed, out, scratch)
-            return
+        """As ``codec.unpack``; ``scratch``: what a ``BitMask`` computes in."""
+        if isinstance(codec, BitMask):
+            return codec.unpack(packed, out, scratch)
         size = _size_of(codec, out)
         found = None if size is None else self._kernels.get(size)
         if found is None or not _is_aligned(packed, out):
@@ -171,3 +177,42 @@ def _compile(size: _Size) -> _Kernels:
 
 #: Of the process, as compiled code is.
 CODECS = CodecKernels()
+
+
+class Workspaces:
+    """Scratch memory by stream; the caller has enqueued what it does there before it asks for the next.
+
+    Args:
+        allocate: new memory on a stream: flat ``uint8`` of so many bytes, at a multiple of 16.
+        holds: whether it is held for the next one.
+    """
+
+    def __init__(self, allocate: Callable[[int, Hashable], Tensor], *, holds: bool = True) -> None:
+        self._allocate, self._holds = allocate, holds
+        self._buffers: dict[Hashable, Tensor] = {}
+        #: Where parts lie in what is held: to make so many views takes longer than to pack a small mask.
+        self._placed: dict[tuple[Hashable, TensorMeta], dict[str, Tensor]] = {}
+
+    def of(self, codec: Codec, meta: TensorMeta, stream: Hashable) -> dict[str, Tensor] | None:
+        """What ``codec`` computes in to pack or unpack such a tensor; ``None``: in nothing."""
+        if not isinstance(codec, BitMask):
+            return None
+        if (known := self._placed.get((stream, meta))) is not None:
+            return known
+        parts = codec.scratch(meta)
+        nbytes, buffer = sum(parts.values()), self._buffers.get(stream)
+        if buffer is None or buffer.nbytes < nbytes:
+            self._buffers.pop(stream, None)  # first: the old one's memory may be a part of the new one's
+            self._placed.clear()
+            buffer = self._allocate(nbytes, stream)
+            if self._holds:
+                self._buffers[stream] = buffer
+        placed = dict(zip(parts, torch.split(buffer[:nbytes], list(parts.values())), strict=True))
+        if self._holds and len(self._placed) < _MOST_PLACED:
+            self._placed[stream, meta] = placed
+        return placed
+
+    def clear(self) -> None:
+        """Lets go of all of it."""
+        self._buffers.clear()
+        self._placed.clear()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -17,50 +15,40 @@ from eager_offload.errors import CapabilityError
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature
 
+#: A compiled kernel: takes the tensors of a call.
+Launch: TypeAlias = Callable[..., object]
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Compiled:
-    """What launches a compiled kernel."""
-
-    text: str
-    """All that the compiled code depends on."""
-    launch: Callable[..., object]
-    """Takes the tensors of a call."""
-
-
-#: By the SHA-256 of their texts, those that kernels hold; see [Note: finalizers] in ``tiers/finalizers.py``. Nothing
-#: has to be unloaded when one dies: what Inductor has loaded for it torch holds until the process ends.
-_kept: dict[bytes, weakref.ref[Compiled]] = {}
+#: Those that kernels hold, by the text of all that they depend on; see [Note: finalizers] in ``tiers/finalizers.py``.
+#: Nothing has to be unloaded when one dies: what Inductor has loaded for it torch holds until the process ends.
+_kept: dict[str, weakref.ref[Launch]] = {}
 _lock = threading.Lock()
 
 
-def kept(text: str, compile_it: Callable[[], Callable[..., object]]) -> Compiled:
+def kept(text: str, compile_it: Callable[[], Launch]) -> Launch:
     """The compiled kernel of this text, which ``compile_it`` makes where there is none."""
-    key = hashlib.sha256(text.encode()).digest()
     with _lock:
-        found = _alive(key)
-        # Equal digests say that texts are equal; which is looked at all the same, since bits depend on it.
-        if found is not None and found.text == text:
+        found = _alive(text)
+    if found is not None:
+        return found
+    made = compile_it()
+    with _lock:
+        found = _alive(text)
+        if found is not None:  # another thread was faster
             return found
-    made = Compiled(text, compile_it())
-    with _lock:
-        found = _alive(key)
-        if found is not None:  # of another text, or another thread was faster
-            return found if found.text == text else made
-        for gone in [key for key, reference in _kept.items() if reference() is None]:
+        for gone in [text for text, reference in _kept.items() if reference() is None]:
             del _kept[gone]
-        _kept[key] = weakref.ref(made)
+        _kept[text] = weakref.ref(made)
         return made
 
 
-def _alive(key: bytes) -> Compiled | None:
-    reference = _kept.get(key)
+def _alive(text: str) -> Launch | None:
+    reference = _kept.get(text)
     return None if reference is None else reference()
 
 
 def compiled_by_inductor(
     name: str, body: Callable[..., object], signature: Signature, spec: LaunchSpec, tensors: list[Tensor]
-) -> Compiled:
+) -> Launch:
     """The operators that ``body`` runs on such tensors, compiled.
 
     Raises:
@@ -94,7 +82,7 @@ def compiled_by_inductor(
     parts = ("inductor", torch.__version__, device, capability, default, repr(spec), shapes, places, _code(graph))
     text = "\n".join(map(str, parts))
 
-    def compile_it() -> Callable[..., object]:
+    def compile_it() -> Launch:
         copies = [one.clone() for one in tensors]  # what is launched writes, also what is ``inout``
         try:
             compiled = _by_inductor(graph, distinct)
@@ -110,16 +98,16 @@ def compiled_by_inductor(
     return kept(text, compile_it)
 
 
-def _by_inductor(graph: Any, given: list[Tensor]) -> Callable[..., object]:
+def _by_inductor(graph: Any, given: list[Tensor]) -> Launch:
     """What ``graph`` does, compiled for such tensors."""
     from eager_offload._torch import compile_fx  # with the compiler
 
     if next(graph.children(), None) is not None:  # branches, which Inductor takes from Dynamo alone
-        compiled: Callable[..., object] = torch.compile(graph, fullgraph=True, dynamic=False)
+        compiled: Launch = torch.compile(graph, fullgraph=True, dynamic=False)
         return compiled
     # Past Dynamo, whose guards ask at each launch, for 30 us, what `Signature.call` has asked, and for what the caller
     # has set, autocast or hooks of saved tensors, compile anew.
-    return cast(Callable[..., object], compile_fx(graph, given))
+    return cast(Launch, compile_fx(graph, given))
 
 
 def _code(graph: Any) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eager_offload.errors import CapabilityError, KernelError, warn
 from eager_offload.kernels import pallas
-from eager_offload.kernels.compiled import Compiled, compiled_by_inductor
+from eager_offload.kernels.compiled import Launch, compiled_by_inductor
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.profiles import timed
 from eager_offload.kernels.signature import Signature
@@ -76,7 +76,7 @@ class TorchKernel:
         self.kernel = kernel
         #: What computes it, as it was asked for.
         self.impl = impl
-        self._compiled: dict[tuple[torch.device, torch.dtype], Compiled] = {}
+        self._compiled: dict[tuple[torch.device, torch.dtype], Launch] = {}
         self._failed: set[torch.device] = set()
         self._lock = threading.Lock()
 
@@ -98,7 +98,7 @@ class TorchKernel:
         call = kernel.signature.call(kernel.name, arguments, out)
         kernel.spec.check_device(call.device)
         with torch.no_grad(), _without_autocast(call.device), timed(kernel.name, call.device):
-            self._launch(call.device, [*call.inputs, *call.inout, *call.outputs])
+            self._launch(call.device, call.tensors)
         return kernel.signature.result(call, arguments)
 
     def __repr__(self) -> str:
@@ -108,9 +108,9 @@ class TorchKernel:
         found = None
         if self.impl != "torch" and device not in self._failed:
             found = self._compiled.get((device, torch.get_default_dtype())) or self._compile(device, tensors)
-        (self.kernel.impls["torch"] if found is None else found.launch)(*tensors)
+        (found or self.kernel.impls["torch"])(*tensors)
 
-    def _compile(self, device: torch.device, tensors: list[Tensor]) -> Compiled | None:
+    def _compile(self, device: torch.device, tensors: list[Tensor]) -> Launch | None:
         """What launches on ``device``; ``None`` where nothing compiles and the reference does as well."""
         kernel, place = self.kernel, (device, torch.get_default_dtype())  # which a body may make tensors of
         with self._lock:

@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from eager_offload._torch import flatten_with_names
 from eager_offload.errors import CapabilityError
-from eager_offload.kernels.compiled import Compiled, kept
+from eager_offload.kernels.compiled import Launch, kept
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature
 
@@ -31,7 +31,7 @@ def check_installed() -> None:
 
 def compiled(
     name: str, body: Callable[..., object], signature: Signature, spec: LaunchSpec, tensors: list[Tensor]
-) -> Compiled:
+) -> Launch:
     """What runs a Pallas body on such tensors.
 
     Raises:
@@ -44,7 +44,7 @@ def compiled(
         )
     read = len(flatten_with_names(signature.inputs)[1])
     if not any(tensor.numel() for tensor in tensors[read:]):
-        return Compiled(f"{name} writes no element", lambda *_: None)
+        return lambda *_: None
     if not all(tensor.numel() for tensor in tensors):
         raise CapabilityError(
             f"{name}: impl='pallas' takes no empty tensor beside others that are written: take impl='inductor'"
@@ -80,7 +80,7 @@ def compiled(
         ("pallas", jax.__version__, torch.__version__, repr(spec), str(jax.make_jaxpr(run)(*to_jax(tensors))))
     )
 
-    def compile_it() -> Callable[..., object]:
+    def compile_it() -> Launch:
         jitted = jax.jit(run)
 
         def launch(*given: Tensor) -> None:

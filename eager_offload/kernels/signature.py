@@ -79,11 +79,11 @@ class Scalar:
 
 
 class Call(NamedTuple):
-    """The arguments of one launch, checked: tensors all, in the order of the signature."""
+    """The arguments of one launch, checked."""
 
     device: torch.device
-    inputs: list[Tensor]
-    inout: list[Tensor]
+    tensors: list[Tensor]
+    """In the order of the signature: inputs, what is ``inout``, outputs."""
     outputs: list[Tensor]
 
 
@@ -160,13 +160,12 @@ class Signature:
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
         count = len(flatten_with_names(self.inputs)[1])
-        inputs, inout = tensors[:count], tensors[count:]
-        outputs, output_names = self._outputs(kernel, out, inputs, device)
+        outputs, output_names = self._outputs(kernel, out, tensors, device)
         # New outputs have no names, and an alias is its input.
         written = {*range(count, len(tensors) + len(output_names)), *(source for source, _ in self.aliases)}
         everything = [*(f"the argument {name}" for name in names), *(f"the output {name}" for name in output_names)]
         _check_apart(kernel, everything, [*tensors, *outputs[: len(output_names)]], written)
-        return Call(device, inputs, inout, outputs)
+        return Call(device, [*tensors, *outputs], outputs)
 
     def result(self, call: Call, arguments: tuple[Any, ...]) -> Any:
         """What a launch gives: a single result bare, several as a tuple, in the structure of the signature."""

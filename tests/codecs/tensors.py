@@ -26,7 +26,6 @@ def coded(codec: Codec, x: Tensor, seed: int | None = None) -> Coded:
     """``x`` packed and unpacked, with bytes around both ends that nothing may touch."""
     meta = TensorMeta.of(x)
     layout = codec.layout(meta)
-    assert layout is not None
     around = torch.full((layout.nbytes + 32,), 0xA5, dtype=torch.uint8)
     packed = around[16 : 16 + layout.nbytes]
     before = words(x)

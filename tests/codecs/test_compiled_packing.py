@@ -156,7 +156,6 @@ def test_a_size_is_worth_it_once_enough_of_it_was_packed_and_only_so_many_are(
 
     def pack(count: int, times: int) -> None:
         layout = FP8.layout(TensorMeta((count,), (1,), torch.float32))
-        assert layout is not None
         for _ in range(times):
             kernels.pack(FP8, torch.ones(count), torch.empty(layout.nbytes, dtype=torch.uint8))
 
@@ -176,7 +175,6 @@ def test_what_gains_nothing_or_has_holes_or_another_address_is_left_to_the_codec
     assert not any(map(is_compiled, (BF16(), BitMask(), Narrow())))
     x, whole = torch.ones(64), torch.empty(128, dtype=torch.uint8)
     layout = FP8.layout(TensorMeta.of(x))
-    assert layout is not None
     out = whole[: layout.nbytes]
     kernels.pack(FP8, x, out)
     kernels.compile_due()
@@ -196,7 +194,6 @@ def test_a_part_of_a_block_is_not_compiled_on_a_cpu(kernels: CodecKernels) -> No
     for count in (100, 2080):
         x = leaf(count).detach()
         layout = FP8.layout(TensorMeta.of(x))
-        assert layout is not None
         for _ in range(2):
             kernels.pack(FP8, x, out := torch.zeros(layout.nbytes, dtype=torch.uint8))
             kernels.unpack(FP8, out, back := torch.full_like(x, 77))

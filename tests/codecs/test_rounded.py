@@ -187,7 +187,6 @@ def test_what_a_codec_cannot_be_made_of_is_an_error(make: Any, message: str) -> 
 def test_sizes_are_those_that_are_stated(codec: Codec) -> None:
     meta = TensorMeta((1000,), (1,), torch.float32)
     layout = codec.layout(meta)
-    assert layout is not None
     assert not codec.lossless
     ends = [part.start + part.nbytes for part in layout.parts]
     padded = -(-ends[-1] // 16) * 16  # what has several parts: see `parts_of`
@@ -200,5 +199,4 @@ def test_sizes_are_those_that_are_stated(codec: Codec) -> None:
 
 def test_an_int8_block_of_64_takes_65_bytes() -> None:
     layout = BlockInt(8).layout(TensorMeta((6400,), (1,), torch.bfloat16))
-    assert layout is not None
     assert sum(part.nbytes for part in layout.parts) == 6500

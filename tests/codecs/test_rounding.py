@@ -45,7 +45,7 @@ def plans(request: pytest.FixtureRequest) -> bool:
 
 
 def product(around: Any, inner: Callable[[Tensor, Tensor], Tensor] = torch.mul) -> list[Tensor]:
-    """The gradient of the second factor is the first one, as backward was given it."""
+    """The gradient of the second factor is the first one, as backward was given it, where ``inner`` says no other."""
     x, weight = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
     with around:
         h = x.sin()
@@ -84,7 +84,6 @@ def exact_steps(backend: Backend, program: Callable[[Any], Any], count: int = 4,
 
 def rounded_saves(plan: StepPlan | None) -> list[tuple[str, int]]:
     """Who made what a plan rounds, and its bytes."""
-    assert plan is not None
     return [(save.coded.maker, save.nbytes) for save in plan.saves if save.coded is not None]
 
 
@@ -106,7 +105,6 @@ def test_the_first_step_is_exact_and_later_ones_have_what_the_codec_makes_of_it(
         assert torch.equal(other[0], exact[0]), "the sine's own save has no rule"
     stats = assert_settled(offload)
     layout = codec.layout(TensorMeta.of(exact[1]))
-    assert layout is not None
     assert stats.coded_bytes == {codec.name: 4 * BYTES}
     assert stats.packed_bytes == {codec.name: 4 * layout.nbytes}
     assert stats.followed_forwards == (3 if plans else 0)
@@ -303,7 +301,6 @@ def test_code_in_python_is_no_consumer(users_backend: Backend) -> None:
     x, weight = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
     with Settled(offload):
         y = x.sin() * weight
-    assert y.grad_fn is not None
     with pytest.raises(PrecisionError, match="code in Python asks for"):
         _ = y.grad_fn._saved_self
     del y
@@ -342,34 +339,22 @@ def test_what_is_asked_for_by_another_reader_stays_before_its_copy_may_start(
 
 
 def test_a_storage_that_others_read_too_is_exact(backend: Backend) -> None:
-    def shared(around: Any) -> list[Any]:
-        x, weight = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
-        with around:
-            h = x.sin()
-            loss = (h * weight + h.exp() + h.cos()).sum()
-        del h
-        loss.backward()
-        return [x.grad, weight.grad]
+    def shared(h: Tensor, weight: Tensor) -> Tensor:
+        return h * weight + h.exp() + h.cos()
 
-    stats = exact_steps(backend, shared)
+    stats = exact_steps(backend, lambda around: product(around, shared))
     assert stats.coded_bytes == {}
 
 
 def test_a_storage_is_packed_for_its_strictest_consumer(backend: Backend, plans: bool) -> None:
-    def both(around: Any) -> list[Any]:
-        x, weight, matrix = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2), leaf(WIDTH, WIDTH, seed=3)
-        with around:
-            h = x.sin()
-            loss = (h * weight).sum() + (h @ matrix).square().sum()
-        del h
-        loss.backward()
-        return [weight.grad]
+    def both(h: Tensor, weight: Tensor) -> Tensor:
+        return h * weight + (h @ leaf(WIDTH, WIDTH, seed=3)).square()
 
-    exact = both(nullcontext())[0]
+    exact = product(nullcontext(), both)[1]
     policy = CodecPolicy().rule("MulBackward0", "int8").rule("MmBackward0", "bf16")
     offload = backend.offload(codec=policy, step_plans=plans)
-    for found in steps(offload, both, 4)[1:]:
-        assert torch.equal(found[0], exact.bfloat16().float())
+    for found in steps(offload, lambda around: product(around, both), 4)[1:]:
+        assert torch.equal(found[1], exact.bfloat16().float())
     assert set(assert_settled(offload).coded_bytes) == {"bf16"}
 
 
@@ -377,23 +362,17 @@ def test_a_storage_is_packed_for_its_strictest_consumer(backend: Backend, plans:
 def test_a_save_that_was_not_expected_is_exact(backend: Backend, plans: bool, has_left: bool) -> None:
     """Where the copy has started, it takes the storage anew; else that travels as it is for all."""
 
-    def growing(around: Any, *, grown: bool) -> list[Any]:
-        x, weight, other = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2), leaf(ROWS, WIDTH, seed=3)
-        with around:
-            h = x.sin()
-            y = h * weight
-            if has_left:
-                y = y + (other * 2).exp().square()
-            if grown:
-                y = y + h.cos()
-        del h
-        y.sum().backward()
-        return [x.grad, weight.grad]
+    def before(h: Tensor, weight: Tensor) -> Tensor:
+        y = h * weight
+        return y + (leaf(ROWS, WIDTH, seed=3) * 2).exp().square() if has_left else y
 
-    exact = growing(nullcontext(), grown=True)
+    def grown(h: Tensor, weight: Tensor) -> Tensor:
+        return before(h, weight) + h.cos()
+
+    exact = product(nullcontext(), grown)
     offload = backend.offload(codec="int8", step_plans=plans)
-    steps(offload, lambda around: growing(around, grown=False), 4)
-    found = growing(Settled(offload), grown=True)
+    steps(offload, lambda around: product(around, before), 4)
+    found = product(Settled(offload), grown)
     assert torch.equal(found[0], exact[0]), "the cosine's"
     assert torch.equal(found[1], exact[1]) != has_left
     assert assert_settled(offload).packed_bytes["int8_sr"] > 0
@@ -634,15 +613,7 @@ def test_what_repeats_elements_is_not_rounded_with_what_was_not_saved(users_back
 
 
 def two_readers(around: Any, second: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    x, weight = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
-    with around:
-        y = x.sin()
-        loss = (y * weight).sum() + second(y).sum()
-    del y
-    loss.backward()
-    assert x.grad is not None
-    assert weight.grad is not None
-    return [x.grad, weight.grad]
+    return product(around, lambda y, weight: (y * weight).sum() + second(y).sum())
 
 
 BOTH_READ = CodecPolicy().rule("MulBackward0", "bf16").rule("GeluBackward0", "bf16")
@@ -676,7 +647,6 @@ def test_what_has_no_maker_is_no_share_of_what_is_rounded_whatever_its_plan_says
     recorded = users_backend.offload(codec=BOTH_READ, step_plans=True)
     steps(recorded, lambda around: two_readers(around, second(apart)), 4)
     plan = recorded.step_plan()
-    assert plan is not None
     ((owner, coded),) = ((number, save.coded) for number, save in enumerate(plan.saves) if save.coded is not None)
     changed = with_a_late_share(plan, owner, len(plan.saves) - 1)
     *others, last = changed.saves
@@ -701,7 +671,6 @@ def test_a_plan_that_was_given_rounds_once_a_step_has_shown_who_reads(
     rounded = steps(recorded, product, 4)[-1]
     plan = recorded.step_plan()
     assert rounded_saves(plan)
-    assert plan is not None
     plan.save(tmp_path / "plan.json")
     offload = users_backend.offload(codec=codec, plan=StepPlan.load(tmp_path / "plan.json"))
     with warnings.catch_warnings(record=True) as told:

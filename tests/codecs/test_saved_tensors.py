@@ -109,7 +109,6 @@ def test_a_plan_says_what_is_packed(backend: Backend) -> None:
     assert stats.followed_forwards == (4 if is_cpu else 5)
     assert not stats.plan_misses
     for one, mask in ((first, is_cpu), (plan, False)):
-        assert one is not None
         assert Fate.DECIDE not in [save.fate for save in one.saves]
         packed = {save.coded.codec: save.coded.nbytes for save in one.saves if save.coded is not None}
         assert packed == {"narrow": 2 * ROWS * WIDTH} | ({"bitmask": 128 * WIDTH // 8 + 16} if mask else {})

@@ -150,8 +150,20 @@ def step_of(function: Callable[..., Any], *inputs: Tensor, **named: Any) -> Step
             outputs = run(*given)
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         loss = sum(one.square().sum() for one in outputs if one.requires_grad)
-        assert isinstance(loss, Tensor)
         loss.backward()  # type: ignore[no-untyped-call]
         return [*outputs, *given, *(leaf.grad for leaf in leaves)]
 
     return step
+
+
+def exact(*inputs: Tensor, **expected: Any) -> Callable[[Callable[..., Any]], Callable[[str], None]]:
+    """Makes a test of a function: the step that calls it on ``inputs``, compared on both backends."""
+
+    def test_of(function: Callable[..., Any]) -> Callable[[str], None]:
+        @BOTH
+        def test(backend: str) -> None:
+            compare(step_of(function, *inputs), backend, **expected)
+
+        return test
+
+    return test_of

@@ -17,16 +17,9 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from eager_offload.compile import (
-    boundary_of,
-    choose_joint,
-    insert_asynchronous,
-    insert_synchronous_joint,
-    ops,
-    sink_waits,
-)
+from eager_offload.compile import boundary_of, insert_asynchronous, ops, sink_waits
 from eager_offload.compile.insert import EXACT
-from tests.compile.split import PARTITIONERS, Split, config_of, split
+from tests.compile.split import PARTITIONERS, Split, config_of, split, with_transfers
 from tests.compile.test_insert import Attention
 
 DEVICE = "elsewhere"
@@ -108,16 +101,14 @@ def joint(fake: AbstractContextManager[object]) -> dict[str, Any]:
             return (loss, *torch.autograd.grad(loss, (x, seed, *parameters)))
 
         given = (x, seed.requires_grad_(), *model.parameters())
-        graph = make_fx(step, tracing_mode="fake")(*given).graph
-        boundary = boundary_of(graph, num_outputs=1)
-        config = config_of(tier="host")
-        choice = choose_joint(graph, boundary, config)
-        moved = insert_asynchronous(insert_synchronous_joint(graph, boundary, choice, config))
-        checked = Checked(moved)
+        module = make_fx(step, tracing_mode="fake")(*given)
+        boundary = boundary_of(module.graph, num_outputs=1)
+        moved, choice = with_transfers(module, boundary, config_of(tier="host"))
+        checked = Checked(moved.graph)
         results = checked.run(*[torch.empty_like(one) for one in given], enable_io_processing=False)
     return {
         "groups": len(choice.groups),
-        "devices": devices_of(moved),
+        "devices": devices_of(moved.graph),
         "wrong": checked.wrong,
         "results": [one.device.type for one in results],
         "kept": sorted({reason.value for node, reason in choice.kept.items() if node.meta["val"].device.type == "cpu"}),

@@ -15,7 +15,14 @@ from torch.fx import Graph, GraphModule, Node
 
 import eager_offload as eo
 from eager_offload import active
-from eager_offload.compile import Choice, choose, insert_synchronous
+from eager_offload.compile import (
+    Choice,
+    choose,
+    choose_joint,
+    insert_asynchronous,
+    insert_synchronous,
+    insert_synchronous_joint,
+)
 from eager_offload.compile.graphs import outputs_of, storage_of
 from tests.proof.bits import same_bits
 
@@ -84,6 +91,15 @@ def split(
     run(*inputs)
     assert found, "nothing was to be differentiated"
     return found[0], run
+
+
+def with_transfers(
+    module: GraphModule, boundary: Node, config: eo.OffloadConfig, *, waits: bool = False
+) -> tuple[GraphModule, Choice]:
+    """A joint graph with all transfers that are chosen in it."""
+    choice = choose_joint(module.graph, boundary, config)
+    graph = insert_synchronous_joint(module.graph, boundary, choice, config)
+    return GraphModule(module, graph if waits else insert_asynchronous(graph)), choice
 
 
 def gradients(function: Callable[..., Any], *inputs: Tensor) -> list[Tensor | None]:

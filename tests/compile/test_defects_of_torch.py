@@ -23,7 +23,7 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.compile.compiled import fresh_compiler
+from tests.compile.compiled import deep, fresh_compiler
 from tests.compiler_caches import give_machine_code, take_machine_code
 from tests.hazards.programs import leaf
 
@@ -85,12 +85,6 @@ def offloaded(graph: Graph) -> set[str]:
     return {node.all_input_nodes[0].name for node in calls(graph, "offload")}
 
 
-def deep(x: Tensor, weight: Tensor) -> Tensor:
-    for _ in range(4):
-        x = (x @ weight).sin().exp()
-    return x
-
-
 def two_leaves() -> tuple[Tensor, Tensor]:
     return leaf(8, 8, seed=1), leaf(8, 8, seed=2)
 
@@ -127,7 +121,6 @@ def test_2_a_source_is_let_go_before_a_part_of_it_is_used() -> None:
     order = {node: number for number, node in enumerate(forward.nodes)}
     (wait,) = calls(forward, "wait_tensor")
     source = wait.args[1]
-    assert isinstance(source, Node)
     parts = [part for split in source.users for part in split.users if "getitem" in part.name]
     assert len(parts) == 2
     assert any(order[user] > order[wait] for part in parts for user in part.users)
@@ -140,7 +133,6 @@ def test_3_what_aliases_an_output_is_taken() -> None:
 
     forward, _ = graphs_of_torch(function, *two_leaves())
     (outputs,) = forward.output_node().args
-    assert isinstance(outputs, tuple)
     returned = {one.name for one in outputs[:2]}
     sources = {node.all_input_nodes[0].name for node in forward.nodes if node.name in returned}
     assert offloaded(forward) & sources
@@ -160,7 +152,6 @@ def test_5_views_and_parts_stay() -> None:
 
     forward, _ = graphs_of_torch(function, leaf(8, 8, seed=1), leaf(8, 24, seed=2))
     (outputs,) = forward.output_node().args
-    assert isinstance(outputs, tuple)
     saved = {one.name for one in outputs[1:]}
     assert any("getitem" in name or "permute" in name or "transpose" in name for name in saved), saved
     assert not any("getitem" in name or "permute" in name for name in offloaded(forward))
@@ -192,9 +183,7 @@ def test_8_a_policy_that_says_cpu_moves_nothing(policy: CheckpointPolicy) -> Non
     contexts = partial(create_selective_checkpoint_contexts, decide)
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
-        result = checkpoint(deep, x, weight, use_reentrant=False, context_fn=contexts)
-        assert isinstance(result, Tensor)
-        return result
+        return checkpoint(deep, x, weight, use_reentrant=False, context_fn=contexts)
 
     forward, _ = graphs_of_torch(
         function, *two_leaves(), partitioner=min_cut_rematerialization_partition, marked=lambda node: False
@@ -234,8 +223,7 @@ def test_9_a_cache_serves_what_was_compiled_without_the_marks(tmp_path: Path) ->
             env=environment,
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        return json.loads(done.stdout.splitlines()[-1])
 
     environment = give_machine_code(tmp_path)
     assert run("without", environment) == {"hits": 0, "marked": 0}

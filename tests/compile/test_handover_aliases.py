@@ -13,68 +13,50 @@ from torch._inductor.utils import run_and_get_code
 
 import eager_offload as eo
 from eager_offload.compile import ops
-from tests.compile.compiled import BOTH, Compile, compare, deep, fresh_compiler, step_of
+from tests.compile.compiled import BOTH, Compile, compare, deep, exact, fresh_compiler, step_of
 from tests.hazards.programs import leaf
 
 
-@BOTH
-def test_an_input_that_is_changed_in_place_comes_out_changed(backend: str) -> None:
-    def function(x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-        hidden = (x @ weight).sigmoid() @ weight
-        buffer.add_(hidden.detach())
-        hidden.mul_(2)
-        return (hidden * buffer).sin() @ weight
-
-    compare(step_of(function, leaf(8, 8), leaf(8, 8), torch.zeros(8, 8)), backend)
+@exact(leaf(8, 8), leaf(8, 8), torch.zeros(8, 8))
+def test_an_input_that_is_changed_in_place_comes_out_changed(x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    hidden = (x @ weight).sigmoid() @ weight
+    buffer.add_(hidden.detach())
+    hidden.mul_(2)
+    return (hidden * buffer).sin() @ weight
 
 
-@BOTH
-def test_a_changed_input_that_is_saved_after_the_change_stays(backend: str) -> None:
-    def function(x: Tensor, buffer: Tensor) -> Tensor:
-        hidden = (x @ x).exp()
-        buffer.copy_(hidden.detach().cos() @ buffer)
-        return (hidden @ x).sin() @ buffer
-
-    compare(step_of(function, leaf(8, 8), torch.ones(8, 8)), backend)
+@exact(leaf(8, 8), torch.ones(8, 8))
+def test_a_changed_input_that_is_saved_after_the_change_stays(x: Tensor, buffer: Tensor) -> Tensor:
+    hidden = (x @ x).exp()
+    buffer.copy_(hidden.detach().cos() @ buffer)
+    return (hidden @ x).sin() @ buffer
 
 
-@BOTH
-def test_an_output_may_be_an_input_or_a_view_of_one(backend: str) -> None:
-    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        hidden = (x @ weight).exp().sin().exp()
-        return x, x.t(), weight[1:], hidden.sum()
-
-    compare(step_of(function, leaf(8, 8), leaf(8, 8)), backend)
+@exact(leaf(8, 8), leaf(8, 8))
+def test_an_output_may_be_an_input_or_a_view_of_one(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    hidden = (x @ weight).exp().sin().exp()
+    return x, x.t(), weight[1:], hidden.sum()
 
 
-@BOTH
-def test_an_output_may_be_a_view_of_an_intermediate_that_is_saved(backend: str) -> None:
-    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        hidden = (x @ weight).exp()
-        other = (hidden @ weight).sigmoid()
-        return hidden.t(), hidden[2:5], (hidden * other).exp()
-
-    compare(step_of(function, leaf(8, 8, seed=2), leaf(8, 8, seed=2)), backend)
+@exact(leaf(8, 8, seed=2), leaf(8, 8, seed=2))
+def test_an_output_may_be_a_view_of_an_intermediate_that_is_saved(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    hidden = (x @ weight).exp()
+    other = (hidden @ weight).sigmoid()
+    return hidden.t(), hidden[2:5], (hidden * other).exp()
 
 
-@BOTH
-def test_outputs_may_be_views_of_one_base_that_is_returned_nowhere(backend: str) -> None:
-    def function(x: Tensor) -> tuple[Tensor, ...]:
-        base = x.sin().exp()
-        middle = base.cos().exp().tanh()
-        return base.view(-1), base.t(), middle.view(4, 16), middle.exp()
-
-    compare(step_of(function, leaf(8, 8)), backend)
+@exact(leaf(8, 8))
+def test_outputs_may_be_views_of_one_base_that_is_returned_nowhere(x: Tensor) -> tuple[Tensor, ...]:
+    base = x.sin().exp()
+    middle = base.cos().exp().tanh()
+    return base.view(-1), base.t(), middle.view(4, 16), middle.exp()
 
 
-@BOTH
-def test_outputs_may_be_each_other(backend: str) -> None:
-    def function(x: Tensor) -> tuple[Tensor, ...]:
-        hidden = (x @ x).exp().cos()
-        saved = (hidden @ x).exp().sigmoid()
-        return hidden, hidden, hidden.detach(), saved, saved.view_as(saved), (saved * saved).exp().sin()
-
-    compare(step_of(function, leaf(8, 8)), backend, as_eager=False)
+@exact(leaf(8, 8), as_eager=False)
+def test_outputs_may_be_each_other(x: Tensor) -> tuple[Tensor, ...]:
+    hidden = (x @ x).exp().cos()
+    saved = (hidden @ x).exp().sigmoid()
+    return hidden, hidden, hidden.detach(), saved, saved.view_as(saved), (saved * saved).exp().sin()
 
 
 @BOTH
@@ -102,15 +84,12 @@ def test_views_of_one_intermediate_are_saved_as_one_and_come_back_as_they_were(b
     assert stats.kept_bytes.get("layout", 0) == 0
 
 
-@BOTH
-def test_strided_and_expanded_intermediates_come_back_as_they_were(backend: str) -> None:
-    def function(x: Tensor, weight: Tensor) -> Tensor:
-        hidden = (x @ weight).sin().t()
-        strided = hidden[::2].exp()
-        wide = (x @ weight).cos().mean(0, keepdim=True).expand(8, 8)
-        return (strided.t() @ strided * wide).exp() @ hidden.contiguous().sigmoid()
-
-    compare(step_of(function, leaf(8, 8), leaf(8, 8)), backend)
+@exact(leaf(8, 8), leaf(8, 8))
+def test_strided_and_expanded_intermediates_come_back_as_they_were(x: Tensor, weight: Tensor) -> Tensor:
+    hidden = (x @ weight).sin().t()
+    strided = hidden[::2].exp()
+    wide = (x @ weight).cos().mean(0, keepdim=True).expand(8, 8)
+    return (strided.t() @ strided * wide).exp() @ hidden.contiguous().sigmoid()
 
 
 @BOTH
@@ -155,26 +134,21 @@ class SavesWithoutAVersion(torch.autograd.Function):
         return gradient * kept * x.cos()
 
 
-@BOTH
-def test_what_a_function_of_ones_own_saves_comes_back(backend: str) -> None:
-    def function(x: Tensor) -> Tensor:
-        result, kept = SavesWithoutAVersion.apply(x.cos().sin())  # type: ignore[no-untyped-call]
-        return (result @ x).exp() * kept
-
-    compare(step_of(function, leaf(8, 8)), backend)
+@exact(leaf(8, 8))
+def test_what_a_function_of_ones_own_saves_comes_back(x: Tensor) -> Tensor:
+    result, kept = SavesWithoutAVersion.apply(x.cos().sin())  # type: ignore[no-untyped-call]
+    return (result @ x).exp() * kept
 
 
-@BOTH
-def test_views_of_what_a_compiler_lays_out_anew_come_back_as_they_were(backend: str) -> None:
+@exact(leaf(2, 4, 6, 6), leaf(8, 4, 3, 3), leaf(8, 8, 3, 3), as_eager=False)
+def test_views_of_what_a_compiler_lays_out_anew_come_back_as_they_were(
+    x: Tensor, weight: Tensor, other: Tensor
+) -> Tensor:
     """Convolutions like their channels last, and a view is told by strides."""
-
-    def function(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-        hidden = F.conv2d(x, weight, padding=1)
-        flat = hidden.flatten(2)
-        scores = (flat.transpose(1, 2) @ flat).softmax(-1)
-        return (F.conv2d(hidden, other, padding=1).flatten(2) @ scores).sin()
-
-    compare(step_of(function, leaf(2, 4, 6, 6), leaf(8, 4, 3, 3), leaf(8, 8, 3, 3)), backend, as_eager=False)
+    hidden = F.conv2d(x, weight, padding=1)
+    flat = hidden.flatten(2)
+    scores = (flat.transpose(1, 2) @ flat).softmax(-1)
+    return (F.conv2d(hidden, other, padding=1).flatten(2) @ scores).sin()
 
 
 @pytest.mark.long

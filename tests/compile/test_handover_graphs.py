@@ -28,8 +28,7 @@ class Block(nn.Module):
         self.narrow = nn.Linear(2 * size, size)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
-        return result
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
 
 
 def model_of(blocks: int, size: int = 8) -> nn.Sequential:
@@ -200,8 +199,7 @@ def called_once_compiled(after: Callable[[Tensor, Tensor], Tensor]) -> Step:
 
         @torch.compiler.nested_compile_region
         def call(block: nn.Module, x: Tensor) -> Tensor:
-            result: Tensor = block(x)
-            return result
+            return block(x)
 
         def whole(x: Tensor) -> Tensor:
             for block in blocks:

@@ -6,8 +6,8 @@ import errno
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -34,15 +34,23 @@ from tests.hazards.backends import DiskBackend, assert_settled, hooks_are_gone
 from tests.hazards.programs import leaf
 
 
-def deep_step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
-    x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
-    run = compile(deep)
-    with around:
-        loss = run(x, weight).sum()
-    loss.backward()
-    return [loss, x.grad, weight.grad]
+def deep_within(contexts: Callable[[AbstractContextManager[object]], Sequence[AbstractContextManager[object]]]) -> Step:
+    """A step whose forward runs in what ``contexts`` makes of the one that it is given, the outermost in front."""
+
+    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
+        x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
+        run = compile(deep)
+        with ExitStack() as stack:
+            for one in contexts(around):
+                stack.enter_context(one)
+            loss = run(x, weight).sum()
+        loss.backward()
+        return [loss, x.grad, weight.grad]
+
+    return step
 
 
+deep_step = deep_within(lambda around: [around])
 masked_step = step_of(masked, *factors())
 
 
@@ -63,8 +71,7 @@ def trap() -> Iterator[Callable[[], None]]:
     torch.library.register_fake("eager_offload_trap::spring", torch.empty_like, lib=library)
 
     def backward(context: Any, gradient: Tensor) -> Tensor:
-        result: Tensor = torch.ops.eager_offload_trap.spring(gradient)
-        return result
+        return torch.ops.eager_offload_trap.spring(gradient)
 
     torch.library.register_autograd("eager_offload_trap::spring", backward, lib=library)
     yield lambda: armed.append(True)
@@ -253,35 +260,25 @@ def test_h29_nested_offloads_each_do_what_is_saved_inside_of_them(backend: str, 
 @BOTH
 @pytest.mark.filterwarnings("ignore:eager_offload")
 def test_h24_other_hooks_inside_hide_the_graph_and_are_counted(backend: str) -> None:
-    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
-        x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
-        run = compile(deep)
-        with around, save_on_cpu():
-            loss = run(x, weight).sum()
-        loss.backward()
-        return [loss, x.grad, weight.grad]
-
+    step = deep_within(lambda around: [around, save_on_cpu()])
     stats = compare(step, backend, moves=False, as_eager=False)
     assert stats.foreign_hooks == 2
 
 
 @BOTH
 def test_h24_inside_other_hooks_what_the_graph_moves_is_not_theirs(backend: str) -> None:
-    seen: list[int] = []
+    seen: dict[bool, list[int]] = {True: [], False: []}
 
-    def note(tensor: Tensor) -> Tensor:
-        seen.append(tensor.nbytes)
-        return tensor
+    def noting(around: AbstractContextManager[object]) -> AbstractContextManager[object]:
+        def note(tensor: Tensor) -> Tensor:
+            seen[isinstance(around, eo.Offload)].append(tensor.nbytes)
+            return tensor
 
-    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
-        x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
-        run = compile(deep)
-        with saved_tensors_hooks(note, lambda tensor: tensor), around:
-            loss = run(x, weight).sum()
-        loss.backward()
-        return [loss, x.grad, weight.grad]
+        return saved_tensors_hooks(note, lambda tensor: tensor)
 
-    compare(step, backend)
+    compare(deep_within(lambda around: [noting(around), around]), backend)
+    assert not seen[True]
+    assert seen[False], "else the test says nothing"
 
 
 def test_h25_nothing_grows_over_many_steps(offload: eo.Offload) -> None:

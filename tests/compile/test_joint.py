@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
-from eager_offload.compile import boundary_of, choose_joint, insert_asynchronous, insert_synchronous_joint, ops
-from tests.compile.split import config_of, moving, reasons, stats_of
+from eager_offload.compile import boundary_of, choose_joint, ops
+from tests.compile.split import config_of, moving, reasons, stats_of, with_transfers
 from tests.compile.test_insert import Attention, square, tokens
 from tests.proof.bits import same_bits
 
@@ -50,15 +50,10 @@ def test_a_joint_graph_is_exact(model: nn.Module, mode: str, waits: bool) -> Non
     config = config_of()
     module = traced(model, tokens(2, 8), mode)
     before = str(module.graph)
-    boundary = boundary_of(module.graph, num_outputs=1)
-    choice = choose_joint(module.graph, boundary, config)
-    graph = insert_synchronous_joint(module.graph, boundary, choice, config)
-    if not waits:
-        graph = insert_asynchronous(graph)
+    moved, choice = with_transfers(module, boundary_of(module.graph, num_outputs=1), config, waits=waits)
     assert str(module.graph) == before
     assert len(choice.groups) > 10
     assert not [reason for reason in choice.kept.values() if reason == "layout"]
-    moved = GraphModule(module, graph)
     for x in [tokens(2, 8)] + ([tokens(3, 5), tokens(2, 9)] if mode == "symbolic" else []):
         inputs = [x, *model.parameters()]
         earlier = stats_of(config)
@@ -118,15 +113,11 @@ def test_what_a_joint_graph_counts_from_the_beginning_of_a_storage_is_there(
 
     config, x = config_of(), square(64)
     module = make_fx(step, tracing_mode="fake")(x)
-    boundary = boundary_of(module.graph, num_outputs=1)
-    choice = choose_joint(module.graph, boundary, config)
+    moved, choice = with_transfers(module, boundary_of(module.graph, num_outputs=1), config, waits=waits)
     assert [group.base.name for group in choice.groups if group.counted] == ["mm"]
-    graph = insert_synchronous_joint(module.graph, boundary, choice, config)
-    if not waits:
-        graph = insert_asynchronous(graph)
     before = stats_of(config)
     with torch.no_grad():
-        ours = GraphModule(module, graph)(x)
+        ours = moved(x)
     assert all(map(same_bits, ours, step(x)))
     assert stats_of(config).bytes_in - before.bytes_in == choice.moved_bytes()
 
@@ -135,8 +126,8 @@ def test_nothing_in_backward_uses_what_has_left(model: nn.Module) -> None:
     config = config_of()
     module = traced(model, tokens(2, 8))
     boundary = boundary_of(module.graph, num_outputs=1)
-    choice = choose_joint(module.graph, boundary, config)
-    graph = insert_synchronous_joint(module.graph, boundary, choice, config)
+    moved, choice = with_transfers(module, boundary, config, waits=True)
+    graph = moved.graph
     order = {node.name: position for position, node in enumerate(graph.nodes)}
     left = {node.name for group in choice.groups for node in (*group.members, group.base)}
     for node in graph.nodes:
@@ -165,17 +156,15 @@ def test_any_boundary_is_exact(model: nn.Module) -> None:
     with torch.no_grad():
         expected = module(*inputs)
     for boundary in nodes[3::40]:
-        choice = choose_joint(module.graph, boundary, config)
-        graph = insert_asynchronous(insert_synchronous_joint(module.graph, boundary, choice, config))
+        moved, _ = with_transfers(module, boundary, config)
         with torch.no_grad():
-            assert all(map(same_bits, GraphModule(module, graph)(*inputs), expected)), boundary
+            assert all(map(same_bits, moved(*inputs), expected)), boundary
 
 
 def test_outputs_tell_where_backward_begins(model: nn.Module) -> None:
     module = traced(model, tokens(2, 8))
     boundary = boundary_of(module.graph, num_outputs=1)
     loss = module.graph.output_node().args[0][0]
-    assert isinstance(loss, Node)
     assert boundary is loss.next
     assert "ones_like" in boundary.name
 
@@ -224,13 +213,12 @@ def test_an_exported_joint_graph_is_exact() -> None:
     config = config_of()
     boundary = boundary_of(module.graph)
     assert boundary.meta["partitioner_tag"] == "is_backward"
-    choice = choose_joint(module.graph, boundary, config)
-    graph = insert_asynchronous(insert_synchronous_joint(module.graph, boundary, choice, config))
+    moved, choice = with_transfers(module, boundary, config)
     assert len(choice.groups) > 5
     inputs = [*model.parameters(), x], [torch.ones(2, 8, 16)]
     before = stats_of(config)
     with torch.no_grad():
-        ours, theirs = GraphModule(module, graph)(*inputs), module(*inputs)
+        ours, theirs = moved(*inputs), module(*inputs)
     assert all(map(same_bits, tree_leaves(ours), tree_leaves(theirs)))
     assert len(tree_leaves(ours)) == 1 + 7
     assert stats_of(config).bytes_in - before.bytes_in == choice.moved_bytes()

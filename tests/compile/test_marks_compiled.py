@@ -75,18 +75,6 @@ def test_nothing_that_is_saved_in_a_region_moves(program: Callable[[Tensor], Ten
 
 
 @BOTH
-def test_regions_count_as_they_do_in_eager_code(backend: str) -> None:
-    def program(x: Tensor) -> Tensor:
-        y = x @ x
-        with eo.no_offload():
-            z = y @ y
-        return z @ z
-
-    stats = compare(step_of(program, inputs(), fullgraph=True), backend)
-    assert stats.kept_bytes["region"] == 2 * SIZE * SIZE * 4
-
-
-@BOTH
 def test_what_is_compiled_moves_nothing_where_a_region_is_around_its_call(backend: str) -> None:
     """Of one function, in either order of the contexts, whichever graph was compiled first."""
 
@@ -149,19 +137,16 @@ def test_a_region_is_in_the_operators_that_compilers_key_on_and_in_none_that_run
 # -- marks ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_kept_stays() -> None:
-    one, choice = assert_moves_exactly(chain(eo.keep), inputs())
+def through_a_view(y: Tensor) -> Tensor:
+    eo.keep(y.view(-1))
+    return y
+
+
+@pytest.mark.parametrize("mark", [eo.keep, through_a_view])
+def test_what_is_kept_stays_by_itself_or_by_a_view(mark: Callable[[Tensor], Tensor]) -> None:
+    one, choice = assert_moves_exactly(chain(mark), inputs())
     assert reasons(choice) == {"sigmoid": "marked"}
     assert not [node for node in one.forward.graph.nodes if "mark" in str(node.target)], "no operator is left behind"
-
-
-def test_a_mark_holds_for_a_view() -> None:
-    def through_a_view(y: Tensor) -> Tensor:
-        eo.keep(y.view(-1))
-        return y
-
-    _, choice = assert_moves_exactly(chain(through_a_view), inputs())
-    assert reasons(choice) == {"sigmoid": "marked"}
 
 
 @pytest.mark.parametrize(("field", "reason"), [("min_bytes", "small"), ("keep_last_bytes", "newest")])
@@ -183,16 +168,22 @@ def test_what_belongs_to_others_does_not_move_for_a_mark() -> None:
     assert set(reasons(choice).values()) <= {"alive", "parameter"}
 
 
+def unmoved(x: Tensor) -> Tensor:
+    with eo.no_offload():
+        return x @ x
+
+
 @BOTH
-def test_marks_count_as_they_do_in_eager_code(backend: str) -> None:
+@pytest.mark.parametrize(("square", "reason"), [(unmoved, "region"), (lambda y: eo.keep(y) @ y, "marked")])
+def test_regions_and_marks_count_as_they_do_in_eager_code(
+    square: Callable[[Tensor], Tensor], reason: str, backend: str
+) -> None:
     def program(x: Tensor) -> Tensor:
-        y = x @ x
-        eo.keep(y)
-        z = y @ y
+        z = square(x @ x)
         return z @ z
 
     stats = compare(step_of(program, inputs(), fullgraph=True), backend)
-    assert stats.kept_bytes["marked"] == 2 * SIZE * SIZE * 4
+    assert stats.kept_bytes[reason] == 2 * SIZE * SIZE * 4
 
 
 def test_without_a_gradient_marks_and_regions_do_nothing() -> None:

@@ -54,9 +54,24 @@ def first_on_host() -> bool:
 def census(one: eo.Offload) -> Census:
     one.stats(synchronize=True)
     lane = one._offloaders.of(CPU)
-    assert lane is not None
     return lane.census()
 
+
+def moved(source: Tensor, text: str, wait: bool) -> Tensor:
+    host = ops.offload(source, config=text, wait=wait)
+    if not wait:
+        ops.wait_tensor(host, source)
+    return host
+
+
+def back(host: Tensor, wait: bool) -> Tensor:
+    tensor = ops.reload(host, CPU, wait=wait)
+    if not wait:
+        ops.wait_tensor(tensor, host)
+    return tensor
+
+
+WAITS = pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
@@ -75,22 +90,18 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
+@WAITS
 def test_what_comes_back_is_what_left(layout: Callable[[Tensor], Tensor], wait: bool, offload: eo.Offload) -> None:
     source = layout(torch.randn(32, 48, generator=torch.Generator().manual_seed(0)))
     expected, phase = source.clone(), source.data_ptr() % 64
-    host = ops.offload(source, config=offload.config_key, wait=wait)
-    if not wait:
-        ops.wait_tensor(host, source)
+    host = moved(source, offload.config_key, wait)
     assert torch.equal(host, expected), "a reader of the host tensor finds the bytes"
     source.zero_() if layout is not LAYOUTS["broadcast"] else source[0].zero_()
-    back = ops.reload(host, CPU, config=offload.config_key, wait=wait)
-    if not wait:
-        ops.wait_tensor(back, host)
-    assert torch.equal(back, expected)
-    assert back.stride() == host.stride() == source.stride()
+    found = back(host, wait)
+    assert torch.equal(found, expected)
+    assert found.stride() == host.stride() == source.stride()
     if source.numel():
-        assert source.is_conj() or source.is_neg() or back.data_ptr() % 64 == phase
+        assert source.is_conj() or source.is_neg() or found.data_ptr() % 64 == phase
         stats = offload.stats(synchronize=True)
         assert stats.bytes_out == stats.bytes_in > 0
         assert stats.offloaded_bytes == stats.reloaded_bytes == source.nbytes
@@ -114,10 +125,8 @@ def test_what_is_never_asked_for_counts_as_released(offload: eo.Offload) -> None
 def test_a_copy_of_a_host_tensor_holds_the_bytes_itself(offload: eo.Offload) -> None:
     source = torch.randn(64, 64)
     copy = ops.offload(source, config=offload.config_key).clone()
-    assert torch.equal(ops.reload(copy, CPU), source)
-    back = ops.reload(copy, CPU, wait=False)
-    ops.wait_tensor(back, copy)
-    assert torch.equal(back, source)
+    for wait in (True, False):
+        assert torch.equal(back(copy, wait), source)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["none was started", "it was waited for"])
@@ -208,7 +217,7 @@ def test_an_interrupt_while_a_reload_is_waited_for_lets_the_copy_go_on(
 ) -> None:
     source = torch.randn(64, 64)
     host = ops.offload(source, config=offload.config_key)
-    back = ops.reload(host, CPU, wait=False)
+    arriving = ops.reload(host, CPU, wait=False)
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -217,9 +226,9 @@ def test_an_interrupt_while_a_reload_is_waited_for_lets_the_copy_go_on(
     with monkeypatch.context() as patch:
         patch.setattr(lane.runtime, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            ops.wait_tensor(back, host)
-    ops.wait_tensor(back, host)
-    assert torch.equal(back, source)
+            ops.wait_tensor(arriving, host)
+    ops.wait_tensor(arriving, host)
+    assert torch.equal(arriving, source)
 
 
 def test_h41_a_tier_grows_without_the_lock(offload: eo.Offload, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +301,7 @@ def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads its own size from /proc")
-@pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
+@WAITS
 def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: bool, disk: DiskBackend) -> None:
     one = disk.offload(disk_budget=1)
     with one:
@@ -303,8 +312,7 @@ def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: 
         assert "raise host_budget or disk_budget" in str(caught.value)
         del caught
         host = moved(source[:64], one.config_key, wait)
-        back = ops.reload(host, CPU)
-        assert torch.equal(back, source[:64])
+        assert torch.equal(ops.reload(host, CPU), source[:64])
         del host
         gc.collect()
     assert census(one) == NOTHING
@@ -322,7 +330,7 @@ def at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
+@WAITS
 @pytest.mark.parametrize(("budget", "reason"), [({"disk_budget": 1}, "budget"), ({}, "failed")])
 def test_bytes_that_cannot_leave_are_copied(budget: dict[str, int], reason: str, wait: bool, watched: Make) -> None:
     one, file = watched(**budget)
@@ -333,11 +341,9 @@ def test_bytes_that_cannot_leave_are_copied(budget: dict[str, int], reason: str,
         with pytest.warns(RuntimeWarning, match="no room|failed"):
             host = moved(source, one.config_key, wait)
     source.zero_()
-    back = ops.reload(host, CPU, wait=wait)
-    if not wait:
-        ops.wait_tensor(back, host)
-    assert torch.equal(back, expected)
-    back.zero_()
+    found = back(host, wait)
+    assert torch.equal(found, expected)
+    found.zero_()
     assert torch.equal(ops.reload(host, CPU), expected), "each reload is memory of its own"
     stats = one.stats(synchronize=True)
     assert stats.kept_bytes == {reason: source.nbytes}
@@ -345,7 +351,7 @@ def test_bytes_that_cannot_leave_are_copied(budget: dict[str, int], reason: str,
     assert stats.demotions == {{"budget": "budget", "failed": "write_failed"}[reason]: 1}
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
+@WAITS
 def test_bytes_that_do_not_come_back_raise(wait: bool, watched: Make) -> None:
     one, file = watched()
     file.on_read = OSError(5, "on purpose")
@@ -356,13 +362,6 @@ def test_bytes_that_do_not_come_back_raise(wait: bool, watched: Make) -> None:
     del host
     gc.collect()
     assert census(one) == NOTHING
-
-
-def moved(source: Tensor, text: str, wait: bool) -> Tensor:
-    host = ops.offload(source, config=text, wait=wait)
-    if not wait:
-        ops.wait_tensor(host, source)
-    return host
 
 
 @pytest.mark.parametrize("source", [torch.randn(4, 6), torch.randn(4, 6).t(), torch.randn(3), torch.empty(0, 2)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -245,38 +247,41 @@ def test_two_transfers_in_flight_are_two_at_run_time() -> None:
     assert run(ordered(window=NBYTES), X, WEIGHT).stats.inflight_bytes_peak == NBYTES
 
 
+def without_its_wait(graph: Graph, reload: Node) -> None:
+    graph.erase_node(wait_of(reload))
+
+
+def used_before_its_wait(graph: Graph, reload: Node) -> None:
+    wait = wait_of(reload)
+    next(user for user in reload.users if user is not wait).append(wait)
+
+
+def without_the_wait_of_its_offload(graph: Graph, reload: Node) -> None:
+    graph.erase_node(wait_of(reload.args[0]))
+
+
+def above_the_wait_of_its_offload(graph: Graph, reload: Node) -> None:
+    wait_of(reload.args[0]).prepend(reload)
+
+
 @pytest.mark.parametrize("number", range(4))
-def test_a_reload_whose_wait_is_dropped_is_reported(number: int) -> None:
+@pytest.mark.parametrize("change", [without_its_wait, used_before_its_wait])
+def test_a_reload_that_is_read_too_early_is_reported(change: Callable[[Graph, Node], None], number: int) -> None:
     graph, _ = copied(ordered())
-    graph.erase_node(wait_of(of_kind(graph, ops.reload)[number]))
+    change(graph, of_kind(graph, ops.reload)[number])
     assert run(graph, X, WEIGHT).violations
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_an_offload_whose_wait_is_dropped_cannot_be_reloaded(number: int) -> None:
+@pytest.mark.parametrize("change", [without_the_wait_of_its_offload, above_the_wait_of_its_offload])
+def test_a_reload_that_comes_before_its_offload_is_over_raises(
+    change: Callable[[Graph, Node], None], number: int
+) -> None:
     graph, _ = copied(ordered())
-    graph.erase_node(wait_of(of_kind(graph, ops.offload)[number]))
-    with pytest.raises(OffloadError, match="before the offload was waited for"):
-        run(graph, X, WEIGHT)
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_reload_above_the_wait_of_its_offload_raises(number: int) -> None:
-    graph, _ = copied(ordered())
-    reload = of_kind(graph, ops.reload)[number]
-    wait_of(reload.args[0]).prepend(reload)
+    change(graph, of_kind(graph, ops.reload)[number])
     graph.lint()
     with pytest.raises(OffloadError, match="before the offload was waited for"):
         run(graph, X, WEIGHT)
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_value_that_is_used_before_its_wait_is_reported(number: int) -> None:
-    graph, _ = copied(ordered())
-    wait = wait_of(of_kind(graph, ops.reload)[number])
-    use = next(user for user in wait.args[0].users if user is not wait)
-    use.append(wait)
-    assert run(graph, X, WEIGHT).violations
 
 
 def test_a_source_that_is_written_over_before_its_wait_is_reported(violations: list[str]) -> None:

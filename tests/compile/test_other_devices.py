@@ -15,8 +15,7 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("other devices")]
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What a process found in which there is such a device, by name only."""
-    report: dict[str, Any] = json.loads(printed_by("-m", "tests.compile.elsewhere").splitlines()[-1])
-    return report
+    return json.loads(printed_by("-m", "tests.compile.elsewhere").splitlines()[-1])
 
 
 def test_halves_keep_their_devices(found: dict[str, Any]) -> None:

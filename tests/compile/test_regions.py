@@ -32,7 +32,6 @@ def graph_around(region: GraphModule, *inputs: Tensor, calls: int = 1) -> Graph:
     for _ in range(calls):
         call = graph.call_function(invoke, (graph.get_attr("region"), "region", *given))
         for index, inner in enumerate(outputs_of(region.graph)):
-            assert isinstance(inner, Node)
             with graph.inserting_after(call):  # the last one first, as a partitioner leaves them
                 result = graph.call_function(operator.getitem, (call, index))
             with mode:  # as tracers leave it: each result seems to be new
@@ -51,10 +50,8 @@ def traced(function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> GraphM
 
 
 def run(graph: Graph, *inputs: Tensor) -> list[Tensor]:
-    assert graph.owning_module is not None
     graph.owning_module.recompile()
-    results: list[Tensor] = list(graph.owning_module(*inputs))
-    return results
+    return list(graph.owning_module(*inputs))
 
 
 def argument(x: Tensor, w: Tensor) -> Sequence[Tensor]:
@@ -112,7 +109,6 @@ def test_h35_what_cannot_be_said_outside_is_copied_inside() -> None:
 def test_h35_a_region_that_calls_a_region_is_seen_through() -> None:
     x, w = torch.randn(6, 6), torch.randn(6, 6)
     inner = graph_around(traced(argument, x, w), x, w)
-    assert inner.owning_module is not None
     graph = graph_around(inner.owning_module, x, w)
     expected = run(graph, x, w)
     name_results(graph)
@@ -125,7 +121,6 @@ def pair_around(graph: Graph, others: Sequence[str] = ()) -> Graph:
     backward = Graph()
     inputs = []
     for node in outputs_of(graph)[1:]:
-        assert isinstance(node, Node)
         inputs.append(backward.placeholder(node.name))
         inputs[-1].meta["val"] = node.meta["val"]
     made = [backward.create_node("call_function", torch.sin, (inputs[0],), name=name) for name in others]
@@ -164,9 +159,7 @@ def test_h35_a_region_hands_back_what_its_caller_may_need() -> None:
     graph = graph_around(traced(argument, x, w), x, w, calls=2)
     expected = run(graph, x, w)
     keep_operands(graph)
-    assert graph.owning_module is not None
     region = graph.owning_module.region.graph
-    assert isinstance(region, Graph)
     assert set(region.find_nodes(op="placeholder")) <= set(outputs_of(region))
     assert len(outputs_of(region)) == 3
     assert all(map(torch.equal, run(graph, x, w), expected))

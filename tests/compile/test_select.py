@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import eager_offload as eo
@@ -66,7 +65,6 @@ def test_an_output_of_the_backward_stays() -> None:
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Tensor:
             (y,) = ctx.saved_tensors
-            assert isinstance(y, Tensor)
             return y
 
     _, choice = chosen(Saved.apply, leaf(8, 8))
@@ -81,7 +79,6 @@ def test_a_mutated_input_stays() -> None:
 
     one, choice = chosen(program, leaf(8, 8), leaf(8, 8).detach())
     written, *_ = outputs_of(one.forward.graph)
-    assert isinstance(written, Node)
     assert reasons(choice) == {written.name: "alive"}
     assert moving(choice) == {"exp", "sigmoid"}
 

@@ -43,12 +43,10 @@ class Program:
         return values * 3
 
     def leave(self, x: Tensor, *, late: bool) -> Tensor:
-        host: Tensor = ops.offload(x, config=self.text, wait=not late)
-        return host
+        return ops.offload(x, config=self.text, wait=not late)
 
     def come_back(self, host: Tensor, *, late: bool) -> Tensor:
-        tensor: Tensor = ops.reload(host, CPU, config=self.text, wait=not late)
-        return tensor
+        return ops.reload(host, CPU, config=self.text, wait=not late)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["synchronous", "asynchronous"])
@@ -177,15 +175,13 @@ def test_ends_of_a_transfer_that_is_not_waited_for_outlive_it(lost: str, backend
 @pytest.fixture(params=[SimulatedBackend, RecordedBackend], ids=lambda kind: kind.name)
 def checked(request: pytest.FixtureRequest) -> CheckedBackend:
     """A backend whose violations a test looks at itself."""
-    one: CheckedBackend = request.param()
-    return one
+    return request.param()
 
 
 @pytest.mark.parametrize("wrong", ["the source is written over", "the target is read"])
 def test_a_wait_that_comes_too_late_is_reported(wrong: str, checked: CheckedBackend, violations: list[str]) -> None:
     with pytest.raises(AssertionError), checked:
         with_a_late_wait(checked.offload(), source=wrong == "the source is written over")
-    assert checked.checker is not None
     assert checked.checker.violations
     assert len(violations) == (wrong == "the source is written over")
     violations.clear()

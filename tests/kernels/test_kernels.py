@@ -145,20 +145,6 @@ def test_kernels_that_differ_in_the_tensors_that_they_make_share_nothing(monkeyp
     assert kept_count() == 4
 
 
-def test_equal_digests_of_other_texts_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Same:
-        def digest(self) -> bytes:
-            return b"same"
-
-    monkeypatch.setattr("eager_offload.kernels.compiled.hashlib.sha256", lambda _: Same())
-    one = kept("one", lambda: lambda: 1)
-    assert kept("one", lambda: lambda: 2) is one
-    other = kept("other", lambda: lambda: 3)
-    assert other.launch() == 3
-    assert kept("one", lambda: lambda: 4).launch() == 1
-    del one, other
-
-
 @pytest.mark.parametrize("impl", ["torch", "inductor"])
 def test_what_the_caller_has_set_changes_no_bit(impl: str) -> None:
     """Autocast and the default dtype, in the first call or in a later one."""

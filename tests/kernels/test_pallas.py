@@ -52,7 +52,6 @@ def test_a_codec_in_pallas_has_the_bits_of_the_codec() -> None:
 
     def pack(x: Tensor, scales: Tensor, values: Tensor) -> None:
         layout = codec.layout(TensorMeta.of(x.view(-1)))
-        assert layout is not None
         codec.pack(x.view(-1), packed := x.new_empty(layout.nbytes, dtype=torch.uint8))
         for part, out in zip(layout.split(packed), (scales, values), strict=True):
             out.copy_(part.view(out.dtype).view(out.shape))
