@@ -246,7 +246,7 @@ class Patch:
     """Something of the library's in the place of an attribute of torch's, for as long as it is wanted there.
 
     Args:
-        owner: the module or the class.
+        owner: the module, the class or the object, which may have it of its class.
         around: makes what goes there, of what is there: torch's own, or what another library has put in its place.
     """
 
@@ -255,6 +255,8 @@ class Patch:
         #: Made once, since it may refer to itself: one for each time would be garbage in a cycle.
         self._ours: object = None
         self._theirs: object = None
+        #: Whether the owner itself has theirs, and not its class.
+        self._is_own = True
         #: Ours, while it is wanted there.
         self.active: object = None
 
@@ -263,14 +265,19 @@ class Patch:
         current = getattr(self._owner, self._name)
         if current is not self._ours and (self._ours is None or current is not self._theirs):
             self._theirs, self._ours = current, self._around(current)
+            self._is_own = self._name in vars(self._owner)
         self.active = self._ours
         setattr(self._owner, self._name, self._ours)
 
     def take_off(self) -> None:
         """What was there is there again. What has been put around ours meanwhile stays, and goes on calling it."""
         self.active = None
-        if getattr(self._owner, self._name) is self._ours:
+        if getattr(self._owner, self._name) is not self._ours:
+            return
+        if self._is_own:
             setattr(self._owner, self._name, self._theirs)
+        else:
+            delattr(self._owner, self._name)
 
 
 # -- autograd: its nodes, its backwards -------------------------------------------------------------------------------

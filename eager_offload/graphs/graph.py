@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,7 +23,6 @@ from eager_offload.graphs.pools import (
     require_runtime,
 )
 from eager_offload.graphs.status import CaptureStatus, capture_status
-from eager_offload.graphs.upload import upload_graph
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.captures import Capture, CaptureMode
 
@@ -110,7 +112,7 @@ class CapturedGraph:
         """
         self._check_outside("a graph was uploaded", self._runtime.current_stream(self._stream.device))
         if not self.is_uploaded:
-            self.is_uploaded = upload_graph(self._graph, self._runtime.current_stream(self._stream.device))
+            self.is_uploaded = _upload(self._graph, self._runtime.current_stream(self._stream.device))
         return self.is_uploaded
 
     def dump(self, path: str | os.PathLike[str]) -> None:
@@ -143,6 +145,35 @@ class CapturedGraph:
         """
         if not is_finalizing():
             self._order.outlive(self._runtime, [self._graph, *self._uses])
+
+
+def _upload(graph: Any, stream: torch.Stream) -> bool:
+    """Enqueues the upload of ``graph`` on ``stream``, for which torch has no call, and CUDA has; whether it could."""
+    raw = getattr(graph, "raw_cuda_graph_exec", None)
+    if raw is None or torch.version.cuda is None:
+        return False
+    with suppress(RuntimeError, ImportError, OSError, AttributeError):
+        name = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
+        of_cuda: Any = torch.cuda.Stream
+        executable, native = int(raw()), int(of_cuda(**name).cuda_stream)
+        return _by_bindings(executable, native) or _by_library(executable, native)
+    return False
+
+
+def _by_bindings(executable: int, stream: int) -> bool:
+    try:
+        runtime: Any = importlib.import_module("cuda.bindings.runtime")
+    except ImportError:
+        return False
+    (error,) = runtime.cudaGraphUpload(runtime.cudaGraphExec_t(executable), runtime.cudaStream_t(stream))
+    return int(error) == 0
+
+
+def _by_library(executable: int, stream: int) -> bool:
+    assert torch.version.cuda is not None
+    library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")  # that which torch has loaded
+    library.cudaGraphUpload.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return int(library.cudaGraphUpload(executable, stream)) == 0
 
 
 class GraphCaptureGuard:

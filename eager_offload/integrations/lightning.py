@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, Unpack
 
 from eager_offload import ConfigError, Offload
+from eager_offload._torch import Patch
 from eager_offload.config import OffloadFields
 from eager_offload.integrations.calls import warn_of_what_hides
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
@@ -194,28 +196,18 @@ def _given_callbacks(trainer: Any) -> list[OffloadCallback]:
 
 def _offload_steps(strategy: Any, offload: Offload) -> Callable[[], None]:
     """From now on training steps run in ``with offload``, until what is returned is called."""
-    inner = strategy.training_step
-    before = vars(strategy).get("training_step")  # another's, in place of the method
-    active = [True]  # another's may stand around ours when it is to go
 
-    @wraps(inner)
-    def training_step(*arguments: Any, **named: Any) -> Any:
-        if not active:
-            return inner(*arguments, **named)
-        with offload:
-            return inner(*arguments, **named)
+    def around(inner: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(inner)
+        def training_step(*arguments: Any, **named: Any) -> Any:
+            with nullcontext() if patch.active is None else offload:  # another's may stand around ours when it is to go
+                return inner(*arguments, **named)
 
-    def put_back() -> None:
-        active.clear()
-        if vars(strategy).get("training_step") is not training_step:
-            return
-        if before is None:
-            del strategy.training_step
-        else:
-            strategy.training_step = before
+        return training_step
 
-    strategy.training_step = training_step
-    return put_back
+    patch = Patch(strategy, "training_step", around)
+    patch.put_on()
+    return patch.take_off
 
 
 def _logs_now(trainer: Any, batch_idx: int) -> bool:

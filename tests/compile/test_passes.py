@@ -56,5 +56,5 @@ def test_a_node_of_a_large_graph_takes_as_many_calls_as_one_of_a_small_one() -> 
     small, large = (halves_of(Shape(layers, 64, 128, 4), tokens=128) for layers in (2, 8))
     for halves in (small, large):
         run(halves)  # the first looks things up that are remembered
-    assert calls_a_node(large) < 1.05 * calls_a_node(small)
+    assert calls_a_node(large) < 1.1 * calls_a_node(small)
     assert 0 < max(map(most_pins, run(large))) <= 2

@@ -32,7 +32,9 @@ from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.disk import DiskTier
 from tests.faults.disks import Faults, Faulty, fail_with
 from tools.soak.census import MIB, Row, census, compare
-from tools.soak.training import Model, expected, works
+from tools.soak.training import HEADS, WIDTH, expected, works
+
+from lm.model import Block
 
 # oneDNN keeps what it compiled for the last 1,024 shapes, and here no two are alike: a hundred MiB that come slowly.
 os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
@@ -59,7 +61,7 @@ class Soak:
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.model = Model()
+        self.model = Block(WIDTH, HEADS)
         self.counts: Counter[str] = Counter()
         self.trouble: list[str] = []
         paths = [directory / "one", directory / "two"]
