@@ -50,7 +50,7 @@ ROOMS: dict[str, set[str]] = {
         *("_torch", "active", "codecs", "config", "engine", "errors", "machine", "marks", "runtime", "selection"),
         *("solver", "stats", "step_plan", "tiers"),
     },
-    "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "stats"},
+    "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "marks", "stats"},
     "observe": {
         *("_torch", "config", "eager", "engine", "errors", "runtime", "selection", "stats", "tiers", "trace_file"),
     },
