@@ -164,7 +164,7 @@ class Simulation:
             bytes_out=self.large(stats.bytes_out),
             bytes_in=self.large(stats.bytes_in),
             wasted_bytes=self.large(stats.forwarded_bytes),
-            stall_seconds=runtime.stall_seconds,
+            stall_seconds=runtime.timeline.stall_seconds,
             host_wait_seconds=runtime.timeline.host_wait_seconds,
             resident_bytes_peak=self.large(stats.resident_bytes_peak),
             gradients_hash=hash_gradients(self.model),

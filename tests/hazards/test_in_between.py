@@ -16,7 +16,7 @@ from eager_offload.engine.offloader import Census, DeviceOffloader
 from eager_offload.engine.transfer import Transfer
 from eager_offload.runtime.base import Layout, Stream
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
-from eager_offload.simulation.simulated import SimulatedRuntime
+from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from eager_offload.stats import Accounts
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Slot, Tier
@@ -118,7 +118,7 @@ def test_h16_what_is_gathered_keeps_the_block_that_it_is_gathered_from() -> None
     weight = torch.randn(64, 4, requires_grad=True)
     other = torch.randn(64, 64, requires_grad=True)
     with runtime.checked() as checker:
-        loader = runtime.new_stream("loader")
+        loader = SimulatedStream("loader")
         with runtime.stream(loader):
             batch = torch.randn(64, 64)
         runtime.wait(runtime.default_stream, runtime.record(loader))
@@ -159,7 +159,7 @@ def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
         monkeypatch.setattr(reloading.order, "unpacked", interrupted)
     else:
         monkeypatch.setattr(reloading, "_hand_over", interrupted)
-    with runtime.stream(runtime.new_stream()), pytest.raises(KeyboardInterrupt):
+    with runtime.stream(SimulatedStream("side")), pytest.raises(KeyboardInterrupt):
         y.sum().backward()
     monkeypatch.undo()
     del y
@@ -182,7 +182,7 @@ def test_h14_a_reload_that_another_stream_cannot_use_is_let_go_once_that_stream_
     offloader = offloader_of(offload)
     torch.autograd.grad(z.sum(), y, retain_graph=True)
     assert offloader.census().resident_bytes == 32 * 32 * 4, "what sin saved is expected next, on the same stream"
-    with runtime.stream(runtime.new_stream()):
+    with runtime.stream(SimulatedStream("side")):
         (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     assert torch.equal(gradient, (x.detach() + 1.0).cos())
     offload.stats(synchronize=True)
@@ -229,7 +229,7 @@ def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(mon
         return allocate(layout, device, stream)
 
     monkeypatch.setattr(runtime, "allocate", full_at_first)
-    with runtime.stream(runtime.new_stream()):
+    with runtime.stream(SimulatedStream("side")):
         (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(gradient, expected)
     assert resident[:2] == [3 * nbytes, nbytes], "but for what is needed now"

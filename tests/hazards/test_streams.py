@@ -15,7 +15,7 @@ from torch import Tensor
 from eager_offload import Offload
 from eager_offload.runtime.base import Direction
 from eager_offload.simulation.log import Operation, Recorded, Waited, WrittenLog
-from eager_offload.simulation.simulated import SimulatedRuntime
+from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.blocks import Step
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
@@ -27,7 +27,7 @@ class Streams:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._simulated = backend.simulated if isinstance(backend, SimulatedBackend) else None
-        self._side = None if self._simulated is None else self._simulated.new_stream("side")
+        self._side = None if self._simulated is None else SimulatedStream("side")
 
     @property
     def are_threads(self) -> bool:
@@ -267,7 +267,7 @@ def test_h15_every_copy_out_waits_for_an_event_of_the_stream_that_packed() -> No
     simulated, recording = SimulatedRuntime(), WrittenLog()
     with simulated.checked(recording) as checker:
         side, offload = (
-            simulated.new_stream("side"),
+            SimulatedStream("side"),
             Offload(runtime=simulated, tier="host", min_bytes=0, keep_last_bytes=0),
         )
         with simulated.stream(side):

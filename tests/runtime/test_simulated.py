@@ -193,7 +193,7 @@ def test_h10_an_exception_leaves_the_runtime_usable(rig: Rig) -> None:
 
 
 def test_h14_the_current_stream_belongs_to_the_thread(rig: Rig) -> None:
-    side = rig.runtime.new_stream("side")
+    side = SimulatedStream("side")
     seen: list[object] = []
     with rig.runtime.stream(side):
         on_a_thread(lambda: seen.append(rig.runtime.current_stream(CPU)))
@@ -210,7 +210,7 @@ def test_there_is_one_transfer_stream_for_each_direction(rig: Rig) -> None:
 
 
 def test_two_compute_streams_that_share_a_tensor_without_an_event_are_reported(rig: Rig) -> None:
-    side = rig.runtime.new_stream()
+    side = SimulatedStream("side")
     with rig.runtime.checked() as checker:
         x = torch.ones(4)
         with rig.runtime.stream(side):

@@ -53,7 +53,7 @@ def test_compute_stalls_for_as_long_as_its_work_waits() -> None:
     target = rig.target(1024)
     runtime.copy(target, rig.slot(1024), rig.inward)
     runtime.wait(rig.main, runtime.record(rig.inward))
-    assert runtime.stall_seconds == 0.0, "no work waits yet"
+    assert runtime.timeline.stall_seconds == 0.0, "no work waits yet"
     runtime.advance(rig.main, 0.5, "second")
     assert runtime.timeline.spans == [
         Span(rig.main, 0.0, 0.25, "first", 0, False),
@@ -61,7 +61,7 @@ def test_compute_stalls_for_as_long_as_its_work_waits() -> None:
         Span(rig.main, 0.25, 1.0, "stall", 0, False),
         Span(rig.main, 1.0, 1.5, "second", 0, False),
     ]
-    assert (runtime.stall_seconds, runtime.overlap_seconds, runtime.timeline.end) == (0.75, 0.25, 1.5)
+    assert (runtime.timeline.stall_seconds, runtime.timeline.overlap_seconds, runtime.timeline.end) == (0.75, 0.25, 1.5)
 
 
 def test_a_transfer_that_waits_for_compute_is_no_stall() -> None:
@@ -72,7 +72,7 @@ def test_a_transfer_that_waits_for_compute_is_no_stall() -> None:
     runtime.wait(rig.out, runtime.record(rig.main))
     runtime.copy(rig.slot(1024), flat(source), rig.out)
     assert runtime.record(rig.out).time == 3.0
-    assert runtime.stall_seconds == 0.0
+    assert runtime.timeline.stall_seconds == 0.0
 
 
 def test_an_event_on_an_idle_stream_is_over_when_it_is_recorded(rig: Rig) -> None:
