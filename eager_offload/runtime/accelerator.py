@@ -99,23 +99,24 @@ class AcceleratorRuntime(Runtime):
 
     @property
     def captures(self) -> bool:
+        """Whether ``begin_capture`` can make graphs of what is enqueued on streams of the device."""
         return not self._inherited and self._api.makes_graphs()
 
     def begin_capture(
-        self, stream: Stream, mode: CaptureMode, pool: MemoryPool | None = None, *, keep: bool = False
+        self, stream: torch.Stream, mode: CaptureMode, pool: MemoryPool | None = None, *, keep: bool = False
     ) -> Capture:
-        assert isinstance(stream, torch.Stream)
+        """See ``AcceleratorCaptures.begin``."""
         self._indexed(stream.device)
-        if not self.captures:
-            return super().begin_capture(stream, mode, pool, keep=keep)
         if not self.is_capturing():
             self.slab_sizes()  # tries once whether memory can be pinned where it lies, which is not for a capture
         return self._captures.begin(stream, mode, pool, keep=keep)
 
     def end_capture(self, capture: Capture) -> None:
+        """See ``AcceleratorCaptures.end``."""
         self._captures.end(capture)
 
     def abandon_capture(self, capture: Capture) -> None:
+        """See ``AcceleratorCaptures.abandon``."""
         self._captures.abandon(capture)
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> torch.Stream:

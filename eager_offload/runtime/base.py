@@ -21,8 +21,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from eager_offload.errors import NoAcceleratorError, OffloadError
-from eager_offload.runtime.captures import Capture, CaptureMode, MemoryPool
+from eager_offload.errors import OffloadError
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
 
@@ -199,45 +198,6 @@ class Runtime(abc.ABC):
     def ran_inline(self, event: Event) -> bool:
         """Whether the copy that ``event`` stands behind kept the caller waiting, since no thread could be started."""
         return False
-
-    # -- graphs ---------------------------------------------------------------------------------------------------
-
-    @property
-    def captures(self) -> bool:
-        """Whether ``begin_capture`` can make graphs of what is enqueued on streams of the device."""
-        return False
-
-    def begin_capture(
-        self, stream: Stream, mode: CaptureMode, pool: MemoryPool | None = None, *, keep: bool = False
-    ) -> Capture:
-        """What is enqueued on ``stream`` becomes a part of a graph, until the capture ends; the stream is selected.
-
-        The host waits for the device first. So, during the capture, an event of before is over, and no driver is asked
-        about it; an event that is recorded inside of it is not over, and may be waited for by streams only.
-
-        Args:
-            stream: not the default one.
-            pool: the device memory of other graphs that this one is to share.
-            keep: whether the graph is to be looked at.
-
-        Raises:
-            NoAcceleratorError: nothing can be captured.
-            CaptureStateError: the calling thread captures, or another one in whose way this would be.
-        """
-        raise NoAcceleratorError("this runtime captures nothing: graphs are of accelerators")
-
-    def end_capture(self, capture: Capture) -> None:
-        """The graph of ``capture`` can be replayed from here on. The stream that was selected is selected again.
-
-        Raises:
-            CaptureInvalidatedError, UnjoinedStreamError: there is no graph. What it had is given back.
-            CaptureStateError: the capture is over, or another thread's.
-        """
-        raise NoAcceleratorError("this runtime captures nothing")
-
-    def abandon_capture(self, capture: Capture) -> None:
-        """Ends ``capture`` after an error, without a graph, and hides what the driver has to say of that."""
-        raise NoAcceleratorError("this runtime captures nothing")
 
     # -- for traces -----------------------------------------------------------------------------------------------
 

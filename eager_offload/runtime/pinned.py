@@ -30,8 +30,7 @@ from eager_offload.config import size_text
 from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.limits import pinning_limit
-from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
-from eager_offload.tiers.numa import node_of_device, prefer_node
+from eager_offload.tiers.memory import PAGE, anonymous_slab, node_of_device, prefer_node, resident_slab, view_of
 from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
 
 #: Bytes; the largest slab that is shared where sizes are exact.

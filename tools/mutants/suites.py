@@ -69,7 +69,7 @@ _FIRST = {
     "tiers/guard": "tiers/guard hazards/short_memory",
     "tiers/host": "tiers/shares tiers/arena hazards/short_memory",
     "tiers/limits": "tiers/limits",
-    "tiers/numa": "tiers/numa",
+    "tiers/memory": "tiers/numa tiers/untouched",
     "tiers/ranks": "tiers/limits",
     "tiers/base": "tiers/arena tiers/disk",
     "tiers/disk": "=disk",
@@ -92,7 +92,7 @@ _DEVICE = (
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
     "codecs compile eager/coding kernels observe/doctor observe/timestamps runtime/device_clock runtime/link_probe "
-    "runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/numa tiers/ranks"
+    "runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/ranks"
 )
 
 
