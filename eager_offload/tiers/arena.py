@@ -186,8 +186,7 @@ class Arena:
         try:
             return self._grown(partial(self.at_hand, nbytes, limit=limit, quota=quota))
         except (MemoryError, RuntimeError) as error:
-            if quota is not None:
-                quota.refusal = _why(error)
+            _note_refusal(error, quota)
             return None
 
     def at_hand(
@@ -210,8 +209,7 @@ class Arena:
             try:
                 slab, extent = self._cut(nbytes, limit, quota, memory)
             except (MemoryError, RuntimeError) as error:
-                if quota is not None:
-                    quota.refusal = _why(error)
+                _note_refusal(error, quota)
                 return None
             slot = HostSlot(slab, extent, nbytes, extent.fences, self.returned if slab.kind == "whole" else self._ended)
             record: Any = slot.record  # here and below, `Any` in place of a `cast`, which would be a call
@@ -546,13 +544,15 @@ class Arena:
         self._is_changing = False
 
 
-def _why(error: Exception) -> Shortage | None:
-    """What a user reads of the error that a slot was refused with; ``None`` where a budget is the reason."""
+def _note_refusal(error: Exception, quota: Quota | None) -> None:
+    """Tells ``quota`` why it is given nothing; its budget is the reason where no more is said."""
+    if quota is None:
+        return
     if isinstance(error, OverBudgetError):
-        return None
-    if isinstance(error, NoHeadroomError):
-        return error.shortage
-    text = str(error).partition("\n")[0]
-    return Shortage(
-        f"the system refused it ({text})", "end other programs that take memory, or set a lower host_budget"
-    )
+        quota.refusal = None
+    elif isinstance(error, NoHeadroomError):
+        quota.refusal = error.shortage
+    else:
+        text = str(error).partition("\n")[0]
+        remedy = "end other programs that take memory, or set a lower host_budget"
+        quota.refusal = Shortage(f"the system refused it ({text})", remedy)

@@ -140,7 +140,9 @@ class DiskTier(Tier):
         self._space: Space | None = Space(open_spill_files(paths, budget, file_type))
         #: Spaces that only their slots keep: of a closed tier, or with a disk that fails.
         self._left: Living[Space] = Living()
-        self._budget = _share_of(self._space.files) if budget is None else budget
+        # Each disk counts once.
+        free = {file.device: disk_budget(file.directory) for file in self._space.files} if budget is None else {}
+        self._budget = sum(free.values()) if budget is None else budget
         self._has_given_budget = budget is not None
         self._peak = self._written = 0
         tell_after_fork(self)
@@ -169,10 +171,21 @@ class DiskTier(Tier):
                 return Shortage("no directory serves any more", "name another one in disk_path")
             growing = [file for file in space.files if file.refusal is None]
             if not growing:
-                return _failure_of(space.files[0])
+                first = space.files[0]
+                return Shortage(
+                    f"the spill file in {str(first.directory)!r} cannot grow: {first.refusal}",
+                    "check the disk (the kernel's log says more), or name another one in disk_path",
+                )
             roomiest = max(growing, key=SpillFile.room)
             if left <= roomiest.room():
-                return self._used_up(roomiest)
+                budget = size_text(self._budget)
+                if self._has_given_budget:
+                    return Shortage(f"all of disk_budget is in use: {budget}", "raise disk_budget")
+                return Shortage(
+                    f"the {budget} that this process takes of the disk of {roomiest.directory} are in use, and it has "
+                    f"{size_text(roomiest.room())} more for others",
+                    "free some room there and begin anew, or give a disk_budget",
+                )
         try:
             limit = disk_headroom(roomiest.directory).binding
         except OSError as error:
@@ -180,16 +193,6 @@ class DiskTier(Tier):
                 f"the disk of {roomiest.directory} does not answer ({error})", "name another one in disk_path"
             )
         return Shortage(f"{limit.reason}, and some of it is always left to others", limit.remedy)
-
-    def _used_up(self, file: SpillFile) -> Shortage:
-        """All that may be taken is: of ``disk_budget`` where the user has given it, else of the disk."""
-        if self._has_given_budget:
-            return Shortage(f"all of disk_budget is in use: {size_text(self._budget)}", "raise disk_budget")
-        return Shortage(
-            f"the {size_text(self._budget)} that this process takes of the disk of {file.directory} are in use, and it "
-            f"has {size_text(file.room())} more for others",
-            "free some room there and begin anew, or give a disk_budget",
-        )
 
     @property
     def used_bytes(self) -> int:
@@ -280,8 +283,7 @@ class DiskTier(Tier):
         return self._space
 
     def _all(self) -> list[Space]:
-        spaces = [] if self._space is None else [self._space]
-        return [*spaces, *self._left] if self._left else spaces
+        return [*([] if self._space is None else [self._space]), *self._left]
 
     def _poll(self) -> None:
         for space in self._all():
@@ -317,18 +319,6 @@ def _timed(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:
         if elapsed > _MEASURING_SECONDS:
             return done, elapsed
     return len(calls), max(elapsed, 1e-9)
-
-
-def _failure_of(file: SpillFile) -> Shortage:
-    return Shortage(
-        f"the spill file in {str(file.directory)!r} cannot grow: {file.refusal}",
-        "check the disk (the kernel's log says more), or name another one in disk_path",
-    )
-
-
-def _share_of(files: Sequence[SpillFile]) -> int:
-    """What the disks of ``files`` have for this process, each disk counted once."""
-    return sum({file.directory.stat().st_dev: disk_budget(file.directory) for file in files}.values())
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -92,7 +92,6 @@ class SpillFile:
         #: Whether this process is a child and the file its parent's.
         self.inherited = False
         self._raw = file_type(directory)
-        #: The disk that it is on; two files may be on one.
         self.device = self._raw.device
         self._bounce = _Bounce()
         #: What the address of a source has to be a multiple of, in bytes; ``None``: through the page cache.

@@ -52,19 +52,19 @@ class Watched(RawFile):
 
     @property
     def stat(self) -> os.stat_result:
-        return os.fstat(self._descriptor)
+        return os.fstat(self.descriptor)
 
     def overwrite(self, offset: int, what: bytes) -> None:
         """What a faulty disk does: changes bytes behind everyone's back."""
         self.set_direct(False)
-        os.pwrite(self._descriptor, what, offset)
-        os.fsync(self._descriptor)
+        os.pwrite(self.descriptor, what, offset)
+        os.fsync(self.descriptor)
         self.set_direct(True)
 
     def cached_pages(self) -> int:
         """How many pages of the file the page cache holds."""
         length = self.stat.st_size
-        with mmap.mmap(self._descriptor, length) as mapped:
+        with mmap.mmap(self.descriptor, length) as mapped:
             pages = (ctypes.c_ubyte * (-(-length // mmap.PAGESIZE)))()
             anchor = ctypes.c_char.from_buffer(mapped)
             libc = ctypes.CDLL(None, use_errno=True)

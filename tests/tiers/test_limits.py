@@ -116,7 +116,7 @@ def test_h26_without_groups_the_memory_that_is_available_binds(machine: FakeMach
     found = host_headroom(machine.system)
     assert found.nbytes == 48 * GIB
     assert found.binding.kind == "memory"
-    assert str(found) == "48.0 GiB: 48.0 GiB of this machine's 64.0 GiB of memory are available"
+    assert found.binding.reason == "48.0 GiB of this machine's 64.0 GiB of memory are available"
     machine.write("proc/meminfo", "")
     assert host_headroom(machine.system).binding.capacity == psutil.virtual_memory().total
 
