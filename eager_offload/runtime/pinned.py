@@ -17,11 +17,9 @@ node of any of them.
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,18 +37,6 @@ _SHARED_BYTES = 64 << 20
 _MOST_REGISTERED = 32 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class _Registered:
-    """Pages that the driver pinned for this process."""
-
-    pages: Tensor
-    process: int
-
-    @property
-    def address(self) -> int:
-        return self.pages.data_ptr()
-
-
 class _Owner:
     """Goes with the last view of a registered slab."""
 
@@ -58,7 +44,7 @@ class _Owner:
 
 
 class _OwnerRecord(FinalizerRecord[_Owner]):
-    """The slab of an owner.
+    """The pages of an owner, which the driver pinned for this process.
 
     [Note: unpinning]
     The garbage collector may drop the last view, in the midst of anything, and the pages must be unpinned
@@ -66,12 +52,12 @@ class _OwnerRecord(FinalizerRecord[_Owner]):
     called.
     """
 
-    __slots__ = ("registered",)
-    registered: _Registered
+    __slots__ = ("pages",)
+    pages: Tensor
 
 
 #: Memory that a parent process had pinned: its child neither uses it nor gives it back.
-_inherited: list[_Registered] = []
+_inherited: list[_OwnerRecord] = []
 
 
 class PinnedMemory:
@@ -124,16 +110,14 @@ class PinnedMemory:
             except IndexError:  # another thread was faster
                 return
             assert isinstance(record, _OwnerRecord)
-            self._records.discard(record)
-            if record.registered.process != os.getpid():
-                _inherited.append(record.registered)
-            else:
-                self._api.unregister(record.registered.address)
+            if record in self._records:
+                self._records.discard(record)
+                self._api.unregister(record.pages.data_ptr())
 
     def after_fork(self) -> None:
         """The child's locks are free, and nothing of the parent's is touched."""
-        _inherited.extend(record.registered for record in self._records)
-        self._lock = threading.Lock()
+        _inherited.extend(self._records)
+        self._records, self._lock = set(), threading.Lock()
 
     def _can_register(self) -> bool:
         with self._lock:
@@ -156,9 +140,13 @@ class PinnedMemory:
             prefer_node(pages.data_ptr(), nbytes, node)
         owner = _Owner()
         record = _OwnerRecord(owner, self.returned.append)
-        record.registered = _Registered(pages, os.getpid())
-        self._api.register(pages.data_ptr(), nbytes)
+        record.pages = pages
         self._records.add(record)
+        try:
+            self._api.register(pages.data_ptr(), nbytes)
+        except Exception:  # after an interrupt they may be registered
+            self._records.discard(record)
+            raise
         return torch.frombuffer(view_of(pages.data_ptr(), nbytes, owner), dtype=torch.uint8)
 
     def _node(self) -> int | None:

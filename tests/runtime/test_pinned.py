@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import warnings
 
 import pytest
@@ -105,6 +106,28 @@ def test_a_slab_that_cannot_be_registered_is_pageable_which_is_said_once(
         slab = runtime.host_buffer(MIB)
     assert double.registered[slab.data_ptr()] == MIB
     assert double.pinned_by_torch == 0
+
+
+def test_a_slab_that_could_not_be_registered_is_not_unregistered(
+    double: RecordingAccelerator, runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever goes first of what the interpreter takes down after the error."""
+    runtime.host_buffer(PAGE)
+    runtime.poll()
+    kept = []
+
+    def refuse(address: int, nbytes: int) -> None:
+        kept.append(sys._getframe(1).f_locals["record"])
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(double, "register", refuse)
+    double.calls.clear()
+    with pytest.warns(RuntimeWarning, match="could not be pinned"):
+        runtime.host_buffer(MIB)
+    gc.collect()
+    assert kept[0]() is None
+    runtime.poll()
+    assert double.calls == []
 
 
 def test_a_machine_that_cannot_register_is_asked_once_and_pins_through_torch() -> None:
