@@ -131,7 +131,7 @@ class AcceleratorRuntime(Runtime):
             with self._lock:
                 streams = self._transfer_streams.get(device)
                 if streams is None:
-                    streams = self._transfer_streams[device] = self._create_streams(device)
+                    streams = self._transfer_streams[device] = TransferStreams(*self._free_streams(device, 2))
         return streams.outward if direction is Direction.OUT else streams.inward
 
     def capture_streams(self, device: torch.device) -> TransferStreams:
@@ -144,7 +144,8 @@ class AcceleratorRuntime(Runtime):
         with self._lock:
             streams = self._capture_streams.get(device)
             if streams is None:
-                streams = self._capture_streams[device] = self._create_streams(device, self._transfer_streams[device])
+                streams = TransferStreams(*self._free_streams(device, 2, self._transfer_streams[device]))
+                self._capture_streams[device] = streams
             return streams
 
     @contextmanager
@@ -192,7 +193,6 @@ class AcceleratorRuntime(Runtime):
         return self._pinned.allocate(nbytes) if pin_memory else self._pinned.pageable(nbytes)
 
     def slab_sizes(self, *, pin_memory: bool = True) -> SlabSizes | None:
-        """How large an arena's slabs have to be, so that pinning wastes nothing; ``None`` where any size will do."""
         return self._pinned.sizes if pin_memory else None
 
     def close(self) -> None:
@@ -392,10 +392,7 @@ class AcceleratorRuntime(Runtime):
         with self._lock:
             return self._free_streams(device, 1, [*self._transfer_streams[device], *captured])[0]
 
-    def _create_streams(self, device: torch.device, taken: Sequence[torch.Stream] = ()) -> TransferStreams:
-        return TransferStreams(*self._free_streams(device, 2, taken))
-
-    def _free_streams(self, device: torch.device, count: int, taken: Sequence[torch.Stream]) -> list[torch.Stream]:
+    def _free_streams(self, device: torch.device, count: int, taken: Sequence[torch.Stream] = ()) -> list[torch.Stream]:
         # All at once: CUDA hands streams out of a ring, so those that are taken one after the other are surely several,
         # and of so many more than are taken already so many are free.
         try:

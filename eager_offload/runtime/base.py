@@ -24,6 +24,7 @@ from torch import Tensor
 from eager_offload.errors import OffloadError
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
+from eager_offload.tiers.slabs import SlabSizes
 
 #: Streams and events are opaque and named by identity; each runtime has its own types.
 Stream: TypeAlias = Hashable
@@ -340,6 +341,10 @@ class Runtime(abc.ABC):
 
         The memory returns to the system when the tensor's storage goes.
         """
+
+    def slab_sizes(self) -> SlabSizes | None:
+        """How large an arena's slabs have to be so that nothing is wasted; ``None`` where any size will do."""
+        return None
 
     @abc.abstractmethod
     def bandwidth(self, device: torch.device, direction: Direction) -> float:
