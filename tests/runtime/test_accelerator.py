@@ -15,6 +15,7 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import Direction, Layout
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.runtime.accelerator_double import DEVICE, NBYTES, SECOND, host_slot, pattern, selection
+from tests.threads import on_threads
 
 
 @pytest.fixture
@@ -110,18 +111,14 @@ def test_h29_threads_inside_one_transfer_stream_at_once_get_their_own_streams_ba
     double.during_copy = lambda: both_inside.wait(timeout=30)
     restored: list[bool] = []
 
-    def work() -> None:
+    def work(number: int) -> None:
         double.set_stream(double.stream(DEVICE))
         before = selection(double)
         source, slot = double.empty(NBYTES, DEVICE), host_slot(runtime, NBYTES)
         runtime.copy(slot, source, out)
         restored.append(selection(double) == before)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(2, work)
     assert restored == [True, True]
     assert sum(call == f"copy {NBYTES} on 0/{out.stream_id}" for call in double.calls) == 2
 
@@ -145,15 +142,11 @@ def test_transfer_streams_are_created_once_whichever_thread_asks_first(
     start = threading.Barrier(8)
     found: list[torch.Stream] = []
 
-    def ask() -> None:
+    def ask(number: int) -> None:
         start.wait(timeout=30)
         found.append(runtime.transfer_stream(DEVICE, Direction.OUT))
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(8, ask)
     assert len({id(stream) for stream in found}) == 1
     assert double.calls.count("stream 0") == 2
     every = {runtime.transfer_stream(device, way) for device in (DEVICE, SECOND) for way in Direction}

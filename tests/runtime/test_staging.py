@@ -24,7 +24,7 @@ from eager_offload.simulation.log import Operation, Recorded, Synchronized
 from eager_offload.tiers.base import Region, Slot
 from eager_offload.tiers.disk import DiskSlot
 from tests.doubles.training_accelerator import TrainingAccelerator
-from tests.hazards.backends import assert_settled, transfer_threads
+from tests.hazards.backends import Gate, assert_settled, transfer_threads
 from tests.hazards.blocks import Step
 from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved
 from tests.runtime.test_accelerator_step import (
@@ -146,26 +146,12 @@ def test_the_host_tier_spills_to_the_disk(double: TrainingAccelerator, tmp_path:
 # -- stages ---------------------------------------------------------------------------------------------------------
 
 
-class Gate:
-    """Holds back what stands before it."""
-
-    def __init__(self) -> None:
-        self.reached, self._open = threading.Event(), threading.Event()
-
-    def __call__(self) -> None:
-        self.reached.set()
-        assert self._open.wait(60), "the gate was never opened"
-
-    def open(self) -> None:
-        self._open.set()
-
-
 @contextmanager
 def gated(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[Gate]:
     gate, original = Gate(), getattr(DiskSlot, name)
 
     def wait_first(slot: DiskSlot, tensor: Tensor) -> None:
-        gate()
+        gate.pass_through()
         original(slot, tensor)
 
     with monkeypatch.context() as patch:
@@ -183,7 +169,7 @@ def test_the_next_copies_leave_the_device_while_the_first_is_written(
     offload = make_offload(double, tmp_path)
     with gated(monkeypatch, "write") as gate:
         step.forward(offload)
-        assert gate.reached.wait(60)
+        gate.wait_until_reached()
         double.run_all()
         out = double.runtime.transfer_stream(CPU, Direction.OUT)
         assert double.pending(out) == 0, "every copy into staging has run, while nothing is on the disk yet"
@@ -241,7 +227,7 @@ def test_pack_waits_for_staging_room_only_when_all_of_it_is_taken(
     with gated(monkeypatch, "write") as gate:
         thread = threading.Thread(target=forward)
         thread.start()
-        assert gate.reached.wait(60)
+        gate.wait_until_reached()
         assert not done.wait(0.2), "eight forwards do not fit into 64 KiB of staging"
         assert staging_bytes(staging) <= 1 << 16
         gate.open()
@@ -432,7 +418,7 @@ def test_h10_a_target_outlives_the_copy_that_the_reader_has_still_to_enqueue(
             patch.setattr(runtime, "copy", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 step.backward()
-            assert gate.reached.wait(60)
+            gate.wait_until_reached()
             # What the interrupted call itself left behind is over: all but the reader let go of the target.
             runtime.synchronize_kept()
             gate.open()

@@ -17,10 +17,7 @@ _STEPS = (
 )
 #: By the beginning of the module's path in the package; the longest that fits counts.
 _FIRST = {
-    "=simulated": (
-        "runtime/simulated runtime/simulated_order runtime/simulated_clock runtime/checker runtime/observer "
-        "runtime/simulated_agreement"
-    ),
+    "=simulated": ("runtime/simulated runtime/checker runtime/observer runtime/simulated_agreement"),
     "=accelerator": (
         "runtime/accelerator runtime/accelerator_memory runtime/accelerator_step runtime/two_devices runtime/staging"
     ),
@@ -60,7 +57,7 @@ _FIRST = {
     "runtime/device_clock": "runtime/device_clock =accelerator",
     "runtime/host": "=host",
     "simulation/log": "runtime/accelerator =simulated",
-    "runtime/link_probe": "runtime/interrupted_probe runtime/accelerator_memory =accelerator",
+    "runtime/link_probe": "runtime/accelerator_memory =accelerator",
     "runtime/pinned": "runtime/pinned =accelerator",
     "runtime/staging": "runtime/staging =accelerator",
     "runtime/transfer_threads": "=host",
