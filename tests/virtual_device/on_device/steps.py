@@ -144,6 +144,10 @@ class Step:
         return [*(parameter.detach() for parameter in parameters), *moments]
 
 
+def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def inputs(count: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor, float]]:
     generator = torch.Generator().manual_seed(seed)
     for number in range(count):

@@ -40,7 +40,7 @@ from eager_offload.stats import KeepReason
 from tests.threads import on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import nodes_of, violations
-from tests.virtual_device.on_device.steps import Block, assert_captures, graphs_alive, inputs
+from tests.virtual_device.on_device.steps import Block, assert_captures, graphs_alive, inputs, same
 
 if not hasattr(torch.accelerator, "Graph"):
     pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
@@ -116,10 +116,6 @@ class Training:
             self.rate.update(rate)
             found.append(one(x.to(NAME), y.to(NAME)).cpu())
         return found + self.state()
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def link_bytes(virtual: VirtualDevice, call: Callable[[], object]) -> tuple[int, int]:
