@@ -245,7 +245,7 @@ def test_behind_a_slow_link_most_stays_and_gradients_are_exact(
     assert free.followed_forwards > 0
 
 
-# -- a plan that knows nothing of the optimizer: once its states show in the allocator's peak, less stays -----------------
+# -- a plan that knows nothing of the optimizer: once its states show in the allocator's peak, less stays --------------
 
 CONFIG = {"tier": "host", "min_bytes": MIB // 8, "max_inflight_bytes": WINDOW, "prefetch_bytes": WINDOW}
 MACHINE = eo.Machine("virtual", 1e12, 1e12, 1e12, 1e10, 1e10, 1 << 40, 5e-6)
