@@ -120,11 +120,6 @@ class AcceleratorRuntime(Runtime):
         self._captures.abandon(capture)
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> torch.Stream:
-        """The process's one transfer stream of ``device`` in ``direction``; created at the first call.
-
-        Raises:
-            OffloadError: this kind of device has no streams of its own making, or is not the accelerator.
-        """
         streams = self._transfer_streams.get(device)
         if streams is None:
             device = self._indexed(device)
@@ -176,8 +171,7 @@ class AcceleratorRuntime(Runtime):
                 api.set_stream(before)
 
     def host_buffer(self, nbytes: int, *, pin_memory: bool = True) -> Tensor:
-        """A slab of host memory: a flat ``uint8`` CPU tensor of ``nbytes``, page-aligned.
-
+        """
         Args:
             pin_memory: ``False`` for pageable memory. Copies between that and the device make the host wait for them.
                 Where pinning fails, the memory is pageable too, and one warning says so.
@@ -261,10 +255,6 @@ class AcceleratorRuntime(Runtime):
             self._pinned.poll()
 
     def bandwidth(self, device: torch.device, direction: Direction) -> float:
-        """Bytes a second between ``device`` and pinned host memory in ``direction``.
-
-        The first call makes the host wait for a few copies of up to 64 MiB; later ones return what it found.
-        """
         return self._probes(device).alone(direction)
 
     def duplex_bandwidth(self, device: torch.device, direction: Direction) -> float:

@@ -68,7 +68,8 @@ class LinkProbe:
             routes = [self._route(direction) for direction in directions]
             try:
                 self._copy(routes)
-                self._finish(routes)
+                for route in routes:
+                    self._runtime.synchronize(self._runtime.record(route.stream))
                 seconds = self._time(routes)
             except BaseException:  # an interrupt: the copies go on
                 for route in routes:
@@ -103,10 +104,6 @@ class LinkProbe:
         for route in routes:
             with self._runtime.enter(route.stream):
                 self._api.copy(route.target, route.source)
-
-    def _finish(self, routes: Iterable[_Route]) -> None:
-        for route in routes:
-            self._runtime.synchronize(self._runtime.record(route.stream))
 
     def _time(self, routes: list[_Route]) -> list[tuple[_Route, float]]:
         """Seconds that the copies of each route take, by the device's clock where it can tell, else by the host's."""

@@ -79,12 +79,12 @@ class DiskSlot(Slot):
             # disk has to be what the checksum is of.
             source = _private_copy(source, self._spans)
             self._checksum = _checksum(source)
-        self._space.write(self._extent, source, self._spans)
+        self._space.transfer("write", self._extent, source, self._spans)
         self.record.carried = sum(span.nbytes for span in self._spans)
 
     def read(self, target: Tensor) -> None:
         assert target.numel() == self.nbytes
-        self._space.read(self._extent, target, self._spans)
+        self._space.transfer("read", self._extent, target, self._spans)
         done = 0
         for span in (*self._spans, Span(self.nbytes, 0)):
             clear(target.data_ptr() + done, span.at - done)

@@ -64,7 +64,7 @@ def disk_in_the_log(double: TrainingAccelerator, monkeypatch: pytest.MonkeyPatch
 
     def note(read: Region, written: Region, what: str) -> None:
         if double.log is not None:
-            over = object()
+            over = threading.Event()
             double.log.write(Operation("disk", (read,), (written,), what))
             double.log.write(Recorded("disk", over))
             double.log.write(Synchronized(over))

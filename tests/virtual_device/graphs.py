@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def violations(nodes: Sequence[Node], without: Collection[Edge] = ()) -> list[Vi
     Each node is a stream by itself, since in a replay only edges order nodes.
     """
     checker = Checker()
-    events = [object() for _ in nodes]
+    events = [threading.Event() for _ in nodes]
     for node in nodes:
         for before in node.after:
             if (before, node.number) not in without:
