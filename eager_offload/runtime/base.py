@@ -4,8 +4,8 @@ A *runtime* knows how to move bytes and how to order that against compute; it kn
 worth moving, or when. There are three: ``accelerator`` (``torch.accelerator``), ``host`` (the device is the CPU) and
 ``simulated`` (virtual streams on a virtual clock).
 
-Every call that orders or touches memory goes through this class, so that a log of it can be written from outside, in
-the form that the happens-before checker reads: see ``simulation/log.py``.
+Every call that orders or touches memory goes through this class, so that a log of it can be written, in the form that
+the happens-before checker reads: see ``simulation/log.py``.
 """
 
 from __future__ import annotations

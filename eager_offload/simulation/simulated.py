@@ -30,7 +30,7 @@ from eager_offload._torch import TorchDispatchMode, weak_storage, without_dispat
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Hop, Layout, Runtime, Stream
 from eager_offload.simulation.checker import Access, AccessKind, Checker, Violation
-from eager_offload.simulation.log import Log, LoggedRuntime, WrittenLog
+from eager_offload.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog
 from eager_offload.simulation.observer import OperatorObserver
 from eager_offload.simulation.timeline import Span, Timeline
 from eager_offload.tiers.base import Slot
@@ -147,8 +147,8 @@ class _Selected(threading.local):
         self.stack: list[SimulatedStream] = []
 
 
-class SimulatedDevice(Runtime):
-    """A device with streams of its own and a clock that only work moves.
+class SimulatedRuntime(Runtime):
+    """A device with streams of its own and a clock that only work moves, whose calls can be checked.
 
     The defaults make a device that is much slower than its host, and links that are slower than compute: the host runs
     ahead, few queries say yes, and copies stay pending for as long as they can. The strictest proof of an ordering is
@@ -199,7 +199,10 @@ class SimulatedDevice(Runtime):
         self.default_stream = SimulatedStream("default")
         self._transfers = {d: SimulatedStream(f"transfer-{d.value}", is_transfer=True) for d in Direction}
         self._selected = _Selected()
+        self._log: Log | None = None
+        self._naming: OperatorObserver | None = None
         self._checker: Checker | None = None
+        #: Of the last ``checked()``.
         self._observer: OperatorObserver | None = None
 
     # -- what tests and planners use ----------------------------------------------------------------------------------
@@ -239,6 +242,53 @@ class SimulatedDevice(Runtime):
         """Copies that were enqueued and are not carried out yet."""
         with self._lock:
             return sum(isinstance(step, Move) for stream in self._transfers.values() for step in stream.queue)
+
+    def attach(self, log: Log | None, naming: OperatorObserver | None) -> None:
+        """Starts (or, with ``None``, ends) to write a log of every call below, and to name what is allocated."""
+        self._log, self._naming = log, naming
+
+    @contextmanager
+    def checked(self, recording: WrittenLog | None = None) -> Iterator[Checker]:
+        """Observes every operator of this thread, and checks the order of all accesses.
+
+        At the end whatever is still pending is carried out; ``checker.assert_clean()`` is left to the caller.
+
+        Args:
+            recording: gets the log too, to be replayed without one of its entries.
+        """
+        assert self._checker is None, "this runtime is being checked already"
+        checker = Checker()
+        log: Log = checker
+        if recording is not None:
+            recording.then = checker
+            log = recording
+        observer = OperatorObserver(self, log, torch.device("cpu"), home=self.default_stream, work=self._compute)
+        self._checker, self._observer = checker, observer
+        self.attach(observer, observer)
+        try:
+            with observer:
+                yield checker
+        finally:
+            observer.sweep()
+            self.synchronize_all()
+            self.attach(None, None)
+            self._checker = None
+
+    def watching(self) -> TorchDispatchMode:
+        """A context for a further thread that computes while this one is inside ``checked()``."""
+        assert self._checker is not None, "nothing is being checked"
+        assert self._observer is not None
+        return self._observer.elsewhere()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the storages that were allocated inside the last ``checked()`` and lived when last looked at."""
+        return 0 if self._observer is None else self._observer.resident_bytes
+
+    @property
+    def peak_resident_bytes(self) -> int:
+        """The most that ``resident_bytes`` ever was."""
+        return 0 if self._observer is None else self._observer.peak_resident_bytes
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
@@ -283,6 +333,8 @@ class SimulatedDevice(Runtime):
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(stream, SimulatedStream)
         assert isinstance(event, SimulatedEvent)
+        if self._log is not None:
+            self._log.write(Waited(stream, event))
         with self._lock:
             self._launch()
             stream.clear_from = max(stream.clear_from, event.time)
@@ -301,7 +353,9 @@ class SimulatedDevice(Runtime):
             if self.now < event.time:
                 return False
             self._carry_out(event.stream, event.position)
-            return True
+        if self._log is not None:
+            self._log.write(Synchronized(event))
+        return True
 
     def synchronize(self, event: Event) -> None:
         assert isinstance(event, SimulatedEvent)
@@ -311,6 +365,8 @@ class SimulatedDevice(Runtime):
             self.now = max(self.now, event.time)
             self._carry_out(event.stream, event.position)
             event.raise_failure()
+        if self._log is not None:
+            self._log.write(Synchronized(event))
 
     def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
         assert isinstance(stream, SimulatedStream)
@@ -320,11 +376,16 @@ class SimulatedDevice(Runtime):
         assert isinstance(tensor, Tensor), "one end of a copy rests in a tier, the other does not"
         direction, kind = (Direction.OUT, AccessKind.READ) if outward else (Direction.IN, AccessKind.WRITE)
         what, region, number = "offload" if outward else "reload", None, -1
-        if self._checker is not None and self._observer is not None:
-            region, number = self._observer.region(tensor), self._checker.entries - 1
-        move = Move(slot, tensor, direction, Access(stream, kind, what, region, number))
         for event in after:
-            SimulatedDevice.wait(self, stream, event)
+            self.wait(stream, event)
+        if self._log is not None:
+            assert self._naming is not None
+            region = self._naming.region(tensor)
+            reads, writes = (region, slot.region) if outward else (slot.region, region)
+            self._log.write(Operation(stream, (reads,), (writes,), what))
+        if self._checker is not None:
+            number = self._checker.entries - 1
+        move = Move(slot, tensor, direction, Access(stream, kind, what, region, number))
         with self._lock:
             self._launch()
             self._occupy(stream, slot.nbytes / self._bandwidths[direction], what, slot.nbytes)
@@ -342,7 +403,10 @@ class SimulatedDevice(Runtime):
         with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
             block = torch.full((layout.alignment_offset + layout.nbytes,), POISON, dtype=torch.uint8, device="cpu")
             assert block.data_ptr() % ALIGNMENT == 0, "torch aligns CPU memory to 64 bytes"
-            return block[layout.alignment_offset :]
+            target = block[layout.alignment_offset :]
+        if self._naming is not None:
+            self._naming.allocated(target, stream, "reload target")
+        return target
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -353,7 +417,10 @@ class SimulatedDevice(Runtime):
     def _new_event(self, stream: SimulatedStream) -> SimulatedEvent:
         with self._lock:
             self._launch()
-            return SimulatedEvent(stream, max(stream.tail, stream.clear_from, self.now))
+            event = SimulatedEvent(stream, max(stream.tail, stream.clear_from, self.now))
+        if self._log is not None:
+            self._log.write(Recorded(stream, event))
+        return event
 
     def _launch(self) -> None:
         self.now += self.launch_seconds
@@ -396,50 +463,3 @@ class SimulatedDevice(Runtime):
         self.faults.append(violation)
         if self._checker is not None:
             self._checker.report(violation)
-
-
-class SimulatedRuntime(LoggedRuntime, SimulatedDevice):
-    """A simulated device whose calls can be checked; see ``SimulatedDevice`` for its arguments."""
-
-    @contextmanager
-    def checked(self, recording: WrittenLog | None = None) -> Iterator[Checker]:
-        """Observes every operator of this thread, and checks the order of all accesses.
-
-        At the end whatever is still pending is carried out; ``checker.assert_clean()`` is left to the caller.
-
-        Args:
-            recording: gets the log too, to be replayed without one of its entries.
-        """
-        assert self._checker is None, "this runtime is being checked already"
-        checker = Checker()
-        log: Log = checker
-        if recording is not None:
-            recording.then = checker
-            log = recording
-        observer = OperatorObserver(self, log, torch.device("cpu"), home=self.default_stream, work=self._compute)
-        self._checker, self._observer = checker, observer
-        self.attach(observer, observer)
-        try:
-            with observer:
-                yield checker
-        finally:
-            observer.sweep()
-            self.synchronize_all()
-            self.attach(None, None)
-            self._checker = None
-
-    def watching(self) -> TorchDispatchMode:
-        """A context for a further thread that computes while this one is inside ``checked()``."""
-        assert self._checker is not None, "nothing is being checked"
-        assert self._observer is not None
-        return self._observer.elsewhere()
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the storages that were allocated inside the last ``checked()`` and lived when last looked at."""
-        return 0 if self._observer is None else self._observer.resident_bytes
-
-    @property
-    def peak_resident_bytes(self) -> int:
-        """The most that ``resident_bytes`` ever was."""
-        return 0 if self._observer is None else self._observer.peak_resident_bytes

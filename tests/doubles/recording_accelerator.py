@@ -50,7 +50,7 @@ class _Block:
 
 
 class RecordingAccelerator(AcceleratorApi):
-    """The machine: an ``AcceleratorApi`` for the runtime and a ``Naming`` for its log.
+    """The machine: an ``AcceleratorApi`` for the runtime.
 
     Args:
         devices: how many there are; 0 for a machine without an accelerator.
@@ -247,7 +247,7 @@ class RecordingAccelerator(AcceleratorApi):
     def device_of(self, tensor: Tensor) -> torch.device:
         return torch.device("cuda", (self._block_of(tensor) or _nowhere()).key.device_index)
 
-    # -- Naming -----------------------------------------------------------------------------------------------------
+    # -- what its memory is called ------------------------------------------------------------------------------------
 
     def region(self, tensor: Tensor) -> Region:
         block = self._block_of(tensor) or _nowhere()
