@@ -55,6 +55,8 @@ class TrainingAccelerator(RecordingAccelerator):
         self._side_streams: set[Key] = set()
         self._known: weakref.WeakSet[Mark] = weakref.WeakSet()
         self._pinned: list[object] = []
+        #: Where the calls are written, and operators by whom they are seen.
+        self.log: Log | None = None
         self._observer: OperatorObserver | None = None
 
     # -- what a test does with it -----------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def test_synchronize_waits_for_what_the_event_stands_for_and_no_more(
 ) -> None:
     compute, out = runtime.current_stream(DEVICE), runtime.transfer_stream(DEVICE, Direction.OUT)
     source, slot = double.empty(NBYTES, DEVICE), host_slot(runtime, NBYTES)
-    double.launch(compute, lambda x: x.copy_(pattern(NBYTES, 1)), source, what="forward")
+    double.launch(compute, lambda x: x.copy_(pattern(NBYTES, 1)), source)
     runtime.wait(out, runtime.record(compute))
     copied = runtime.copy(slot, source, out)
     runtime.copy(slot, source, out)

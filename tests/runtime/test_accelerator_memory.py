@@ -91,7 +91,7 @@ def test_h22_copies_are_exact_in_any_mode_of_the_caller(mode: Callable[[], torch
     with mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
         slot, compute = host_slot(runtime, NBYTES), runtime.current_stream(DEVICE)
         source = double.empty(NBYTES, DEVICE)
-        double.launch(compute, lambda x: x.copy_(pattern(NBYTES, 2)), source, what="forward")
+        double.launch(compute, lambda x: x.copy_(pattern(NBYTES, 2)), source)
         runtime.copy(slot, source, runtime.transfer_stream(DEVICE, Direction.OUT), [runtime.record(compute)])
     double.run_all()
     assert torch.equal(slot.tensor, pattern(NBYTES, 2))
