@@ -70,7 +70,7 @@ def sample(step: int, began: float, offload: eo.Offload) -> Sample:
     (offloader,) = offload._offloaders.all()
     (tier,) = offloader.tiers
     assert isinstance(tier, HostTier | DiskTier)
-    tier.poll()  # what dead slots leave behind is taken up at the next call, which is this one
+    _ = tier.used_bytes  # what dead slots leave behind is taken up at the next call, which is this one
     found, kinds = counted(), Counter[str]()
     for what, number in found.items():
         kinds[what.rpartition(".")[2] if what.startswith("objects: eager_offload.") else ""] += number

@@ -133,7 +133,6 @@ class DiskTier(Tier):
         self._paths = paths
         self._verify = verify
         self._file_type = file_type
-        self._bandwidth: Bandwidth | None = None
         self._closed = False
         self._lock = threading.Lock()
         #: ``None`` in a forked child that has not asked for room yet.
@@ -234,21 +233,25 @@ class DiskTier(Tier):
         with self._lock:
             return self._space is not None and all(file.memory_alignment is not None for file in self._space.files)
 
-    def poll(self) -> None:
-        """Takes up the slots that have died; once all have, gives the buffers of transfers back to the system."""
-        with self._lock:
-            self._poll()
-
     def measure(self) -> Bandwidth:
-        """What this disk does, through the tier itself; measured at the first call, then remembered.
+        """What this disk does, through the tier itself.
 
         Raises:
             CapacityError: there is no room to try it.
             TransferError: the disk failed.
         """
-        if self._bandwidth is None:
-            self._bandwidth = self._measure()
-        return self._bandwidth
+        source = anonymous_slab(_MEASURED_PIECE)
+        # Not zeros: filesystems and disks that compress would make nothing of them. And not from torch's own generator:
+        # the next dropout would differ from that of a run without offload.
+        source.view(torch.int64).random_(generator=torch.Generator())
+        slots: list[DiskSlot] = []
+        while len(slots) * _MEASURED_PIECE < _MEASURED_BYTES and (slot := self.reserve(_MEASURED_PIECE)) is not None:
+            slots.append(slot)
+        if not slots:
+            raise CapacityError(f"there is no room for {_MEASURED_PIECE} bytes in the disk tier to measure it with")
+        written, write_seconds = _timed([partial(slot.write, source) for slot in slots])
+        read, read_seconds = _timed([partial(slot.read, source) for slot in slots[:written]])
+        return Bandwidth(written * _MEASURED_PIECE / write_seconds, read * _MEASURED_PIECE / read_seconds)
 
     def close(self) -> None:
         with self._lock:
@@ -294,20 +297,6 @@ class DiskTier(Tier):
 
     def _length(self) -> int:
         return sum(space.length for space in self._all())
-
-    def _measure(self) -> Bandwidth:
-        source = anonymous_slab(_MEASURED_PIECE)
-        # Not zeros: filesystems and disks that compress would make nothing of them. And not from torch's own generator:
-        # the next dropout would differ from that of a run without offload.
-        source.view(torch.int64).random_(generator=torch.Generator())
-        slots: list[DiskSlot] = []
-        while len(slots) * _MEASURED_PIECE < _MEASURED_BYTES and (slot := self.reserve(_MEASURED_PIECE)) is not None:
-            slots.append(slot)
-        if not slots:
-            raise CapacityError(f"there is no room for {_MEASURED_PIECE} bytes in the disk tier to measure it with")
-        written, write_seconds = _timed([partial(slot.write, source) for slot in slots])
-        read, read_seconds = _timed([partial(slot.read, source) for slot in slots[:written]])
-        return Bandwidth(written * _MEASURED_PIECE / write_seconds, read * _MEASURED_PIECE / read_seconds)
 
 
 def _timed(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:

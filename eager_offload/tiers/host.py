@@ -103,10 +103,6 @@ class HostTier(Tier):
     def restart_peak(self) -> None:
         self._arena.restart_peak(self._quota)
 
-    def poll(self) -> None:
-        """Takes up the slots that have died and gives back to the system what is idle beyond the arena's allowance."""
-        self._arena.poll()
-
     def close(self) -> None:
         self._arena.leave(self._quota)
 

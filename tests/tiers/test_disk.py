@@ -88,7 +88,7 @@ def test_h25_a_thousand_steps_leave_the_file_as_it_was(directory: Path) -> None:
     assert file.written >= 1000 * PAGE
 
 
-def test_measuring_moves_little_is_remembered_and_leaves_no_trace(directory: Path) -> None:
+def test_measuring_moves_little_and_leaves_no_trace(directory: Path) -> None:
     tier, file = open_tier(directory)
     state = torch.get_rng_state()
     first = tier.measure()
@@ -96,8 +96,6 @@ def test_measuring_moves_little_is_remembered_and_leaves_no_trace(directory: Pat
     moved = file.written
     assert 0 < moved <= 65 * MIB
     assert min(first.write, first.read) > 0
-    assert tier.measure() is first
-    assert file.written == moved
     assert tier.used_bytes == 0
     with pytest.raises(CapacityError, match="no room"):
         DiskTier([directory], MIB).measure()
