@@ -18,13 +18,9 @@ _STEPS = (
 #: By the beginning of the module's path in the package; the longest that fits counts.
 _FIRST = {
     "=simulated": ("runtime/simulated runtime/checker runtime/observer runtime/simulated_agreement"),
-    "=accelerator": (
-        "runtime/accelerator runtime/accelerator_memory runtime/accelerator_step runtime/two_devices runtime/staging"
-    ),
+    "=accelerator": ("runtime/accelerator runtime/accelerator_step runtime/two_devices runtime/staging"),
     "=host": "host_runtime transfer_threads",
-    "=disk": (
-        "tiers/disk tiers/interrupted_slots tiers/disk_files tiers/disk_failures tiers/disk_room tiers/disk_stripes"
-    ),
+    "=disk": ("tiers/disk tiers/interrupted_slots tiers/disk_files tiers/disk_room tiers/disk_stripes"),
     "": "",
     "compile": "compile/order compile/backend",
     "codecs": "codecs/exact codecs/rounded codecs/policy",
@@ -57,7 +53,7 @@ _FIRST = {
     "runtime/device_clock": "runtime/device_clock =accelerator",
     "runtime/host": "=host",
     "simulation/log": "runtime/accelerator =simulated",
-    "runtime/link_probe": "runtime/accelerator_memory =accelerator",
+    "runtime/link_probe": "=accelerator",
     "runtime/pinned": "runtime/pinned =accelerator",
     "runtime/staging": "runtime/staging =accelerator",
     "runtime/transfer_threads": "=host",
