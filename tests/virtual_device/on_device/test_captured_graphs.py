@@ -69,7 +69,7 @@ class Trained:
         self.step = step = Step(stream)
         self.rate, self.inputs = DeviceScalar(1e-2), StaticInputs((step.x, step.y))
         step.rate, (step.x, step.y) = self.rate.tensor, self.inputs.values
-        step.optimizer = torch.optim.AdamW(step.block.parameters(), lr=self.rate.tensor, fused=True)
+        step.optimizer = torch.optim.AdamW(step.model.parameters(), lr=self.rate.tensor, fused=True)
         for number in range(0 if pool is None else 8):
             part = pool.host_buffer(step.x.nbytes)
             assert part.is_pinned()

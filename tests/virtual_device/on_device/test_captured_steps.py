@@ -40,7 +40,7 @@ from eager_offload.stats import KeepReason
 from tests.threads import on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import nodes_of, violations
-from tests.virtual_device.on_device.steps import Block, assert_captures, graphs_alive, inputs, same
+from tests.virtual_device.on_device.steps import Block, Resumable, assert_captures, graphs_alive, inputs, same
 
 if not hasattr(torch.accelerator, "Graph"):
     pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
@@ -59,7 +59,7 @@ def _nothing_is_left(virtual: VirtualDevice) -> Iterator[None]:
     assert_captures()
 
 
-class Training:
+class Training(Resumable):
     """A block of a GPT with dropout, a fused AdamW, and a rate that changes.
 
     Args:
@@ -90,22 +90,6 @@ class Training:
     def capture(self, offload: Offload | None, **arguments: Any) -> CapturedStep:
         x, y, _ = next(inputs(1, seed=9))
         return capture_step(self, (x.to(NAME), y.to(NAME)), offload=offload, scalars=[self.rate], **arguments)
-
-    def state(self) -> list[Tensor]:
-        torch.accelerator.synchronize()
-        return [tensor.detach().cpu() for tensor in self._changing()]
-
-    def restore(self, state: list[Tensor]) -> None:
-        torch.accelerator.synchronize()
-        with torch.no_grad():
-            for tensor, value in zip(self._changing(), state, strict=True):
-                tensor.copy_(value)
-
-    def _changing(self) -> list[Tensor]:
-        return [
-            *self._parameters(),
-            *(value for one in self._parameters() for value in self.optimizer.state[one].values()),
-        ]
 
     def run(self, one: Callable[[Tensor, Tensor], Tensor], state: list[Tensor], count: int) -> list[Tensor]:
         """The losses of ``count`` steps from ``state``, and all that they have changed."""
