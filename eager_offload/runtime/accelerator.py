@@ -255,10 +255,10 @@ class AcceleratorRuntime(Runtime):
             self._pinned.poll()
 
     def bandwidth(self, device: torch.device, direction: Direction) -> float:
-        return self._probes(device).alone(direction)
+        return self._probe(device).bandwidth(direction)
 
     def duplex_bandwidth(self, device: torch.device, direction: Direction) -> float:
-        return self._probes(device).both_ways(direction)
+        return self._probe(device).bandwidth(direction, both_ways=True)
 
     def record(self, stream: Stream) -> AcceleratorEvent:
         assert isinstance(stream, torch.Stream)
@@ -394,7 +394,7 @@ class AcceleratorRuntime(Runtime):
             ) from error
         return [stream for stream in streams if stream not in taken][:count]
 
-    def _probes(self, device: torch.device) -> LinkProbe:
+    def _probe(self, device: torch.device) -> LinkProbe:
         device = self._indexed(device)
         self.transfer_stream(device, Direction.OUT)
         with self._lock:

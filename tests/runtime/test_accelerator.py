@@ -442,10 +442,10 @@ def test_the_first_copies_are_over_before_others_are_timed(monkeypatch: pytest.M
 
     monkeypatch.setattr(runtime, "synchronize", noted)
     double.during_copy = lambda: said.append("copy")
-    assert probe.alone(Direction.OUT) > 0
+    assert probe.bandwidth(Direction.OUT) > 0
     assert said == ["copy", "waited", *["copy"] * 4]
     said.clear()
-    assert probe.both_ways(Direction.OUT) > 0
+    assert probe.bandwidth(Direction.OUT, both_ways=True) > 0
     assert said == [*["copy"] * 2, *["waited"] * 2, *["copy"] * 8]
 
 
