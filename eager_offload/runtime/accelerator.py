@@ -28,7 +28,7 @@ from eager_offload.runtime.link_probe import LinkProbe
 from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.runtime.staging import StagedEvent, Staging
 from eager_offload.tiers.base import Slot
-from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
+from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, tell_after_fork
 from eager_offload.tiers.slabs import SlabSizes
 
 #: So many first copies of a transfer stream are timed, and one in so many later ones; a timed copy costs an event more.
@@ -357,7 +357,7 @@ class AcceleratorRuntime(Runtime):
         """The child has no device: what its parent started there is neither asked about nor given back."""
         self._inherited = True
         CAPTURES.under_way = ()
-        _of_the_parent.extend([self._kept, self._events, self._transfer_streams, self._capture_streams])
+        LEFT_TO_THE_PARENT.extend([self._kept, self._events, self._transfer_streams, self._capture_streams])
         self._transfer_streams, self._capture_streams = {}, {}
         self._kept = deque()
         self._lock, self._links = threading.Lock(), {}
@@ -413,9 +413,6 @@ def _index(device: torch.device) -> int | None:
 
 _runtime: AcceleratorRuntime | None = None
 _runtime_lock = ForkSafeLock()
-
-#: What only the parent of this process may let go of.
-_of_the_parent: list[object] = []
 
 
 def accelerator_runtime() -> AcceleratorRuntime:

@@ -149,8 +149,6 @@ class HostRuntime(Runtime):
         return target[layout.alignment_offset :] if layout.alignment_offset else target
 
     def after_fork(self) -> None:
-        self._out.after_fork()
-        self._in.after_fork()
         self._process = psutil.Process()
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from eager_offload.config import size_text
 from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.tiers.forking import LEFT_TO_THE_PARENT
 from eager_offload.tiers.limits import pinning_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, node_of_device, prefer_node, resident_slab, view_of
 from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
@@ -54,10 +55,6 @@ class _OwnerRecord(FinalizerRecord[_Owner]):
 
     __slots__ = ("pages",)
     pages: Tensor
-
-
-#: Memory that a parent process had pinned: its child neither uses it nor gives it back.
-_inherited: list[_OwnerRecord] = []
 
 
 class PinnedMemory:
@@ -116,7 +113,7 @@ class PinnedMemory:
 
     def after_fork(self) -> None:
         """The child's locks are free, and nothing of the parent's is touched."""
-        _inherited.extend(self._records)
+        LEFT_TO_THE_PARENT.extend(self._records)
         self._records, self._lock = set(), threading.Lock()
 
     def _can_register(self) -> bool:

@@ -39,7 +39,7 @@ from eager_offload.runtime.host import carry
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot
-from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
+from eager_offload.tiers.forking import ForkSafeLock
 from eager_offload.tiers.slabs import HostSlot
 
 #: Bytes of staging memory for each way, for the whole process.
@@ -146,7 +146,6 @@ class Staging:
         self._writer = TransferThread("eager_offload-write")
         self._reader = TransferThread("eager_offload-read")
         self._out, self._in = _Room(device, limit), _Room(device, limit)
-        tell_after_fork(self)
 
     def offload(self, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event]) -> StagedEvent:
         """Enqueues the copy of ``source`` into staging and has it written to ``slot``; see ``Runtime.copy``."""
@@ -200,10 +199,6 @@ class Staging:
         self._reader.close()
         self._out.close()
         self._in.close()
-
-    def after_fork(self) -> None:
-        self._writer.after_fork()
-        self._reader.after_fork()
 
 
 def _of_device(after: Sequence[Event]) -> list[Event]:

@@ -19,7 +19,7 @@ from eager_offload.errors import reentered
 from eager_offload.tiers.base import MustGrow, Shortage, Slot
 from eager_offload.tiers.extents import Extent
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
-from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
+from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, tell_after_fork
 from eager_offload.tiers.guard import NoHeadroomError
 from eager_offload.tiers.memory import PAGE, anonymous_slab
 from eager_offload.tiers.slabs import ExactSizes, HostSlot, HostSlotRecord, Quota, Slab, Slabs, SlabSizes
@@ -31,9 +31,6 @@ _LINE = 64
 #: An idle slab serves a request that is smaller by at most this part, while all such slack is below that part of what
 #: is used.
 _SLACK, _TOTAL_SLACK = 8, 32
-
-#: What a forked child must neither use nor give back: a driver that only the parent can talk to may have pinned it.
-_inherited: list[object] = []
 
 
 class OverBudgetError(MemoryError):
@@ -151,7 +148,7 @@ class Arena:
 
     def after_fork(self) -> None:
         """The child starts with an empty arena; slots from before the fork stay readable there, as copies."""
-        _inherited.extend([self.returned, self._records, self._slabs])
+        LEFT_TO_THE_PARENT.extend([self.returned, self._records, self._slabs])
         self._reset()
         for quota in self._quotas:
             quota.reset()
