@@ -15,9 +15,6 @@ from tests.runtime.test_beside_an_accelerator import forward
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import capturing
 
-if not hasattr(torch.accelerator, "Graph"):
-    pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
-
 MESSAGE = "being captured into a graph.*Leave the capture out of `with offload:`"
 
 

@@ -45,9 +45,6 @@ from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import nodes_of, violations
 from tests.virtual_device.on_device.steps import BATCH, TOKENS, WIDTH, Step, assert_captures, graphs_alive, inputs
 
-if not hasattr(torch.accelerator, "Graph"):
-    pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
-
 REPLAYS = 100
 HERE = torch.device(NAME, 0)
 

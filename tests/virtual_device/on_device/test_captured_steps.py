@@ -42,9 +42,6 @@ from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import nodes_of, violations
 from tests.virtual_device.on_device.steps import Block, Resumable, assert_captures, graphs_alive, inputs, same
 
-if not hasattr(torch.accelerator, "Graph"):
-    pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
-
 REPLAYS = 100
 #: In so many a missing edge shows.
 FEW = 20

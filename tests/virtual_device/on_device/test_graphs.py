@@ -15,9 +15,6 @@ from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import Edge, capturing, nodes_of, violations
 from tests.virtual_device.on_device.steps import Step, captured, inputs, same
 
-if not hasattr(torch.accelerator, "Graph"):
-    pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
-
 REPLAYS = 20
 INVALIDATED = "was invalidated by an earlier call"
 
