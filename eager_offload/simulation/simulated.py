@@ -203,7 +203,7 @@ class SimulatedRuntime(Runtime):
         self._naming: OperatorObserver | None = None
         self._checker: Checker | None = None
         #: Of the last ``checked()``.
-        self._observer: OperatorObserver | None = None
+        self.observer: OperatorObserver | None = None
 
     # -- what tests and planners use ----------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class SimulatedRuntime(Runtime):
             recording.then = checker
             log = recording
         observer = OperatorObserver(self, log, torch.device("cpu"), home=self.default_stream, work=self._compute)
-        self._checker, self._observer = checker, observer
+        self._checker, self.observer = checker, observer
         self.attach(observer, observer)
         try:
             with observer:
@@ -277,18 +277,8 @@ class SimulatedRuntime(Runtime):
     def watching(self) -> TorchDispatchMode:
         """A context for a further thread that computes while this one is inside ``checked()``."""
         assert self._checker is not None, "nothing is being checked"
-        assert self._observer is not None
-        return self._observer.elsewhere()
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the storages that were allocated inside the last ``checked()`` and lived when last looked at."""
-        return 0 if self._observer is None else self._observer.resident_bytes
-
-    @property
-    def peak_resident_bytes(self) -> int:
-        """The most that ``resident_bytes`` ever was."""
-        return 0 if self._observer is None else self._observer.peak_resident_bytes
+        assert self.observer is not None
+        return self.observer.elsewhere()
 
     # -- the contract -------------------------------------------------------------------------------------------------
 

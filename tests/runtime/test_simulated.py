@@ -263,7 +263,7 @@ def test_peak_resident_bytes_are_those_of_what_was_allocated_inside(rig: Rig) ->
         y = weight * 3
         del x, y
         z = weight * 4
-    assert (rig.runtime.peak_resident_bytes, rig.runtime.resident_bytes) == (8192, 4096)
+    assert (rig.runtime.observer.peak_resident_bytes, rig.runtime.observer.resident_bytes) == (8192, 4096)
     assert z.numel() == 1024
 
 
@@ -279,7 +279,7 @@ def test_h25_a_thousand_transfers_leave_nothing_behind(rig: Rig) -> None:
             runtime.wait(rig.main, event)
             del x
         assert runtime.pending_copies == 0
-        assert runtime.resident_bytes <= 512
+        assert runtime.observer.resident_bytes <= 512
         assert checker.cells < 50
     checker.assert_clean()
 

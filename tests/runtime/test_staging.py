@@ -21,12 +21,13 @@ from eager_offload.runtime.base import Direction, Layout
 from eager_offload.runtime.staging import StagedEvent, Staging
 from eager_offload.simulation.checker import Checker
 from eager_offload.simulation.log import Operation, Recorded, Synchronized
-from eager_offload.tiers.base import Region, Slot
+from eager_offload.tiers.base import Region
 from eager_offload.tiers.disk import DiskSlot
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import Gate, assert_settled, transfer_threads
 from tests.hazards.blocks import Step
 from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved
+from tests.runtime.simulated_rig import DistantSlot
 from tests.runtime.test_accelerator_step import (
     Program,
     Streams,
@@ -315,23 +316,11 @@ def test_no_memory_for_staging_leaves_the_source_on_the_device(
     offload.close()
 
 
-class Elsewhere(Slot):
-    """A slot that can be reached by no copy engine, and that gives zeros."""
-
-    tier = "elsewhere"
-
-    @property
-    def region(self) -> Region:
-        return Region(("elsewhere", id(self)), 0, self.nbytes)
-
-    def write(self, source: Tensor) -> None:
-        raise AssertionError("nothing is written here")
+class Elsewhere(DistantSlot):
+    """Gives zeros."""
 
     def read(self, target: Tensor) -> None:
         target.zero_()
-
-    def memory(self) -> memoryview:
-        raise AssertionError("these bytes have no address")
 
 
 def test_a_host_that_waits_for_a_reload_waits_for_the_device_too(double: TrainingAccelerator) -> None:
@@ -339,7 +328,7 @@ def test_a_host_that_waits_for_a_reload_waits_for_the_device_too(double: Trainin
     compute, back = runtime.current_stream(CPU), runtime.transfer_stream(CPU, Direction.IN)
     target = runtime.allocate(Layout(4096), CPU, compute)
     target.fill_(7)
-    event = runtime.copy(target, Elsewhere(4096, ()), back, [runtime.record(compute)])
+    event = runtime.copy(target, Elsewhere(4096), back, [runtime.record(compute)])
     runtime.synchronize(event)
     assert not target.any()
     assert double.pending(back) == 0
@@ -354,7 +343,7 @@ def test_staging_memory_for_reloads_is_waited_for_rather_than_exceeded() -> None
     compute, back = runtime.current_stream(CPU), runtime.transfer_stream(CPU, Direction.IN)
     for megabytes in (32, 48, 33, 50):  # none of them fits beside, or into, the room of the one before
         target = runtime.allocate(Layout(megabytes << 20), CPU, compute)
-        event = runtime.copy(target, Elsewhere(megabytes << 20, ()), back, [runtime.record(compute)])
+        event = runtime.copy(target, Elsewhere(megabytes << 20), back, [runtime.record(compute)])
         assert isinstance(event, StagedEvent)
         assert event.work is not None
         event.work.result()
