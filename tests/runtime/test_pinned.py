@@ -9,15 +9,15 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor
 
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier
-from eager_offload.tiers.memory import PAGE, anonymous_slab
+from eager_offload.tiers.memory import PAGE
 from eager_offload.tiers.slabs import ExactSizes, HostSlot, PowersOfTwo, SlabSizes
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.threads import on_a_thread
+from tests.tiers.rig import System
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -187,15 +187,8 @@ def test_h28_a_forked_child_gives_back_nothing_of_its_parents(
 # -- waste ----------------------------------------------------------------------------------------------------------
 
 
-class Counted:
-    """Hands out pages that are never touched, and adds up what torch's allocator would have taken for them."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def __call__(self, nbytes: int) -> Tensor:
-        self.sizes.append(nbytes)
-        return anonymous_slab(nbytes)
+class Counted(System):
+    """Adds up what torch's allocator would have taken."""
 
     @property
     def rounded(self) -> int:

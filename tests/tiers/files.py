@@ -120,15 +120,14 @@ class Halting(Watched):
         self._next = iter(lengths * 10_000)
 
     def write_from(self, source: memoryview, offset: int) -> int:
-        length = next(self._next, len(source))
-        if length % 512:  # the call stops early, after whole sectors, and says less than it did
-            super().write_from(source[: -(-length // 4096) * 4096], offset)
-            return min(length, len(source))
-        return super().write_from(source[:length], offset) if length else 0
+        return self._some_of(super().write_from, source, offset)
 
     def read_into(self, target: memoryview, offset: int) -> int:
-        length = next(self._next, len(target))
-        if length % 512:
-            super().read_into(target[: -(-length // 4096) * 4096], offset)
-            return min(length, len(target))
-        return super().read_into(target[:length], offset) if length else 0
+        return self._some_of(super().read_into, target, offset)
+
+    def _some_of(self, move: Callable[[memoryview, int], int], memory: memoryview, offset: int) -> int:
+        length = next(self._next, len(memory))
+        if length % 512:  # the call stops early, after whole sectors, and says less than it did
+            move(memory[: -(-length // 4096) * 4096], offset)
+            return min(length, len(memory))
+        return move(memory[:length], offset) if length else 0
