@@ -13,3 +13,10 @@ def on_a_thread(work: Callable[[], T]) -> T:
     """What ``work`` returns or raises on a thread that has ended then."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()
+
+
+def on_threads(count: int, work: Callable[[int], object]) -> None:
+    """Calls ``work`` on so many threads at once, with their numbers; raises what the first of them raised."""
+    with ThreadPoolExecutor(count) as pool:
+        for done in [pool.submit(work, number) for number in range(count)]:
+            done.result()

@@ -85,9 +85,11 @@ class ThreadState:
         self.packed = 0
         self._forwards = {}
         self.may_follow, self.run, self.recorder = True, None, None
-        if any(saves.offloader.is_crashed for saves in self.queues):
-            self.queues = {saves: queue for saves, queue in self.queues.items() if not saves.offloader.is_crashed}
-        for saves, queue in self.queues.items():
+        queues = list(self.queues.items())  # a signal handler may begin a forward in the midst of this
+        if any(saves.offloader.is_crashed for saves, _ in queues):
+            queues = [one for one in queues if not one[0].offloader.is_crashed]
+            self.queues = dict(queues)
+        for saves, queue in queues:
             saves.plans.adapt()
             saves.begin_forward(queue)
 

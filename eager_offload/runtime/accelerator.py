@@ -27,7 +27,7 @@ from eager_offload.runtime.link_probe import LinkProbe
 from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.runtime.staging import StagedEvent, Staging
 from eager_offload.tiers.base import Slot
-from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
+from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, tell_after_fork
 from eager_offload.tiers.slabs import SlabSizes
 
 #: So many first copies of a transfer stream are timed, and one in so many later ones; a timed copy costs an event more.
@@ -96,38 +96,34 @@ class AcceleratorRuntime(Runtime):
 
     @property
     def captures(self) -> bool:
+        """Whether ``begin_capture`` can make graphs of what is enqueued on streams of the device."""
         return not self._inherited and self._api.makes_graphs()
 
     def begin_capture(
-        self, stream: Stream, mode: CaptureMode, pool: MemoryPool | None = None, *, keep: bool = False
+        self, stream: torch.Stream, mode: CaptureMode, pool: MemoryPool | None = None, *, keep: bool = False
     ) -> Capture:
-        assert isinstance(stream, torch.Stream)
+        """See ``AcceleratorCaptures.begin``."""
         self._indexed(stream.device)
-        if not self.captures:
-            return super().begin_capture(stream, mode, pool, keep=keep)
         if not self.is_capturing():
             self.slab_sizes()  # tries once whether memory can be pinned where it lies, which is not for a capture
         return self._captures.begin(stream, mode, pool, keep=keep)
 
     def end_capture(self, capture: Capture) -> None:
+        """See ``AcceleratorCaptures.end``."""
         self._captures.end(capture)
 
     def abandon_capture(self, capture: Capture) -> None:
+        """See ``AcceleratorCaptures.abandon``."""
         self._captures.abandon(capture)
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> torch.Stream:
-        """The process's one transfer stream of ``device`` in ``direction``; created at the first call.
-
-        Raises:
-            OffloadError: this kind of device has no streams of its own making, or is not the accelerator.
-        """
         streams = self._transfer_streams.get(device)
         if streams is None:
             device = self._indexed(device)
             with self._lock:
                 streams = self._transfer_streams.get(device)
                 if streams is None:
-                    streams = self._transfer_streams[device] = self._create_streams(device)
+                    streams = self._transfer_streams[device] = TransferStreams(*self._free_streams(device, 2))
         return streams.outward if direction is Direction.OUT else streams.inward
 
     def capture_streams(self, device: torch.device) -> TransferStreams:
@@ -140,7 +136,8 @@ class AcceleratorRuntime(Runtime):
         with self._lock:
             streams = self._capture_streams.get(device)
             if streams is None:
-                streams = self._capture_streams[device] = self._create_streams(device, self._transfer_streams[device])
+                streams = TransferStreams(*self._free_streams(device, 2, self._transfer_streams[device]))
+                self._capture_streams[device] = streams
             return streams
 
     @contextmanager
@@ -171,8 +168,7 @@ class AcceleratorRuntime(Runtime):
                 api.set_stream(before)
 
     def host_buffer(self, nbytes: int, *, pin_memory: bool = True) -> Tensor:
-        """A slab of host memory: a flat ``uint8`` CPU tensor of ``nbytes``, page-aligned.
-
+        """
         Args:
             pin_memory: ``False`` for pageable memory. Copies between that and the device make the host wait for them.
                 Where pinning fails, the memory is pageable too, and one warning says so.
@@ -188,7 +184,6 @@ class AcceleratorRuntime(Runtime):
         return self._pinned.allocate(nbytes) if pin_memory else self._pinned.pageable(nbytes)
 
     def slab_sizes(self, *, pin_memory: bool = True) -> SlabSizes | None:
-        """How large an arena's slabs have to be, so that pinning wastes nothing; ``None`` where any size will do."""
         return self._pinned.sizes if pin_memory else None
 
     def close(self) -> None:
@@ -257,14 +252,10 @@ class AcceleratorRuntime(Runtime):
             self._pinned.poll()
 
     def bandwidth(self, device: torch.device, direction: Direction) -> float:
-        """Bytes a second between ``device`` and pinned host memory in ``direction``.
-
-        The first call makes the host wait for a few copies of up to 64 MiB; later ones return what it found.
-        """
-        return self._probes(device).alone(direction)
+        return self._probe(device).bandwidth(direction)
 
     def duplex_bandwidth(self, device: torch.device, direction: Direction) -> float:
-        return self._probes(device).both_ways(direction)
+        return self._probe(device).bandwidth(direction, both_ways=True)
 
     def record(self, stream: Stream) -> AcceleratorEvent:
         assert isinstance(stream, torch.Stream)
@@ -363,7 +354,7 @@ class AcceleratorRuntime(Runtime):
         """The child has no device: what its parent started there is neither asked about nor given back."""
         self._inherited = True
         CAPTURES.under_way = ()
-        _of_the_parent.extend([self._kept, self._events, self._transfer_streams, self._capture_streams])
+        LEFT_TO_THE_PARENT.extend([self._kept, self._events, self._transfer_streams, self._capture_streams])
         self._transfer_streams, self._capture_streams = {}, {}
         self._kept = deque()
         self._lock, self._links = threading.Lock(), {}
@@ -388,10 +379,7 @@ class AcceleratorRuntime(Runtime):
         with self._lock:
             return self._free_streams(device, 1, [*self._transfer_streams[device], *captured])[0]
 
-    def _create_streams(self, device: torch.device, taken: Sequence[torch.Stream] = ()) -> TransferStreams:
-        return TransferStreams(*self._free_streams(device, 2, taken))
-
-    def _free_streams(self, device: torch.device, count: int, taken: Sequence[torch.Stream]) -> list[torch.Stream]:
+    def _free_streams(self, device: torch.device, count: int, taken: Sequence[torch.Stream] = ()) -> list[torch.Stream]:
         # All at once: CUDA hands streams out of a ring, so those that are taken one after the other are surely several,
         # and of so many more than are taken already so many are free.
         try:
@@ -403,7 +391,7 @@ class AcceleratorRuntime(Runtime):
             ) from error
         return [stream for stream in streams if stream not in taken][:count]
 
-    def _probes(self, device: torch.device) -> LinkProbe:
+    def _probe(self, device: torch.device) -> LinkProbe:
         device = self._indexed(device)
         self.transfer_stream(device, Direction.OUT)
         with self._lock:
@@ -422,9 +410,6 @@ def _index(device: torch.device) -> int | None:
 
 _runtime: AcceleratorRuntime | None = None
 _runtime_lock = ForkSafeLock()
-
-#: What only the parent of this process may let go of.
-_of_the_parent: list[object] = []
 
 
 def accelerator_runtime() -> AcceleratorRuntime:

@@ -37,7 +37,19 @@ class AcceleratorCaptures:
         self._before: dict[Capture, tuple[torch.Stream, torch.Stream]] = {}
 
     def begin(self, stream: torch.Stream, mode: CaptureMode, memory: MemoryPool | None, *, keep: bool) -> Capture:
-        """See ``Runtime.begin_capture``."""
+        """What is enqueued on ``stream`` becomes a part of a graph, until the capture ends; the stream is selected.
+
+        The host waits for the device first. So, during the capture, an event of before is over, and no driver is asked
+        about it; an event that is recorded inside of it is not over, and may be waited for by streams only.
+
+        Args:
+            stream: not the default one.
+            memory: of other graphs, which this one is to share.
+            keep: whether the graph is to be looked at.
+
+        Raises:
+            CaptureStateError: the calling thread captures, or another one in whose way this would be.
+        """
         api, device = self._api, stream.device
         with self._lock:
             self._check_may_begin(stream)
@@ -67,7 +79,12 @@ class AcceleratorCaptures:
             return capture
 
     def end(self, capture: Capture) -> None:
-        """See ``Runtime.end_capture``."""
+        """The graph of ``capture`` can be replayed from here on. The stream that was selected is selected again.
+
+        Raises:
+            CaptureInvalidatedError, UnjoinedStreamError: there is no graph. What it had is given back.
+            CaptureStateError: the capture is over, or another thread's.
+        """
         self._check_may_end(capture)
         try:
             self._end_graph(capture)
@@ -80,7 +97,7 @@ class AcceleratorCaptures:
             capture.memory = capture.graph.pool()
 
     def abandon(self, capture: Capture) -> None:
-        """See ``Runtime.abandon_capture``."""
+        """Ends ``capture`` after an error, without a graph, and hides what the driver has to say of that."""
         self._check_may_end(capture)
         try:
             self._end_graph(capture)

@@ -4,8 +4,8 @@ A *runtime* knows how to move bytes and how to order that against compute; it kn
 worth moving, or when. There are three: ``accelerator`` (``torch.accelerator``), ``host`` (the device is the CPU) and
 ``simulated`` (virtual streams on a virtual clock).
 
-Every call that orders or touches memory goes through this class, so that a log of it can be written from outside, in
-the form that the happens-before checker reads: see ``simulation/log.py``.
+Every call that orders or touches memory goes through this class, so that a log of it can be written, in the form that
+the happens-before checker reads: see ``simulation/log.py``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from eager_offload.errors import NoAcceleratorError, OffloadError
-from eager_offload.runtime.captures import Capture, CaptureMode, MemoryPool
+from eager_offload.errors import OffloadError
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
+from eager_offload.tiers.slabs import SlabSizes
 
 #: Streams and events are opaque and named by identity; each runtime has its own types.
 Stream: TypeAlias = Hashable
@@ -200,45 +200,6 @@ class Runtime(abc.ABC):
         """Whether the copy that ``event`` stands behind kept the caller waiting, since no thread could be started."""
         return False
 
-    # -- graphs ---------------------------------------------------------------------------------------------------
-
-    @property
-    def captures(self) -> bool:
-        """Whether ``begin_capture`` can make graphs of what is enqueued on streams of the device."""
-        return False
-
-    def begin_capture(
-        self, stream: Stream, mode: CaptureMode, pool: MemoryPool | None = None, *, keep: bool = False
-    ) -> Capture:
-        """What is enqueued on ``stream`` becomes a part of a graph, until the capture ends; the stream is selected.
-
-        The host waits for the device first. So, during the capture, an event of before is over, and no driver is asked
-        about it; an event that is recorded inside of it is not over, and may be waited for by streams only.
-
-        Args:
-            stream: not the default one.
-            pool: the device memory of other graphs that this one is to share.
-            keep: whether the graph is to be looked at.
-
-        Raises:
-            NoAcceleratorError: nothing can be captured.
-            CaptureStateError: the calling thread captures, or another one in whose way this would be.
-        """
-        raise NoAcceleratorError("this runtime captures nothing: graphs are of accelerators")
-
-    def end_capture(self, capture: Capture) -> None:
-        """The graph of ``capture`` can be replayed from here on. The stream that was selected is selected again.
-
-        Raises:
-            CaptureInvalidatedError, UnjoinedStreamError: there is no graph. What it had is given back.
-            CaptureStateError: the capture is over, or another thread's.
-        """
-        raise NoAcceleratorError("this runtime captures nothing")
-
-    def abandon_capture(self, capture: Capture) -> None:
-        """Ends ``capture`` after an error, without a graph, and hides what the driver has to say of that."""
-        raise NoAcceleratorError("this runtime captures nothing")
-
     # -- for traces -----------------------------------------------------------------------------------------------
 
     def start_timing(self, device: torch.device) -> None:
@@ -380,6 +341,10 @@ class Runtime(abc.ABC):
 
         The memory returns to the system when the tensor's storage goes.
         """
+
+    def slab_sizes(self) -> SlabSizes | None:
+        """How large an arena's slabs have to be so that nothing is wasted; ``None`` where any size will do."""
+        return None
 
     @abc.abstractmethod
     def bandwidth(self, device: torch.device, direction: Direction) -> float:

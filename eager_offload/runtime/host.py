@@ -34,14 +34,8 @@ _IDLE_BYTES = 64 << 20
 _PROBE_BYTES = 64 << 20
 
 
-class _Compute:
-    """The stream that stands for every thread that computes: its work is over when the call returns."""
-
-    def __repr__(self) -> str:
-        return "compute"
-
-
-_COMPUTE: Final = _Compute()
+#: The stream that stands for every thread that computes: its work is over when the call returns.
+_COMPUTE: Final = "compute"
 _OVER: Final = HostEvent(None)
 _OVER.complete(None)
 
@@ -155,8 +149,6 @@ class HostRuntime(Runtime):
         return target[layout.alignment_offset :] if layout.alignment_offset else target
 
     def after_fork(self) -> None:
-        self._out.after_fork()
-        self._in.after_fork()
         self._process = psutil.Process()
 
 

@@ -46,29 +46,24 @@ class LinkProbe:
         self._events = events
         self._device = device
         self._lock = threading.Lock()
-        self._alone: dict[Direction, float] = {}
-        self._both: dict[Direction, float] | None = None
+        #: By which ways were used at once.
+        self._found: dict[tuple[Direction, ...], dict[Direction, float]] = {}
 
-    def alone(self, direction: Direction) -> float:
-        """Bytes a second in ``direction`` while nothing travels the other way."""
+    def bandwidth(self, direction: Direction, *, both_ways: bool = False) -> float:
+        """Bytes a second in ``direction`` while nothing travels the other way, or with ``both_ways`` as much."""
+        ways = tuple(Direction) if both_ways else (direction,)
         with self._lock:
-            if direction not in self._alone:
-                self._alone.update(self._measure([direction]))
-            return self._alone[direction]
+            if ways not in self._found:
+                self._found[ways] = self._measure(ways)
+            return self._found[ways][direction]
 
-    def both_ways(self, direction: Direction) -> float:
-        """Bytes a second in ``direction`` while as much travels the other way."""
-        with self._lock:
-            if self._both is None:
-                self._both = self._measure(list(Direction))
-            return self._both[direction]
-
-    def _measure(self, directions: list[Direction]) -> dict[Direction, float]:
+    def _measure(self, directions: Iterable[Direction]) -> dict[Direction, float]:
         with torch.inference_mode(False), torch.no_grad():
             routes = [self._route(direction) for direction in directions]
             try:
                 self._copy(routes)
-                self._finish(routes)
+                for route in routes:
+                    self._runtime.synchronize(self._runtime.record(route.stream))
                 seconds = self._time(routes)
             except BaseException:  # an interrupt: the copies go on
                 for route in routes:
@@ -103,10 +98,6 @@ class LinkProbe:
         for route in routes:
             with self._runtime.enter(route.stream):
                 self._api.copy(route.target, route.source)
-
-    def _finish(self, routes: Iterable[_Route]) -> None:
-        for route in routes:
-            self._runtime.synchronize(self._runtime.record(route.stream))
 
     def _time(self, routes: list[_Route]) -> list[tuple[_Route, float]]:
         """Seconds that the copies of each route take, by the device's clock where it can tell, else by the host's."""

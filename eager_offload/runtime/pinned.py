@@ -17,11 +17,9 @@ node of any of them.
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,27 +27,15 @@ from torch import Tensor
 from eager_offload.config import size_text
 from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.tiers.forking import LEFT_TO_THE_PARENT
 from eager_offload.tiers.limits import pinning_limit
-from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
-from eager_offload.tiers.numa import node_of_device, prefer_node
+from eager_offload.tiers.memory import PAGE, anonymous_slab, node_of_device, prefer_node, resident_slab, view_of
 from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
 
 #: Bytes; the largest slab that is shared where sizes are exact.
 _SHARED_BYTES = 64 << 20
 #: Bytes; more than this in one registration is refused by some drivers.
 _MOST_REGISTERED = 32 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class _Registered:
-    """Pages that the driver pinned for this process."""
-
-    pages: Tensor
-    process: int
-
-    @property
-    def address(self) -> int:
-        return self.pages.data_ptr()
 
 
 class _Owner:
@@ -59,7 +45,7 @@ class _Owner:
 
 
 class _OwnerRecord(FinalizerRecord[_Owner]):
-    """The slab of an owner.
+    """The pages of an owner, which the driver pinned for this process.
 
     [Note: unpinning]
     The garbage collector may drop the last view, in the midst of anything, and the pages must be unpinned
@@ -67,12 +53,8 @@ class _OwnerRecord(FinalizerRecord[_Owner]):
     called.
     """
 
-    __slots__ = ("registered",)
-    registered: _Registered
-
-
-#: Memory that a parent process had pinned: its child neither uses it nor gives it back.
-_inherited: list[_Registered] = []
+    __slots__ = ("pages",)
+    pages: Tensor
 
 
 class PinnedMemory:
@@ -125,16 +107,14 @@ class PinnedMemory:
             except IndexError:  # another thread was faster
                 return
             assert isinstance(record, _OwnerRecord)
-            self._records.discard(record)
-            if record.registered.process != os.getpid():
-                _inherited.append(record.registered)
-            else:
-                self._api.unregister(record.registered.address)
+            if record in self._records:
+                self._records.discard(record)
+                self._api.unregister(record.pages.data_ptr())
 
     def after_fork(self) -> None:
         """The child's locks are free, and nothing of the parent's is touched."""
-        _inherited.extend(record.registered for record in self._records)
-        self._lock = threading.Lock()
+        LEFT_TO_THE_PARENT.extend(self._records)
+        self._records, self._lock = set(), threading.Lock()
 
     def _can_register(self) -> bool:
         with self._lock:
@@ -157,9 +137,13 @@ class PinnedMemory:
             prefer_node(pages.data_ptr(), nbytes, node)
         owner = _Owner()
         record = _OwnerRecord(owner, self.returned.append)
-        record.registered = _Registered(pages, os.getpid())
-        self._api.register(pages.data_ptr(), nbytes)
+        record.pages = pages
         self._records.add(record)
+        try:
+            self._api.register(pages.data_ptr(), nbytes)
+        except Exception:  # after an interrupt they may be registered
+            self._records.discard(record)
+            raise
         return torch.frombuffer(view_of(pages.data_ptr(), nbytes, owner), dtype=torch.uint8)
 
     def _node(self) -> int | None:

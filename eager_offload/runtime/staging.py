@@ -27,42 +27,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn, Protocol, TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
 from eager_offload.errors import TransferError
 from eager_offload.runtime.accelerator_events import AcceleratorEvent
-from eager_offload.runtime.base import Event, Stream
+from eager_offload.runtime.base import Event, Runtime
 from eager_offload.runtime.host import carry
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot
-from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
-from eager_offload.tiers.slabs import HostSlot, SlabSizes
+from eager_offload.tiers.forking import ForkSafeLock
+from eager_offload.tiers.slabs import HostSlot
 
 #: Bytes of staging memory for each way, for the whole process.
 STAGING_BYTES = 256 << 20
 
 #: Puts a copy of bytes on a stream, behind events of the device.
 Enqueue: TypeAlias = Callable[[Tensor, Tensor, torch.Stream, Sequence[Event]], AcceleratorEvent]
-
-
-class _Device(Protocol):
-    """What staging needs of the runtime that it belongs to."""
-
-    def host_buffer(self, nbytes: int) -> Tensor: ...
-
-    def slab_sizes(self) -> SlabSizes | None: ...
-
-    def record(self, stream: Stream) -> Event: ...
-
-    def query(self, event: Event) -> bool: ...
-
-    def synchronize(self, event: Event) -> None: ...
-
-    def keep_until(self, event: Event, keepalive: object) -> None: ...
 
 
 class StagedEvent:
@@ -109,7 +93,7 @@ class StagedEvent:
 class _Room:
     """Staging memory of one way."""
 
-    def __init__(self, device: _Device, limit: int) -> None:
+    def __init__(self, device: Runtime, limit: int) -> None:
         self._device = device
         self._limit = limit
         self._lock = ForkSafeLock()
@@ -156,13 +140,12 @@ class Staging:
         limit: bytes of staging memory for each way.
     """
 
-    def __init__(self, device: _Device, enqueue: Enqueue, limit: int = STAGING_BYTES) -> None:
+    def __init__(self, device: Runtime, enqueue: Enqueue, limit: int = STAGING_BYTES) -> None:
         self._device = device
         self._enqueue = enqueue
         self._writer = TransferThread("eager_offload-write")
         self._reader = TransferThread("eager_offload-read")
         self._out, self._in = _Room(device, limit), _Room(device, limit)
-        tell_after_fork(self)
 
     def offload(self, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event]) -> StagedEvent:
         """Enqueues the copy of ``source`` into staging and has it written to ``slot``; see ``Runtime.copy``."""
@@ -190,7 +173,6 @@ class Staging:
     # keeps the variables of a closure alive, and with them the slot, for as long as the event is.
 
     def _write(self, event: StagedEvent, slot: Slot, room: HostSlot, copied: AcceleratorEvent) -> None:
-        """The writer's part of an offload."""
         self._device.synchronize(copied)
         event.seconds = _carry(slot.write, room.tensor, slot)
 
@@ -217,10 +199,6 @@ class Staging:
         self._reader.close()
         self._out.close()
         self._in.close()
-
-    def after_fork(self) -> None:
-        self._writer.after_fork()
-        self._reader.after_fork()
 
 
 def _of_device(after: Sequence[Event]) -> list[Event]:

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from eager_offload.errors import OffloadError, reentered
 from eager_offload.runtime.base import Hop
 from eager_offload.tiers.finalizers import Living
-from eager_offload.tiers.forking import ForkSafeLock, OwnThread
+from eager_offload.tiers.forking import ForkSafeLock, OwnThread, tell_after_fork
 
 #: Seconds without work after which a transfer thread ends; the next copy starts a new one.
 _IDLE_SECONDS = 10.0
@@ -135,6 +135,7 @@ class TransferThread:
         self._lock = ForkSafeLock()
         self._reset()
         _threads.add(self)
+        tell_after_fork(self)
 
     def __repr__(self) -> str:
         return self.name

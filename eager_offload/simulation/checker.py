@@ -102,7 +102,8 @@ class Checker(Log):
         self.entries = 0
         self._streams: dict[Stream, _Clock] = {}
         self._host: _Clock = {}
-        self._events = _Events()
+        #: What each event stands for. One that can be waited for no more is forgotten.
+        self._events: weakref.WeakKeyDictionary[Event, _Clock] = weakref.WeakKeyDictionary()
         self._spaces: dict[Hashable, _CellMap] = {}
         self._compact_at = _COMPACT_AT
 
@@ -145,7 +146,7 @@ class Checker(Log):
                 case Freed(_, region, what):
                     self._check([Access(stream, AccessKind.FREE, what, region, number)])
                 case Recorded(_, event):
-                    self._events.put(event, dict(clock))
+                    self._events[event] = dict(clock)
                 case Waited(_, event):
                     _join(clock, self._clock_at(event, Access(stream, AccessKind.WAIT, "wait", None, number)))
 
@@ -223,26 +224,6 @@ def _join(clock: _Clock, known: _Clock) -> None:
     for stream, number in known.items():
         if clock.get(stream, -1) < number:
             clock[stream] = number
-
-
-class _Events:
-    """What each event stands for. An event that can be waited for no more is forgotten, where Python can tell."""
-
-    def __init__(self) -> None:
-        self._weak: weakref.WeakKeyDictionary[Event, _Clock] = weakref.WeakKeyDictionary()
-        self._strong: dict[Event, _Clock] = {}
-
-    def put(self, event: Event, clock: _Clock) -> None:
-        try:
-            self._weak[event] = clock
-        except TypeError:
-            self._strong[event] = clock
-
-    def get(self, event: Event) -> _Clock | None:
-        try:
-            return self._weak.get(event)
-        except TypeError:
-            return self._strong.get(event)
 
 
 @dataclass(slots=True)

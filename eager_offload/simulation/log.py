@@ -1,20 +1,13 @@
 """What a runtime is asked to do, as entries of a log: the form that the happens-before checker reads."""
 
-# mypy: disable-error-code="safe-super"
-# What is abstract in `Runtime` has a body in the class behind.
-
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-import torch
-from torch import Tensor
-
-from eager_offload.runtime.base import Event, Layout, Runtime, Stream
-from eager_offload.tiers.base import Region, Slot
+from eager_offload.runtime.base import Event, Stream
+from eager_offload.tiers.base import Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,70 +100,3 @@ class WrittenLog(Log):
     def edges(self) -> list[int]:
         """The entries that order one agent after another, by index: what a test may leave out to see it reported."""
         return [index for index, entry in enumerate(self.entries) if isinstance(entry, Waited | Synchronized)]
-
-
-class Naming(Protocol):
-    """Gives memory its name in the log."""
-
-    def region(self, tensor: Tensor) -> Region:
-        """The bytes from the first to the last element of ``tensor``."""
-
-    def allocated(self, tensor: Tensor, stream: Stream, what: str) -> None:
-        """Takes note of a new block that the runtime itself allocated."""
-
-
-class LoggedRuntime(Runtime):
-    """Stands in front of a runtime: ``class Logged(LoggedRuntime, AcceleratorRuntime)`` logs the calls of that one."""
-
-    _log: Log | None = None
-    _naming: Naming | None = None
-
-    def attach(self, log: Log | None, naming: Naming | None) -> None:
-        """Starts (or, with ``None``, ends) writing a log of every call below."""
-        self._log, self._naming = log, naming
-
-    def record(self, stream: Stream) -> Event:
-        event = super().record(stream)
-        if self._log is not None:
-            self._log.write(Recorded(stream, event))
-        return event
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        if self._log is not None:
-            self._log.write(Waited(stream, event))
-        super().wait(stream, event)
-
-    def query(self, event: Event) -> bool:
-        done = super().query(event)
-        if done and self._log is not None:
-            self._log.write(Synchronized(event))
-        return done
-
-    def synchronize(self, event: Event) -> None:
-        super().synchronize(event)
-        if self._log is not None:
-            self._log.write(Synchronized(event))
-
-    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
-        log = self._log
-        if log is not None:
-            for event in after:
-                log.write(Waited(stream, event))
-            what = "offload" if isinstance(dst, Slot) else "reload"
-            log.write(Operation(stream, (self._region(src),), (self._region(dst),), what))
-        over = super().copy(dst, src, stream, after)
-        if log is not None:
-            log.write(Recorded(stream, over))
-        return over
-
-    def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
-        target = super().allocate(layout, device, stream)
-        if self._naming is not None:
-            self._naming.allocated(target, stream, "reload target")
-        return target
-
-    def _region(self, end: Tensor | Slot) -> Region:
-        if isinstance(end, Slot):
-            return end.region
-        assert self._naming is not None
-        return self._naming.region(end)

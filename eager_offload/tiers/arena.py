@@ -19,7 +19,7 @@ from eager_offload.errors import reentered
 from eager_offload.tiers.base import MustGrow, Shortage, Slot
 from eager_offload.tiers.extents import Extent
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
-from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
+from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, tell_after_fork
 from eager_offload.tiers.guard import NoHeadroomError
 from eager_offload.tiers.memory import PAGE, anonymous_slab
 from eager_offload.tiers.slabs import ExactSizes, HostSlot, HostSlotRecord, Quota, Slab, Slabs, SlabSizes
@@ -31,9 +31,6 @@ _LINE = 64
 #: An idle slab serves a request that is smaller by at most this part, while all such slack is below that part of what
 #: is used.
 _SLACK, _TOTAL_SLACK = 8, 32
-
-#: What a forked child must neither use nor give back: a driver that only the parent can talk to may have pinned it.
-_inherited: list[object] = []
 
 
 class OverBudgetError(MemoryError):
@@ -151,7 +148,7 @@ class Arena:
 
     def after_fork(self) -> None:
         """The child starts with an empty arena; slots from before the fork stay readable there, as copies."""
-        _inherited.extend([self.returned, self._records, self._slabs])
+        LEFT_TO_THE_PARENT.extend([self.returned, self._records, self._slabs])
         self._reset()
         for quota in self._quotas:
             quota.reset()
@@ -186,8 +183,7 @@ class Arena:
         try:
             return self._grown(partial(self.at_hand, nbytes, limit=limit, quota=quota))
         except (MemoryError, RuntimeError) as error:
-            if quota is not None:
-                quota.refusal = _why(error)
+            _note_refusal(error, quota)
             return None
 
     def at_hand(
@@ -210,8 +206,7 @@ class Arena:
             try:
                 slab, extent = self._cut(nbytes, limit, quota, memory)
             except (MemoryError, RuntimeError) as error:
-                if quota is not None:
-                    quota.refusal = _why(error)
+                _note_refusal(error, quota)
                 return None
             slot = HostSlot(slab, extent, nbytes, extent.fences, self.returned if slab.kind == "whole" else self._ended)
             record: Any = slot.record  # here and below, `Any` in place of a `cast`, which would be a call
@@ -546,13 +541,15 @@ class Arena:
         self._is_changing = False
 
 
-def _why(error: Exception) -> Shortage | None:
-    """What a user reads of the error that a slot was refused with; ``None`` where a budget is the reason."""
+def _note_refusal(error: Exception, quota: Quota | None) -> None:
+    """Tells ``quota`` why it is given nothing; its budget is the reason where no more is said."""
+    if quota is None:
+        return
     if isinstance(error, OverBudgetError):
-        return None
-    if isinstance(error, NoHeadroomError):
-        return error.shortage
-    text = str(error).partition("\n")[0]
-    return Shortage(
-        f"the system refused it ({text})", "end other programs that take memory, or set a lower host_budget"
-    )
+        quota.refusal = None
+    elif isinstance(error, NoHeadroomError):
+        quota.refusal = error.shortage
+    else:
+        text = str(error).partition("\n")[0]
+        remedy = "end other programs that take memory, or set a lower host_budget"
+        quota.refusal = Shortage(f"the system refused it ({text})", remedy)

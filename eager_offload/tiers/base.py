@@ -227,7 +227,4 @@ def idle_slot_bytes() -> int:
 
 def release_idle_slots() -> bool:
     """Gives back what is kept ready in this process; whether there was anything."""
-    found = False
-    for one in _idle_slots:
-        found = one.release_idle() or found
-    return found
+    return sum(one.release_idle() for one in _idle_slots) > 0

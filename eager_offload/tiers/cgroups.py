@@ -55,11 +55,9 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
     membership = read(root / "proc/self/cgroup")
     if membership is None:
         return []
-    limits: list[GroupLimit] = []
     groups = _groups(root, membership)
-    for group in groups:
-        limits += _limits_v1(group.directory) if group.version == 1 else _limits_v2(group.directory)
-    own = next((group.directory for group in groups if group.version == 1), None)
+    limits = [limit for group in groups for limit in _limits(group)]
+    own = next((group for group in groups if group.version == 1), None)
     if own is not None:
         limits += _unseen_limit(own)
     return limits
@@ -136,50 +134,44 @@ def _way_up(group: Path, mounts: list[_Mount]) -> list[Path]:
 # -- what a group says ----------------------------------------------------------------------------------------------
 
 
-def _limits_v2(directory: Path) -> Iterator[GroupLimit]:
-    # Above `high` nothing is killed, but everything is slowed down until it is below again.
-    limits = [(file, _number(file)) for file in (directory / "memory.max", directory / "memory.high")]
-    if all(limit is None for _, limit in limits):
-        return
-    used = _number(directory / "memory.current")
-    if used is None:
-        return
-    reclaimable = _reclaimable(
-        _statistics(directory), ("active_file", "inactive_file"), ("file_dirty", "file_writeback")
-    )
-    for file, limit in limits:
-        if limit is not None:
-            yield GroupLimit(file, limit, used, reclaimable)
+#: By version: files with a limit, each with the one that says what is used of it. Above `high` nothing is killed, but
+#: everything is slowed down until it is below again; `memsw` counts what is swapped out as well.
+_FILES = {
+    1: (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
+    ),
+    2: (("memory.max", "memory.current"), ("memory.high", "memory.current")),
+}
+#: By version, in ``memory.stat``: file cache, and what of it is not on disk yet and has to be written before it goes.
+_CACHE = {1: ("total_active_file", "total_inactive_file"), 2: ("active_file", "inactive_file")}
+_NOT_WRITTEN = {1: ("total_dirty", "total_writeback"), 2: ("file_dirty", "file_writeback")}
 
 
-def _limits_v1(directory: Path) -> Iterator[GroupLimit]:
-    for kind in ("memory", "memory.memsw"):  # the second counts what is swapped out as well
-        limit = _number(directory / f"{kind}.limit_in_bytes")
-        used = None if limit is None else _number(directory / f"{kind}.usage_in_bytes")
+def _limits(group: _Group) -> Iterator[GroupLimit]:
+    for limit_name, used_name in _FILES[group.version]:
+        limit = _number(group.directory / limit_name)
+        used = None if limit is None else _number(group.directory / used_name)
         if limit is not None and used is not None:
-            yield GroupLimit(directory / f"{kind}.limit_in_bytes", limit, used, _reclaimable_v1(directory))
+            yield GroupLimit(group.directory / limit_name, limit, used, _reclaimable(group))
 
 
-def _unseen_limit(directory: Path) -> Iterator[GroupLimit]:
+def _unseen_limit(group: _Group) -> Iterator[GroupLimit]:
     """The least limit of all groups around this one, of which some may not be mounted: at least this group uses it."""
-    file = directory / "memory.stat"
-    found = re.search(r"^hierarchical_memory_limit (\d+)$", read(file) or "", re.MULTILINE)
-    limit = _NO_LIMIT if found is None else int(found[1])
-    if limit < _NO_LIMIT and limit != _number(directory / "memory.limit_in_bytes"):
-        used = _number(directory / "memory.usage_in_bytes")
+    limit = _statistics(group.directory).get("hierarchical_memory_limit", _NO_LIMIT)
+    if limit < _NO_LIMIT and limit != _number(group.directory / "memory.limit_in_bytes"):
+        used = _number(group.directory / "memory.usage_in_bytes")
         if used is not None:
-            yield GroupLimit(file, limit, used, _reclaimable_v1(directory))
+            yield GroupLimit(group.directory / "memory.stat", limit, used, _reclaimable(group))
 
 
-def _reclaimable_v1(directory: Path) -> int:
-    statistics = _statistics(directory)
-    return _reclaimable(statistics, ("total_active_file", "total_inactive_file"), ("total_dirty", "total_writeback"))
-
-
-def _reclaimable(statistics: dict[str, int], cache: tuple[str, str], not_written: tuple[str, str]) -> int:
-    """Bytes of file cache that can be dropped at once: what is not on disk yet has to be written before."""
-    dropped = sum(statistics.get(name, 0) for name in cache) - sum(statistics.get(name, 0) for name in not_written)
-    return max(dropped, 0)
+def _reclaimable(group: _Group) -> int:
+    """Bytes of file cache that can be dropped at once."""
+    statistics = _statistics(group.directory)
+    cache, not_written = (
+        sum(statistics.get(name, 0) for name in names[group.version]) for names in (_CACHE, _NOT_WRITTEN)
+    )
+    return max(cache - not_written, 0)
 
 
 def _statistics(directory: Path) -> dict[str, int]:

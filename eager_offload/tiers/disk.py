@@ -79,12 +79,12 @@ class DiskSlot(Slot):
             # disk has to be what the checksum is of.
             source = _private_copy(source, self._spans)
             self._checksum = _checksum(source)
-        self._space.write(self._extent, source, self._spans)
+        self._space.transfer("write", self._extent, source, self._spans)
         self.record.carried = sum(span.nbytes for span in self._spans)
 
     def read(self, target: Tensor) -> None:
         assert target.numel() == self.nbytes
-        self._space.read(self._extent, target, self._spans)
+        self._space.transfer("read", self._extent, target, self._spans)
         done = 0
         for span in (*self._spans, Span(self.nbytes, 0)):
             clear(target.data_ptr() + done, span.at - done)
@@ -141,7 +141,6 @@ class DiskTier(Tier):
         self._paths = paths
         self._verify = verify
         self._file_type = file_type
-        self._bandwidth: Bandwidth | None = None
         self._closed = False
         self._lock = ForkSafeLock()
         #: Of the thread that has files grow; it comes before ``_lock``: see [Note: growth] in ``arena.py``.
@@ -150,7 +149,9 @@ class DiskTier(Tier):
         self._space: Space | None = Space(open_spill_files(paths, budget, file_type))
         #: Spaces that only their slots keep: of a closed tier, or with a disk that fails.
         self._left: Living[Space] = Living()
-        self._budget = _share_of(self._space.files) if budget is None else budget
+        # Each disk counts once.
+        free = {file.device: disk_budget(file.directory) for file in self._space.files} if budget is None else {}
+        self._budget = sum(free.values()) if budget is None else budget
         self._has_given_budget = budget is not None
         self._peak = self._written = 0
         tell_after_fork(self)
@@ -213,10 +214,21 @@ class DiskTier(Tier):
                 return Shortage("no directory serves any more", "name another one in disk_path")
             growing = [file for file in space.files if file.refusal is None]
             if not growing:
-                return _failure_of(space.files[0])
+                first = space.files[0]
+                return Shortage(
+                    f"the spill file in {str(first.directory)!r} cannot grow: {first.refusal}",
+                    "check the disk (the kernel's log says more), or name another one in disk_path",
+                )
             roomiest = max(growing, key=SpillFile.room)
             if left <= roomiest.room():
-                return self._used_up(roomiest)
+                budget = size_text(self._budget)
+                if self._has_given_budget:
+                    return Shortage(f"all of disk_budget is in use: {budget}", "raise disk_budget")
+                return Shortage(
+                    f"the {budget} that this process takes of the disk of {roomiest.directory} are in use, and it has "
+                    f"{size_text(roomiest.room())} more for others",
+                    "free some room there and begin anew, or give a disk_budget",
+                )
         try:
             limit = disk_headroom(roomiest.directory).binding
         except OSError as error:
@@ -224,16 +236,6 @@ class DiskTier(Tier):
                 f"the disk of {roomiest.directory} does not answer ({error})", "name another one in disk_path"
             )
         return Shortage(f"{limit.reason}, and some of it is always left to others", limit.remedy)
-
-    def _used_up(self, file: SpillFile) -> Shortage:
-        """All that may be taken is: of ``disk_budget`` where the user has given it, else of the disk."""
-        if self._has_given_budget:
-            return Shortage(f"all of disk_budget is in use: {size_text(self._budget)}", "raise disk_budget")
-        return Shortage(
-            f"the {size_text(self._budget)} that this process takes of the disk of {file.directory} are in use, and it "
-            f"has {size_text(file.room())} more for others",
-            "free some room there and begin anew, or give a disk_budget",
-        )
 
     @property
     def used_bytes(self) -> int:
@@ -281,15 +283,24 @@ class DiskTier(Tier):
                 self._poll()
 
     def measure(self) -> Bandwidth:
-        """What this disk does, through the tier itself; measured at the first call, then remembered.
+        """What this disk does, through the tier itself.
 
         Raises:
             CapacityError: there is no room to try it.
             TransferError: the disk failed.
         """
-        if self._bandwidth is None:
-            self._bandwidth = self._measure()
-        return self._bandwidth
+        source = anonymous_slab(_MEASURED_PIECE)
+        # Not zeros: filesystems and disks that compress would make nothing of them. And not from torch's own generator:
+        # the next dropout would differ from that of a run without offload.
+        source.view(torch.int64).random_(generator=torch.Generator())
+        slots: list[DiskSlot] = []
+        while len(slots) * _MEASURED_PIECE < _MEASURED_BYTES and (slot := self.reserve(_MEASURED_PIECE)) is not None:
+            slots.append(slot)
+        if not slots:
+            raise CapacityError(f"there is no room for {_MEASURED_PIECE} bytes in the disk tier to measure it with")
+        written, write_seconds = _timed([partial(slot.write, source) for slot in slots])
+        read, read_seconds = _timed([partial(slot.read, source) for slot in slots[:written]])
+        return Bandwidth(written * _MEASURED_PIECE / write_seconds, read * _MEASURED_PIECE / read_seconds)
 
     def close(self) -> None:
         with self._lock.lock:
@@ -324,8 +335,7 @@ class DiskTier(Tier):
     # -- with the lock held ---------------------------------------------------------------------------------------
 
     def _all(self) -> list[Space]:
-        spaces = [] if self._space is None else [self._space]
-        return [*spaces, *self._left] if self._left else spaces
+        return [*([] if self._space is None else [self._space]), *self._left]
 
     def _poll(self) -> None:
         for space in self._all():
@@ -337,20 +347,6 @@ class DiskTier(Tier):
     def _length(self) -> int:
         return sum(space.length for space in self._all())
 
-    def _measure(self) -> Bandwidth:
-        source = anonymous_slab(_MEASURED_PIECE)
-        # Not zeros: filesystems and disks that compress would make nothing of them. And not from torch's own generator:
-        # the next dropout would differ from that of a run without offload.
-        source.view(torch.int64).random_(generator=torch.Generator())
-        slots: list[DiskSlot] = []
-        while len(slots) * _MEASURED_PIECE < _MEASURED_BYTES and (slot := self.reserve(_MEASURED_PIECE)) is not None:
-            slots.append(slot)
-        if not slots:
-            raise CapacityError(f"there is no room for {_MEASURED_PIECE} bytes in the disk tier to measure it with")
-        written, write_seconds = _timed([partial(slot.write, source) for slot in slots])
-        read, read_seconds = _timed([partial(slot.read, source) for slot in slots[:written]])
-        return Bandwidth(written * _MEASURED_PIECE / write_seconds, read * _MEASURED_PIECE / read_seconds)
-
 
 def _timed(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:
     """How many of the calls were made until the time for it was over, and how long that took; seconds."""
@@ -361,18 +357,6 @@ def _timed(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:
         if elapsed > _MEASURING_SECONDS:
             return done, elapsed
     return len(calls), max(elapsed, 1e-9)
-
-
-def _failure_of(file: SpillFile) -> Shortage:
-    return Shortage(
-        f"the spill file in {str(file.directory)!r} cannot grow: {file.refusal}",
-        "check the disk (the kernel's log says more), or name another one in disk_path",
-    )
-
-
-def _share_of(files: Sequence[SpillFile]) -> int:
-    """What the disks of ``files`` have for this process, each disk counted once."""
-    return sum({file.directory.stat().st_dev: disk_budget(file.directory) for file in files}.values())
 
 
 def _checksum(tensor: Tensor) -> int:

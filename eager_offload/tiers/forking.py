@@ -19,6 +19,9 @@ class Inheritable(Protocol):
 
 _inheritable: Living[Inheritable] = Living()
 
+#: What a child neither uses nor gives back: only the parent can talk to the driver that has pinned it, say.
+LEFT_TO_THE_PARENT: list[object] = []
+
 
 def tell_after_fork(one: Inheritable) -> None:
     """Has ``one.after_fork()`` called in every forked child, for as long as ``one`` lives."""

@@ -40,10 +40,7 @@ class HostTier(Tier):
             )
         else:
             pooled = False
-            self._over = Shortage(
-                f"all of host_budget is in use: {size_text(budget)}",
-                "raise host_budget",
-            )
+            self._over = Shortage(f"all of host_budget is in use: {size_text(budget)}", "raise host_budget")
         self._quota = Quota(budget, pooled=pooled)
         self._next_look = 0
         arena.join(self._quota)
@@ -76,20 +73,18 @@ class HostTier(Tier):
         arena = self._arena
         if arena.served_bytes < self._next_look:
             return
-        others = [other for other in _arenas if other is not arena]
-        if not (any(one.idle_bytes for one in (arena, *others)) or idle_slot_bytes()):
+        arenas = [arena, *[other for other in _arenas if other is not arena]]
+        if not (any(one.idle_bytes for one in arenas) or idle_slot_bytes()):
             return
         self._next_look = arena.served_bytes + _LOOK_BYTES
         missing = process_guard().missing_bytes()
         if missing > 0:
             release_idle_slots()
-        with_idle = [one for one in (arena, *others) if one.idle_bytes]
-        for one in with_idle:
-            if missing <= 0:
-                break
+        for one in arenas:
             idle = one.idle_bytes
-            one.release_idle(max(idle - missing, 0))
-            missing -= idle - one.idle_bytes
+            if idle and missing > 0:
+                one.release_idle(max(idle - missing, 0))
+                missing -= idle - one.idle_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -107,10 +102,6 @@ class HostTier(Tier):
 
     def restart_peak(self) -> None:
         self._arena.restart_peak(self._quota)
-
-    def poll(self) -> None:
-        """Takes up the slots that have died and gives back to the system what is idle beyond the arena's allowance."""
-        self._arena.poll()
 
     def close(self) -> None:
         self._arena.leave(self._quota)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -77,19 +78,21 @@ class Limit:
         return self.room // self.sharers
 
 
-@dataclass(frozen=True, slots=True)
-class Headroom:
+class Headroom(NamedTuple):
     """How much more this process can take."""
 
-    nbytes: int
-    """Bytes that it can take: all of them, with nothing left for other processes."""
-    binding: Limit
-    """What stands in the way of more: the limit with the least bytes."""
     limits: tuple[Limit, ...]
     """Everything that bounds it, the least first."""
 
-    def __str__(self) -> str:
-        return f"{size_text(self.nbytes)}: {self.binding.reason}"
+    @property
+    def binding(self) -> Limit:
+        """What stands in the way of more: the limit with the least bytes."""
+        return self.limits[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it can take: all of them, with nothing left for other processes."""
+        return self.binding.nbytes
 
 
 def host_headroom(system: System | None = None) -> Headroom:
@@ -101,10 +104,13 @@ def host_headroom(system: System | None = None) -> Headroom:
     system = System() if system is None else system
     ranks = local_ranks(system.environ)
     meminfo = _kibibytes(read(system.root / "proc/meminfo"))
-    limits = [_available(meminfo, ranks), *_committed(system, meminfo, ranks)]
-    limits += _groups(system, ranks)
-    limits += _process(system)
-    return _least(limits)
+    return _least(
+        _available(meminfo, ranks),
+        *_committed(system, meminfo, ranks),
+        *_groups(system, ranks),
+        *_of_process(system, "RLIMIT_AS", "VmSize", "addresses", "-v"),
+        *_of_process(system, "RLIMIT_DATA", "VmData", "data", "-d"),
+    )
 
 
 def disk_headroom(path: Path, system: System | None = None) -> Headroom:
@@ -118,31 +124,14 @@ def disk_headroom(path: Path, system: System | None = None) -> Headroom:
     """
     system = System() if system is None else system
     ranks, usage = local_ranks(system.environ), shutil.disk_usage(path)
-    limits = [
-        Limit(
-            kind="disk",
-            where=str(path),
-            capacity=usage.total,
-            room=usage.free,
-            sharers=ranks,
-            reason=f"the disk of {path} has {size_text(usage.free)} free{_divided(ranks)}",
-            remedy="make room there, or name a larger disk in disk_path",
-        )
-    ]
-    file_size = system.process_limit("RLIMIT_FSIZE")
-    if file_size is not None:
-        limits.append(
-            Limit(
-                kind="rlimit",
-                where="RLIMIT_FSIZE",
-                capacity=file_size,
-                room=file_size,
-                sharers=1,
-                reason=f"no file of this process may exceed {size_text(file_size)} (RLIMIT_FSIZE)",
-                remedy="raise the limit (ulimit -f)",
-            )
-        )
-    return _least(limits)
+    reason = f"the disk of {path} has {size_text(usage.free)} free{_divided(ranks)}"
+    remedy = "make room there, or name a larger disk in disk_path"
+    limits = [Limit("disk", str(path), usage.total, usage.free, ranks, reason, remedy)]
+    most = system.process_limit("RLIMIT_FSIZE")
+    if most is not None:
+        reason = f"no file of this process may exceed {size_text(most)} (RLIMIT_FSIZE)"
+        limits.append(Limit("rlimit", "RLIMIT_FSIZE", most, most, 1, reason, "raise the limit (ulimit -f)"))
+    return _least(*limits)
 
 
 def host_budget(system: System | None = None) -> int:
@@ -176,15 +165,9 @@ def _available(meminfo: Mapping[str, int], ranks: int) -> Limit:
     if room is None or capacity is None:
         memory = psutil.virtual_memory()
         room, capacity = int(memory.available), int(memory.total)
-    return Limit(
-        kind="memory",
-        where="MemAvailable",
-        capacity=capacity,
-        room=room,
-        sharers=ranks,
-        reason=f"{size_text(room)} of this machine's {size_text(capacity)} of memory are available{_divided(ranks)}",
-        remedy="end other programs that take memory, or take a machine with more of it",
-    )
+    reason = f"{size_text(room)} of this machine's {size_text(capacity)} of memory are available{_divided(ranks)}"
+    remedy = "end other programs that take memory, or take a machine with more of it"
+    return Limit("memory", "MemAvailable", capacity, room, ranks, reason, remedy)
 
 
 def _committed(system: System, meminfo: Mapping[str, int], ranks: int) -> list[Limit]:
@@ -193,67 +176,39 @@ def _committed(system: System, meminfo: Mapping[str, int], ranks: int) -> list[L
     capacity, promised = meminfo.get("CommitLimit"), meminfo.get("Committed_AS")
     if mode != "2" or capacity is None or promised is None:
         return []
-    return [
-        Limit(
-            kind="commit",
-            where="CommitLimit",
-            capacity=capacity,
-            room=max(capacity - promised, 0),
-            sharers=ranks,
-            reason=f"the kernel promises {size_text(capacity)} in all and has promised {size_text(promised)} already "
-            f"(vm.overcommit_memory=2){_divided(ranks)}",
-            remedy="raise vm.overcommit_ratio, or set vm.overcommit_memory to 0",
+    reason = (
+        f"the kernel promises {size_text(capacity)} in all and has promised {size_text(promised)} already "
+        f"(vm.overcommit_memory=2){_divided(ranks)}"
+    )
+    remedy = "raise vm.overcommit_ratio, or set vm.overcommit_memory to 0"
+    return [Limit("commit", "CommitLimit", capacity, max(capacity - promised, 0), ranks, reason, remedy)]
+
+
+def _groups(system: System, ranks: int) -> Iterator[Limit]:
+    for group in group_limits(system.root):
+        reason = (
+            f"the control group {group.file.parent} may use {size_text(group.limit)} ({group.file.name}) and "
+            f"uses {size_text(max(group.used - group.reclaimable, 0))}, not counting file cache{_divided(ranks)}"
         )
-    ]
-
-
-def _groups(system: System, ranks: int) -> list[Limit]:
-    return [
-        Limit(
-            kind="cgroup",
-            where=str(group.file),
-            capacity=group.limit,
-            room=group.room,
-            sharers=ranks,
-            reason=f"the control group {group.file.parent} may use {size_text(group.limit)} ({group.file.name}) and "
-            f"uses {size_text(max(group.used - group.reclaimable, 0))}, not counting file cache{_divided(ranks)}",
-            remedy="give the container or job more memory (docker run --memory, resources.limits.memory in Kubernetes, "
-            "sbatch --mem)",
+        remedy = (
+            "give the container or job more memory (docker run --memory, resources.limits.memory in Kubernetes, "
+            "sbatch --mem)"
         )
-        for group in group_limits(system.root)
-    ]
+        yield Limit("cgroup", str(group.file), group.limit, group.room, ranks, reason, remedy)
 
 
-def _process(system: System) -> list[Limit]:
-    """The process's own limits; they bind no other process."""
-    status: Mapping[str, int] | None = None
-    limits = []
-    for name, used_name, what, option in (
-        ("RLIMIT_AS", "VmSize", "addresses", "-v"),
-        ("RLIMIT_DATA", "VmData", "data", "-d"),
-    ):
-        capacity = system.process_limit(name)
-        if capacity is None:
-            continue
-        status = _kibibytes(read(system.root / "proc/self/status")) if status is None else status
+def _of_process(system: System, name: str, used_name: str, what: str, option: str) -> Iterator[Limit]:
+    """A limit of the process's own; it binds no other process."""
+    capacity = system.process_limit(name)
+    if capacity is not None:
+        status = _kibibytes(read(system.root / "proc/self/status"))
         used = status[used_name] if used_name in status else int(psutil.Process().memory_info().vms)
-        limits.append(
-            Limit(
-                kind="rlimit",
-                where=name,
-                capacity=capacity,
-                room=max(capacity - used, 0),
-                sharers=1,
-                reason=f"this process may have {size_text(capacity)} of {what} ({name}) and has {size_text(used)}",
-                remedy=f"raise the limit (ulimit {option})",
-            )
-        )
-    return limits
+        reason = f"this process may have {size_text(capacity)} of {what} ({name}) and has {size_text(used)}"
+        yield Limit("rlimit", name, capacity, max(capacity - used, 0), 1, reason, f"raise the limit (ulimit {option})")
 
 
-def _least(limits: list[Limit]) -> Headroom:
-    ordered = sorted(limits, key=lambda limit: limit.nbytes)
-    return Headroom(ordered[0].nbytes, ordered[0], tuple(ordered))
+def _least(*limits: Limit) -> Headroom:
+    return Headroom(tuple(sorted(limits, key=lambda limit: limit.nbytes)))
 
 
 def _kibibytes(text: str | None) -> dict[str, int]:

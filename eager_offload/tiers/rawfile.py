@@ -36,48 +36,41 @@ class RawFile:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._descriptor = descriptor = _open_unnamed(directory)
+        #: What the operating system knows the file by; -1 once it is closed.
+        self.descriptor = descriptor = _open_unnamed(directory)
         self._record = _Open(self, methodcaller("close"))
         self._record.close = partial(os.close, descriptor)
         _open_files.difference_update([record for record in list(_open_files) if record() is None])
         _open_files.add(self._record)
+        #: What the operating system knows the disk by; two files may be on one.
+        self.device = os.fstat(descriptor).st_dev
         if hasattr(os, "posix_fadvise"):
             # What is read next is not what lies next, and what is read ahead into the page cache stays there.
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-
-    @property
-    def descriptor(self) -> int:
-        """What the operating system knows the file by; -1 once it is closed."""
-        return self._descriptor
-
-    @property
-    def device(self) -> int:
-        """What the operating system knows the disk by."""
-        return os.fstat(self._descriptor).st_dev
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def read_into(self, target: memoryview, offset: int) -> int:
         """Reads at ``offset`` into ``target``; returns how many bytes came, 0 at the end of the file."""
-        return os.preadv(self._descriptor, [target], offset)
+        return os.preadv(self.descriptor, [target], offset)
 
     def write_from(self, source: memoryview, offset: int) -> int:
         """Writes ``source`` at ``offset``; returns how many bytes went."""
-        return os.pwritev(self._descriptor, [source], offset)
+        return os.pwritev(self.descriptor, [source], offset)
 
     def allocate(self, offset: int, nbytes: int) -> None:
         """Makes the file reach to ``offset + nbytes`` with room on the disk for what is new."""
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self._descriptor, offset, nbytes)
+            os.posix_fallocate(self.descriptor, offset, nbytes)
         else:
             self.truncate(offset + nbytes)
 
     def usage(self) -> Usage:
         """How full the disk is, as it was a moment ago."""
-        disk, file = os.fstatvfs(self._descriptor), os.fstat(self._descriptor)
+        disk, file = os.fstatvfs(self.descriptor), os.fstat(self.descriptor)
         return Usage(disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, file.st_size, file.st_blocks * 512)
 
     def truncate(self, length: int) -> None:
         """Makes the file ``length`` bytes long, without asking for room."""
-        os.ftruncate(self._descriptor, length)
+        os.ftruncate(self.descriptor, length)
 
     def set_direct(self, direct: bool) -> None:
         """Has transfers go around the page cache, or not any more."""
@@ -87,26 +80,26 @@ class RawFile:
             return
         import fcntl
 
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
         flags = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
+        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags)
 
     def is_cached(self, offset: int) -> bool:
         """Whether the page at ``offset`` is in the page cache; ``False`` where the system does not say."""
-        return is_in_page_cache(self._descriptor, offset)
+        return is_in_page_cache(self.descriptor, offset)
 
     def flush(self) -> None:
         """Returns when everything written is on the disk."""
-        getattr(os, "fdatasync", os.fsync)(self._descriptor)
+        getattr(os, "fdatasync", os.fsync)(self.descriptor)
 
     def forget(self, offset: int, nbytes: int) -> None:
         """Drops what the page cache holds of a range, as far as it is on the disk."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Closes the file, which gives its room on the disk back. Idempotent."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             _open_files.discard(self._record)
             del self._record  # no call before the next one: until here, and no longer, it closes what an interrupt left

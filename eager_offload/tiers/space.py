@@ -153,7 +153,7 @@ class Space:
             while file.written:
                 written += file.written.popleft()
             if self.used == 0:
-                file.release_idle()
+                file.bounce.release_idle()
         return written
 
     def _take_back(self, record: DiskSlotRecord) -> None:
@@ -225,32 +225,16 @@ class Space:
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
-    def write(self, extent: Extent, source: Tensor, spans: Sequence[Span]) -> None:
-        """Writes the parts ``spans`` of ``source``, which begin at multiples of ``PAGE``, to the same of ``extent``.
+    def transfer(self, what: str, extent: Extent, tensor: Tensor, spans: Sequence[Span]) -> None:
+        """Moves parts of ``tensor`` to or from the same of ``extent``.
+
+        Args:
+            what: ``"write"`` or ``"read"``.
+            spans: the parts, which begin at multiples of ``PAGE``.
 
         Raises:
             TransferError: the operating system refused.
         """
-        self._transfer("write", extent, source, spans)
-
-    def read(self, extent: Extent, target: Tensor, spans: Sequence[Span]) -> None:
-        """Reads the parts ``spans`` of ``extent``, which begin at multiples of ``PAGE``, into the same of ``target``.
-
-        Raises:
-            TransferError: the operating system refused.
-        """
-        self._transfer("read", extent, target, spans)
-
-    def mapping(self, extent: Extent, nbytes: int, owner: object) -> memoryview:
-        """The first ``nbytes`` of ``extent`` as memory, which keeps ``owner``; what direct I/O writes shows there.
-
-        Raises:
-            MemoryError: the system refused.
-        """
-        pieces = self._pieces(extent.start, nbytes)
-        return mapped_file([FilePart(piece.file.descriptor, piece.offset, piece.nbytes) for piece in pieces], owner)
-
-    def _transfer(self, what: str, extent: Extent, tensor: Tensor, spans: Sequence[Span]) -> None:
         assert tensor.numel() <= extent.nbytes
         nbytes = sum(span.nbytes for span in spans)
         if self.files[0].inherited:
@@ -270,6 +254,15 @@ class Space:
             _carry(what, tensor, pieces)
         else:
             self._carry_by_file(what, tensor, [_Part(pieces, Future()) for pieces in by_file.values()])
+
+    def mapping(self, extent: Extent, nbytes: int, owner: object) -> memoryview:
+        """The first ``nbytes`` of ``extent`` as memory, which keeps ``owner``; what direct I/O writes shows there.
+
+        Raises:
+            MemoryError: the system refused.
+        """
+        pieces = self._pieces(extent.start, nbytes)
+        return mapped_file([FilePart(piece.file.descriptor, piece.offset, piece.nbytes) for piece in pieces], owner)
 
     def _carry_by_file(self, what: str, tensor: Tensor, parts: Sequence[_Part]) -> None:
         """Each part on a thread; returns or raises when nothing is under way any more."""

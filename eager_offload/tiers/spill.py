@@ -92,9 +92,8 @@ class SpillFile:
         #: Whether this process is a child and the file its parent's.
         self.inherited = False
         self._raw = file_type(directory)
-        #: The disk that it is on; two files may be on one.
         self.device = self._raw.device
-        self._bounce = _Bounce()
+        self.bounce = _Bounce()
         #: What the address of a source has to be a multiple of, in bytes; ``None``: through the page cache.
         self.memory_alignment = self._probe()
         tell_after_fork(self)
@@ -182,10 +181,6 @@ class SpillFile:
             nbytes=nbytes,
         )
 
-    def release_idle(self) -> None:
-        """Gives the buffers of transfers back to the system."""
-        self._bounce.release_idle()
-
     def after_fork(self) -> None:
         """The child must not touch what its parent writes and reads, nor keep its room on the disk occupied."""
         self.inherited = True
@@ -261,7 +256,7 @@ class SpillFile:
             self._write_through_bounce(address + done, nbytes - done, offset + done)
 
     def _write_through_bounce(self, address: int, nbytes: int, offset: int) -> None:
-        with self._bounce.buffer() as base:
+        with self.bounce.buffer() as base:
             for at in range(0, nbytes, _BOUNCE_BYTES):
                 piece = min(_BOUNCE_BYTES, nbytes - at)
                 whole = view_of(base, round_up(piece, PAGE))
@@ -270,7 +265,7 @@ class SpillFile:
                 self._fully(self._write_some, whole, offset + at)
 
     def _read_through_bounce(self, address: int, nbytes: int, offset: int) -> None:
-        with self._bounce.buffer() as base:
+        with self.bounce.buffer() as base:
             for at in range(0, nbytes, _BOUNCE_BYTES):
                 piece = min(_BOUNCE_BYTES, nbytes - at)
                 self._fully(self._raw.read_into, view_of(base, round_up(piece, PAGE)), offset + at)

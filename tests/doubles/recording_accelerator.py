@@ -22,16 +22,13 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from eager_offload.runtime.accelerator_api import AcceleratorApi
-from eager_offload.runtime.base import Stream
-from eager_offload.simulation.log import Allocated, Freed, Log, Operation
-from eager_offload.tiers.base import Region
 from eager_offload.tiers.memory import PAGE
 from tests.doubles.recording_captures import DriverCaptures, RecordingGraph
 from tests.doubles.recording_streams import Key, Mark, RecordingEvent, RecordingStream, Step
@@ -45,12 +42,10 @@ class _Block:
 
     memory: Tensor
     key: Key
-    name: object = field(default_factory=object)
-    announced: bool = False
 
 
 class RecordingAccelerator(AcceleratorApi):
-    """The machine: an ``AcceleratorApi`` for the runtime and a ``Naming`` for its log.
+    """The machine: an ``AcceleratorApi`` for the runtime.
 
     Args:
         devices: how many there are; 0 for a machine without an accelerator.
@@ -92,15 +87,13 @@ class RecordingAccelerator(AcceleratorApi):
         self.during_copy: Callable[[], object] = lambda: None
         #: Every call, in order, with the stream or device that it was about.
         self.calls: list[str] = []
-        #: Where the machine writes what the runtime cannot know: the user's kernels, and memory given back.
-        self.log: Log | None = None
         self.clock = 0.0
         self._selected = threading.local()
         self._lock = threading.RLock()
         self._queues: dict[Key, deque[Step]] = defaultdict(deque)
         self._created = 0
         self._pools = itertools.count(1)
-        self._faults: dict[str, deque[Exception | None]] = defaultdict(deque)
+        self._faults: dict[str, deque[Exception]] = defaultdict(deque)
         self._blocks: list[_Block] = []
         self._addresses: list[int] = []
         self._idle: dict[Key, list[_Block]] = defaultdict(list)
@@ -247,32 +240,16 @@ class RecordingAccelerator(AcceleratorApi):
     def device_of(self, tensor: Tensor) -> torch.device:
         return torch.device("cuda", (self._block_of(tensor) or _nowhere()).key.device_index)
 
-    # -- Naming -----------------------------------------------------------------------------------------------------
-
-    def region(self, tensor: Tensor) -> Region:
-        block = self._block_of(tensor) or _nowhere()
-        start = tensor.data_ptr() - block.memory.data_ptr()
-        return Region(block.name, start, start + tensor.numel() * tensor.element_size())
-
-    def allocated(self, tensor: Tensor, stream: Stream, what: str) -> None:
-        block = self._block_of(tensor) or _nowhere()
-        block.announced = True
-        if self.log is not None:
-            self.log.write(Allocated(stream, self.region(tensor), what))
-
     # -- what a test does with it -----------------------------------------------------------------------------------
 
-    def launch(self, stream: torch.Stream, kernel: Callable[..., object], *args: Tensor, what: str) -> None:
-        """Enqueues a kernel of the user's, which writes its first argument and reads the others."""
-        if self.log is not None:
-            regions = tuple(self.region(tensor) for tensor in args)
-            self.log.write(Operation(stream, regions[1:], regions[:1], what))
+    def launch(self, stream: torch.Stream, kernel: Callable[..., object], *args: Tensor) -> None:
+        """Enqueues a kernel of the user's."""
         memory = [self._memory(tensor) for tensor in args]
         self.enqueue(Key(stream.device.index, stream.stream_id), Step(run=lambda: kernel(*memory)))
 
-    def fail(self, call: str, error: Exception, *, after: int = 0) -> None:
-        """Lets a call (by its first word in ``calls``) raise, once, after so many that succeed."""
-        self._faults[call].extend([None] * after + [error])
+    def fail(self, call: str, error: Exception) -> None:
+        """Lets a call (by its first word in ``calls``) raise, once."""
+        self._faults[call].append(error)
 
     def run_all(self, first: Sequence[torch.Stream] = ()) -> None:
         """Runs everything: of what may run next, the streams of ``first`` go as far ahead as events let them."""
@@ -360,23 +337,11 @@ class RecordingAccelerator(AcceleratorApi):
 
     def _lend(self, block: _Block, nbytes: int) -> Tensor:
         """A tensor over a block, which comes back when the tensor's storage goes."""
-
-        class Lease(ctypes.c_uint8 * nbytes):  # type: ignore[misc]  # one type for each size
-            pass
-
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        lease = Lease.from_address(block.memory.data_ptr())
-        weakref.finalize(lease, self._take_back, block).atexit = False
+        lease = (ctypes.c_uint8 * nbytes).from_address(block.memory.data_ptr())
+        weakref.finalize(lease, self._idle[block.key].append, block).atexit = False
         return torch.frombuffer(lease, dtype=torch.uint8)
-
-    def _take_back(self, block: _Block) -> None:
-        if block.announced and self.log is not None:
-            stream = RecordingStream(self, block.key)
-            whole = Region(block.name, 0, block.memory.numel())
-            self.log.write(Freed(stream, whole, "given back"))
-        block.announced = False
-        self._idle[block.key].append(block)
 
     def _block_of(self, tensor: Tensor) -> _Block | None:
         at = bisect.bisect(self._addresses, tensor.data_ptr()) - 1

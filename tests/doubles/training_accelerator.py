@@ -23,9 +23,9 @@ from torch import Tensor
 from eager_offload._torch import TorchDispatchMode, weak_storage, without_dispatch_modes
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.simulation.checker import Checker
-from eager_offload.simulation.deferred import POISON
 from eager_offload.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog
 from eager_offload.simulation.observer import OperatorObserver
+from eager_offload.simulation.simulated import POISON
 from eager_offload.tiers.base import Region
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.doubles.recording_streams import Key, Mark, RecordingEvent, RecordingStream, Step
@@ -55,6 +55,8 @@ class TrainingAccelerator(RecordingAccelerator):
         self._side_streams: set[Key] = set()
         self._known: weakref.WeakSet[Mark] = weakref.WeakSet()
         self._pinned: list[object] = []
+        #: Where the calls are written, and operators by whom they are seen.
+        self.log: Log | None = None
         self._observer: OperatorObserver | None = None
 
     # -- what a test does with it -----------------------------------------------------------------------------------

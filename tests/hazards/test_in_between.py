@@ -17,7 +17,7 @@ from eager_offload.engine.offloader import Census, DeviceOffloader
 from eager_offload.engine.transfer import BytesRecord, Transfer
 from eager_offload.runtime.base import Direction, Event, Layout, Stream
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
-from eager_offload.simulation.simulated import SimulatedRuntime
+from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot, Tier
@@ -117,7 +117,7 @@ def test_h16_what_is_gathered_keeps_the_block_that_it_is_gathered_from() -> None
     runtime, offload, *_ = on_a_device(launch_seconds=0.0)
     weight, other = leaf(64, 4), leaf(64, 64)
     with runtime.checked() as checker:
-        loader = runtime.new_stream("loader")
+        loader = SimulatedStream("loader")
         with runtime.stream(loader):
             batch = torch.randn(64, 64)
         runtime.wait(runtime.default_stream, runtime.record(loader))
@@ -153,7 +153,7 @@ def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
 
     owner, _, method = name.rpartition(".")
     monkeypatch.setattr(attrgetter(owner)(saves_of(offload)), method, interrupted)
-    with runtime.stream(runtime.new_stream()), pytest.raises(KeyboardInterrupt):
+    with runtime.stream(SimulatedStream("side")), pytest.raises(KeyboardInterrupt):
         y.sum().backward()
     monkeypatch.undo()
     del y
@@ -174,7 +174,7 @@ def test_h14_a_reload_that_another_stream_cannot_use_is_let_go_once_that_stream_
     offloader = offloader_of(offload)
     torch.autograd.grad(z.sum(), y, retain_graph=True)
     assert offloader.census().resident_bytes == 32 * 32 * 4, "what sin saved is expected next, on the same stream"
-    with runtime.stream(runtime.new_stream()):
+    with runtime.stream(SimulatedStream("side")):
         (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     assert torch.equal(gradient, (x.detach() + 1.0).cos())
     offload.stats(synchronize=True)
@@ -215,7 +215,7 @@ def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(mon
         return number == 1
 
     Allocations(runtime, monkeypatch, full_at_first)
-    with runtime.stream(runtime.new_stream()):
+    with runtime.stream(SimulatedStream("side")):
         (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(gradient, expected)
     assert resident[:2] == [3 * nbytes, nbytes], "but for what is needed now"

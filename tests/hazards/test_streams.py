@@ -15,7 +15,7 @@ from torch import Tensor
 from eager_offload import Offload
 from eager_offload.runtime.base import Direction
 from eager_offload.simulation.log import Operation, Recorded, Waited, WrittenLog
-from eager_offload.simulation.simulated import SimulatedRuntime
+from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.blocks import Step
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_moved, exact, leaf
@@ -27,7 +27,7 @@ class Streams:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.are_threads = not isinstance(backend, SimulatedBackend)
-        self._side = None if self.are_threads else backend.simulated.new_stream("side")
+        self._side = None if self.are_threads else SimulatedStream("side")
 
     def run(self, work: Callable[[], object], *, aside: bool) -> None:
         """Runs ``work`` on the first or on the second stream, in order with everything before and after it."""
@@ -249,7 +249,7 @@ def test_h15_the_stream_is_noted_before_any_other_is_entered(backend: Backend, m
 def test_h15_every_copy_out_waits_for_an_event_of_the_stream_that_packed() -> None:
     simulated, recording = SimulatedRuntime(), WrittenLog()
     with simulated.checked(recording) as checker:
-        side = simulated.new_stream("side")
+        side = SimulatedStream("side")
         offload = Offload(runtime=simulated, tier="host", min_bytes=0, keep_last_bytes=0)
         with simulated.stream(side):
             for seed in range(6):  # the pool is used again from the second step on, which is when it showed

@@ -33,12 +33,11 @@ from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import assert_identical, leaf
 from tests.runtime.accelerator_double import DEVICE, NBYTES, host_slot, selection
+from tests.runtime.test_beside_an_accelerator import EVERYTHING, forward
 from tests.threads import on_a_thread
 
 if not hasattr(torch.Stream, "is_capturing"):
     pytest.skip("this torch does not say of a stream whether it is being captured", allow_module_level=True)
-
-EVERYTHING: dict[str, Any] = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -342,11 +341,6 @@ def training() -> Iterator[TrainingAccelerator]:
     with double.checked() as checker:
         yield double
     checker.assert_clean()
-
-
-def forward(x: Tensor, w: Tensor) -> Tensor:
-    h = (x * 2).tanh().exp()
-    return (h @ w).sin().sum()
 
 
 def step(around: Any) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical, leaf
 
-EVERYTHING: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0}
+EVERYTHING: dict[str, Any] = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0}
 CUDA = torch.device("cuda")
 
 
@@ -57,7 +57,7 @@ def double() -> Iterator[TrainingAccelerator]:
 def test_h52_to_enter_where_a_graph_is_captured_is_an_error(
     double: TrainingAccelerator, expected: tuple[Tensor, ...]
 ) -> None:
-    offload, of, graph = Offload(runtime=double.runtime, tier="host", **EVERYTHING), leaves(), double.graph(keep=False)
+    offload, of, graph = Offload(runtime=double.runtime, **EVERYTHING), leaves(), double.graph(keep=False)
     double.begin_graph(graph, None, "global")
     calls = list(double.calls)
     with pytest.raises(OffloadError, match=r"an Offload was entered while.*captured into a graph.*Leave the capture"):
@@ -76,7 +76,7 @@ def test_h52_to_enter_where_a_graph_is_captured_is_an_error(
 def test_h52_what_is_saved_while_a_graph_is_captured_stays(
     double: TrainingAccelerator, expected: tuple[Tensor, ...]
 ) -> None:
-    offload, of, graph = Offload(runtime=double.runtime, tier="host", **EVERYTHING), leaves(), double.graph(keep=False)
+    offload, of, graph = Offload(runtime=double.runtime, **EVERYTHING), leaves(), double.graph(keep=False)
     with offload:
         before = forward(*of)
         double.begin_graph(graph, None, "global")

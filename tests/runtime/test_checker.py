@@ -36,7 +36,7 @@ class Event:
 # -- the verdict, against reachability in the graph of all entries ----------------------------------------------------
 
 STREAMS = ["a", "b", "c"]
-EVENTS = [1, 2, 3, 4]
+EVENTS = [Event() for _ in range(4)]
 
 regions = st.builds(
     lambda space, start, length: Region(space, start, start + length),
@@ -160,8 +160,8 @@ def test_what_came_before_an_ordered_write_is_not_reported_beside_it() -> None:
     checker = Checker()
     checker.write(Operation("a", (), (BLOCK,), "write"))
     checker.write(Operation("a", (BLOCK,), (), "read"))
-    checker.write(Recorded("a", 1))
-    checker.write(Waited("b", 1))
+    checker.write(Recorded("a", event := Event()))
+    checker.write(Waited("b", event))
     checker.write(Operation("b", (), (BLOCK,), "ordered write"))
     checker.write(Operation("c", (), (BLOCK,), "late write"))
     assert [race.earlier.what for race in checker.violations if race.earlier is not None] == ["ordered write"]
@@ -226,7 +226,7 @@ def test_h25_spaces_that_went_are_forgotten() -> None:
     assert checker.cells < 6_000
 
 
-@pytest.mark.parametrize("entry", [Waited(OUT, "nothing"), Synchronized("nothing")])
+@pytest.mark.parametrize("entry", [Waited(OUT, Event()), Synchronized(Event())])
 def test_waiting_for_an_event_that_was_never_recorded_is_reported(entry: Entry) -> None:
     checker = Checker()
     checker.write(entry)
@@ -239,11 +239,11 @@ def test_waiting_for_an_event_that_was_never_recorded_is_reported(entry: Entry) 
 ENTRIES: list[Entry] = [
     Allocated(MAIN, BLOCK, "relu"),
     Operation(MAIN, (), (BLOCK,), "relu"),
-    Recorded(MAIN, 1),
-    Waited(OUT, 1),
+    Recorded(MAIN, EVENTS[0]),
+    Waited(OUT, EVENTS[0]),
     Operation(OUT, (BLOCK,), (SLOT,), "offload"),
-    Recorded(OUT, 2),
-    Synchronized(2),
+    Recorded(OUT, EVENTS[1]),
+    Synchronized(EVENTS[1]),
     Freed(MAIN, BLOCK, "source"),
 ]
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from eager_offload.runtime.base import Layout
 from eager_offload.simulation.log import Allocated, Entry, Freed, Operation, WrittenLog
 from eager_offload.simulation.observer import OperatorObserver
-from eager_offload.simulation.simulated import SimulatedRuntime
+from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from eager_offload.tiers.base import Region
 from tests.threads import on_a_thread
 
@@ -185,7 +185,7 @@ def test_operators_that_hooks_run_are_seen(watch: Watch) -> None:
 
 
 def test_a_storage_that_dies_is_freed_on_the_stream_that_allocated_it(watch: Watch) -> None:
-    side = watch.runtime.new_stream("side")
+    side = SimulatedStream("side")
     with watch.runtime.stream(side):
         a = torch.ones(4)
     region = watch.region(a)
@@ -204,7 +204,7 @@ def test_h11_a_freed_range_is_handed_out_again_at_once_and_to_its_own_stream_onl
     keeper = torch.ones(300)
     region = watch.region(a)
     del a
-    side = watch.runtime.new_stream("side")
+    side = SimulatedStream("side")
     with watch.runtime.stream(side):
         b = torch.ones(300)
     c = torch.ones(200)
@@ -276,7 +276,7 @@ def test_resident_bytes_count_what_lives(watch: Watch) -> None:
 
 
 def test_another_thread_is_seen_through_a_mode_of_its_own(watch: Watch) -> None:
-    side = watch.runtime.new_stream("side")
+    side = SimulatedStream("side")
 
     def compute() -> None:
         with watch.observer.elsewhere(), watch.runtime.stream(side):

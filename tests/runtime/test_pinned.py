@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import warnings
 
 import pytest
 import torch
-from torch import Tensor
 
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier
-from eager_offload.tiers.memory import PAGE, anonymous_slab
+from eager_offload.tiers.memory import PAGE
 from eager_offload.tiers.slabs import ExactSizes, HostSlot, PowersOfTwo, SlabSizes
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.threads import on_a_thread
+from tests.tiers.rig import System
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -107,6 +108,28 @@ def test_a_slab_that_cannot_be_registered_is_pageable_which_is_said_once(
     assert double.pinned_by_torch == 0
 
 
+def test_a_slab_that_could_not_be_registered_is_not_unregistered(
+    double: RecordingAccelerator, runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever goes first of what the interpreter takes down after the error."""
+    runtime.host_buffer(PAGE)
+    runtime.poll()
+    kept = []
+
+    def refuse(address: int, nbytes: int) -> None:
+        kept.append(sys._getframe(1).f_locals["record"])
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(double, "register", refuse)
+    double.calls.clear()
+    with pytest.warns(RuntimeWarning, match="could not be pinned"):
+        runtime.host_buffer(MIB)
+    gc.collect()
+    assert kept[0]() is None
+    runtime.poll()
+    assert double.calls == []
+
+
 def test_a_machine_that_cannot_register_is_asked_once_and_pins_through_torch() -> None:
     double = RecordingAccelerator()
     runtime = AcceleratorRuntime(double)
@@ -164,15 +187,8 @@ def test_h28_a_forked_child_gives_back_nothing_of_its_parents(
 # -- waste ----------------------------------------------------------------------------------------------------------
 
 
-class Counted:
-    """Hands out pages that are never touched, and adds up what torch's allocator would have taken for them."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def __call__(self, nbytes: int) -> Tensor:
-        self.sizes.append(nbytes)
-        return anonymous_slab(nbytes)
+class Counted(System):
+    """Adds up what torch's allocator would have taken."""
 
     @property
     def rounded(self) -> int:

@@ -1,18 +1,22 @@
-"""The simulated runtime: the way of a saved tensor with every edge in turn, its ends, streams and memory."""
+"""The simulated runtime: the way of a saved tensor with every edge in turn, streams, memory, order and the clock."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from eager_offload.errors import TransferError
 from eager_offload.runtime.base import Direction, Event, Layout
-from eager_offload.simulation.checker import Checker, OrderingError
+from eager_offload.simulation.checker import AccessKind, Checker, OrderingError
 from eager_offload.simulation.log import WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
+from eager_offload.simulation.timeline import Span, Timeline
 from tests.runtime.simulated_rig import CPU, DistantSlot, Rig, flat
 from tests.threads import on_a_thread
 
@@ -193,7 +197,7 @@ def test_h10_an_exception_leaves_the_runtime_usable(rig: Rig) -> None:
 
 
 def test_h14_the_current_stream_belongs_to_the_thread(rig: Rig) -> None:
-    side = rig.runtime.new_stream("side")
+    side = SimulatedStream("side")
     seen: list[object] = []
     with rig.runtime.stream(side):
         on_a_thread(lambda: seen.append(rig.runtime.current_stream(CPU)))
@@ -210,7 +214,7 @@ def test_there_is_one_transfer_stream_for_each_direction(rig: Rig) -> None:
 
 
 def test_two_compute_streams_that_share_a_tensor_without_an_event_are_reported(rig: Rig) -> None:
-    side = rig.runtime.new_stream()
+    side = SimulatedStream("side")
     with rig.runtime.checked() as checker:
         x = torch.ones(4)
         with rig.runtime.stream(side):
@@ -259,7 +263,7 @@ def test_peak_resident_bytes_are_those_of_what_was_allocated_inside(rig: Rig) ->
         y = weight * 3
         del x, y
         z = weight * 4
-    assert (rig.runtime.peak_resident_bytes, rig.runtime.resident_bytes) == (8192, 4096)
+    assert (rig.runtime.observer.peak_resident_bytes, rig.runtime.observer.resident_bytes) == (8192, 4096)
     assert z.numel() == 1024
 
 
@@ -275,7 +279,7 @@ def test_h25_a_thousand_transfers_leave_nothing_behind(rig: Rig) -> None:
             runtime.wait(rig.main, event)
             del x
         assert runtime.pending_copies == 0
-        assert runtime.resident_bytes <= 512
+        assert runtime.observer.resident_bytes <= 512
         assert checker.cells < 50
     checker.assert_clean()
 
@@ -300,3 +304,209 @@ def test_a_model_that_is_trained_without_transfers_is_clean_and_unchanged() -> N
     checker.assert_clean()
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
     assert checker.entries > 100
+
+
+# -- copies run as late as the ordering allows, so a missing edge gives wrong bytes -----------------------------------
+
+
+def test_h16_a_source_that_is_dropped_too_early_leaves_garbage(rig: Rig) -> None:
+    source = torch.randn(64)
+    slot = rig.slot(256)
+    rig.runtime.copy(slot, flat(source), rig.out)
+    offloaded = rig.runtime.record(rig.out)
+    del source
+    rig.runtime.synchronize(offloaded)
+    assert slot.tensor.eq(0xFF).all()
+    (fault,) = rig.runtime.faults
+    assert "the source was freed before the copy ran" in str(fault)
+
+
+def test_h16_dropping_a_source_too_early_is_in_the_report(rig: Rig) -> None:
+    with rig.runtime.checked() as checker:
+        source = torch.randn(64)
+        rig.runtime.wait(rig.out, rig.runtime.record(rig.main))
+        rig.runtime.copy(rig.slot(256), flat(source), rig.out)
+        del source
+    kinds = [(violation.earlier is not None, violation.later.kind) for violation in checker.violations]
+    assert kinds == [(True, AccessKind.FREE), (False, AccessKind.READ)]
+    assert checker.violations[1].later.region == checker.violations[0].later.region
+
+
+def test_h17_a_reload_that_does_not_wait_for_the_offload_brings_the_slots_old_bytes(rig: Rig) -> None:
+    for ordered in (False, True):
+        slot = rig.slot(256)
+        slot.tensor.fill_(9)
+        source, target = torch.ones(64), rig.target(256)
+        rig.runtime.copy(slot, flat(source), rig.out)
+        offloaded = rig.runtime.record(rig.out)
+        if ordered:
+            rig.runtime.wait(rig.inward, offloaded)
+        rig.runtime.copy(target, slot, rig.inward)
+        rig.runtime.wait(rig.main, rig.runtime.record(rig.inward))
+        assert torch.equal(target, flat(source)) == ordered
+
+
+def test_h18_a_slot_that_goes_back_too_early_is_overwritten_before_it_is_read(rig: Rig) -> None:
+    for ordered in (False, True):
+        slot = rig.slot(256)
+        slot.tensor.fill_(9)
+        target, source = rig.target(256), torch.ones(64)
+        rig.runtime.copy(target, slot, rig.inward)
+        reloaded = rig.runtime.record(rig.inward)
+        del slot
+        if ordered:
+            rig.runtime.wait(rig.out, reloaded)
+        rig.runtime.copy(rig.slot(256), flat(source), rig.out)
+        rig.runtime.wait(rig.main, rig.runtime.record(rig.out))
+        rig.runtime.wait(rig.main, reloaded)
+        assert bool(target.eq(9).all()) == ordered
+
+
+def test_h18_a_pending_copy_does_not_keep_a_slot_in_memory_alive(rig: Rig) -> None:
+    slot = rig.slot(256)
+    source = torch.ones(64)
+    rig.runtime.copy(slot, flat(source), rig.out)
+    died: list[bool] = []
+    gone = weakref.ref(slot, lambda _: died.append(True))
+    del slot
+    assert gone() is None
+    assert died == [True]
+
+
+def test_h19_a_target_that_is_dropped_before_its_copy_ran_is_a_fault(rig: Rig) -> None:
+    target = rig.target(256)
+    rig.runtime.copy(target, rig.slot(256), rig.inward)
+    del target
+    rig.runtime.synchronize_all()
+    (fault,) = rig.runtime.faults
+    assert "the target was freed before the copy ran" in str(fault)
+
+
+def test_a_chain_of_waits_carries_out_everything_that_comes_before(rig: Rig) -> None:
+    runtime = rig.runtime
+    source, target = torch.randn(64), rig.target(256)
+    tensors = [rig.target(256) for _ in range(2000)]
+    slot = rig.slot(256)
+    runtime.copy(slot, flat(source), rig.out)
+    for hop in tensors:
+        runtime.wait(rig.inward, runtime.record(rig.out))
+        runtime.copy(hop, slot, rig.inward)
+        runtime.wait(rig.out, runtime.record(rig.inward))
+        runtime.copy(slot, hop, rig.out)
+    assert runtime.pending_copies == 4001
+    runtime.wait(rig.inward, runtime.record(rig.out))
+    runtime.copy(target, slot, rig.inward)
+    runtime.synchronize(runtime.record(rig.inward))
+    assert torch.equal(target, flat(source))
+    assert runtime.pending_copies == 0
+
+
+def test_a_copy_on_a_compute_stream_runs_in_its_order_at_once(rig: Rig) -> None:
+    source, slot = torch.randn(64), rig.slot(256)
+    rig.runtime.copy(slot, flat(source), rig.main)
+    assert torch.equal(slot.tensor, flat(source))
+
+
+# -- the clock: how long things take, what stalls and what overlaps ---------------------------------------------------
+
+
+def test_a_copy_takes_its_bytes_over_the_bandwidth_of_its_direction() -> None:
+    runtime = SimulatedRuntime(out_bandwidth=1024.0, in_bandwidth=2048.0, launch_seconds=0.0)
+    rig = Rig(runtime)
+    slot, source = rig.slot(1024), torch.zeros(256)
+    runtime.copy(slot, flat(source), rig.out)
+    out = runtime.record(rig.out)
+    runtime.copy(target := rig.target(1024), slot, rig.inward)
+    inward = runtime.record(rig.inward)
+    assert (out.time, inward.time) == (1.0, 0.5)
+    assert not runtime.query(out)
+    runtime.synchronize(inward)
+    assert (runtime.now, runtime.query(out), runtime.query(inward)) == (0.5, False, True)
+    runtime.synchronize(out)
+    assert (runtime.now, runtime.query(out), runtime.timeline.host_wait_seconds) == (1.0, True, 1.0)
+    assert runtime.bandwidth(CPU, Direction.IN) == 2048.0
+    assert target.numel() == 1024
+
+
+def test_a_query_costs_a_launch_so_that_polling_ends(rig: Rig) -> None:
+    source = torch.zeros(1024)
+    rig.runtime.copy(rig.slot(4096), flat(source), rig.out)
+    event = rig.runtime.record(rig.out)
+    polls = 0
+    while not rig.runtime.query(event):
+        polls += 1
+    assert 0 < polls < 100
+
+
+def test_compute_stalls_for_as_long_as_its_work_waits() -> None:
+    runtime = SimulatedRuntime(launch_seconds=0.0, in_bandwidth=1024.0)
+    rig = Rig(runtime)
+    runtime.advance(rig.main, 0.25, "first")
+    target = rig.target(1024)
+    runtime.copy(target, rig.slot(1024), rig.inward)
+    runtime.wait(rig.main, runtime.record(rig.inward))
+    assert runtime.timeline.stall_seconds == 0.0, "no work waits yet"
+    runtime.advance(rig.main, 0.5, "second")
+    assert runtime.timeline.spans == [
+        Span(rig.main, 0.0, 0.25, "first", 0, False),
+        Span(rig.inward, 0.0, 1.0, "reload", 1024, True),
+        Span(rig.main, 0.25, 1.0, "stall", 0, False),
+        Span(rig.main, 1.0, 1.5, "second", 0, False),
+    ]
+    assert (runtime.timeline.stall_seconds, runtime.timeline.overlap_seconds, runtime.timeline.end) == (0.75, 0.25, 1.5)
+
+
+def test_a_transfer_that_waits_for_compute_is_no_stall() -> None:
+    runtime = SimulatedRuntime(launch_seconds=0.0, out_bandwidth=1024.0)
+    rig = Rig(runtime)
+    source = torch.zeros(256)
+    runtime.advance(rig.main, 2.0)
+    runtime.wait(rig.out, runtime.record(rig.main))
+    runtime.copy(rig.slot(1024), flat(source), rig.out)
+    assert runtime.record(rig.out).time == 3.0
+    assert runtime.timeline.stall_seconds == 0.0
+
+
+def test_an_event_on_an_idle_stream_is_over_when_it_is_recorded(rig: Rig) -> None:
+    event = rig.runtime.record(rig.main)
+    assert event.time == rig.runtime.now
+    assert rig.runtime.query(event)
+
+
+def test_an_event_after_a_wait_is_not_over_before_what_was_waited_for(rig: Rig) -> None:
+    rig.runtime.advance(rig.main, 1.0)
+    rig.runtime.wait(rig.out, rig.runtime.record(rig.main))
+    assert rig.runtime.record(rig.out).time >= 1.0
+
+
+def test_operators_take_the_bytes_they_touch_over_the_compute_rate() -> None:
+    runtime = SimulatedRuntime(compute_rate=1024.0, launch_seconds=0.0)
+    a, b = torch.zeros(256), torch.zeros(256)
+    with runtime.checked():
+        a + b
+    (span,) = runtime.timeline.spans
+    assert (span.what, span.seconds, span.nbytes) == ("aten.add.Tensor", 3.0, 3072)
+
+
+def test_jitter_changes_times_by_the_seed_alone() -> None:
+    def spans(jitter: float, seed: int) -> list[float]:
+        runtime = SimulatedRuntime(compute_rate=1024.0, jitter=jitter, seed=seed)
+        with runtime.checked():
+            for _ in range(20):
+                torch.zeros(256)
+        return [span.seconds for span in runtime.timeline.spans]
+
+    assert spans(0.3, 1) == spans(0.3, 1) != spans(0.3, 2)
+    assert all(0.7 <= seconds <= 1.3 for seconds in spans(0.3, 1))
+    assert max(spans(0.3, 1)) - min(spans(0.3, 1)) > 0.1
+
+
+intervals = st.tuples(st.integers(0, 20), st.integers(0, 8), st.booleans())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(intervals, max_size=12))
+def test_overlap_is_the_time_in_which_both_kinds_run(drawn: list[tuple[int, int, bool]]) -> None:
+    timeline = Timeline([Span("s", start, start + length, "x", 0, transfer) for start, length, transfer in drawn])
+    busy = [{kind for start, length, kind in drawn if start <= tick < start + length} for tick in range(30)]
+    assert timeline.overlap_seconds == sum(kinds == {True, False} for kinds in busy)

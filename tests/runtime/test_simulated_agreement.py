@@ -10,8 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eager_offload.simulation.device import SimulatedEvent, SimulatedStream
-from eager_offload.simulation.simulated import SimulatedRuntime
+from eager_offload.simulation.simulated import SimulatedEvent, SimulatedRuntime, SimulatedStream
 from tests.runtime.simulated_rig import Rig
 
 TENSORS = 3

@@ -21,12 +21,13 @@ from eager_offload.runtime.base import Direction, Layout
 from eager_offload.runtime.staging import StagedEvent, Staging
 from eager_offload.simulation.checker import Checker
 from eager_offload.simulation.log import Operation, Recorded, Synchronized
-from eager_offload.tiers.base import Region, Slot
+from eager_offload.tiers.base import Region
 from eager_offload.tiers.disk import DiskSlot
 from tests.doubles.training_accelerator import TrainingAccelerator
-from tests.hazards.backends import assert_settled, transfer_threads
+from tests.hazards.backends import Gate, assert_settled, transfer_threads
 from tests.hazards.blocks import Step
 from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved
+from tests.runtime.simulated_rig import DistantSlot
 from tests.runtime.test_accelerator_step import (
     Program,
     Streams,
@@ -64,7 +65,7 @@ def disk_in_the_log(double: TrainingAccelerator, monkeypatch: pytest.MonkeyPatch
 
     def note(read: Region, written: Region, what: str) -> None:
         if double.log is not None:
-            over = object()
+            over = threading.Event()
             double.log.write(Operation("disk", (read,), (written,), what))
             double.log.write(Recorded("disk", over))
             double.log.write(Synchronized(over))
@@ -146,26 +147,12 @@ def test_the_host_tier_spills_to_the_disk(double: TrainingAccelerator, tmp_path:
 # -- stages ---------------------------------------------------------------------------------------------------------
 
 
-class Gate:
-    """Holds back what stands before it."""
-
-    def __init__(self) -> None:
-        self.reached, self._open = threading.Event(), threading.Event()
-
-    def __call__(self) -> None:
-        self.reached.set()
-        assert self._open.wait(60), "the gate was never opened"
-
-    def open(self) -> None:
-        self._open.set()
-
-
 @contextmanager
 def gated(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[Gate]:
     gate, original = Gate(), getattr(DiskSlot, name)
 
     def wait_first(slot: DiskSlot, tensor: Tensor) -> None:
-        gate()
+        gate.pass_through()
         original(slot, tensor)
 
     with monkeypatch.context() as patch:
@@ -183,7 +170,7 @@ def test_the_next_copies_leave_the_device_while_the_first_is_written(
     offload = make_offload(double, tmp_path)
     with gated(monkeypatch, "write") as gate:
         step.forward(offload)
-        assert gate.reached.wait(60)
+        gate.wait_until_reached()
         double.run_all()
         out = double.runtime.transfer_stream(CPU, Direction.OUT)
         assert double.pending(out) == 0, "every copy into staging has run, while nothing is on the disk yet"
@@ -241,7 +228,7 @@ def test_pack_waits_for_staging_room_only_when_all_of_it_is_taken(
     with gated(monkeypatch, "write") as gate:
         thread = threading.Thread(target=forward)
         thread.start()
-        assert gate.reached.wait(60)
+        gate.wait_until_reached()
         assert not done.wait(0.2), "eight forwards do not fit into 64 KiB of staging"
         assert staging_bytes(staging) <= 1 << 16
         gate.open()
@@ -329,23 +316,11 @@ def test_no_memory_for_staging_leaves_the_source_on_the_device(
     offload.close()
 
 
-class Elsewhere(Slot):
-    """A slot that can be reached by no copy engine, and that gives zeros."""
-
-    tier = "elsewhere"
-
-    @property
-    def region(self) -> Region:
-        return Region(("elsewhere", id(self)), 0, self.nbytes)
-
-    def write(self, source: Tensor) -> None:
-        raise AssertionError("nothing is written here")
+class Elsewhere(DistantSlot):
+    """Gives zeros."""
 
     def read(self, target: Tensor) -> None:
         target.zero_()
-
-    def memory(self) -> memoryview:
-        raise AssertionError("these bytes have no address")
 
 
 def test_a_host_that_waits_for_a_reload_waits_for_the_device_too(double: TrainingAccelerator) -> None:
@@ -353,7 +328,7 @@ def test_a_host_that_waits_for_a_reload_waits_for_the_device_too(double: Trainin
     compute, back = runtime.current_stream(CPU), runtime.transfer_stream(CPU, Direction.IN)
     target = runtime.allocate(Layout(4096), CPU, compute)
     target.fill_(7)
-    event = runtime.copy(target, Elsewhere(4096, ()), back, [runtime.record(compute)])
+    event = runtime.copy(target, Elsewhere(4096), back, [runtime.record(compute)])
     runtime.synchronize(event)
     assert not target.any()
     assert double.pending(back) == 0
@@ -368,7 +343,7 @@ def test_staging_memory_for_reloads_is_waited_for_rather_than_exceeded() -> None
     compute, back = runtime.current_stream(CPU), runtime.transfer_stream(CPU, Direction.IN)
     for megabytes in (32, 48, 33, 50):  # none of them fits beside, or into, the room of the one before
         target = runtime.allocate(Layout(megabytes << 20), CPU, compute)
-        event = runtime.copy(target, Elsewhere(megabytes << 20, ()), back, [runtime.record(compute)])
+        event = runtime.copy(target, Elsewhere(megabytes << 20), back, [runtime.record(compute)])
         assert isinstance(event, StagedEvent)
         assert event.work is not None
         event.work.result()
@@ -432,7 +407,7 @@ def test_h10_a_target_outlives_the_copy_that_the_reader_has_still_to_enqueue(
             patch.setattr(runtime, "copy", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 step.backward()
-            assert gate.reached.wait(60)
+            gate.wait_until_reached()
             # What the interrupted call itself left behind is over: all but the reader let go of the target.
             runtime.synchronize_kept()
             gate.open()

@@ -1,4 +1,4 @@
-"""What every test of a disk tier starts from."""
+"""What tests of tiers start from."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.directories import filesystem_of
 from tests.tiers.files import Watched
+from tests.tiers.rig import MIB, System
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +25,13 @@ def directory(tmp_path: Path) -> Path:
     if filesystem_of(tmp_path) == "tmpfs":
         pytest.fail(f"{tmp_path} is memory, not a disk: name one on a disk with --basetemp", pytrace=False)
     return tmp_path
+
+
+@pytest.fixture
+def system() -> System:
+    return System()
+
+
+@pytest.fixture
+def arena(system: System) -> Arena:
+    return Arena(system, slab_bytes=MIB, idle_bytes=64 * MIB)

@@ -52,19 +52,19 @@ class Watched(RawFile):
 
     @property
     def stat(self) -> os.stat_result:
-        return os.fstat(self._descriptor)
+        return os.fstat(self.descriptor)
 
     def overwrite(self, offset: int, what: bytes) -> None:
         """What a faulty disk does: changes bytes behind everyone's back."""
         self.set_direct(False)
-        os.pwrite(self._descriptor, what, offset)
-        os.fsync(self._descriptor)
+        os.pwrite(self.descriptor, what, offset)
+        os.fsync(self.descriptor)
         self.set_direct(True)
 
     def cached_pages(self) -> int:
         """How many pages of the file the page cache holds."""
         length = self.stat.st_size
-        with mmap.mmap(self._descriptor, length) as mapped:
+        with mmap.mmap(self.descriptor, length) as mapped:
             pages = (ctypes.c_ubyte * (-(-length // mmap.PAGESIZE)))()
             anchor = ctypes.c_char.from_buffer(mapped)
             libc = ctypes.CDLL(None, use_errno=True)
@@ -120,15 +120,14 @@ class Halting(Watched):
         self._next = iter(lengths * 10_000)
 
     def write_from(self, source: memoryview, offset: int) -> int:
-        length = next(self._next, len(source))
-        if length % 512:  # the call stops early, after whole sectors, and says less than it did
-            super().write_from(source[: -(-length // 4096) * 4096], offset)
-            return min(length, len(source))
-        return super().write_from(source[:length], offset) if length else 0
+        return self._some_of(super().write_from, source, offset)
 
     def read_into(self, target: memoryview, offset: int) -> int:
-        length = next(self._next, len(target))
-        if length % 512:
-            super().read_into(target[: -(-length // 4096) * 4096], offset)
-            return min(length, len(target))
-        return super().read_into(target[:length], offset) if length else 0
+        return self._some_of(super().read_into, target, offset)
+
+    def _some_of(self, move: Callable[[memoryview, int], int], memory: memoryview, offset: int) -> int:
+        length = next(self._next, len(memory))
+        if length % 512:  # the call stops early, after whole sectors, and says less than it did
+            move(memory[: -(-length // 4096) * 4096], offset)
+            return min(length, len(memory))
+        return move(memory[:length], offset) if length else 0

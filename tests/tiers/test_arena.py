@@ -105,9 +105,9 @@ def test_idle_shared_slabs_go_back_too() -> None:
     assert arena.held_bytes == len(system.alive) == 0
 
 
-def test_an_idle_slab_serves_a_slightly_smaller_request_only_while_little_is_wasted() -> None:
-    system = System()
-    arena = Arena(system, slab_bytes=MIB, idle_bytes=64 * MIB)
+def test_an_idle_slab_serves_a_slightly_smaller_request_only_while_little_is_wasted(
+    arena: Arena, system: System
+) -> None:
     rest = arena.allocate(60 * MIB)
     arena.allocate(10 * MIB)
     fits = arena.allocate(9 * MIB)
@@ -144,9 +144,8 @@ def test_h18_memory_goes_neither_back_nor_on_without_the_fences_of_its_last_use(
         assert len(system.alive) == 0
 
 
-def test_h26_the_budget_bounds_what_is_held_and_idle_memory_makes_way() -> None:
-    system = System()
-    tier = HostTier(Arena(system, slab_bytes=MIB, idle_bytes=64 * MIB), 10 * MIB)
+def test_h26_the_budget_bounds_what_is_held_and_idle_memory_makes_way(arena: Arena) -> None:
+    tier = HostTier(arena, 10 * MIB)
     slots = [reserve(tier, 4 * MIB), reserve(tier, 4 * MIB)]
     assert tier.reserve(4 * MIB) is None
     small = [reserve(tier, 100_000) for _ in range(20)]
@@ -159,9 +158,7 @@ def test_h26_the_budget_bounds_what_is_held_and_idle_memory_makes_way() -> None:
     assert HostTier(Arena(), 0).reserve(1) is None
 
 
-def test_a_system_without_room_is_no_room_for_a_slot_and_an_error_for_a_lease() -> None:
-    system = System()
-    arena = Arena(system, slab_bytes=MIB, idle_bytes=64 * MIB)
+def test_a_system_without_room_is_no_room_for_a_slot_and_an_error_for_a_lease(arena: Arena, system: System) -> None:
     tier = HostTier(arena, 1 << 40)
     idle = reserve(tier, 2 * MIB)
     del idle
@@ -178,12 +175,10 @@ def test_a_system_without_room_is_no_room_for_a_slot_and_an_error_for_a_lease() 
         anonymous_slab(1 << 60)
 
 
-def test_a_closed_arena_keeps_nothing_idle() -> None:
-    system = System()
-    tier = HostTier(Arena(system, slab_bytes=MIB), 64 * MIB)
+def test_a_closed_arena_keeps_nothing_idle(arena: Arena, system: System) -> None:
+    tier = HostTier(arena, 64 * MIB)
     idle, slot = reserve(tier, 2 * MIB), reserve(tier, 3 * MIB)
     del idle
-    tier.poll()
     assert tier.held_bytes == 5 * MIB
     tier.close()
     assert tier.held_bytes == tier.used_bytes == 3 * MIB

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from eager_offload.tiers.base import Tier
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import anonymous_slab
+from tests.threads import on_threads
 from tests.tiers.files import Cached, Watched
 from tests.tiers.rig import MIB, Verdicts, content, noise, reserve, stored
 
@@ -89,21 +89,13 @@ def test_slots_that_live_together_share_no_byte(tier: Tier) -> None:
 
 
 def test_threads_that_transfer_at_once_keep_their_bytes(tier: Tier) -> None:
-    failures = []
-
     def work(seed: int) -> None:
         chance = random.Random(seed)
         for step in range(15):
             source = noise(chance.choice([100, 5000, 70_000, 700_000, 4 * MIB + 64]), 1000 * seed + step)
-            if not torch.equal(content(stored(tier, source)), source):
-                failures.append((seed, step))
+            assert torch.equal(content(stored(tier, source)), source), (seed, step)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    on_threads(5, work)
     assert tier.used_bytes == 0
 
 

@@ -39,7 +39,7 @@ def test_h32_the_file_has_no_name_and_only_its_owner_may_read_it(
     assert list(directory.iterdir()) == []
     assert file.stat.st_nlink == 0
     assert stat.S_IMODE(file.stat.st_mode) == 0o600
-    assert not os.get_inheritable(file._descriptor)
+    assert not os.get_inheritable(file.descriptor)
     assert torch.equal(content(slot), noise(MIB))
     assert file.written >= MIB
 

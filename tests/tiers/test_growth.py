@@ -65,11 +65,6 @@ def system() -> Slow:
     return Slow()
 
 
-@pytest.fixture
-def arena(system: Slow) -> Arena:
-    return Arena(system, slab_bytes=MIB, idle_bytes=64 * MIB)
-
-
 def test_h41_other_threads_have_slots_and_leases_and_are_told_what_is_held(arena: Arena, system: Slow) -> None:
     tier = HostTier(arena, 64 * MIB)
     first = reserve(tier, 4096)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -47,14 +48,14 @@ def readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Readings:
     return readings
 
 
-def guarded(readings: Readings) -> tuple[HostTier, Guard, System]:
+def guarded(readings: Readings, **fields: Any) -> tuple[HostTier, Guard, System]:
     system, watch = System(), Guard()
 
-    def take(nbytes: int) -> object:
+    def take(nbytes: int) -> Tensor:
         watch.admit(nbytes)
         return system(nbytes)
 
-    arena = Arena(take, slab_bytes=MIB, idle_bytes=GIB, given_back=watch.forget)  # type: ignore[arg-type]
+    arena = Arena(take, **{"slab_bytes": MIB, "idle_bytes": GIB, "given_back": watch.forget} | fields)
     readings.held = lambda: arena._held
     return HostTier(arena, 64 * GIB), watch, system
 
@@ -178,18 +179,10 @@ def test_h26_what_is_idle_elsewhere_in_the_process_goes_back_too(
 
 
 def test_h26_a_smaller_slab_is_taken_before_idle_ones_go_back(readings: Readings) -> None:
-    system, watch = System(), Guard()
-
-    def take(nbytes: int) -> Tensor:
-        watch.admit(nbytes)
-        return system(nbytes)
-
-    arena = Arena(take, sizes=PowersOfTwo(), idle_bytes=GIB, given_back=watch.forget)
-    tier = HostTier(arena, 64 * GIB)
+    tier, _, system = guarded(readings, sizes=PowersOfTwo())
     idle = tier.reserve(64 * MIB)
     (first,) = system.sizes
     del idle
-    readings.held = lambda: arena._held
     readings.available = GIB + first + 100 * MIB
     slots = [tier.reserve(first), tier.reserve(64 * MIB)]
     assert None not in slots

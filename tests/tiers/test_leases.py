@@ -90,9 +90,7 @@ def test_h40_after_a_rest_every_slab_goes_with_its_last_lease_and_without_a_call
     assert arena.used_bytes == arena.held_bytes == 0
 
 
-def test_h40_what_is_leased_after_a_rest_has_slabs_of_its_own() -> None:
-    system = System()
-    arena = Arena(system, slab_bytes=MIB)
+def test_h40_what_is_leased_after_a_rest_has_slabs_of_its_own(arena: Arena, system: System) -> None:
     before = arena.lease(PAGE).copy_(noise(PAGE, 1))
     arena.rest()
     after = arena.lease(PAGE).copy_(noise(PAGE, 2))
@@ -112,9 +110,7 @@ def test_h40_what_is_leased_after_a_rest_has_slabs_of_its_own() -> None:
     assert len(system.alive) == arena.held_bytes == 0
 
 
-def test_a_lease_that_has_died_serves_the_next_one_of_its_size() -> None:
-    system = System()
-    arena = Arena(system, slab_bytes=MIB)
+def test_a_lease_that_has_died_serves_the_next_one_of_its_size(arena: Arena, system: System) -> None:
     one, other = arena.lease(70_000), arena.lease(PAGE)
     place, live = one.data_ptr(), other.copy_(noise(PAGE, 1))
     for seed in range(5):
@@ -133,8 +129,7 @@ def test_a_lease_that_has_died_serves_the_next_one_of_its_size() -> None:
     assert len(system.sizes) == 1
 
 
-def test_what_is_ready_is_used_up_before_there_is_new_memory() -> None:
-    arena = Arena(System(), slab_bytes=MIB)
+def test_what_is_ready_is_used_up_before_there_is_new_memory(arena: Arena) -> None:
     leases = [arena.lease(16 << 10) for _ in range(64)]
     held = arena._held
     leases.clear()
@@ -152,9 +147,7 @@ def test_what_is_ready_is_bounded_as_what_is_idle_is() -> None:
     assert arena._held <= 2 * MIB
 
 
-def test_h40_a_lease_of_before_a_rest_serves_none_after_it() -> None:
-    system = System()
-    arena = Arena(system, slab_bytes=MIB)
+def test_h40_a_lease_of_before_a_rest_serves_none_after_it(arena: Arena, system: System) -> None:
     before = arena.lease(PAGE)
     arena.rest()
     del before

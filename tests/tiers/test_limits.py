@@ -116,7 +116,7 @@ def test_h26_without_groups_the_memory_that_is_available_binds(machine: FakeMach
     found = host_headroom(machine.system)
     assert found.nbytes == 48 * GIB
     assert found.binding.kind == "memory"
-    assert str(found) == "48.0 GiB: 48.0 GiB of this machine's 64.0 GiB of memory are available"
+    assert found.binding.reason == "48.0 GiB of this machine's 64.0 GiB of memory are available"
     machine.write("proc/meminfo", "")
     assert host_headroom(machine.system).binding.capacity == psutil.virtual_memory().total
 
@@ -180,14 +180,13 @@ def test_h26_every_version_1_ancestor_counts(machine: FakeMachine, binding: str)
     assert found.binding.where.endswith(f"/sys/fs/cgroup/memory{binding}/memory.limit_in_bytes")
 
 
-def test_h26_a_version_1_container_whose_group_is_what_is_mounted_finds_its_limit(machine: FakeMachine) -> None:
-    machine.belongs_to("/docker/0123", version=1, mounted="/docker/0123")
-    machine.set_group_v1("/sys/fs/cgroup/memory", most=2 * GIB, used=GIB)
-    assert host_headroom(machine.system).nbytes == GIB
-
-
-def test_h26_a_group_that_cannot_be_found_by_name_is_the_one_that_is_mounted(machine: FakeMachine) -> None:
-    machine.belongs_to("/kubepods/pod1/0123", version=1, mounted="/elsewhere")
+@pytest.mark.parametrize(
+    ("group", "mounted"),
+    [("/docker/0123", "/docker/0123"), ("/kubepods/pod1/0123", "/elsewhere")],
+    ids=["which is what is mounted", "which cannot be found by its name"],
+)
+def test_h26_a_version_1_container_finds_the_limit_of_its_group(machine: FakeMachine, group: str, mounted: str) -> None:
+    machine.belongs_to(group, version=1, mounted=mounted)
     machine.set_group_v1("/sys/fs/cgroup/memory", most=2 * GIB, used=GIB)
     assert host_headroom(machine.system).nbytes == GIB
 

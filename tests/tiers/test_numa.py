@@ -13,9 +13,8 @@ import torch
 from eager_offload.runtime import pinned
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.accelerator_api import AcceleratorApi
-from eager_offload.tiers import numa
-from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab
-from eager_offload.tiers.numa import node_of_device, prefer_node
+from eager_offload.tiers import memory
+from eager_offload.tiers.memory import PAGE, anonymous_slab, node_of_device, prefer_node, resident_slab
 from tests.doubles.recording_accelerator import RecordingAccelerator
 
 MIB = 1 << 20
@@ -78,7 +77,7 @@ def test_a_node_that_does_not_exist_is_refused_and_nothing_changes() -> None:
 
 
 def test_a_processor_whose_system_calls_are_unknown_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numa, "_MBIND", {})
+    monkeypatch.setattr(memory, "_MBIND", {})
     assert not prefer_node(anonymous_slab(PAGE).data_ptr(), PAGE, 0)
 
 

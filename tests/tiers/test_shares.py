@@ -18,16 +18,6 @@ from tests.tiers.machines import GIB, FakeMachine
 from tests.tiers.rig import MIB, System, noise, reserve
 
 
-@pytest.fixture
-def system() -> System:
-    return System()
-
-
-@pytest.fixture
-def arena(system: System) -> Arena:
-    return Arena(system, slab_bytes=MIB, idle_bytes=64 * MIB)
-
-
 def test_what_is_idle_serves_every_tier(arena: Arena, system: System) -> None:
     one, other = HostTier(arena, 8 * MIB), HostTier(arena, 8 * MIB)
     slot = reserve(one, 4 * MIB)

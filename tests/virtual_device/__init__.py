@@ -160,11 +160,6 @@ class VirtualDevice:
     def devices(self) -> int:
         return int(self._extension.DEVICES)
 
-    @property
-    def ring(self) -> int:
-        """How many streams a device has beside the default one."""
-        return int(self._extension.RING)
-
 
 @functools.cache
 def install() -> VirtualDevice:

@@ -15,17 +15,10 @@ _STEPS = (
 )
 #: By the beginning of the module's path in the package; the longest that fits counts.
 _FIRST = {
-    "=simulated": (
-        "runtime/simulated runtime/simulated_order runtime/simulated_clock runtime/checker runtime/observer "
-        "runtime/simulated_agreement"
-    ),
-    "=accelerator": (
-        "runtime/accelerator runtime/accelerator_memory runtime/accelerator_step runtime/two_devices runtime/staging"
-    ),
+    "=simulated": ("runtime/simulated runtime/checker runtime/observer runtime/simulated_agreement"),
+    "=accelerator": ("runtime/accelerator runtime/accelerator_step runtime/two_devices runtime/staging"),
     "=host": "host_runtime transfer_threads",
-    "=disk": (
-        "tiers/disk tiers/interrupted_slots tiers/disk_files tiers/disk_failures tiers/disk_room tiers/disk_stripes"
-    ),
+    "=disk": ("tiers/disk tiers/interrupted_slots tiers/disk_files tiers/disk_room tiers/disk_stripes"),
     "": "",
     "compile": "compile/order compile/backend",
     "codecs": "codecs/exact codecs/rounded codecs/policy",
@@ -54,16 +47,12 @@ _FIRST = {
     "offload": "contract counts",
     "runtime/accelerator": "=accelerator",
     "runtime/base": "runtime/simulated runtime/checker hazards/copies =accelerator",
-    "simulation/checker": "=simulated",
-    "simulation/deferred": "=simulated",
+    "simulation": "=simulated",
     "runtime/device_clock": "runtime/device_clock =accelerator",
     "runtime/host": "=host",
-    "simulation/device": "=simulated",
     "simulation/log": "runtime/accelerator =simulated",
-    "simulation/observer": "=simulated",
-    "runtime/link_probe": "runtime/interrupted_probe runtime/accelerator_memory =accelerator",
+    "runtime/link_probe": "=accelerator",
     "runtime/pinned": "runtime/pinned =accelerator",
-    "simulation/simulated": "=simulated",
     "runtime/staging": "runtime/staging =accelerator",
     "runtime/transfer_threads": "=host",
     "tiers/arena": "tiers/arena tiers/growth tiers/interrupted_slots tiers/leases hazards/copies",
@@ -71,7 +60,7 @@ _FIRST = {
     "tiers/guard": "tiers/guard hazards/short_memory",
     "tiers/host": "tiers/shares tiers/arena hazards/short_memory",
     "tiers/limits": "tiers/limits",
-    "tiers/numa": "tiers/numa",
+    "tiers/memory": "tiers/numa tiers/untouched",
     "tiers/ranks": "tiers/limits",
     "tiers/base": "tiers/arena tiers/disk",
     "tiers/disk": "=disk",
@@ -94,7 +83,7 @@ _DEVICE = (
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
     "codecs compile eager/coding kernels observe/doctor observe/timestamps runtime/device_clock runtime/link_probe "
-    "runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/numa tiers/ranks"
+    "runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/ranks"
 )
 
 

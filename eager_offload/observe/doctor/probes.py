@@ -35,8 +35,7 @@ from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.directories import IN_MEMORY, filesystem_of
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.limits import host_budget, host_headroom, pinning_limit
-from eager_offload.tiers.memory import PAGE, anonymous_slab
-from eager_offload.tiers.numa import node_of_device, prefer_node
+from eager_offload.tiers.memory import PAGE, anonymous_slab, node_of_device, prefer_node
 from eager_offload.tiers.ranks import local_ranks
 from eager_offload.tiers.rawfile import RawFile
 

@@ -52,7 +52,29 @@ def graphs_alive(virtual: VirtualDevice) -> int:
     return virtual.graphs_alive
 
 
-class Step:
+class Resumable:
+    """A model and its optimizer, which go on from any state that they have had."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def state(self) -> list[Tensor]:
+        """Copies on the host of all that steps change."""
+        torch.accelerator.synchronize()
+        return [tensor.detach().cpu() for tensor in self._changing()]
+
+    def restore(self, state: list[Tensor]) -> None:
+        torch.accelerator.synchronize()
+        with torch.no_grad():
+            for tensor, value in zip(self._changing(), state, strict=True):
+                tensor.copy_(value)
+
+    def _changing(self) -> list[Tensor]:
+        parameters = [*self.model.parameters()]
+        return [*parameters, *(value for one in parameters for value in self.optimizer.state[one].values())]
+
+
+class Step(Resumable):
     """Forward, backward and a fused AdamW. What backward needs of one shape crosses the link twice on the way there.
 
     Copies out run on a stream of their own, and so do copies in, into two slots that take turns.
@@ -61,11 +83,11 @@ class Step:
     def __init__(self, stream: torch.Stream) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.block = Block().to(NAME)
+            self.model = Block().to(NAME)
         self.stream, self.out, self.back = stream, torch.Stream(device=NAME), torch.Stream(device=NAME)
         self.rate = torch.tensor(1e-2, device=NAME)
         self.x, self.y = (torch.zeros(BATCH, TOKENS, WIDTH, device=NAME) for _ in range(2))
-        self.optimizer = torch.optim.AdamW(self.block.parameters(), lr=self.rate, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.rate, fused=True)
         self.slots = [torch.zeros(BATCH * TOKENS, WIDTH, device=NAME) for _ in range(2)]
         self._hosts: list[Tensor] = []
         self._left: list[torch.Event] = []
@@ -77,7 +99,7 @@ class Step:
         self._taken = 0
         self.optimizer.zero_grad()
         with saved_tensors_hooks(self._pack, self._unpack):
-            loss = (self.block(self.x) - self.y).square().mean()
+            loss = (self.model(self.x) - self.y).square().mean()
         loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -121,27 +143,14 @@ class Step:
             yield loss
         yield from self.state()
 
-    # -- what changes, to begin again -----------------------------------------------------------------------------
-
-    def state(self) -> list[Tensor]:
-        """Copies on the host of all that steps change."""
-        torch.accelerator.synchronize()
-        return [tensor.cpu() for tensor in self._changing()]
-
-    def restore(self, state: list[Tensor]) -> None:
-        torch.accelerator.synchronize()
-        for tensor, value in zip(self._changing(), state, strict=True):
-            tensor.copy_(value)
-
     def feed(self, x: Tensor, y: Tensor, rate: float) -> None:
         self.x.copy_(x)
         self.y.copy_(y)
         self.rate.fill_(rate)
 
-    def _changing(self) -> list[Tensor]:
-        parameters = [*self.block.parameters()]
-        moments = [value for parameter in parameters for value in self.optimizer.state[parameter].values()]
-        return [*(parameter.detach() for parameter in parameters), *moments]
+
+def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def inputs(count: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor, float]]:

@@ -11,11 +11,9 @@ from torch import Tensor
 from eager_offload import Offload, OffloadError
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical
+from tests.runtime.test_beside_an_accelerator import forward
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import capturing
-
-if not hasattr(torch.accelerator, "Graph"):
-    pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
 
 MESSAGE = "being captured into a graph.*Leave the capture out of `with offload:`"
 
@@ -24,11 +22,6 @@ def leaves() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x, w = (torch.randn(64, 64, generator=generator).to("virtual").requires_grad_() for _ in range(2))
     return x, w
-
-
-def forward(x: Tensor, w: Tensor) -> Tensor:
-    h = (x * 2).tanh().exp()
-    return (h @ w).sin().sum()
 
 
 def expected() -> tuple[Tensor, ...]:

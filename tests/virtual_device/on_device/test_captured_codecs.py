@@ -17,10 +17,8 @@ from eager_offload.graphs import CapturedStep, ScheduleMismatchError, capture_st
 from eager_offload.step_plan import Fate, StepPlan
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import nodes_of, violations
-from tests.virtual_device.on_device.test_captured_steps import copies, link_bytes, same
-
-if not hasattr(torch.accelerator, "Graph"):
-    pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
+from tests.virtual_device.on_device.steps import same
+from tests.virtual_device.on_device.test_captured_steps import copies, link_bytes
 
 SIZE, FEW = 64, 12
 BYTES = SIZE * SIZE * 4

@@ -40,10 +40,7 @@ from eager_offload.stats import KeepReason
 from tests.threads import on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import nodes_of, violations
-from tests.virtual_device.on_device.steps import Block, assert_captures, graphs_alive, inputs
-
-if not hasattr(torch.accelerator, "Graph"):
-    pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
+from tests.virtual_device.on_device.steps import Block, Resumable, assert_captures, graphs_alive, inputs, same
 
 REPLAYS = 100
 #: In so many a missing edge shows.
@@ -59,7 +56,7 @@ def _nothing_is_left(virtual: VirtualDevice) -> Iterator[None]:
     assert_captures()
 
 
-class Training:
+class Training(Resumable):
     """A block of a GPT with dropout, a fused AdamW, and a rate that changes.
 
     Args:
@@ -91,22 +88,6 @@ class Training:
         x, y, _ = next(inputs(1, seed=9))
         return capture_step(self, (x.to(NAME), y.to(NAME)), offload=offload, scalars=[self.rate], **arguments)
 
-    def state(self) -> list[Tensor]:
-        torch.accelerator.synchronize()
-        return [tensor.detach().cpu() for tensor in self._changing()]
-
-    def restore(self, state: list[Tensor]) -> None:
-        torch.accelerator.synchronize()
-        with torch.no_grad():
-            for tensor, value in zip(self._changing(), state, strict=True):
-                tensor.copy_(value)
-
-    def _changing(self) -> list[Tensor]:
-        return [
-            *self._parameters(),
-            *(value for one in self._parameters() for value in self.optimizer.state[one].values()),
-        ]
-
     def run(self, one: Callable[[Tensor, Tensor], Tensor], state: list[Tensor], count: int) -> list[Tensor]:
         """The losses of ``count`` steps from ``state``, and all that they have changed."""
         self.restore(state)
@@ -116,10 +97,6 @@ class Training:
             self.rate.update(rate)
             found.append(one(x.to(NAME), y.to(NAME)).cpu())
         return found + self.state()
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def link_bytes(virtual: VirtualDevice, call: Callable[[], object]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A budget of a device: what stays is what it has room for, and the allocator's peak is below it."""
+"""What stays on a device: what its budget, the link or a plan has room for, by the allocator's own peak."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Training:
     """A model, its optimizer, and what each step has computed and taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = LAYERS) -> None:
         torch.manual_seed(0)
-        layers = (layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+        layers = (layer for _ in range(depth) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
         self.model = nn.Sequential(*layers).to(NAME)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
         self.batches = torch.Generator().manual_seed(1)
@@ -217,3 +218,78 @@ def test_the_report_says_what_the_budget_came_to(budgeted: Callable[..., eo.Offl
     line = next(line for line in str(offload.stats()).splitlines() if line.startswith("budget"))
     assert line.startswith("budget     24.0 MiB of the device, whose peak was ")
     assert line.endswith(" MiB may stay")
+
+
+# -- by the times that the device's own events tell -------------------------------------------------------------------
+
+
+def test_behind_a_slow_link_most_stays_and_gradients_are_exact(
+    budgeted: Callable[..., eo.Offload], virtual: VirtualDevice
+) -> None:
+    def train(steps: int, bandwidth: float, **fields: object) -> tuple[list[Tensor], eo.OffloadStats]:
+        """The parameters after so many steps, and the stats of the last six."""
+        offload, training = budgeted(**fields), Training(LAYERS // 2)
+        with virtual.slow_links(bandwidth=bandwidth):
+            training.steps(steps - 6, offload)
+            offload.reset_stats()
+            return training.steps(6, offload), offload.stats(synchronize=True)
+
+    expected, plain = train(80, 0.0, enabled=False)
+    actual, free = train(80, 5e7, policy="free")
+    assert plain.bytes_out == 0
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+    _, most = train(8, 5e7)
+    assert most.bytes_out > 0
+    assert free.bytes_out < most.bytes_out / 2
+    assert free.keep_last_bytes > 4 * WINDOW
+    assert free.followed_forwards > 0
+
+
+# -- a plan that knows nothing of the optimizer: once its states show in the allocator's peak, less stays --------------
+
+CONFIG = {"tier": "host", "min_bytes": MIB // 8, "max_inflight_bytes": WINDOW, "prefetch_bytes": WINDOW}
+MACHINE = eo.Machine("virtual", 1e12, 1e12, 1e12, 1e10, 1e10, 1 << 40, 5e-6)
+
+
+def planned(training: Training, budget: int | None) -> eo.Plan:
+    batch = torch.randn(ROWS, WIDTH)
+    loss = Tensor.square
+    return eo.plan(
+        training.model, batch, loss=lambda y: loss(y).mean(), device=MACHINE, device_budget=budget, config=CONFIG
+    )
+
+
+class after_an_evaluation:
+    """Uses more of the device before each forward, so that the record of the allocator does not grow."""
+
+    def __init__(self, offload: eo.Offload) -> None:
+        self._offload = offload
+
+    def __enter__(self) -> None:
+        torch.empty(256 * MIB, dtype=torch.uint8, device=NAME)
+        self._offload.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._offload.__exit__(*error)
+
+
+@pytest.mark.parametrize("used_more_before", [False, True])
+def test_the_states_of_an_optimizer_that_was_not_named_make_less_stay(used_more_before: bool) -> None:
+    expected = Training().steps(24, nullcontext())
+    training = Training()
+    free = planned(training, None)
+    plan = planned(training, (free.least_budget + free.peak_bytes) // 2)
+    assert next(training.model.parameters()).device.type == NAME
+    with eo.Offload(plan=plan, host_budget="1GiB") as offload:
+        pass
+    found = training.steps(24, after_an_evaluation(offload) if used_more_before else offload)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    if not used_more_before:
+        assert training.peaks[0] <= plan.device_budget, "there are no states yet"
+        assert min(training.peaks[1:16]) > plan.device_budget
+        assert max(training.peaks[17:]) <= plan.device_budget
+    stats = offload.stats(synchronize=True)
+    assert (stats.followed_forwards, stats.plan_misses) == (24, {})
+    assert stats.demotions == {"over_budget": 1}
+    assert stats.bytes_out > 24 * sum(plan.step_plans[0].slots) > 0
+    offload.close()

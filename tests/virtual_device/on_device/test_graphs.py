@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,17 +13,10 @@ from torch import Tensor
 from tests.threads import on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import Edge, capturing, nodes_of, violations
-from tests.virtual_device.on_device.steps import Step, captured, inputs
-
-if not hasattr(torch.accelerator, "Graph"):
-    pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
+from tests.virtual_device.on_device.steps import Step, captured, inputs, same
 
 REPLAYS = 20
 INVALIDATED = "was invalidated by an earlier call"
-
-
-def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 class Beside:

@@ -281,16 +281,7 @@ def test_nothing_is_missing_in_graphs(virtual: VirtualDevice, regime: Regime, ru
 
 
 @RUNS
-@pytest.mark.parametrize(
-    ("take_out", "regime"),
-    [
-        (waits_of_streams, late_copies),
-        (waits_of_streams, late_compute),
-        (the_wait_of_compute_for_reloads, late_copies),
-        (the_wait_of_copies_out_for_compute, late_compute),
-        (the_wait_of_copies_in_for_the_blocks_last_owner, late_compute),
-    ],
-)
+@pytest.mark.parametrize(("take_out", "regime"), TAKEN_OUT[:5])
 def test_without_it_most_graphs_differ(
     virtual: VirtualDevice,
     monkeypatch: pytest.MonkeyPatch,
