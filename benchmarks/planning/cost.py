@@ -16,8 +16,6 @@ from benchmarks.planning.large import H200, large
 from benchmarks.simulate import LARGE, SEQUENCES
 from benchmarks.training import reset_peak, status_bytes
 
-__all__ = ["cost", "cost_of"]
-
 #: Goals.
 PLAN_SECONDS, PLAN_BYTES = 10.0, GIB
 

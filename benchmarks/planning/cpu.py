@@ -21,8 +21,6 @@ from benchmarks.training import release_or_refuse, reset_peak, status_bytes, tex
 
 from lm.model import LanguageModel
 
-__all__ = ["cpu", "on_cpu"]
-
 #: Goals.
 CPU_PEAK, CPU_STEP = 0.05, 0.10
 

@@ -16,8 +16,6 @@ from benchmarks.common import Report, show
 from benchmarks.planning.large import H200, windows
 from benchmarks.simulate import SEQUENCES
 
-__all__ = ["free"]
-
 #: Goal.
 POINTS = 0.02
 #: The formula has no first and no last block. Of twice as many they are half as large a part: the last one stays, since

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from benchmarks.models import Shape, Stack
 from eager_offload.machine import MACHINES
 
-__all__ = ["H200", "WINDOW_TENSORS", "large", "windows"]
-
 H200 = MACHINES["h200"]
 #: Windows hold so many of the largest saved tensors.
 WINDOW_TENSORS = 5

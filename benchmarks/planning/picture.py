@@ -27,8 +27,6 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-__all__ = ["draw", "main"]
-
 #: Okabe and Ito's palette, which colour-blind readers can tell apart; every mark is named besides.
 MOVING, AGAIN, CHOSEN, OTHERS = "#0072B2", "#00805C", "#C04F00", "#4D4D4D"
 TEXT_COLOUR = "#333333"

@@ -19,8 +19,6 @@ from benchmarks.simulation.oracle import Program, best_step
 from benchmarks.simulation.stage import Stage
 from eager_offload.plan.predict import Problem
 
-__all__ = ["training"]
-
 #: Goals.
 PEAK, STEP, OF_BEST = 0.02, 0.03, 1.03
 

@@ -20,8 +20,6 @@ from eager_offload.plan.program import Program
 from eager_offload.plan.rehearse import rehearse
 from eager_offload.plan.trace import trace
 
-__all__ = ["rehearsed", "ways"]
-
 #: Goal.
 OF_WAYS = 1.01
 

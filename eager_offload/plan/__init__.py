@@ -12,6 +12,6 @@ rehearse.py   the library follows it on a simulated device: the peak and the tim
 decide.py     solve, draft, rehearse, until a budget is kept to; revise.py traces steps with checkpoints before
 numbers.py    what planning leaves alone: modes, hooks and random numbers
 apply.py      checkpoints around the modules of a plan
-planner.py    plan(): all of that; plan.py is what it returns, with figures.py, files.py and text.py; __main__.py the
-              command line, html.py the page; ranks.py has several ranks agree
+planner.py    plan(): all of that; plan.py is what it returns, with figures.py and files.py; __main__.py the command
+              line, html.py the page; ranks.py has several ranks agree
 """

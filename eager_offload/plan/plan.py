@@ -17,9 +17,8 @@ from eager_offload.errors import ConfigError
 from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.decide import RehearsedSolver
 from eager_offload.plan.draft import draft, is_off, timed
-from eager_offload.plan.figures import PlanFigures
+from eager_offload.plan.figures import PlanFigures, seconds_text
 from eager_offload.plan.files import Least, read, write
-from eager_offload.plan.text import seconds_text, text_of
 from eager_offload.stats import Relief
 from eager_offload.step_plan import Adapted, ComputedPlan, Fate, StepPlan, Timing
 
@@ -196,9 +195,6 @@ class Plan(PlanFigures, ComputedPlan):
         return [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in outcomes.items()]
 
     # -- for a reader -------------------------------------------------------------------------------------------------
-
-    def __str__(self) -> str:
-        return text_of(self)
 
     def __repr__(self) -> str:
         return (

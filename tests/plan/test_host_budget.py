@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eager_offload as eo
+from benchmarks.simulation.stage import Stage
 from eager_offload.plan.__main__ import main
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.solve import Solver
 from tests.hazards.programs import assert_identical
-from tests.plan.on_stage import Stage, followed, gradients
-from tests.plan.programs import CONFIG, chain, planned, problems, slow, wide
+from tests.plan.programs import CONFIG, chain, followed, gradients, planned, problems, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

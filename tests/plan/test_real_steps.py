@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
+from benchmarks.simulation.stage import Stage
 from eager_offload.plan.__main__ import main
 from eager_offload.plan.program import Program
 from tests.hazards.programs import assert_identical
-from tests.plan.on_stage import Stage, followed, gradients
-from tests.plan.programs import CONFIG, slow, wide
+from tests.plan.programs import CONFIG, followed, gradients, slow, wide
 from tests.plan.test_rehearse import shared
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -29,7 +29,7 @@ from eager_offload.plan.program import Ask, ModuleCall, Op, Program, Save, Stora
 from eager_offload.plan.recompute import Recomputing, chain
 from eager_offload.plan.solve import Solver
 from eager_offload.plan.trace import trace
-from tests.plan import on_stage, programs
+from tests.plan import programs
 from tests.plan.programs import CONFIG, Stack, assert_near_the_best, budget_of, planned, slow, wide
 from tests.plan.test_follow import Other
 
@@ -385,7 +385,7 @@ class Dropping(nn.Module):
 
 def gradients(model: nn.Module, x: Tensor, with_: Any = None) -> list[Tensor]:
     torch.manual_seed(3)
-    return on_stage.gradients(model, lambda: model(x), with_)
+    return programs.gradients(model, lambda: model(x), with_)
 
 
 def packs(step: Callable[[], object]) -> int:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import eager_offload as eo
+from benchmarks.simulation.stage import Stage
 from eager_offload.plan.draft import draft
 from eager_offload.plan.program import Ask, Save
 from eager_offload.plan.rehearse import rehearse
 from eager_offload.step_plan import Fate
-from tests.plan.on_stage import Stage, followed
-from tests.plan.programs import CONFIG, budget_of, chain, planned, problems, slow, wide
+from tests.plan.programs import CONFIG, budget_of, chain, followed, planned, problems, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
