@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from eager_offload.config import size_text
 from eager_offload.plan.decide import RehearsedSolver
-from eager_offload.plan.files import Least, PlanFields
+from eager_offload.plan.files import PlanFields, Point
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import kind_of
 from eager_offload.plan.recompute import Recomputing
@@ -162,8 +162,9 @@ class PlanFigures(PlanFields):
         return RehearsedSolver(self._whole, self.machine.launch_seconds, recompute=self.whole is not None)
 
     @cached_property
-    def _least(self) -> Least:
-        return self.traced_least or min(Least.of(self._solver.least), Least(self.peak_bytes, self.step_seconds))
+    def _least(self) -> Point:
+        now = Point(self.peak_bytes, self.peak_bytes, self.step_seconds)
+        return self.traced_least or min(Point.least_of(self._solver.least), now)
 
     @property
     def _whole(self) -> Problem:
