@@ -34,10 +34,11 @@ from eager_offload.plan.blocks import Block, Blocks, Saved, Use
 from eager_offload.plan.calls import Calls, written_by
 from eager_offload.plan.coded import Coder
 from eager_offload.plan.program import Ask, Op, Program, Save, Storage
-from eager_offload.plan.stand_ins import MOST_KNOWN
 from eager_offload.selection import reason_to_stay
 from eager_offload.stats import KeepReason
 
+#: Bytes of a tensor whose numbers are known; a larger one is fake.
+MOST_KNOWN = 64 << 20
 #: Everything travels as it is.
 PLAIN = CodecPolicy(lossless=False)
 
