@@ -89,7 +89,6 @@ class RehearsedSolver:
         return self._outcome(self._solver.free())
 
     def all(self) -> Outcome:
-        """Everything moves that may."""
         return self._outcome(self._solver.all())
 
     @cached_property
@@ -111,11 +110,9 @@ class RehearsedSolver:
 
     @property
     def nothing(self) -> Outcome:
-        """Nothing moves."""
         return self.of((False,) * len(self.problem.program.storages))
 
     def _outcome(self, decision: Decision) -> Outcome:
-        """What comes of a decision."""
         if decision.again:
             return Outcome(self.problem, decision.moves, self._solver.course(decision))
         return self.of(decision.moves[: len(self.problem.program.storages)])

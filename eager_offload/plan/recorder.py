@@ -294,7 +294,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
     # -- what came of it ----------------------------------------------------------------------------------------------
 
     def program(self) -> Program:
-        """What was written down."""
         self._blocks.note_deaths(len(self._ops))
         numbers, storages, other_bytes = self._blocks.result(len(self._ops))
         saves = tuple(
@@ -310,7 +309,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, calls, arguments)
 
     def _pack_storage(self, number: int, storage: Storage, saves: Sequence[Save]) -> Storage:
-        """The storage as it travels."""
         if not storage.is_whole:
             return storage
         found = self._coder.packing([at for at, save in enumerate(saves) if save.storage == number], storage.nbytes)

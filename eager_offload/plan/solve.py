@@ -119,7 +119,6 @@ class Solver:
         return self._best_of(sorted(self._candidates, key=cost)[:_STARTS], cost)
 
     def all(self) -> Decision:
-        """Everything moves that may."""
         return self._all(self._none)
 
     @cached_property
@@ -178,7 +177,6 @@ class Solver:
         return tuple(found)
 
     def _shape(self, again: Moves) -> Shape:
-        """The step where those calls are computed again."""
         found = self._shapes.get(again)
         if found is None:
             found = self._recomputing.shape(itertools.compress(self._calls, again))
@@ -306,7 +304,6 @@ class Solver:
         return best
 
     def _flipped(self, decision: Decision, numbers: Iterable[int]) -> Decision:
-        """``decision`` with some of its flags the other way."""
         flags = [*decision.moves, *(one in decision.again for one in self._calls)]
         for number in numbers:
             flags[number] = not flags[number]
