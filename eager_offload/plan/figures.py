@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
+from operator import add
 from typing import Any, NamedTuple
 
 from eager_offload.config import size_text
@@ -137,20 +138,16 @@ class PlanFigures(PlanFields):
 
     def rows(self) -> list[Row]:
         """What modules of each kind save that may move, the largest first."""
-        program, found = self.problem.program, dict[str, Row]()
-        for number, storage in enumerate(program.storages):
+        program, whole, found = self.problem.program, self._whole.program, dict[str, Row]()
+        parts = [
+            (program, one, (0, one.moved_bytes, 0) if number in self._returning else (one.nbytes, 0, 0))
+            for number, one in enumerate(program.storages)
+        ]
+        parts += [(whole, one, (0, 0, one.nbytes)) for one in map(whole.storages.__getitem__, self._recomputed)]
+        for program, storage, nbytes in parts:
             kind = kind_of(program.modules[storage.module])
             row = found.get(kind, Row(kind, 0, 0, 0))
-            kept, moved = (0, storage.moved_bytes) if number in self._returning else (storage.nbytes, 0)
-            found[kind] = row._replace(
-                storages=row.storages + 1, kept_bytes=row.kept_bytes + kept, moved_bytes=row.moved_bytes + moved
-            )
-        for number in self._recomputed:
-            storage = self._whole.program.storages[number]
-            kind = kind_of(self._whole.program.modules[storage.module])
-            row = found.get(kind, Row(kind, 0, 0, 0))
-            nbytes = row.recomputed_bytes + storage.nbytes
-            found[kind] = row._replace(storages=row.storages + 1, recomputed_bytes=nbytes)
+            found[kind] = Row(kind, row.storages + 1, *map(add, row[2:], nbytes))
         return sorted(found.values(), key=lambda row: (-sum(row[2:]), row.kind))
 
     @cached_property

@@ -19,8 +19,7 @@ from eager_offload.trace_file import Kind
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
 from tests.hazards.wrappers import two
-from tests.observe.looking import FIELDS, WINDOW, assert_sound, of, saved, traced
-from tests.observe.steps import DEPTH, NBYTES, Net, step
+from tests.observe.steps import DEPTH, FIELDS, NBYTES, WINDOW, Net, assert_sound, of, saved, step, traced
 
 
 @pytest.mark.parametrize("kind", [DiskBackend, SimulatedBackend, RecordedBackend])
