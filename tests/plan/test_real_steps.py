@@ -195,15 +195,6 @@ def test_a_loss_that_is_a_module_is_put_back_too() -> None:
     assert loss.steps == 0
 
 
-def test_measured_times_are_saved_and_loaded(tmp_path: Path) -> None:
-    model, x = wide()
-    plan = eo.plan(model, x, policy="max", config=CONFIG, steps=2)
-    plan.save(tmp_path / "plan.json")
-    loaded = eo.Plan.load(tmp_path / "plan.json")
-    assert loaded.problem.op_seconds == plan.problem.op_seconds
-    assert (loaded.to_dict(), str(loaded)) == (plan.to_dict(), str(plan))
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

@@ -232,10 +232,7 @@ def test_the_table_says_what_is_computed_again_and_a_file_keeps_it(plan: eo.Plan
     assert sum(row.recomputed_bytes for row in plan.rows()) == plan.recomputed_bytes
     assert next(line for line in text.splitlines() if line.startswith("module")).split()[-1] == "again"
     plan.save(tmp_path / "plan.json")
-    loaded = eo.Plan.load(tmp_path / "plan.json")
-    assert loaded.to_dict() == plan.to_dict()
-    assert loaded.front(3) == plan.front(3)
-    assert loaded.again == plan.again
+    assert eo.Plan.load(tmp_path / "plan.json") == plan
 
 
 def test_recompute_goes_with_the_least_movement_alone() -> None:
