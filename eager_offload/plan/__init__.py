@@ -4,9 +4,8 @@ trace.py      a model and its inputs -> Program: one step as numbers (program.py
               and calls.py write it down, coded.py chooses codecs
 real_steps.py as trace.py, of steps that are run
 predict.py    Program, a machine, a decision -> the step's time and its peak
-solve.py      which storages are to move, which modules to be computed again: a search, which begins with decisions of
-              paced.py (what the link hides); recompute.py has the step with checkpoints as numbers, and in which order
-              modules are taken
+solve.py      which storages are to move, which modules to be computed again: a search; recompute.py has the step with
+              checkpoints as numbers, and in which order modules are taken
 draft.py      Program, a decision -> the step plan that carries it out; times measured in training -> those of operators
 rehearse.py   the library follows it on a simulated device: the peak and the time that are given out
 decide.py     solve, draft, rehearse, until a budget is kept to; where modules are computed again, trace that before
