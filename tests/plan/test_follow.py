@@ -45,10 +45,6 @@ def train(model: nn.Module, offload: eo.Offload | None, seed: int, rows: int = 2
     return gradients(model, lambda: model(x), offload)
 
 
-def train_on(model: nn.Module, offload: eo.Offload | None, x: Tensor) -> list[Tensor]:
-    return gradients(model, lambda: model(x), offload)
-
-
 def on_disk(path: Path, **fields: Any) -> eo.Offload:
     return eo.Offload(tier="disk", disk_path=path, **fields)
 
@@ -134,7 +130,7 @@ def test_a_workspace_whose_size_a_kernel_knows_is_decided_anew_and_counted(tmp_p
     assert {save.fate for save in real.step_plans[0].saves} == {Fate.KEEP, Fate.SHARE, Fate.OFFLOAD}
     for one in (plan, real):
         offload = on_disk(tmp_path, plan=one)
-        assert_identical(train_on(model, offload, x), train_on(model, None, x))
+        assert_identical(gradients(model, lambda: model(x), offload), gradients(model, lambda: model(x)))
         stats = offload.stats(synchronize=True)
         offload.close()
         assert (stats.followed_forwards, stats.plan_misses) == (1, {})
