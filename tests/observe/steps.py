@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -77,6 +77,14 @@ def traced(offload: eo.Offload, path: Path, work: Callable[[], object]) -> Trace
         work()
     assert nothing_is_left(offload)
     return read_trace(path)
+
+
+def traced_step(offload: eo.Offload, path: Path, net: Net) -> Trace:
+    """Of a step, which is the same one as without."""
+    expected, found = step(net, nullcontext()), list[Tensor]()
+    trace = traced(offload, path, lambda: found.extend(step(net, offload)))
+    assert all(map(torch.equal, expected, found))
+    return trace
 
 
 def nothing_is_left(offload: eo.Offload) -> bool:
