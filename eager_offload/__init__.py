@@ -18,7 +18,8 @@ from eager_offload.machine import Machine
 from eager_offload.malloc import release_freed_memory
 from eager_offload.marks import keep, no_offload, prefer_offload
 from eager_offload.offload import Offload
-from eager_offload.plan.plan import Plan, Point
+from eager_offload.plan.files import Point
+from eager_offload.plan.plan import Plan
 from eager_offload.plan.planner import plan
 from eager_offload.stats import OffloadStats
 from eager_offload.step_plan import StepPlan

@@ -13,7 +13,7 @@ from eager_offload.config import VERSION
 _OTHERS = (
     *("_torch.py", "config.py", "machine.py", "marks.py"),
     *(f"codecs/{name}.py" for name in ("base", "exact", "policy", "rounded", "seeds")),
-    *(f"plan/{name}.py" for name in ("chain", "paced", "predict", "program", "recompute", "solve")),
+    *(f"plan/{name}.py" for name in ("predict", "program", "recompute", "solve")),
 )
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError, OffloadError
 from eager_offload.machine import MACHINES
-from eager_offload.plan.plan import Plan, Point
+from eager_offload.plan.files import Point
+from eager_offload.plan.plan import Plan
 from eager_offload.plan.planner import POLICIES, plan
 
 #: Points of the front that is shown.

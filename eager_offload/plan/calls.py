@@ -182,7 +182,6 @@ def written_by(call: Call) -> Iterator[Tensor]:
 
 @cache
 def _written(target: Any) -> list[tuple[int, str]]:
-    """Their places and names."""
     return [
         (place, one.name)
         for place, one in enumerate(schema_of(target).arguments)

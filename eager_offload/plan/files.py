@@ -22,15 +22,19 @@ from eager_offload.plan.predict import Course, Moves, Problem
 _FORMAT = 2
 
 
-class Least(NamedTuple):
-    """What the plan of the least peak comes to."""
+class Point(NamedTuple):
+    """What a budget buys."""
 
+    budget: int
+    """Bytes of the device."""
     peak_bytes: int
+    """That the step takes at most."""
     step_seconds: float
 
     @classmethod
-    def of(cls, outcome: Outcome) -> Self:
-        return cls(outcome.peak_bytes, outcome.step_seconds)
+    def least_of(cls, outcome: Outcome) -> Self:
+        """For the least budget that buys this."""
+        return cls(outcome.peak_bytes, outcome.peak_bytes, outcome.step_seconds)
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class PlanFields:
     """The names of the modules that are computed again in backward: see ``Plan.apply``."""
     whole: Problem | None = None
     """The step in which nothing is computed again, where something may be."""
-    traced_least: Least | None = None
+    traced_least: Point | None = None
     """What the least peak is where something may be computed again, which takes the model to say."""
     steps: int = 0
     """By how many real steps the times of operators are; 0: estimated."""

@@ -23,22 +23,20 @@ class _Tick(NamedTuple):
     text: str
 
 
-class _Axis:
-    """From below the least to above the most of some numbers."""
+def _axis(
+    numbers: Sequence[float], text: Callable[[float], str], base: float
+) -> tuple[Callable[[float], float], list[_Tick]]:
+    """An axis from below the least to above the most of ``numbers``: where a number stands, and its ticks."""
+    least, most = min(numbers), max(numbers)
+    margin = (most - least or most or 1.0) / 10
+    low, high = max(least - margin, 0.0), most + margin
+    step = _step((high - low) / _TICKS, base)
 
-    def __init__(self, numbers: Sequence[float], text: Callable[[float], str], base: float) -> None:
-        least, most = min(numbers), max(numbers)
-        margin = (most - least or most or 1.0) / 10
-        self.low, self.high = max(least - margin, 0.0), most + margin
-        step = _step((self.high - self.low) / _TICKS, base)
-        first = math.ceil(self.low / step)
-        self.ticks = [
-            _Tick(self.place(number * step), text(number * step))
-            for number in range(first, math.floor(self.high / step) + 1)
-        ]
+    def place(number: float) -> float:
+        return round(100 * (number - low) / (high - low), 2)
 
-    def place(self, number: float) -> float:
-        return round(100 * (number - self.low) / (self.high - self.low), 2)
+    shown = (number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1))
+    return place, [_Tick(place(number), text(number)) for number in shown]
 
 
 def _step(least: float, base: float) -> float:
@@ -59,12 +57,12 @@ def page(plan: PlanFigures, points: Sequence[Any], ways: Sequence[Any]) -> str:
     front = list(reversed(found.values()))
     peaks = [one.peak_bytes for one in (*front, *ways, plan)]
     seconds = [one.step_seconds for one in (*front, *ways, plan)]
-    across = _Axis(peaks, lambda nbytes: size_text(round(nbytes)), 2)
+    across, ticks_across = _axis(peaks, lambda nbytes: size_text(round(nbytes)), 2)
     without = plan.compute_seconds or 1.0
-    up = _Axis([one / without for one in seconds], lambda times: f"{times:.4g} x", 10)
+    up, ticks_up = _axis([one / without for one in seconds], lambda times: f"{times:.4g} x", 10)
 
     def place(one: Any) -> tuple[float, float]:
-        return across.place(one.peak_bytes), up.place(one.step_seconds / without)
+        return across(one.peak_bytes), up(one.step_seconds / without)
 
     return fill(
         "plan.html",
@@ -75,8 +73,8 @@ def page(plan: PlanFigures, points: Sequence[Any], ways: Sequence[Any]) -> str:
         line=" ".join(f"{x},{100 - y:.2f}" for x, y in sorted({place(point) for point in front})),
         marks=[place(one) for one in ways],
         chosen=place(plan),
-        across=across.ticks,
-        up=up.ticks,
+        across=ticks_across,
+        up=ticks_up,
         data=_data(plan),
     )
 

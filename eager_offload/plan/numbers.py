@@ -42,8 +42,6 @@ def by_itself() -> Iterator[None]:
 
 
 class _Local(threading.local):
-    """Of the calling thread."""
-
     generator: torch.Generator | None = None
 
 

@@ -17,9 +17,8 @@ from eager_offload.errors import ConfigError
 from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.decide import RehearsedSolver
 from eager_offload.plan.draft import draft, is_off, timed
-from eager_offload.plan.figures import PlanFigures
-from eager_offload.plan.files import Least, read, write
-from eager_offload.plan.text import seconds_text, text_of
+from eager_offload.plan.figures import PlanFigures, seconds_text
+from eager_offload.plan.files import Point, read, write
 from eager_offload.stats import Relief
 from eager_offload.step_plan import Adapted, ComputedPlan, Fate, StepPlan, Timing
 
@@ -27,16 +26,6 @@ from eager_offload.step_plan import Adapted, ComputedPlan, Fate, StepPlan, Timin
 _GAIN = 0.02
 #: A part of a step that compute may wait without being worth a word, and to how many bits a budget for that is found.
 _LITTLE, _BITS = 0.05, 6
-
-
-class Point(NamedTuple):
-    """What a budget buys."""
-
-    budget: int
-    """Bytes of the device."""
-    peak_bytes: int
-    """That the step takes at most."""
-    step_seconds: float
 
 
 class FixedWay(NamedTuple):
@@ -146,7 +135,8 @@ class Plan(PlanFigures, ComputedPlan):
             return None
         whole, least, machine = self.whole, self.traced_least, self.machine
         if whole is not None and least is not None:
-            whole, least = whole.with_more(surplus), least._replace(peak_bytes=least.peak_bytes + surplus)
+            whole = whole.with_more(surplus)
+            least = Point(least.budget + surplus, least.peak_bytes + surplus, least.step_seconds)
         if timing is not None:
             machine = replace(machine, out=problem.out, back=problem.back)
         plan = replace(
@@ -181,8 +171,8 @@ class Plan(PlanFigures, ComputedPlan):
             budget = low + (high - low) * step // (points - 1)
             outcome = self._solver.within(budget)
             if outcome.peak_bytes <= budget and outcome.step_seconds < best.step_seconds:
-                best = Least.of(outcome)
-            found.append(Point(budget, *best))
+                best = Point.least_of(outcome)
+            found.append(best._replace(budget=budget))
         return found
 
     def fixed_ways(self) -> list[FixedWay]:
@@ -196,9 +186,6 @@ class Plan(PlanFigures, ComputedPlan):
         return [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in outcomes.items()]
 
     # -- for a reader -------------------------------------------------------------------------------------------------
-
-    def __str__(self) -> str:
-        return text_of(self)
 
     def __repr__(self) -> str:
         return (

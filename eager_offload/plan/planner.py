@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError
 from eager_offload.machine import LAUNCH_SECONDS, MACHINES, Machine
-from eager_offload.plan.decide import Outcome, RehearsedSolver
-from eager_offload.plan.files import Least
+from eager_offload.plan.decide import Outcome, RehearsedSolver, TracedSolver
+from eager_offload.plan.files import Point
 from eager_offload.plan.plan import Plan
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.ranks import Asked, agreed, are_several, model_text
-from eager_offload.plan.revise import TracedSolver
 from eager_offload.plan.solve import EQUAL
 
 #: The device that this process has.
@@ -145,7 +144,7 @@ def _make(
     name, problem = type(model).__name__, traced()
     if recompute:
         solver = TracedSolver(problem, traced, machine.launch_seconds)
-        found, least = solver.within(budget), Least.of(solver.least)
+        found, least = solver.within(budget), Point.least_of(solver.least)
     else:
         found, least = _solve(problem, machine, budget, policy), None
     decided = found.problem, found.moves, settings, found.course, found.again, found.whole

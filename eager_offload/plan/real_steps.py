@@ -77,7 +77,6 @@ def record(
 
 
 def _own(parts: Sequence[nn.Module]) -> list[Tensor]:
-    """Their parameters and buffers."""
     return [one for part in parts for one in (*part.parameters(), *part.buffers())]
 
 

@@ -34,10 +34,11 @@ from eager_offload.plan.blocks import Block, Blocks, Saved, Use
 from eager_offload.plan.calls import Calls, written_by
 from eager_offload.plan.coded import Coder
 from eager_offload.plan.program import Ask, Op, Program, Save, Storage
-from eager_offload.plan.stand_ins import MOST_KNOWN
 from eager_offload.selection import reason_to_stay
 from eager_offload.stats import KeepReason
 
+#: Bytes of a tensor whose numbers are known; a larger one is fake.
+MOST_KNOWN = 64 << 20
 #: Everything travels as it is.
 PLAIN = CodecPolicy(lossless=False)
 
@@ -293,7 +294,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
     # -- what came of it ----------------------------------------------------------------------------------------------
 
     def program(self) -> Program:
-        """What was written down."""
         self._blocks.note_deaths(len(self._ops))
         numbers, storages, other_bytes = self._blocks.result(len(self._ops))
         saves = tuple(
@@ -309,7 +309,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, calls, arguments)
 
     def _pack_storage(self, number: int, storage: Storage, saves: Sequence[Save]) -> Storage:
-        """The storage as it travels."""
         if not storage.is_whole:
             return storage
         found = self._coder.packing([at for at, save in enumerate(saves) if save.storage == number], storage.nbytes)

@@ -285,7 +285,6 @@ class _Stage:
         return nbytes if self._factor == 1 else max(round(nbytes / self._factor), min(nbytes, _MIN_BYTES))
 
     def _small_plan(self) -> StepPlan:
-        """The plan of the stand-ins."""
         slots = tuple(self._nbytes(nbytes) for nbytes in self._plan.slots)
         saves = []
         for number, save in enumerate(self._plan.saves):

@@ -4,9 +4,9 @@
 What a decision costs ``predict`` tells in a millisecond or so; the question is of which ones to ask. Compute waits
 where storages leave or come back faster than the link carries them. A decision that has the link carry what it can,
 all of the time, moves most without a wait: walking through backward, a storage may move if it can be back in time,
-and through forward it does if those before it leave room in the window (``paced``). Were the link faster by some
+and through forward it does if those before it leave room in the window (``_paced``). Were the link faster by some
 factor, the pace, more would move: by that one number decisions go from what the link hides to everything. What else
-is larger by the pace (the windows, the way back) makes several families of decisions (``WAYS``), and in each the
+is larger by the pace (the windows, the way back) makes several families of decisions (``_WAYS``), and in each the
 least pace that fits a budget is found by bisection. Where there are few storages all decisions are asked for; else
 the best of those are made better: what fits beside is kept, the
 newest first, which backward asks for before it could have been away; and storages are exchanged, singly and in pairs,
@@ -21,12 +21,13 @@ there the search goes on as above, with modules among what is exchanged.
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from eager_offload.plan.paced import WAYS, Way, least_pace, of_all_paces
 from eager_offload.plan.predict import Course, Moves, Prediction, Problem
 from eager_offload.plan.recompute import Candidate, Recomputing, Shape, chain
 
@@ -40,13 +41,32 @@ _STARTS = 6
 _KICKS = 200
 #: Of a step's time, what is no difference.
 EQUAL = 1e-9
+#: By how much faster than it is the link is taken to be.
+_PACES = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 20.0)
+#: How closely a pace is searched for.
+_BISECTIONS = 12
 #: How many modules are computed again: numbers that are tried at first, and how many of the best are gone on with.
 _SAMPLES, _BEST_AGAIN = 8, 2
-#: How numbers of modules are compared: by these families, and that closely.
-_ROUGH_WAYS = (Way(0.0, 0.0, 0.0), Way(1.0, 1.0, 1.0))
-_ROUGH_BISECTIONS = 7
 #: Operators in all steps with checkpoints that are remembered.
 _REMEMBERED = 2_000_000
+
+
+class _Way(NamedTuple):
+    """What a pace makes larger by which power of itself; see [Note: the search]."""
+
+    window: float
+    """The bytes on their way out."""
+    back: float
+    """The rate of the way back; infinite where nothing there is too late."""
+    ahead: float
+    """The bytes brought back early."""
+
+
+_WAYS = tuple(_Way(*one) for one in itertools.product((0.0, 1.0), (0.0, 1.0), (0.0, 1.0, 8.0)))
+_WAYS += _Way(0.0, math.inf, 0.0), _Way(1.0, math.inf, 0.0)
+#: How numbers of modules are compared: by these families, and that closely.
+_ROUGH_WAYS = (_Way(0.0, 0.0, 0.0), _Way(1.0, 1.0, 1.0))
+_ROUGH_BISECTIONS = 7
 
 
 class Decision(NamedTuple):
@@ -98,7 +118,7 @@ class Solver:
             return self.least
         fitting = [one for one in self._candidates if one.prediction.peak_bytes <= budget]
         for again in self._agains(budget, cost):
-            fitting += self._of_least_paces(again, budget, WAYS)
+            fitting += self._of_least_paces(again, budget, _WAYS)
         starts = {self._filled(start, cost) for start in [*sorted(fitting, key=cost)[:_STARTS], self.least]}
         return self._best_of(starts, cost)
 
@@ -119,7 +139,6 @@ class Solver:
         return self._best_of(sorted(self._candidates, key=cost)[:_STARTS], cost)
 
     def all(self) -> Decision:
-        """Everything moves that may."""
         return self._all(self._none)
 
     @cached_property
@@ -178,7 +197,6 @@ class Solver:
         return tuple(found)
 
     def _shape(self, again: Moves) -> Shape:
-        """The step where those calls are computed again."""
         found = self._shapes.get(again)
         if found is None:
             found = self._recomputing.shape(itertools.compress(self._calls, again))
@@ -209,12 +227,13 @@ class Solver:
     def _candidates(self) -> list[Decision]:
         """Decisions to begin with: nothing, everything, and those of a link of every pace."""
         count = len(self.problem.program.storages)
-        found = [(False,) * count, (True,) * count, *of_all_paces(self.problem)]
+        paced = (_paced(self.problem, pace, way) for pace, way in itertools.product(_PACES, _WAYS))
+        found = [(False,) * count, (True,) * count, *paced]
         return [self._spread(self._none, moves) for moves in dict.fromkeys(found)]
 
-    def _of_least_paces(self, again: Moves, budget: int, ways: Iterable[Way], **named: int) -> list[Decision]:
+    def _of_least_paces(self, again: Moves, budget: int, ways: Iterable[_Way], **named: int) -> list[Decision]:
         problem = self._shape(again).problem
-        found = (least_pace(problem, budget, way, **named) for way in ways)
+        found = (_least_pace(problem, budget, way, **named) for way in ways)
         return [self._spread(again, moves) for moves in found if moves is not None]
 
     @cached_property
@@ -306,8 +325,65 @@ class Solver:
         return best
 
     def _flipped(self, decision: Decision, numbers: Iterable[int]) -> Decision:
-        """``decision`` with some of its flags the other way."""
         flags = [*decision.moves, *(one in decision.again for one in self._calls)]
         for number in numbers:
             flags[number] = not flags[number]
         return self._decision(tuple(flags))
+
+
+# -- what moves where the link carries what it can, all of the time --------------------------------------------------
+
+
+def _least_pace(problem: Problem, budget: int, way: _Way, bisections: int = _BISECTIONS) -> Moves | None:
+    """What a link of about the least pace has moving that makes it fit ``budget``; ``None`` where none does."""
+    low, high = _PACES[0], _PACES[-1]
+    found: Moves | None = None
+    for _ in range(bisections):
+        pace = math.sqrt(low * high)
+        moves = _paced(problem, pace, way)
+        if problem.predict(moves).peak_bytes <= budget:
+            found, high = moves, pace
+        else:
+            low = pace
+    return found
+
+
+def _paced(problem: Problem, pace: float, way: _Way) -> Moves:
+    """What moves where the link is faster by ``pace`` and compute never waits."""
+    storages = problem.program.storages
+    moves, in_time = [False] * len(storages), _in_time(problem, pace, way)
+    rate, window = problem.out * pace, problem.window * pace**way.window
+    free, leaving, leaving_bytes = 0.0, deque[tuple[float, int]](), 0
+    for number in problem.by_save:
+        now, nbytes = problem.begins[storages[number].saved], storages[number].moved_bytes
+        while leaving and leaving[0][0] <= now:
+            leaving_bytes -= leaving.popleft()[1]
+        if in_time[number] and (leaving_bytes + nbytes <= window or not leaving):
+            moves[number] = True
+            free = max(free, now) + nbytes / rate
+            leaving.append((free, nbytes))
+            leaving_bytes += nbytes
+    return tuple(moves)
+
+
+def _in_time(problem: Problem, pace: float, way: _Way) -> list[bool]:
+    """What comes back in time, if all of it moves and has left."""
+    storages = problem.program.storages
+    found = [way.back == math.inf] * len(storages)
+    if all(found):
+        return found
+    rate, ahead = problem.back * pace**way.back, problem.ahead * pace**way.ahead
+    free = room_since = problem.forward_seconds
+    coming, coming_bytes = deque[tuple[float, int]](), 0
+    for number in problem.by_ask:
+        wanted, nbytes = problem.begins[storages[number].asked], storages[number].moved_bytes
+        while coming and coming_bytes + nbytes > ahead:
+            since, gone = coming.popleft()
+            room_since, coming_bytes = max(room_since, since), coming_bytes - gone
+        arrives = max(free, room_since) + nbytes / rate
+        if arrives <= wanted:
+            found[number] = True
+            free = arrives
+            coming.append((wanted, nbytes))
+            coming_bytes += nbytes
+    return found

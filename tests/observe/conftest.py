@@ -8,8 +8,7 @@ import pytest
 
 import eager_offload as eo
 from tests.hazards.backends import DiskBackend
-from tests.observe.looking import FIELDS
-from tests.observe.steps import Net
+from tests.observe.steps import FIELDS, Net
 
 
 @pytest.fixture

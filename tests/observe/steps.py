@@ -1,18 +1,25 @@
-"""A model with known saves, and a step of it, for the tests of what can be seen."""
+"""A model with known saves, a step of it, and what has to hold for every trace of one."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
+import torch.nn.modules.module as hooked
 from torch import Tensor, nn
 
-from eager_offload.trace_file import Slice
+import eager_offload as eo
+from eager_offload.trace_file import Kind, Slice, Trace, read_trace
 
 DEPTH = 4
 WIDTH = 64
 #: Bytes of one activation.
 NBYTES = WIDTH * WIDTH * 4
+WINDOW = 2 * NBYTES
+FIELDS = {"min_bytes": NBYTES, "max_inflight_bytes": WINDOW, "prefetch_bytes": WINDOW}
 
 
 class Layer(nn.Module):
@@ -63,3 +70,59 @@ def nested(slices: list[Slice]) -> bool:
             return False
         ends.append(one.stop)
     return True
+
+
+def traced(offload: eo.Offload, path: Path, work: Callable[[], object]) -> Trace:
+    with offload.trace(path):
+        work()
+    assert nothing_is_left(offload)
+    return read_trace(path)
+
+
+def traced_step(offload: eo.Offload, path: Path, net: Net) -> Trace:
+    """Of a step, which is the same one as without."""
+    expected, found = step(net, nullcontext()), list[Tensor]()
+    trace = traced(offload, path, lambda: found.extend(step(net, offload)))
+    assert all(map(torch.equal, expected, found))
+    return trace
+
+
+def nothing_is_left(offload: eo.Offload) -> bool:
+    return (
+        not hooked._has_any_global_hook()
+        and offload._accounts.observer is None
+        and offload.pack == offload._hooks.pack
+        and not any("global hooks" in str(entry[1]) for entry in warnings.filters)
+    )
+
+
+def of(trace: Trace, *kinds: Kind) -> list[str]:
+    return [one.name for one in trace.slices if one.kind in kinds]
+
+
+def moved(trace: Trace, *kinds: Kind) -> int:
+    return sum(one.nbytes for one in trace.slices if one.kind in kinds and one.track in kinds)
+
+
+def saved(trace: Trace, outcome: str, reason: str = "") -> int:
+    return sum(group.nbytes for group in trace.saved if (group.outcome, group.reason) == (outcome, reason))
+
+
+def assert_sound(trace: Trace) -> None:
+    """What holds for every trace whose graphs are gone."""
+    tracks = {(one.device, one.track) for one in trace.slices}
+    for device, track in tracks:
+        on_it = [one for one in trace.slices if (one.device, one.track) == (device, track)]
+        assert nested(on_it), f"slices of {track} cut each other"
+    assert all(-1e-6 <= one.start <= one.stop <= trace.seconds + 1e-6 for one in trace.slices)
+    stats = trace.stats
+    assert moved(trace, Kind.OFFLOAD) == stats["bytes_out"]
+    assert moved(trace, Kind.RELOAD, Kind.PREFETCH) == stats["bytes_in"]
+    assert saved(trace, "offloaded") == stats["offloaded_bytes"]
+    assert saved(trace, "shared") == stats["shared_bytes"]
+    assert {g.reason for g in trace.saved if g.nbytes} - {""} == set(stats["kept_bytes"])
+    assert all(saved(trace, "kept", reason) == nbytes for reason, nbytes in stats["kept_bytes"].items())
+    assert sum(group.count for group in trace.saved) == stats["saved_tensors"]
+    last = trace.memory[-1]
+    assert (last.device, last.host, last.disk, last.without_offload) == (0, 0, 0, 0), "the graphs are gone"
+    assert trace.dropped == 0

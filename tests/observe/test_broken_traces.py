@@ -18,8 +18,7 @@ import eager_offload as eo
 from eager_offload.observe import tracing as module
 from eager_offload.trace_file import Kind, read_trace
 from tests.hazards.backends import DiskBackend
-from tests.observe.looking import FIELDS, assert_sound, nothing_is_left, of, traced
-from tests.observe.steps import Net, step
+from tests.observe.steps import FIELDS, Net, assert_sound, nothing_is_left, of, step, traced
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import threading
@@ -101,7 +102,7 @@ def test_the_settings_can_be_pasted(diagnosis: Diagnosis, directory: Path) -> No
 
 
 def test_the_json_has_every_field_and_the_docs_have_every_key(diagnosis: Diagnosis) -> None:
-    given = json.loads(json.dumps(diagnosis.as_dict()))
+    given = json.loads(json.dumps(dataclasses.asdict(diagnosis)))
     assert given["format"] == 1
     documented = DOCS.read_text()
     for key in keys(given):

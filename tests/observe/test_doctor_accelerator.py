@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,27 +52,21 @@ def test_memory_that_came_pageable_was_not_pinned(double: RecordingAccelerator) 
         probes.pin_seconds()
 
 
+def text_of(
+    devices: list[Device], memory: Memory | None, disks: list[Disk], tests: list[SelfTest], settings: dict[str, Any]
+) -> str:
+    software = Software("0.1.0", "2.13.0+cu130", "3.12.0", "Linux", "CUDA 13.0")
+    end = verdict(devices, disks, tests, settings)
+    return to_text(Diagnosis(FORMAT, 9.5, software, devices, memory, disks, [], tests, [], end))
+
+
 def test_the_text_of_a_machine_with_an_accelerator() -> None:
     cpu = Device("cpu", "a processor, 16 threads", 128 * GIB, flops=1e12, dtype="float32", link=Speed(1e10, 1e10))
     gpu = Device("cuda:0", "NVIDIA H200", 140 * GIB, 6e14, "bfloat16", Speed(52e9, 51e9), Speed(43e9, 42e9), 1, 0.2)
     memory = Memory(128 * GIB, 60 * GIB, 30 * GIB, 4, "the control group may use 64 GiB", "give it more")
     disk = Disk("/mnt/nvme", "xfs", 7, 900 * GIB, direct=Speed(6e9, 7e9), buffered=Speed(2e9, 3e9))
     tests = [SelfTest("cpu", True, 36 << 20), SelfTest("cuda:0", True, 36 << 20)]
-    settings = recommended([cpu, gpu], memory, [disk])
-    text = to_text(
-        Diagnosis(
-            format=FORMAT,
-            seconds=9.5,
-            software=Software("0.1.0", "2.13.0+cu130", "3.12.0", "Linux", "CUDA 13.0"),
-            devices=[cpu, gpu],
-            memory=memory,
-            disks=[disk],
-            features=[],
-            self_tests=tests,
-            failures=[],
-            verdict=verdict([cpu, gpu], [disk], tests, settings),
-        )
-    )
+    text = text_of([cpu, gpu], memory, [disk], tests, recommended([cpu, gpu], memory, [disk]))
     for line in (
         "  cuda:0         NVIDIA H200, 140.0 GiB, node 1",
         "    compute      600.0 TFLOP/s (bfloat16 product)",
@@ -90,20 +85,7 @@ def test_the_text_of_a_machine_with_an_accelerator() -> None:
 def test_several_directories_without_a_speed_are_each_a_line() -> None:
     refused = Disk("/proc", "proc", 3, 0, refused="it is not writable")
     unmeasured = dataclasses.replace(refused, path="/slow", refused="")
-    reported = to_text(
-        Diagnosis(
-            FORMAT,
-            1.0,
-            Software("", "", "", "", ""),
-            [],
-            None,
-            [refused, unmeasured],
-            [],
-            [],
-            [],
-            verdict([], [], [], {}),
-        )
-    )
+    reported = text_of([], None, [refused, unmeasured], [], {})
     assert "/proc: cannot serve: it is not writable" in reported
     assert reported.count("refused or not measured") == 2
 

@@ -13,8 +13,7 @@ import torch
 
 import eager_offload as eo
 from eager_offload.observe import tracing
-from tests.observe.looking import nothing_is_left
-from tests.observe.steps import Net, step
+from tests.observe.steps import Net, nothing_is_left, step
 from tests.sampling import one_in
 
 #: Of these something is called, or nothing has happened yet, or the `with` is not entered yet.

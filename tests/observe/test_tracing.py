@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,18 +18,13 @@ from eager_offload.trace_file import Kind
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
 from tests.hazards.wrappers import two
-from tests.observe.looking import FIELDS, WINDOW, assert_sound, of, saved, traced
-from tests.observe.steps import DEPTH, NBYTES, Net, step
+from tests.observe.steps import DEPTH, FIELDS, NBYTES, WINDOW, Net, assert_sound, of, saved, step, traced, traced_step
 
 
 @pytest.mark.parametrize("kind", [DiskBackend, SimulatedBackend, RecordedBackend])
 def test_a_step_is_shown_whole_and_is_the_same_step(kind: type[Backend], path: Path, net: Net) -> None:
-    expected = step(net, nullcontext())
     with kind() as backend:
-        offload = backend.offload(**FIELDS)
-        found: list[Tensor] = []
-        trace = traced(offload, path, lambda: found.extend(step(net, offload)))
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        trace = traced_step(backend.offload(**FIELDS), path, net)
         assert_sound(trace)
         assert trace.stats["bytes_out"] == trace.stats["offloaded_bytes"] == (1 + 2 * DEPTH) * NBYTES
         assert trace.stats["bytes_in"] > 0
@@ -39,7 +33,6 @@ def test_a_step_is_shown_whole_and_is_the_same_step(kind: type[Backend], path: P
         assert trace.devices == ("cpu",)
         assert trace.config["max_inflight_bytes"] == WINDOW
         assert trace.versions["torch"] == torch.__version__
-        found.clear()
         backend.assert_nothing_is_held()
 
 
@@ -48,10 +41,7 @@ def test_what_is_too_much_is_counted_and_the_last_sample_stays(
 ) -> None:
     most = 5
     monkeypatch.setattr(timestamps, "MOST", most)
-    expected = step(net, nullcontext())
-    found: list[Tensor] = []
-    trace = traced(offload, path, lambda: found.extend(step(net, offload)))
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    trace = traced_step(offload, path, net)
     assert trace.stats["bytes_out"] > 0
     assert sum(group.count for group in trace.saved) == most
     assert len(trace.memory) == most
@@ -72,7 +62,7 @@ def test_a_long_trace_keeps_nothing_of_storages_that_are_gone(path: Path, net: N
 
 
 def test_forward_and_backward_are_named_by_module_and_operation(path: Path, net: Net, offload: eo.Offload) -> None:
-    trace = traced(offload, path, lambda: step(net, offload))
+    trace = traced_step(offload, path, net)
     forward = [one.name for one in trace.slices if one.track == "compute forward"]
     inner = [name for n in range(DEPTH) for name in (f"Net.layers.{n}", f"Net.layers.{n}.inner")]
     assert forward == ["Net", *inner]
@@ -108,7 +98,7 @@ def test_handles_outlive_a_trace(path: Path, net: Net, offload: eo.Offload, disk
 def test_without_offload_autograd_would_hold_what_the_counter_says(
     path: Path, net: Net, offload: eo.Offload, disk: DiskBackend
 ) -> None:
-    trace = traced(offload, path, lambda: step(net, offload))
+    trace = traced_step(offload, path, net)
     # The input, and two results in each layer, of which one is the next layer's input; no parameters.
     assert max(one.without_offload for one in trace.memory) == (1 + 2 * DEPTH) * NBYTES
     assert max(one.device for one in trace.memory) <= trace.stats["resident_bytes_peak"] + NBYTES
@@ -118,7 +108,7 @@ def test_without_offload_autograd_would_hold_what_the_counter_says(
 
 def test_what_stays_is_counted_on_the_device(path: Path, net: Net, disk: DiskBackend) -> None:
     offload = disk.offload(min_bytes=1 << 30)
-    trace = traced(offload, path, lambda: step(net, offload))
+    trace = traced_step(offload, path, net)
     assert_sound(trace)
     assert max(one.device for one in trace.memory) == (1 + 2 * DEPTH) * NBYTES
     assert all(one.device == one.without_offload for one in trace.memory)
@@ -126,7 +116,7 @@ def test_what_stays_is_counted_on_the_device(path: Path, net: Net, disk: DiskBac
 
 def test_newest_bytes_that_are_asked_for_stay_on_the_device(path: Path, net: Net, disk: DiskBackend) -> None:
     offload = disk.offload(keep_last_bytes=1 << 30, min_bytes=NBYTES)
-    trace = traced(offload, path, lambda: step(net, offload))
+    trace = traced_step(offload, path, net)
     assert_sound(trace)
     assert trace.stats["kept_bytes"]["newest"] > 0
     assert [one.device for one in trace.memory] == [one.without_offload for one in trace.memory]
@@ -135,7 +125,7 @@ def test_newest_bytes_that_are_asked_for_stay_on_the_device(path: Path, net: Net
 def test_a_full_tier_is_a_demotion(path: Path, net: Net, disk: DiskBackend) -> None:
     offload = disk.offload(disk_budget=1, min_bytes=NBYTES)
     with pytest.warns(RuntimeWarning, match="no room"):
-        trace = traced(offload, path, lambda: step(net, offload))
+        trace = traced_step(offload, path, net)
     assert_sound(trace)
     assert set(of(trace, Kind.DEMOTION)) == {"budget"}
     assert trace.stats["kept_bytes"]["budget"] > 0
@@ -149,7 +139,7 @@ def test_a_failed_write_is_shown_with_its_error(
 
     monkeypatch.setattr(DiskSlot, "write", fail)
     with pytest.warns(RuntimeWarning, match="offloading failed"):
-        trace = traced(offload, path, lambda: step(net, offload))
+        trace = traced_step(offload, path, net)
     monkeypatch.undo()
     assert {one.error for one in trace.slices if one.kind is Kind.OFFLOAD} == {"the disk is broken"}
     assert "write_failed" in of(trace, Kind.DEMOTION)
@@ -196,7 +186,7 @@ def test_virtual_times_are_those_of_the_simulated_device(path: Path, net: Net) -
         offload = simulated.offload(**FIELDS)
         first = len(simulated.runtime.timeline.spans)
         base = simulated.runtime.now
-        trace = traced(offload, path, lambda: step(net, offload))
+        trace = traced_step(offload, path, net)
         spans = simulated.runtime.timeline.spans[first:]
     expected = sorted((span.start - base, span.seconds) for span in spans if span.is_transfer)
     found = sorted(
@@ -265,7 +255,7 @@ def test_wrappers_are_counted_by_what_is_inside(path: Path, disk: DiskBackend) -
 
 
 def test_a_second_trace_begins_anew(path: Path, net: Net, offload: eo.Offload) -> None:
-    first = traced(offload, path, lambda: step(net, offload))
+    first = traced_step(offload, path, net)
     second = traced(offload, path, lambda: (step(net, offload), step(net, offload)))
     assert_sound(second)
     assert second.stats["saved_bytes"] == 2 * first.stats["saved_bytes"]

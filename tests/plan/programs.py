@@ -1,9 +1,10 @@
-"""Steps as numbers, and small models, for the tests of the planner."""
+"""Steps as numbers, small models, and their training, for the tests of the planner."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import eager_offload as eo
+from benchmarks.simulation.stage import Stage, Step
 from eager_offload.machine import Machine
 from eager_offload.plan.predict import Prediction, Problem
 from eager_offload.plan.program import Op, Program, Storage
@@ -158,3 +160,25 @@ def least_moved(problem: Problem, budget: int) -> int:
         change[one.dropped] -= one.nbytes
     lives = list(accumulate(change))
     return max(lives[program.forward_ops] + program.other_bytes[program.forward_ops] - budget, 0)
+
+
+def followed(
+    stage: Stage, plan: eo.Plan, model: nn.Module, x: Tensor, steps: int
+) -> tuple[list[Step], eo.OffloadStats]:
+    """So many steps, each of which follows ``plan``, and what was counted; bytes move."""
+    offload = stage.offload(plan=plan)
+    found = [stage.step(offload, model, x, lambda: model(x)) for _ in range(steps)]
+    stats = offload.stats(synchronize=True)
+    offload.close()
+    assert (stats.followed_forwards, stats.plan_misses) == (steps, {})
+    assert stats.bytes_out > 0
+    return found, stats
+
+
+def gradients(model: nn.Module, loss_of: Callable[[], Tensor], around: Any = None) -> list[Tensor]:
+    """Of all parameters, and the loss; ``around``: the forward."""
+    model.zero_grad(set_to_none=True)
+    with around or nullcontext():
+        loss = loss_of()
+    loss.backward()
+    return [loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]

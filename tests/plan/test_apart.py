@@ -20,8 +20,7 @@ from eager_offload import active
 from eager_offload._torch import top_pack_hook
 from eager_offload.plan.trace import trace
 from tests.hazards.programs import assert_identical
-from tests.plan.on_stage import gradients
-from tests.plan.programs import CONFIG, slow, wide
+from tests.plan.programs import CONFIG, gradients, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import eager_offload as eo
+from benchmarks.simulation.stage import Stage
 from eager_offload.codecs import BF16, BlockInt
 from eager_offload.plan.coded import Coder
 from tests.hazards.programs import assert_identical
-from tests.plan.on_stage import Stage, followed, gradients
-from tests.plan.programs import CONFIG, slow
+from tests.plan.programs import CONFIG, followed, gradients, slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

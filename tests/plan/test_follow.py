@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import eager_offload as eo
+from benchmarks.simulation.stage import Stage
 from eager_offload.runtime.base import DeviceMemory
 from eager_offload.stats import PlanOutcome
 from eager_offload.step_plan import Fate
 from tests.hazards.programs import assert_identical
-from tests.plan.on_stage import Stage, gradients
-from tests.plan.programs import CONFIG, Stack, budget_of, planned, slow, wide
+from tests.plan.programs import CONFIG, Stack, budget_of, gradients, planned, slow, wide
 from tests.sampling import search
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,10 +42,6 @@ def model() -> nn.Module:
 def train(model: nn.Module, offload: eo.Offload | None, seed: int, rows: int = 256) -> list[Tensor]:
     torch.manual_seed(seed)
     x = torch.randn(rows, 32)
-    return gradients(model, lambda: model(x), offload)
-
-
-def train_on(model: nn.Module, offload: eo.Offload | None, x: Tensor) -> list[Tensor]:
     return gradients(model, lambda: model(x), offload)
 
 
@@ -134,7 +130,7 @@ def test_a_workspace_whose_size_a_kernel_knows_is_decided_anew_and_counted(tmp_p
     assert {save.fate for save in real.step_plans[0].saves} == {Fate.KEEP, Fate.SHARE, Fate.OFFLOAD}
     for one in (plan, real):
         offload = on_disk(tmp_path, plan=one)
-        assert_identical(train_on(model, offload, x), train_on(model, None, x))
+        assert_identical(gradients(model, lambda: model(x), offload), gradients(model, lambda: model(x)))
         stats = offload.stats(synchronize=True)
         offload.close()
         assert (stats.followed_forwards, stats.plan_misses) == (1, {})

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eager_offload as eo
+from benchmarks.simulation.stage import Stage
 from eager_offload.plan.__main__ import main
 from eager_offload.plan.predict import Problem
 from eager_offload.plan.solve import Solver
 from tests.hazards.programs import assert_identical
-from tests.plan.on_stage import Stage, followed, gradients
-from tests.plan.programs import CONFIG, chain, planned, problems, slow, wide
+from tests.plan.programs import CONFIG, chain, followed, gradients, planned, problems, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -120,16 +120,11 @@ def test_modules_that_are_computed_again_make_room() -> None:
     assert plan.again
 
 
-def test_it_is_among_the_settings_and_said_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_among_the_settings_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     model, x = wide()
     plan = eo.plan(model, x, device=slow(), policy="max", config={**CONFIG, "host_budget": "512KiB"})
     assert plan.host_budget == 512 * KIB
     assert f"in the tier: {plan.host_bytes / KIB:.1f} KiB, where 512.0 KiB may rest" in str(plan)
-    plan.save(tmp_path / "plan.json")
-    loaded = eo.Plan.load(tmp_path / "plan.json")
-    assert (loaded.problem, loaded.host_budget) == (plan.problem, plan.host_budget)
-    assert str(loaded) == str(plan)
-    assert loaded.to_dict()["host_bytes"] == plan.host_bytes
     given = eo.plan(model, x, device=slow(), host_budget="1MiB", config={**CONFIG, "host_budget": "512KiB"})
     assert given.host_budget == 1 << 20, "what is given here comes first"
     for offload in (eo.Offload(plan=plan), eo.Offload(plan=plan, config={"verify": True})):

@@ -155,12 +155,22 @@ def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_plan_is_the_same_plan(everything_fits: eo.Plan, tmp_path: Path) -> None:
-    plan = planned(device="h100", device_budget=everything_fits.least_budget)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"device": "h100", "device_budget": 1},
+        {"policy": "max", "config": {**CONFIG, "tier": "disk", "disk_path": "/tmp", "host_budget": "512KiB"}},
+        {"policy": "max", "config": {**CONFIG, "codec": "bf16", "skip": ["blocks.0"]}},
+        {"device": "here", "steps": 2},
+    ],
+    ids=str,
+)
+def test_a_saved_plan_is_the_same_plan(fields: dict[str, Any], tmp_path: Path) -> None:
+    plan = planned(**fields)
     plan.save(tmp_path / "plan.json")
     loaded = eo.Plan.load(tmp_path / "plan.json")
-    assert str(loaded) == str(plan)
-    assert loaded.to_dict() == plan.to_dict()
+    assert loaded == plan
+    assert (str(loaded), loaded.to_dict(), loaded.step_plans) == (str(plan), plan.to_dict(), plan.step_plans)
     assert loaded.front(3) == plan.front(3)
 
 

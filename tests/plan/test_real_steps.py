@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
+from benchmarks.simulation.stage import Stage
 from eager_offload.plan.__main__ import main
 from eager_offload.plan.program import Program
 from tests.hazards.programs import assert_identical
-from tests.plan.on_stage import Stage, followed, gradients
-from tests.plan.programs import CONFIG, slow, wide
+from tests.plan.programs import CONFIG, followed, gradients, slow, wide
 from tests.plan.test_rehearse import shared
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -193,15 +193,6 @@ def test_a_loss_that_is_a_module_is_put_back_too() -> None:
     assert eo.plan(model, x, loss=loss, config=CONFIG, steps=2).fits
     assert loss.scale.grad is None
     assert loss.steps == 0
-
-
-def test_measured_times_are_saved_and_loaded(tmp_path: Path) -> None:
-    model, x = wide()
-    plan = eo.plan(model, x, policy="max", config=CONFIG, steps=2)
-    plan.save(tmp_path / "plan.json")
-    loaded = eo.Plan.load(tmp_path / "plan.json")
-    assert loaded.problem.op_seconds == plan.problem.op_seconds
-    assert (loaded.to_dict(), str(loaded)) == (plan.to_dict(), str(plan))
 
 
 @pytest.mark.parametrize(

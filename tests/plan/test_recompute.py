@@ -29,7 +29,7 @@ from eager_offload.plan.program import Ask, ModuleCall, Op, Program, Save, Stora
 from eager_offload.plan.recompute import Recomputing, chain
 from eager_offload.plan.solve import Solver
 from eager_offload.plan.trace import trace
-from tests.plan import on_stage, programs
+from tests.plan import programs
 from tests.plan.programs import CONFIG, Stack, assert_near_the_best, budget_of, planned, slow, wide
 from tests.plan.test_follow import Other
 
@@ -187,13 +187,6 @@ def test_what_is_computed_again_takes_less_time_than_moving_it(plan: eo.Plan) ->
     assert plan.recomputed_bytes > 0 == moving.recomputed_bytes
     assert plan.step_seconds < moving.step_seconds / 2
     assert plan.compute_seconds == moving.compute_seconds < plan.step_seconds
-    exact = planned(device=FAR, device_budget=plan.least_budget, recompute=True)
-    assert exact.fits
-    below = planned(device=FAR, device_budget=plan.least_budget - 1, recompute=True)
-    assert not below.fits
-    points = plan.front(4)
-    assert points[-1].step_seconds == plan.compute_seconds
-    assert [point.step_seconds for point in points] == sorted((point.step_seconds for point in points), reverse=True)
 
 
 @pytest.mark.long
@@ -218,6 +211,8 @@ def test_every_budget_from_the_least_one_on_is_met_and_none_below_it(device: eo.
     assert plan.step_seconds == plan.compute_seconds
     points = within(whole.peak_bytes).front(6)
     assert points[0].budget == least
+    assert points[-1].step_seconds == plan.compute_seconds
+    assert [point.step_seconds for point in points] == sorted((point.step_seconds for point in points), reverse=True)
     assert all(point.peak_bytes <= point.budget for point in points)
 
 
@@ -237,10 +232,7 @@ def test_the_table_says_what_is_computed_again_and_a_file_keeps_it(plan: eo.Plan
     assert sum(row.recomputed_bytes for row in plan.rows()) == plan.recomputed_bytes
     assert next(line for line in text.splitlines() if line.startswith("module")).split()[-1] == "again"
     plan.save(tmp_path / "plan.json")
-    loaded = eo.Plan.load(tmp_path / "plan.json")
-    assert loaded.to_dict() == plan.to_dict()
-    assert loaded.front(3) == plan.front(3)
-    assert loaded.again == plan.again
+    assert eo.Plan.load(tmp_path / "plan.json") == plan
 
 
 def test_recompute_goes_with_the_least_movement_alone() -> None:
@@ -385,7 +377,7 @@ class Dropping(nn.Module):
 
 def gradients(model: nn.Module, x: Tensor, with_: Any = None) -> list[Tensor]:
     torch.manual_seed(3)
-    return on_stage.gradients(model, lambda: model(x), with_)
+    return programs.gradients(model, lambda: model(x), with_)
 
 
 def packs(step: Callable[[], object]) -> int:

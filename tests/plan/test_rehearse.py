@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import eager_offload as eo
+from benchmarks.simulation.stage import Stage
 from eager_offload.plan.draft import draft
 from eager_offload.plan.program import Ask, Save
 from eager_offload.plan.rehearse import rehearse
 from eager_offload.step_plan import Fate
-from tests.plan.on_stage import Stage, followed
-from tests.plan.programs import CONFIG, budget_of, chain, planned, problems, slow, wide
+from tests.plan.programs import CONFIG, budget_of, chain, followed, planned, problems, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -232,19 +231,6 @@ def test_a_mark_on_a_tensor_of_another_program_changes_no_plan() -> None:
     plan = planned(policy="max")
     assert plan.step_plans == unmarked.step_plans != ()
     del marked
-
-
-def test_a_saved_plan_has_its_step_plan(tmp_path: Path) -> None:
-    model, x = wide()
-    config = {**CONFIG, "tier": "disk", "disk_path": str(tmp_path)}
-    plan = eo.plan(model, x, device=slow(), device_budget=budget_of(slow(), wide, 0.3), config=config)
-    plan.save(tmp_path / "plan.json")
-    loaded = eo.Plan.load(tmp_path / "plan.json")
-    assert loaded.step_plans == plan.step_plans != ()
-    assert [one.release for one in loaded.step_plans[0].saves] == [one.release for one in plan.step_plans[0].saves]
-    assert max(one.release for one in loaded.step_plans[0].saves) > 0
-    assert (loaded.config, loaded.course) == (plan.config, plan.course)
-    assert loaded.config.tier == "disk"
 
 
 @settings(deadline=None, max_examples=25)

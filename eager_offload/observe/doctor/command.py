@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # what a shell says of it
     try:
-        print(json.dumps(diagnosis.as_dict(), indent=2) if options.json else to_text(diagnosis), flush=True)
+        print(json.dumps(asdict(diagnosis), indent=2) if options.json else to_text(diagnosis), flush=True)
     except BrokenPipeError:  # the reader has seen enough; nothing more is to be flushed into the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if diagnosis.verdict.works else 1

@@ -1,7 +1,7 @@
 """What an examination finds, and what follows: whether offloading pays, and with which settings.
 
-``Diagnosis.as_dict`` is what ``--json`` prints: the fields below are its keys, and docs/doctor_and_report.md says what
-each of them holds. Sizes are bytes, times seconds, speeds bytes a second; what could not be measured is ``None``.
+``--json`` prints a ``Diagnosis``: the fields below are its keys, and docs/doctor_and_report.md says what each of them
+holds. Sizes are bytes, times seconds, speeds bytes a second; what could not be measured is ``None``.
 
 [Note: when it pays]
 What a layer saves is hidden if it has left by the time that forward is over, and has come back by the time that
@@ -14,7 +14,6 @@ inputs.
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,10 +139,6 @@ class Diagnosis:
     self_tests: list[SelfTest]
     failures: list[str]
     verdict: Verdict
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same in dictionaries and lists."""
-        return dataclasses.asdict(self)
 
 
 # -- what follows ---------------------------------------------------------------------------------------------------
