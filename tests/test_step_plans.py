@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import eager_offload as eo
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import Ask, Coded, Fate, Save, StepPlan, StepRecorder, Totals
+from eager_offload.step_plan import Ask, Coded, Fate, Save, StepPlan, Totals
+from eager_offload.step_recorder import StepRecorder
 
 KIB = 1 << 10
 

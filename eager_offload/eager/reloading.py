@@ -17,7 +17,7 @@ from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.runtime.base import Stream
 from eager_offload.schedule import Plan, PrefetchOrder
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import StepRecorder
+from eager_offload.step_recorder import StepRecorder
 
 
 class Reloading:

@@ -16,7 +16,8 @@ from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.program import Save
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import Coded, StepPlan, StepRecorder
+from eager_offload.step_plan import Coded, StepPlan
+from eager_offload.step_recorder import StepRecorder
 
 #: Reasons that a step plan can give: the others are looked at in each step.
 _FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.SMALL})

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from eager_offload.computed_plan import Timing
 from eager_offload.plan.predict import Moves, Problem
-from eager_offload.step_plan import Timing
 
 #: Of the time that operators take, what is no difference.
 _SMALL = 0.05

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
+from eager_offload.computed_plan import Adapted
 from eager_offload.eager.adapting import Adapting
 from eager_offload.plan.decide import RehearsedSolver
 from eager_offload.runtime.base import DeviceMemory
 from eager_offload.runtime.host import host_runtime
-from eager_offload.step_plan import Adapted
 from tests.hazards.programs import assert_identical
 from tests.plan.on_stage import Stage, Step, gradients
 from tests.plan.programs import CONFIG, budget_of, slow, wide

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import eager_offload as eo
+from eager_offload.computed_plan import Stretch, Timing
 from eager_offload.eager.adapting import Adapting
 from eager_offload.eager.measuring import Measured
 from eager_offload.machine import Machine
 from eager_offload.plan.timed import timed
-from eager_offload.step_plan import Stretch, Timing
 from tests.hazards.programs import assert_identical
 from tests.plan.on_stage import Stage, gradients
 from tests.plan.programs import CONFIG, wide
