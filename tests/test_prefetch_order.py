@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from eager_offload.schedule import Plan, PrefetchOrder
+from eager_offload.schedule import Prefetch, PrefetchOrder
 from tests.test_schedule import is_empty
 
 SIZE = st.integers(1, 8)
@@ -82,7 +82,7 @@ class PrefetchMachine(RuleBasedStateMachine):
             self.resident.remove(dropped)
         del self.uses[position]
 
-    def _carry_out(self, plan: Plan) -> None:
+    def _carry_out(self, plan: Prefetch) -> None:
         for storage in plan.drop:
             self.resident.discard(storage)
         brought = {use.storage for use in self.uses.values() if use.sequence == self.walks}
@@ -197,33 +197,33 @@ def test_forwards_do_not_mix_although_they_were_packed_in_turns() -> None:
     order = PrefetchOrder(100)
     for position in range(1, 9):
         order.add(position, 10 + position, 1, sequence=position % 2)
-    assert order.unpacked(8) == Plan(bring=[16, 14, 12])
-    assert order.unpacked(7) == Plan(bring=[15, 13, 11])
-    assert order.unpacked(6) == Plan(drop=[16])
+    assert order.unpacked(8) == Prefetch(bring=[16, 14, 12])
+    assert order.unpacked(7) == Prefetch(bring=[15, 13, 11])
+    assert order.unpacked(6) == Prefetch(drop=[16])
 
 
 def test_a_jump_brings_what_comes_before_the_place_it_leads_to() -> None:
     order = PrefetchOrder(2)
     packed(order, [(storage, 1) for storage in range(1, 10)])
-    assert order.unpacked(4) == Plan(bring=[3, 2])
-    assert order.unpacked(9) == Plan()
-    assert order.unpacked(3) == Plan(drop=[3], bring=[8])
-    assert order.unpacked(2) == Plan(drop=[2], bring=[7])
-    assert order.unpacked(8) == Plan(drop=[8], bring=[6])
+    assert order.unpacked(4) == Prefetch(bring=[3, 2])
+    assert order.unpacked(9) == Prefetch()
+    assert order.unpacked(3) == Prefetch(drop=[3], bring=[8])
+    assert order.unpacked(2) == Prefetch(drop=[2], bring=[7])
+    assert order.unpacked(8) == Prefetch(drop=[8], bring=[6])
 
 
 def test_h19_promises_that_are_not_taken_up_are_given_up_once_they_are_overdue_and_room_is_needed() -> None:
     order, patience = PrefetchOrder(2), PrefetchOrder.PATIENCE
     packed(order, [(1, 1), (2, 1), (3, 1)], sequence=1)
     packed(order, [(storage, 1) for storage in range(100, 140)], sequence=2, first=10)
-    assert order.unpacked(3) == Plan(bring=[2, 1])
+    assert order.unpacked(3) == Prefetch(bring=[2, 1])
     newest = 10 + 39
     for late in range(patience + 1):
-        assert order.unpacked(newest - late) == Plan(), "they may come yet"
+        assert order.unpacked(newest - late) == Prefetch(), "they may come yet"
     assert order.holds(1)
     assert order.holds(2)
     following = newest - patience - 1
-    assert order.unpacked(following) == Plan(drop=[2, 1], bring=[following + 89, following + 88])
+    assert order.unpacked(following) == Prefetch(drop=[2, 1], bring=[following + 89, following + 88])
     assert order.promised_bytes == 2
 
 
@@ -234,7 +234,7 @@ def test_promises_along_the_order_are_not_overdue_as_long_as_it_is_followed() ->
     for position in range(998, 64, -1):
         plan = order.unpacked(position)
         order.remove(position)
-        assert plan == Plan(drop=[position], bring=[position - 64])
+        assert plan == Prefetch(drop=[position], bring=[position - 64])
 
 
 @pytest.mark.parametrize("limit", [1, 6, 30, 60, 100])
@@ -259,7 +259,7 @@ def test_h50_an_order_is_followed_again_once_it_is_one() -> None:
         order.unpacked(position)
         order.remove(position)
     for position in range(89, 89 - PrefetchOrder.MISSES, -1):
-        assert order.unpacked(position) == Plan(), "what was promised last may come yet"
+        assert order.unpacked(position) == Prefetch(), "what was promised last may come yet"
         order.remove(position)
     following = 89 - PrefetchOrder.MISSES
     for position in range(following, following - patience, -1):
@@ -340,11 +340,11 @@ def test_what_is_arranged_is_brought_in_that_order_and_nothing_else() -> None:
     order = PrefetchOrder(2)
     packed(order, [(10 * position, 1) for position in range(1, 7)])
     order.arrange(1, [3, 1, 99, 5, 2])
-    assert order.unpacked(3) == Plan(bring=[10, 50])
-    assert order.unpacked(1) == Plan(drop=[10], bring=[20])
-    assert order.unpacked(6) == Plan(), "it is in no chain: nothing is known of what comes next"
+    assert order.unpacked(3) == Prefetch(bring=[10, 50])
+    assert order.unpacked(1) == Prefetch(drop=[10], bring=[20])
+    assert order.unpacked(6) == Prefetch(), "it is in no chain: nothing is known of what comes next"
     order.arrange(1, [6, 5, 4, 2])
-    assert order.unpacked(5) == Plan(drop=[50], bring=[40]), "the walk goes on along the new chain"
+    assert order.unpacked(5) == Prefetch(drop=[50], bring=[40]), "the walk goes on along the new chain"
 
 
 def test_a_save_after_an_arrangement_is_expected_before_all_others() -> None:
@@ -352,7 +352,7 @@ def test_a_save_after_an_arrangement_is_expected_before_all_others() -> None:
     packed(order, [(10, 1), (20, 1), (30, 1)])
     order.arrange(1, [1, 3])
     order.add(4, 40, 1, 1)
-    assert order.unpacked(4) == Plan(bring=[10, 30])
+    assert order.unpacked(4) == Prefetch(bring=[10, 30])
     for position in (1, 2, 3, 4):
         order.remove(position)
     assert is_empty(order)

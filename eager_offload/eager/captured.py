@@ -50,17 +50,10 @@ from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate, Save, StepPlan
 
 
-class Back(NamedTuple):
-    """Bytes on their way back."""
+class _Copy(NamedTuple):
+    """Bytes on their way: compute waits for the event before a source may go, and before a target is read."""
 
-    target: Tensor
-    event: Event
-
-
-class _Leaving(NamedTuple):
-    """Bytes on their way out: compute waits for the event before they may go."""
-
-    source: Tensor
+    on_device: Tensor
     event: Event
 
 
@@ -69,7 +62,7 @@ class CapturedStorage(SavedStorage):
 
     __slots__ = ("packed_at", "started_in", "state")
     #: In place of what a storage of an unknown step has, which nothing of a captured one is asked for: another type.
-    reload: Back | None  # type: ignore[assignment]  # of its own
+    reload: _Copy | None  # type: ignore[assignment]  # of its own
 
     def __init__(
         self, tensor: Tensor, number: int, forward: Forward, stream: torch.Stream, coding: Coding | None
@@ -153,13 +146,8 @@ class CapturedRun:
         self._due: deque[int] = deque()
         self._going: deque[int] = deque()
         #: What compute has not waited for, by number of save.
-        self._leaving: dict[int, _Leaving] = {}
-        self._returning: dict[int, Back] = {}
-
-    @property
-    def _is_through(self) -> bool:
-        """Whether this forward and its backward are over."""
-        return self._packed == len(self._plan.saves) and self._asked == len(self._plan.asks)
+        self._leaving: dict[int, _Copy] = {}
+        self._returning: dict[int, _Copy] = {}
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +157,8 @@ class CapturedRun:
         Raises:
             ScheduleMismatchError: the plan has another one here.
         """
-        if self._is_through and self._plans:
+        is_over = self._packed == len(self._plan.saves) and self._asked == len(self._plan.asks)
+        if is_over and self._plans:
             self._release_all()  # the slots, too, may be written to again from here on
             self._begin_forward(self._plans.popleft())
         number, saves = self._packed, self._plan.saves
@@ -272,7 +261,7 @@ class CapturedRun:
         source = storage.source_bytes() if storage.coding is None else self._pack(storage, storage.coding)
         computed = self._runtime.record(self._stream)
         event = self._runtime.copy_in_capture(self._slot(number), source, self._out, [computed])
-        self._leaving[number] = _Leaving(source, event)
+        self._leaving[number] = _Copy(source, event)
         storage.state = LEAVING
         self._has_left = True
 
@@ -380,7 +369,7 @@ class CapturedRun:
         # Behind the block's last owner, and behind the copy out, which compute has waited for.
         allocated = self._runtime.record(self._stream)
         event = self._runtime.copy_in_capture(target, self._slot(storage.number), self._in, [allocated])
-        storage.reload = self._returning[storage.number] = Back(target, event)
+        storage.reload = self._returning[storage.number] = _Copy(target, event)
         self._has_come_back = True
 
     def _expect(self, number: int) -> None:

@@ -281,7 +281,7 @@ class Hooks:
         run, recorder = thread.run, thread.recorder
         thread.run = thread.recorder = None
         try:
-            return pack_wrapper(tensor, self, self._accounts)
+            return pack_wrapper(tensor, self.pack, self._accounts)
         finally:
             thread.run, thread.recorder = run, recorder
 

@@ -23,7 +23,8 @@ that and would go on with other values than were saved; here it raises.
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,13 +36,6 @@ from eager_offload.errors import reentered
 from eager_offload.selection import inner_values, plain_tensors
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.forking import reentrant_lock
-
-
-class Packer(Protocol):
-    """What a wrapper needs of the hooks, for the tensors inside it."""
-
-    def pack(self, tensor: Tensor) -> object:
-        """The handle of a saved tensor, which is counted."""
 
 
 class _Part(NamedTuple):
@@ -96,8 +90,10 @@ class WrappedTensor:
         return made
 
 
-def pack_wrapper(wrapper: Tensor, packer: Packer, accounts: Accounts) -> WrappedTensor | KeptTensor | None:
-    """The handle of a wrapper, with all that is inside counted; ``None``, and nothing counted, if it stays."""
+def pack_wrapper(
+    wrapper: Tensor, pack: Callable[[Tensor], object], accounts: Accounts
+) -> WrappedTensor | KeptTensor | None:
+    """The handle of a wrapper, with what is inside packed and counted; ``None``, and nothing counted, if it stays."""
     if not is_wrapper(wrapper) or any(is_fake(type(inner)) for inner in plain_tensors(wrapper)):
         return None  # compilers make views of fake ones outside of every mode
     _finish_collectives(wrapper)
@@ -112,7 +108,7 @@ def pack_wrapper(wrapper: Tensor, packer: Packer, accounts: Accounts) -> Wrapped
         if theirs is ours:
             with accounts.lock:
                 accounts.counters.kept(KeepReason.LAYOUT, theirs.numel() * theirs.element_size())
-        elif isinstance(handle := packer.pack(theirs), SavedView):
+        elif isinstance(handle := pack(theirs), SavedView):
             handle.forget_kind()  # the engine asks for the wrapper, not for what is inside
             parts.append(_Part(ours, handle))
             parts[-1].empty()
