@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-import threading
 import typing
 import weakref
 from collections.abc import Iterator
@@ -109,22 +108,6 @@ def test_a_context_gives_the_object_and_can_be_entered_again(users_backend: Back
     assert stats.saved_bytes == 3 * 4 * NBYTES
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
-def test_h02_many_forwards_before_any_backward(order: list[int], users_backend: Backend) -> None:
-    offload, leaves = users_backend.offload(), [leaf(N, seed=seed) for seed in range(4)]
-    losses: list[Tensor | None] = []
-    for x in leaves:
-        with offload:
-            losses.append(chain(x))
-    assert_moved(offload.stats(synchronize=True), 1.0)
-    for index in order:
-        loss, losses[index] = losses[index], None
-        loss.backward()
-        assert torch.equal(leaves[index].grad, gradient(leaves[index]))
-        del loss
-    assert_settled(offload)
-
-
 def test_nested_and_several_at_once(users_backend: Backend) -> None:
     first, second, x = users_backend.offload(), users_backend.offload(), leaf(N)
     with first:
@@ -144,31 +127,6 @@ def test_nested_and_several_at_once(users_backend: Backend) -> None:
     del a, b, c, d, e
     for offload in (first, second):
         assert_moved(assert_settled(offload), 1.0)
-
-
-def test_h29_one_object_in_several_threads(users_backend: Backend) -> None:
-    offload, leaves = users_backend.offload(), [leaf(N, seed=seed) for seed in range(3)]
-    meet = threading.Barrier(3, timeout=60)
-
-    def work(x: Tensor) -> None:
-        for _ in range(3):
-            meet.wait()
-            with offload:
-                meet.wait()
-                loss = chain(x)
-            x.grad = None
-            loss.backward()
-
-    threads = [threading.Thread(target=work, args=(x,)) for x in leaves]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for x in leaves:
-        assert torch.equal(x.grad, gradient(x))
-    stats = assert_settled(offload)
-    assert_moved(stats, 1.0)
-    assert stats.saved_bytes == 3 * 3 * 4 * NBYTES
 
 
 def test_leaving_in_a_thread_that_did_not_enter_is_an_error_and_harms_nothing(users_backend: Backend) -> None:
@@ -197,15 +155,6 @@ def test_backward_runs_inside_the_context_outside_it_and_in_another_thread(users
     assert torch.equal(x.grad, gradient(x))
     del loss
     assert_moved(assert_settled(offload), 0.8)  # what is saved last before a backward in the context stays
-
-
-def test_evaluation_costs_nothing(users_backend: Backend) -> None:
-    offload, x = users_backend.offload(), leaf(N)
-    with offload, torch.no_grad():
-        chain(x)
-    with offload, torch.inference_mode():
-        chain(x)
-    assert offload.stats(synchronize=True).saved_tensors == 0
 
 
 # -- closing --------------------------------------------------------------------------------------------------------

@@ -404,8 +404,7 @@ def test_a_budget_in_bytes_is_kept_and_the_rest_stays(tier: str, room: int, disk
     assert stats.offloaded_bytes == stats.bytes_out == fits * NBYTES
     assert stats.kept_bytes == {"budget": ALL - fits * NBYTES}
     assert stats.demotions == {"budget": DEPTH - fits}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # told once
+    with warnings.catch_warnings(action="error"):  # told once
         for _ in range(3):
             step()
     stats = offload.stats(synchronize=True)
@@ -419,8 +418,7 @@ def test_a_budget_in_bytes_is_kept_and_the_rest_stays(tier: str, room: int, disk
 def test_budgets_are_kept_by_what_is_held_across_graphs_that_live_side_by_side(disk: DiskBackend) -> None:
     offload, leaves = disk.offload(disk_budget=6 * NBYTES), [leaf(N, seed=seed) for seed in range(3)]
     losses = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         for x in leaves:
             with offload:
                 losses.append(chain(x, 4))

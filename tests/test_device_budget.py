@@ -93,8 +93,7 @@ def test_what_was_too_much_once_is_tried_again_after_many_forwards() -> None:
 @pytest.mark.parametrize("budget", [1, "1TiB", "auto"])
 def test_h55_threads_share_it_and_gradients_are_exact(budget: int | str, tmp_path: Path) -> None:
     offload = eo.Offload(device_budget=budget, prefetch_bytes="256KiB", min_bytes=0, tier="disk", disk_path=tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a budget of a byte is not kept
+    with warnings.catch_warnings(action="ignore"):  # that a budget of a byte is not kept
         assert all(exact_in_threads(offload, steps=12))
     stats = offload.stats(synchronize=True)
     offload.close()
