@@ -37,17 +37,10 @@ class ResidentQueueMachine(RuleBasedStateMachine):
         self.model: list[Waiting] = []
         self.sequence = self.keys = 0
 
-    @rule(
-        nbytes=SIZE,
-        urgent=st.booleans(),
-        at_exit=st.sampled_from([False, False, True]),
-        weight=st.none() | SIZE,
-        last_save=st.none() | st.integers(0, 4),
-    )
-    def push(self, nbytes: int, urgent: bool, at_exit: bool, weight: int | None, last_save: int | None) -> None:
+    @rule(nbytes=SIZE, urgent=st.booleans(), weight=st.none() | SIZE, last_save=st.none() | st.integers(0, 4))
+    def push(self, nbytes: int, urgent: bool, weight: int | None, last_save: int | None) -> None:
         self.keys += 5  # apart, so that a set of them has an order of its own
-        packed_at = AT_THE_EXIT if at_exit else self.sequence
-        entry = Waiting(self.keys, nbytes, packed_at, urgent, nbytes if weight is None else weight, last_save)
+        entry = Waiting(self.keys, nbytes, self.sequence, urgent, nbytes if weight is None else weight, last_save)
         self.queue.push(entry.key, nbytes, entry.packed_at, urgent=urgent, weight=weight, last_save=last_save)
         self.model.append(entry)
 
@@ -74,7 +67,7 @@ class ResidentQueueMachine(RuleBasedStateMachine):
     def postpone(self, data: st.DataObject) -> None:
         at = data.draw(st.integers(0, len(self.model) - 1))
         self.queue.postpone(self.model[at].key, self.sequence)
-        self.model[at] = self.model[at]._replace(packed_at=max(self.model[at].packed_at, self.sequence))
+        self.model[at] = self.model[at]._replace(packed_at=self.sequence)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -126,6 +119,7 @@ def test_h33_what_an_operator_may_still_fill_leaves_only_after_a_later_operator_
     queue = ResidentQueue(0)
     queue.push(1, 4, packed_at=7)
     queue.push(2, 4, packed_at=7, urgent=True)
+    queue.push(3, 4, packed_at=AT_THE_EXIT)
     assert queue.due(7) is None
     assert queue.due(None) == 2
     assert queue.due(8) == 2, "urgent ones first"
@@ -134,6 +128,10 @@ def test_h33_what_an_operator_may_still_fill_leaves_only_after_a_later_operator_
     queue.postpone(1, 8)
     assert queue.due(8) is None
     assert queue.due(9) == 1
+    queue.discard(1)
+    queue.postpone(3, 9)
+    assert queue.due(10) is None, "it leaves at the exit, however often it is saved again"
+    assert queue.due(None) == 3
 
 
 TestResidentQueue = ResidentQueueMachine.TestCase
