@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 import eager_offload as eo
 from eager_offload._torch import OTHER_VERSIONS, PATCHED, PRIVATE_NAMES
-from tests.processes import printed_by
+from tests.processes import printed_by, python
 
 pytestmark = pytest.mark.xdist_group("import")
 
@@ -237,14 +236,9 @@ exec(sys.argv[2])
 
 def without(missing: str, program: str) -> subprocess.CompletedProcess[str]:
     """``program`` where the packages ``missing`` are not installed."""
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT, missing, program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])},
-    )
+    ended = python("-c", WITHOUT, missing, program)
+    assert ended.returncode == 0, ended.stderr
+    return ended
 
 
 @pytest.mark.long

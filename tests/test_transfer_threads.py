@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 
@@ -16,7 +14,7 @@ from eager_offload import Offload
 from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.host import HostRuntime
 from tests import test_host_runtime
-from tests.processes import printed_by
+from tests.processes import printed_by, python
 from tests.test_host_runtime import raising, stream
 from tests.threads import on_a_thread
 
@@ -119,7 +117,7 @@ ENDS = textwrap.dedent("""
 
 
 def test_h28_the_threads_end_before_the_interpreter_does_with_what_they_are_at() -> None:
-    ran = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
+    ran = python("-c", ENDS)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "[] ['eager_offload-out', 'eager_offload-write']\n", "")
 
 
