@@ -16,7 +16,7 @@ from eager_offload.runtime.host import HostRuntime
 from tests import test_host_runtime
 from tests.processes import printed_by, python
 from tests.test_host_runtime import raising, stream
-from tests.threads import on_a_thread
+from tests.threads import on_a_thread, on_threads
 
 runtime = test_host_runtime.runtime
 
@@ -207,11 +207,7 @@ def test_h47_several_who_enqueue_without_a_thread_take_turns(
         for number in range(200):
             runtime.synchronize(out.submit(lambda: work(number)))  # noqa: B023
 
-    callers = [threading.Thread(target=enqueue) for _ in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    on_threads(4, enqueue)
     assert len(ran) == 800
 
 

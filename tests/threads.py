@@ -1,4 +1,4 @@
-"""Work on a thread of its own."""
+"""Work on threads of its own."""
 
 from __future__ import annotations
 
@@ -11,5 +11,10 @@ T = TypeVar("T")
 
 def on_a_thread(work: Callable[[], T]) -> T:
     """What ``work`` returns or raises on a thread that has ended then."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
+    return on_threads(1, work)[0]
+
+
+def on_threads(count: int, work: Callable[[], T]) -> list[T]:
+    """The same on so many threads side by side."""
+    with ThreadPoolExecutor(count) as pool:
+        return [one.result() for one in [pool.submit(work) for _ in range(count)]]
