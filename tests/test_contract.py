@@ -43,6 +43,11 @@ def gradient(x: Tensor, depth: int = 4) -> Tensor:
     return torch.autograd.grad(chain(x, depth), x)[0]
 
 
+def exact_backward(loss: Tensor, x: Tensor) -> None:
+    loss.backward()
+    assert torch.equal(x.grad, gradient(x))
+
+
 # -- the surface ----------------------------------------------------------------------------------------------------
 
 PUBLIC = [
@@ -99,8 +104,7 @@ def test_a_context_gives_the_object_and_can_be_entered_again(users_backend: Back
         with offload as entered:
             assert entered is offload
             loss = chain(x)
-        loss.backward()
-        assert torch.equal(x.grad, gradient(x))
+        exact_backward(loss, x)
         x.grad = None
     assert hooks_are_gone()
     stats = offload.stats(synchronize=True)
@@ -135,8 +139,7 @@ def test_leaving_in_a_thread_that_did_not_enter_is_an_error_and_harms_nothing(us
         with pytest.raises(eo.OffloadError, match="in a thread that did not enter it"):
             on_a_thread(lambda: offload.__exit__(None, None, None))
         loss = chain(x)
-    loss.backward()
-    assert torch.equal(x.grad, gradient(x))
+    exact_backward(loss, x)
     with pytest.raises(eo.OffloadError, match="did not enter"):
         offload.__exit__(None, None, None)
     del loss
@@ -201,8 +204,7 @@ def test_graphs_that_are_alive_across_a_close_are_still_right(disk: DiskBackend)
         again = chain(y)
     again.backward()
     assert torch.equal(y.grad, gradient(y)), "using it again opens it again"
-    loss.backward()
-    assert torch.equal(x.grad, gradient(x))
+    exact_backward(loss, x)
     del loss, dropped
     stats = offload.stats(synchronize=True)
     assert stats.offloaded_bytes == (4 + 3 + 4) * NBYTES
@@ -220,8 +222,7 @@ def test_closing_again_ends_the_threads_that_a_graph_has_needed_since(disk: Disk
     assert_moved(offload.stats(synchronize=True), 1.0)
     offload.close()
     assert transfer_threads() == []
-    loss.backward()
-    assert torch.equal(x.grad, gradient(x))
+    exact_backward(loss, x)
     assert transfer_threads() != [], "the reloads have started one"
     offload.close()
     assert transfer_threads() == []
@@ -233,8 +234,7 @@ def test_closing_while_a_forward_runs_keeps_its_gradients(users_backend: Backend
         h = x.sigmoid().sigmoid()
         offload.close()
         loss = h.sigmoid().sigmoid().sum()
-    loss.backward()
-    assert torch.equal(x.grad, gradient(x))
+    exact_backward(loss, x)
     del loss, h
     stats = offload.stats(synchronize=True)
     assert_balanced(stats)
@@ -255,8 +255,7 @@ def test_an_object_that_is_collected_leaves_its_graphs_alive_and_its_files_go_wi
     gc.collect()
     assert gone() is None
     assert spill_files() == before + 1
-    loss.backward()
-    assert torch.equal(x.grad, gradient(x))
+    exact_backward(loss, x)
     del loss
     gc.collect()
     assert spill_files() == before
