@@ -7,15 +7,16 @@ Numbers only, like ``schedule.py``: saves are counted from 0 in each forward, in
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
@@ -23,6 +24,9 @@ from eager_offload.stats import KeepReason
 
 #: The form of the file that ``StepPlan.save`` writes.
 _FORMAT = 1
+#: Numbers in files of plans are below it, and of these fields -1 stands for none.
+_MOST = 1 << 62
+_OR_NONE = ("owner", "slot", "start", "release", "storage", "released")
 
 
 class Fate(StrEnum):
@@ -186,29 +190,13 @@ class StepPlan:
         """
         try:
             content = json.loads(Path(path).read_text("utf-8"))
-            plan = cls._from_dict(content)
+            if (found := content.pop("format")) != _FORMAT:
+                raise ValueError(f"format {found!r} instead of {_FORMAT}")
+            plan: StepPlan = read_as(cls, content)
             plan.check()
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{os.fspath(path)!r} holds no step plan that this version can read: {error}") from error
         return plan
-
-    @classmethod
-    def _from_dict(cls, content: Mapping[str, Any]) -> StepPlan:
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
-        saves = (
-            Save(
-                **{
-                    **one,
-                    "fate": Fate(one["fate"]),
-                    "reason": None if one["reason"] is None else KeepReason(one["reason"]),
-                    "coded": Coded(*one["coded"]) if one.get("coded") else None,
-                }
-            )
-            for one in content["saves"]
-        )
-        asks = (Ask(**{**one, "bring": tuple(one["bring"]), "drop": tuple(one["drop"])}) for one in content["asks"])
-        return cls(tuple(saves), tuple(asks), tuple(content["end"]), tuple(content["slots"]))
 
     def check(self) -> None:
         """Looks whether the numbers fit together.
@@ -216,7 +204,12 @@ class StepPlan:
         Raises:
             ConfigError: they do not.
         """
-        self._check_kinds()
+        try:
+            is_as_read = repr(read_as(StepPlan, self)) == repr(self)  # 1.0 is equal to 1, and no place in a list
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"it holds something else than its numbers: {error}") from error
+        if not is_as_read:
+            raise ConfigError("its saves, asks, end and slots are not tuples of what belongs there")
         if not self.saves or not self.asks:
             raise ConfigError(f"it has no {'unpacks' if self.saves else 'saves'}")
         for number, save in enumerate(self.saves):
@@ -236,30 +229,6 @@ class StepPlan:
         for ask in self.asks:
             if not storages >= {*ask.bring, *ask.drop} or self.saves[ask.save].owner in ask.drop:
                 raise ConfigError(f"the unpack of save {ask.save} brings or drops what it cannot")
-
-    def _check_kinds(self) -> None:
-        """Looks whether there are numbers where numbers belong: 1.0 is equal to 1, and no place in a list."""
-        fields: tuple[Any, ...] = (self.saves, self.asks, self.end, self.slots)
-        if not all(type(one) is tuple for one in fields) or not _are_numbers(self.end) or not _are_numbers(self.slots):
-            raise ConfigError("saves, asks, end and slots are not tuples, the last two of whole numbers")
-        for number, save in enumerate(cast(tuple[Any, ...], self.saves)):
-            if (
-                type(save) is not Save
-                or (type(save.fate), type(save.requires_grad)) != (Fate, bool)
-                or type(save.reason) not in (KeepReason, type(None))
-                or not _are_numbers((save.nbytes, save.storage_nbytes, save.autograd_bytes))
-                or not _are_numbers((save.owner, save.slot, save.start, save.release), least=-1)
-                or (save.coded is not None and [type(one) for one in save.coded] != [str, str, str, int])
-            ):
-                raise ConfigError(f"save {number} holds something else than its numbers")
-        for number, ask in enumerate(cast(tuple[Any, ...], self.asks)):
-            if (
-                type(ask) is not Ask
-                or {type(ask.bring), type(ask.drop)} != {tuple}
-                or {type(ask.keep), type(ask.last)} != {bool}
-                or not _are_numbers((ask.save, *ask.bring, *ask.drop))
-            ):
-                raise ConfigError(f"unpack {number} holds something else than its numbers")
 
     def _check_save(self, number: int, save: Save) -> None:
         match save.fate:
@@ -294,9 +263,37 @@ class StepPlan:
         return "\n".join(lines)
 
 
-def _are_numbers(values: tuple[object, ...], least: int = 0) -> bool:
-    """Whether all are whole numbers, ``least`` or more."""
-    return all(type(one) is int and one >= least for one in values)
+def read_as(kind: Any, value: Any, least: int = 0) -> Any:
+    """A ``kind`` of what JSON has in its place: of a named tuple its values, of a dataclass its fields by their names.
+
+    Raises ``ValueError``, ``TypeError`` or ``KeyError`` for anything else; numbers are no less than ``least``.
+    """
+    if get_origin(kind) is tuple:
+        return tuple(read_as(get_args(kind)[0], one, least) for one in value)
+    if get_origin(kind) is UnionType:  # with None
+        return None if value is None else read_as(get_args(kind)[0], value)
+    if kind is int:
+        if type(value) is not int or not least <= value < _MOST:
+            raise ValueError(f"{value!r} is no number of bytes, of saves or of operators")
+        return value
+    if kind is float:
+        if type(value) not in (int, float) or not value >= 0:
+            raise ValueError(f"{value!r} is no time")
+        return float(value)
+    if issubclass(kind, StrEnum):
+        return kind(value)
+    if kind in (str, bool):
+        if type(value) is not kind:
+            raise ValueError(f"{value!r} is no {kind.__name__}")
+        return value
+    hints = _hints(kind)
+    if isinstance(value, kind):
+        value = {name: getattr(value, name) for name in hints}
+    parts = value if isinstance(value, dict) else dict(zip(hints, value, strict=True))
+    return kind(**{name: read_as(hints[name], part, -1 if name in _OR_NONE else 0) for name, part in parts.items()})
+
+
+_hints = functools.cache(get_type_hints)
 
 
 def _row(number: int, save: Save) -> tuple[str, str, str, str]:

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from types import UnionType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar
 
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import ConfigError
@@ -19,13 +18,10 @@ from eager_offload.machine import Machine
 from eager_offload.plan.draft import Rehearsal
 from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.program import Program
+from eager_offload.step_plan import read_as
 
 #: What a plan aims at.
 POLICIES = ("least", "free", "max")
-#: Numbers in files are below it.
-_MOST = 1 << 62
-#: Of these fields -1 stands for none.
-_OR_NONE = ("storage", "released")
 #: The form of the file.
 _FORMAT = 1
 #: Of a budget of the tier, one part in so many is left for what its slabs round.
@@ -104,29 +100,33 @@ def _of(kind: type[_Plan], content: Mapping[str, Any]) -> _Plan:
         raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
     if content["policy"] not in POLICIES:
         raise ValueError(f"the policy {content['policy']!r}")
-    machine, program, steps = Machine(**content["machine"]), _program(content["program"]), _read(int, content["steps"])
+    machine, program, steps = (
+        Machine(**content["machine"]),
+        _program(content["program"]),
+        read_as(int, content["steps"]),
+    )
     window, ahead, budget = (
-        _read(int, content[name]) for name in ("max_inflight_bytes", "prefetch_bytes", "device_budget")
+        read_as(int, content[name]) for name in ("max_inflight_bytes", "prefetch_bytes", "device_budget")
     )
     config = OffloadConfig.from_text(content["config"])
-    seconds = _read(tuple[float, ...], content["op_seconds"]) if steps else tuple(program.seconds(machine))
+    seconds = read_as(tuple[float, ...], content["op_seconds"]) if steps else tuple(program.seconds(machine))
     if len(seconds) != len(program.ops) or not sum(seconds) < math.inf:
         raise ValueError("the times of its operators do not fit together")
     problem = Problem(program, seconds, machine.out, machine.back, window, ahead, room_of(config), machine.memory)
-    again, whole = _read(tuple[str, ...], content["again"]), None
+    again, whole = read_as(tuple[str, ...], content["again"]), None
     if content["whole"] is not None:
         program = _program(content["whole"])
         whole = replace(problem, program=program, op_seconds=tuple(program.seconds(machine)))
-    least = _read(Least | None, content["least"])
+    least = read_as(Least | None, content["least"])
     if (whole is None) != (least is None):
         raise ValueError("it has no least peak of what may be computed again")
     if not {*again} <= {*program.modules}:
         raise ValueError(f"{again!r} are none of its modules")
-    moves = tuple(map(bool, _read(tuple[int, ...], content["moves"])))
+    moves = tuple(map(bool, read_as(tuple[int, ...], content["moves"])))
     storages, ops = len(problem.program.storages), len(problem.program.ops)
     if len(moves) != storages:
         raise ValueError(f"{len(moves)} decisions on {storages} storages")
-    rehearsal: Rehearsal | None = _read(Rehearsal | None, content["rehearsal"])
+    rehearsal: Rehearsal | None = read_as(Rehearsal | None, content["rehearsal"])
     if rehearsal is not None and not (
         (len(rehearsal.living), len(rehearsal.released)) == (ops, storages)
         and all(one < storages for one in rehearsal.returning)
@@ -155,34 +155,9 @@ def room_of(config: OffloadConfig) -> int | None:
     return budget - budget // _ROUNDED if isinstance(budget, int) else None
 
 
-def _read(kind: Any, value: Any, least: int = 0) -> Any:
-    """What JSON has in place of a ``kind``: of a named tuple its values, of a dataclass its fields by their names.
-
-    Raises ``ValueError`` for anything else; numbers are no less than ``least``.
-    """
-    if get_origin(kind) is tuple:
-        return tuple(_read(get_args(kind)[0], one, least) for one in value)
-    if get_origin(kind) is UnionType:  # with None
-        return None if value is None else _read(get_args(kind)[0], value)
-    if kind is int:
-        if type(value) is not int or not least <= value < _MOST:
-            raise ValueError(f"{value!r} is no number of bytes, or of operators")
-        return value
-    if kind is float:
-        if type(value) not in (int, float) or not value >= 0:
-            raise ValueError(f"{value!r} is no time")
-        return float(value)
-    if issubclass(kind, str | bool):
-        return kind(value)
-    hints = get_type_hints(kind)
-    values = [value[name] for name in hints] if isinstance(value, dict) else value
-    parts = zip(hints.items(), values, strict=True)
-    return kind(*(_read(hint, part, -1 if name in _OR_NONE else 0) for (name, hint), part in parts))
-
-
 def _program(content: Mapping[str, Any]) -> Program:
     """The program of a file; raises ``ValueError`` where its numbers do not fit together."""
-    program: Program = _read(Program, content)
+    program: Program = read_as(Program, content)
     modules, count, forward = len(program.modules), len(program.ops), program.forward_ops
     saves, asks, storages = program.saves, program.asks, program.storages
     known = len(storages) + len(program.arguments)
