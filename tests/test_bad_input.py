@@ -152,11 +152,8 @@ def test_a_torch_that_is_too_old_is_an_error_that_says_which_is_needed(version: 
     with pytest.raises(ImportError) as raised:
         require_torch(version)
     assert str(raised.value) == f"eager_offload needs torch 2.11 or newer, but {version} is installed: upgrade torch"
-
-
-@pytest.mark.parametrize("version", ["2.11.0", "2.11.0a0+git1234567", "2.13.0+cpu", "2.100.0", "3.0.0", "10.1", "2.11"])
-def test_a_torch_that_is_new_enough_passes(version: str) -> None:
-    require_torch(version)
+    for enough in ("2.11.0", "2.11.0a0+git1234567", "2.13.0+cpu", "2.100.0", "3.0.0", "10.1", "2.11"):
+        require_torch(enough)
 
 
 # -- transforms -----------------------------------------------------------------------------------------------------

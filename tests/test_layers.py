@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 from graphlib import TopologicalSorter
-from pathlib import Path
 
-import eager_offload
+from tests.test_import import PACKAGE, imports_of
 
-PACKAGE = Path(eager_offload.__file__).parent
 #: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
 SOLVER = {f"eager_offload.plan.{name}" for name in ("chain", "paced", "predict", "program", "recompute", "solve")}
 #: What each room may import of the others, from below to above. A room is a module, or a folder with all its modules.
@@ -82,16 +79,15 @@ def imports() -> dict[str, set[str]]:
     """By module, the modules of the package that it imports, wherever in it the import stands."""
     paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
-    found: dict[str, set[str]] = {}
-    for name, path in modules.items():
-        found[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name:
-                full = [f"{node.module}.{one.name}" for one in node.names]
-                found[name] |= {one if one in modules else str(node.module) for one in full}
-            elif isinstance(node, ast.Import):
-                found[name] |= {one.name for one in node.names if one.name in modules}
-    return found
+    return {
+        name: {
+            full if (full := f"{module}.{one}") in modules else module
+            for module, names in imports_of(path)
+            if module.split(".")[0] == PACKAGE.name
+            for one in names or [""]
+        }
+        for name, path in modules.items()
+    }
 
 
 def room_of(module: str) -> str:

@@ -31,12 +31,12 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import asking_node, autograd_sequence, detached, version_of, weak_storage
+from eager_offload._torch import asking_node, autograd_sequence, version_of, weak_storage
 from eager_offload.codecs.seeds import next_seed
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.coding import Coding, codings_of, kind_of
 from eager_offload.eager.following import resident
-from eager_offload.eager.handles import KeptTensor, Returned, SavedStorage, SavedView
+from eager_offload.eager.handles import KeptTensor, Returned, SavedStorage, SavedView, what_stays_of
 from eager_offload.eager.ownership import own_until_taken
 from eager_offload.eager.packing import pack_into, unpack_into
 from eager_offload.eager.warm_ups import late_releases, mismatch, said, slots_of
@@ -45,7 +45,7 @@ from eager_offload.errors import CaptureStateError, OffloadError
 from eager_offload.learning import Forward, LearnedForwards
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
-from eager_offload.selection import is_parameter, logical_bytes, reason_to_stay, root_of, whole
+from eager_offload.selection import logical_bytes, reason_to_stay, root_of, whole
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate, Save, StepPlan
 
@@ -189,8 +189,10 @@ class CapturedRun:
         here = self._runtime.current_stream(self._device)
         if here != self._stream:
             self._differ(f"save {number}", f"{said(save)} on {self._stream}", f"one on {here}")
-        if (reason := self._why_not(tensor)) is not None:
-            self._differ(f"save {number}", f"{said(save)} of which the memory may leave", f"one that {reason}")
+        has_memory = reason_to_stay(tensor, 0, preferred=True) is None and tensor.device == self._device
+        if not has_memory or not tensor.data_ptr() or tensor.data_ptr() % tensor.itemsize:
+            stays = f"a {type(tensor).__name__} that stays, on {tensor.device}"
+            self._differ(f"save {number}", f"{said(save)} of which the memory may leave", stays)
         if (coding := self._codings[number]) is not None and not coding.suits(tensor):
             own, its = (kind and (kind.dtype, kind.maker) for kind in (coding.kind, kind_of(tensor)))
             self._differ(f"what is rounded of save {number}", f"{own}", f"{its}")
@@ -198,19 +200,9 @@ class CapturedRun:
             there = f"{tensor.untyped_storage().nbytes():,}"
             self._differ(f"the storage of save {number}", f"{save.storage_nbytes:,} bytes", f"{there} bytes")
 
-    def _why_not(self, tensor: Tensor) -> str | None:
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            return f"is of {type(tensor).__name__}, {tensor.layout}"
-        if tensor.device != self._device:
-            return f"is on {tensor.device}"
-        if not tensor.data_ptr() or tensor.data_ptr() % tensor.itemsize:
-            return "has no memory of its own"
-        return "is a parameter" if is_parameter(tensor) else None
-
     def _keep(self, tensor: Tensor, reason: KeepReason) -> KeptTensor:
         self.kept[reason] += logical_bytes(tensor)
-        held = tensor if tensor.is_leaf else tensor.detach() if type(tensor) is Tensor else detached(tensor)
-        return KeptTensor(held, version_of(tensor), reason)
+        return KeptTensor(what_stays_of(tensor), version_of(tensor), reason)
 
     def _view(self, tensor: Tensor, number: int, save: Save) -> SavedView:
         """The handle of a save whose storage leaves, stays as one of the newest, or is that of an earlier save."""

@@ -100,14 +100,9 @@ def _of(kind: type[_Plan], content: Mapping[str, Any]) -> _Plan:
         raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
     if content["policy"] not in POLICIES:
         raise ValueError(f"the policy {content['policy']!r}")
-    machine, program, steps = (
-        Machine(**content["machine"]),
-        _program(content["program"]),
-        read_as(int, content["steps"]),
-    )
-    window, ahead, budget = (
-        read_as(int, content[name]) for name in ("max_inflight_bytes", "prefetch_bytes", "device_budget")
-    )
+    machine, program = Machine(**content["machine"]), _program(content["program"])
+    numbers = ("steps", "max_inflight_bytes", "prefetch_bytes", "device_budget")
+    steps, window, ahead, budget = (read_as(int, content[name]) for name in numbers)
     config = OffloadConfig.from_text(content["config"])
     seconds = read_as(tuple[float, ...], content["op_seconds"]) if steps else tuple(program.seconds(machine))
     if len(seconds) != len(program.ops) or not sum(seconds) < math.inf:
