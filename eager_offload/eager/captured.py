@@ -50,10 +50,17 @@ from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate, Save, StepPlan
 
 
-class _Copy(NamedTuple):
-    """Bytes on their way: compute waits for the event before a source may go, and before a target is read."""
+class _Back(NamedTuple):
+    """Bytes on their way back; of a ``Reload`` the part that ``resident`` looks at."""
 
-    on_device: Tensor
+    target: Tensor
+    event: Event
+
+
+class _Leaving(NamedTuple):
+    """Bytes on their way out: compute waits for the event before they may go."""
+
+    source: Tensor
     event: Event
 
 
@@ -62,7 +69,7 @@ class CapturedStorage(SavedStorage):
 
     __slots__ = ("packed_at", "started_in", "state")
     #: In place of what a storage of an unknown step has, which nothing of a captured one is asked for: another type.
-    reload: _Copy | None  # type: ignore[assignment]  # of its own
+    reload: _Back | None  # type: ignore[assignment]  # of its own
 
     def __init__(
         self, tensor: Tensor, number: int, forward: Forward, stream: torch.Stream, coding: Coding | None
@@ -146,8 +153,8 @@ class CapturedRun:
         self._due: deque[int] = deque()
         self._going: deque[int] = deque()
         #: What compute has not waited for, by number of save.
-        self._leaving: dict[int, _Copy] = {}
-        self._returning: dict[int, _Copy] = {}
+        self._leaving: dict[int, _Leaving] = {}
+        self._returning: dict[int, _Back] = {}
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -253,7 +260,7 @@ class CapturedRun:
         source = storage.source_bytes() if storage.coding is None else self._pack(storage, storage.coding)
         computed = self._runtime.record(self._stream)
         event = self._runtime.copy_in_capture(self._slot(number), source, self._out, [computed])
-        self._leaving[number] = _Copy(source, event)
+        self._leaving[number] = _Leaving(source, event)
         storage.state = LEAVING
         self._has_left = True
 
@@ -361,7 +368,7 @@ class CapturedRun:
         # Behind the block's last owner, and behind the copy out, which compute has waited for.
         allocated = self._runtime.record(self._stream)
         event = self._runtime.copy_in_capture(target, self._slot(storage.number), self._in, [allocated])
-        storage.reload = self._returning[storage.number] = _Copy(target, event)
+        storage.reload = self._returning[storage.number] = _Back(target, event)
         self._has_come_back = True
 
     def _expect(self, number: int) -> None:
