@@ -118,6 +118,9 @@ def test_a_file_holds_a_plan_and_what_it_prints_is_a_table(tmp_path: Path) -> No
     loaded = StepPlan.load(path)
     assert loaded == plan()
     assert (type(loaded.saves[0].fate), type(loaded.saves[1].reason)) == (Fate, KeepReason)
+    path.write_text(path.read_text().replace('"format":1', '"format":2'))
+    with pytest.raises(eo.ConfigError, match="format 2 instead of 1"):
+        StepPlan.load(path)
     assert str(plan()).splitlines() == [
         "5 saves: 6.6 KiB, of which 1.0 KiB leave, 1.0 KiB share and 4.5 KiB stay; unpacks 3; slots 1, of 2.0 KiB",
         "        saves  what                      each    start after    source goes",
@@ -163,7 +166,7 @@ def broken() -> list[Any]:
             dataclasses.replace(good, saves=(saves[2], *saves[1:])), id="a share of a storage that comes later"
         ),
         pytest.param(but(0, start=9), id="a late start"),
-        pytest.param(but(0, nbytes=-5), id="no size"),
+        pytest.param(but(0, nbytes=-1), id="no size"),
         pytest.param(but(0, autograd_bytes=10**9), id="more than the storage has"),
         # What is equal to a number, and none: 0.0 is no place in a list, and 1 no answer.
         pytest.param(dataclasses.replace(but(0, start=len(saves)), end=(0.0,)), id="an end of floats"),
@@ -188,7 +191,7 @@ def test_a_file_whose_numbers_do_not_fit_together_is_refused(bad: StepPlan, tmp_
 
 @pytest.mark.parametrize(
     "fields",
-    [{"saves": None}, {"saves": (1, 2)}, {"saves": []}, {"asks": (1,)}, {"asks": None}, {"slots": None}, {"end": None}],
+    [{"saves": None}, {"saves": (1, 2)}, {"saves": []}, {"asks": (1,)}, {"asks": None}, {"slots": None}, {"end": []}],
     ids=str,
 )
 def test_a_plan_that_was_put_together_by_hand_is_refused_as_a_file_is(fields: dict[str, Any]) -> None:
