@@ -69,12 +69,33 @@ def test_h24_hooks_inside_ours_are_counted_and_told_once(
         gradient(disk.offload(), hooks())  # another object tells its own user
 
 
-def test_h24_hooks_around_ours_are_not_foreign(disk: DiskBackend) -> None:
-    offload = disk.offload()
-    with warnings.catch_warnings(action="error"), theirs():
-        assert torch.equal(gradient(offload), gradient(nullcontext()))
-    assert offload.stats(synchronize=True).foreign_hooks == 0
-    assert offload.stats().bytes_out > 0
+def around_ours(ours: eo.Offload, _: eo.Offload) -> Tensor:
+    with theirs():
+        return gradient(ours)
+
+
+def in_another_thread(ours: eo.Offload, _: eo.Offload) -> Tensor:
+    with ours:
+        found = on_a_thread(lambda: gradient(theirs()))
+        loss = forward(leaf())
+    loss.backward()
+    return found
+
+
+def the_same_inside(ours: eo.Offload, _: eo.Offload) -> Tensor:
+    return gradient(ours, ours)
+
+
+@pytest.mark.parametrize("run", [around_ours, in_another_thread, gradient, the_same_inside])
+def test_h24_what_is_around_ours_or_in_another_thread_or_ours_is_not_foreign(
+    run: Callable[[eo.Offload, eo.Offload], Tensor], disk: DiskBackend
+) -> None:
+    outer, inner = disk.offload(), disk.offload()
+    with warnings.catch_warnings(action="error"):
+        assert torch.equal(run(outer, inner), gradient(nullcontext()))
+    stats = [offload.stats(synchronize=True) for offload in (outer, inner)]
+    assert [one.foreign_hooks for one in stats] == [0, 0]
+    assert [one.bytes_out > 0 for one in stats] == [True, run is gradient]
 
 
 def test_h24_hooks_that_hide_everything_are_told_of_at_the_exit(disk: DiskBackend) -> None:
@@ -135,31 +156,6 @@ def test_h23_checkpointing_hides_what_it_recomputes_by_design(use_reentrant: boo
     stats = offload.stats(synchronize=True)
     assert stats.foreign_hooks == stats.empty_forwards == 0
     assert stats.bytes_out > 0
-
-
-def test_h24_ours_inside_ours_are_not_foreign(disk: DiskBackend) -> None:
-    outer, inner = disk.offload(), disk.offload()
-    with warnings.catch_warnings(action="error"):
-        assert torch.equal(gradient(outer, inner), gradient(nullcontext()))
-        assert torch.equal(gradient(outer, outer), gradient(nullcontext()))
-    for offload in (outer, inner):
-        assert offload.stats(synchronize=True).foreign_hooks == 0
-        assert offload.stats().bytes_out > 0
-
-
-def test_what_another_thread_enters_does_not_concern_us(disk: DiskBackend) -> None:
-    offload = disk.offload()
-
-    def other() -> Tensor:
-        with theirs():
-            return gradient(nullcontext())
-
-    with warnings.catch_warnings(action="error"), offload:
-        found = on_a_thread(other)
-        loss = forward(leaf())
-    assert offload.stats().foreign_hooks == 0
-    assert torch.equal(found, gradient(nullcontext()))
-    loss.backward()
 
 
 def test_the_innermost_of_ours_is_told_and_the_outer_one_again_after_it(disk: DiskBackend) -> None:

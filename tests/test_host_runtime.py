@@ -274,7 +274,7 @@ def test_when_a_copy_is_over_its_thread_and_its_event_hold_on_to_nothing(runtime
 
 
 @pytest.mark.parametrize("nbytes", [1, 63, 64, 4000, 4096, 100_001, 9 << 20])
-def test_targets_have_their_size_and_phase(runtime: HostRuntime, nbytes: int) -> None:
+def test_targets_have_their_size_and_alignment_offset(runtime: HostRuntime, nbytes: int) -> None:
     compute = runtime.current_stream(CPU)
     targets = []
     offsets = range(ALIGNMENT) if nbytes < 1 << 20 else (0, 1, 63)

@@ -294,7 +294,7 @@ def test_h10_what_was_enqueued_when_an_interrupt_kept_a_thread_from_starting_is_
     assert ran == ["done"]
 
 
-def test_retiring_waits_for_what_is_enqueued_and_later_work_starts_a_new_thread(runtime: HostRuntime) -> None:
+def test_closing_waits_for_what_is_enqueued_and_later_work_starts_a_new_thread(runtime: HostRuntime) -> None:
     out, ran = stream(runtime), []
     out.close()
     for number in range(20):
@@ -319,7 +319,7 @@ def test_a_failure_outlives_the_thread_that_it_happened_on(runtime: HostRuntime)
     runtime.synchronize(out.record())
 
 
-def test_retiring_does_not_wait_for_the_work_of_a_thread_that_came_later(runtime: HostRuntime) -> None:
+def test_closing_does_not_wait_for_the_work_of_a_thread_that_came_later(runtime: HostRuntime) -> None:
     out = stream(runtime)
     reached, first, second = threading.Event(), threading.Event(), threading.Event()
     out.submit(lambda: (reached.set(), first.wait()))
@@ -338,7 +338,7 @@ def test_retiring_does_not_wait_for_the_work_of_a_thread_that_came_later(runtime
     runtime.synchronize(event)
 
 
-def test_retiring_waits_for_a_thread_that_ends_by_itself_at_that_moment(
+def test_closing_waits_for_a_thread_that_ends_by_itself_at_that_moment(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 0.01)

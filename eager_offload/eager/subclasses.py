@@ -44,9 +44,6 @@ class _Part(NamedTuple):
     tensor: Tensor
     handle: SavedView
 
-    def fill(self, tensor: Tensor) -> None:
-        self.tensor.data = tensor
-
     def empty(self) -> None:
         self.tensor.data = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
 
@@ -80,7 +77,7 @@ class WrappedTensor:
         with self._lock:  # one graph may be run backward by two threads
             try:
                 for part, tensor in zip(self._parts, returned, strict=True):
-                    part.fill(tensor)
+                    part.tensor.data = tensor
                 made = detached(wrapper)
             finally:
                 for part in self._parts:
