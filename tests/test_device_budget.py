@@ -34,7 +34,7 @@ class Device:
         return self.other + min(keep, self.saved) + more
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(budget=st.integers(10_000, 1 << 40), keep=st.floats(0, 1), seed=st.integers(0, 99), **PARTS)
 def test_h55_it_is_rarely_exceeded_and_used_up(
     budget: int, keep: float, seed: int, other: float, saved: float, spread: float
@@ -49,7 +49,7 @@ def test_h55_it_is_rarely_exceeded_and_used_up(
     assert allowance.keep >= min(device.saved, 0.9 * budget - device.other - 2 * device.spread)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(grown=st.floats(0.01, 0.4), moved=st.booleans())
 def test_what_an_optimizer_makes_in_its_first_step_is_taken_off_before(grown: float, moved: bool) -> None:
     budget = 1_000_000

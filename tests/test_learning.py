@@ -258,7 +258,7 @@ def test_a_forward_is_over_when_all_that_has_a_handle_was_asked_for() -> None:
     assert forward.is_over
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data(), steps=st.integers(1, 6))
 def test_whatever_has_been_learnt_an_order_names_each_save_at_most_once_and_nothing_else(
     data: st.DataObject, steps: int

@@ -15,7 +15,7 @@ from eager_offload.schedule import Prefetch, PrefetchOrder
 from tests.test_schedule import is_empty
 
 SIZE = st.integers(1, 8)
-STEPS = settings(max_examples=120, stateful_step_count=40, deadline=None)
+STEPS = settings(max_examples=120, stateful_step_count=40)
 
 
 class Use(NamedTuple):
@@ -148,7 +148,7 @@ def test_what_a_plan_had_promised_is_promised_still_and_the_walk_begins_where_it
     assert order.unpacked(2).drop == [1]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     weights=st.lists(SIZE, min_size=1, max_size=8),
     limit=st.integers(0, 30),
@@ -282,7 +282,7 @@ def test_the_walk_costs_the_same_for_each_unpack_however_far_it_looks_ahead(limi
     assert uses.steps <= 10 * saves
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32), st.sampled_from([0, 1, 7, 40]))
 def test_an_order_that_jumps_costs_each_unpack_no_more_than_the_look_ahead(seed: int, limit: int) -> None:
     saves = 300
@@ -302,7 +302,6 @@ def shuffled(count: int, seed: int) -> Iterator[int]:
         yield remaining.pop((seed >> 33) % len(remaining))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 20), st.integers(1, 8))
 def test_what_is_retained_is_found_promised_again_by_a_second_backward(saves: int, limit: int, weight: int) -> None:
     assume(weight <= limit)

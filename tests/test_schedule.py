@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
 
 SIZE = st.integers(1, 8)
-STEPS = settings(max_examples=120, stateful_step_count=40, deadline=None)
+STEPS = settings(max_examples=120, stateful_step_count=40)
 
 
 class Waiting(NamedTuple):

@@ -225,7 +225,7 @@ def bytes_at(indices: list[int], itemsize: int) -> set[int]:
     return {i * itemsize + byte for i in indices for byte in range(itemsize)}
 
 
-@settings(deadline=None, max_examples=600)
+@settings(max_examples=600)
 @given(strided())
 @example(Strided((), (), 0, 0, torch.float32))
 @example(Strided((3, 3), (1, 1), 5, 400, torch.float32))
@@ -254,7 +254,7 @@ def test_a_view_of_a_quarter_of_its_storage_takes_it_whole_and_another_exactly_i
         assert area.moved == area.nbytes
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(strided())
 def test_h05_what_travels_is_enough_to_build_the_view_again(view: Strided) -> None:
     tensor = view.tensor()

@@ -206,7 +206,7 @@ def test_a_file_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
         StepPlan.load(path)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)))
 def test_any_other_file_is_refused(tmp_path_factory: pytest.TempPathFactory, content: object) -> None:
     path = tmp_path_factory.getbasetemp() / "other.json"
