@@ -18,6 +18,7 @@ from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
 from eager_offload.runtime.host import HostEvent, HostRuntime, TransferThread, host_runtime
 from eager_offload.tiers.base import Region, Slot
 from eager_offload.tiers.memory import view_of
+from tests.hazards.backends import Gate
 from tests.threads import on_threads
 
 CPU = torch.device("cpu")
@@ -128,16 +129,15 @@ def test_a_stream_that_waits_for_an_event_of_another_does_not_hold_the_host_up(r
 
 def test_compute_goes_on_while_a_copy_is_under_way(runtime: HostRuntime) -> None:
     out = stream(runtime)
-    reached, opened = threading.Event(), threading.Event()
-    slot, source = Memory(4096), noise(4096)
-    slot.before = lambda: (reached.set(), opened.wait())
+    gate, slot, source = Gate(), Memory(4096), noise(4096)
+    slot.before = gate.pass_through
     event = runtime.copy(slot, source, out)
-    reached.wait()
+    gate.wait_until_reached()
     product = torch.ones(64, 64) @ torch.ones(64, 64)  # in the middle of the copy
     assert product.sum() == 64**3
     assert not runtime.query(event)
     assert not slot.content.any()
-    opened.set()
+    gate.open()
     runtime.synchronize(event)
     assert torch.equal(slot.content, source)
 

@@ -14,6 +14,7 @@ from eager_offload import Offload
 from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.host import HostRuntime
 from tests import test_host_runtime
+from tests.hazards.backends import Gate
 from tests.processes import printed_by, python
 from tests.test_host_runtime import raising, stream
 from tests.threads import on_a_thread, on_threads
@@ -67,17 +68,16 @@ def test_h28_before_a_process_ends_a_pause_is_waited_for_and_no_other_begins(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_threads, "_PAUSE_SECONDS", 0.0)
-    out, begun, opened, pauses = stream(runtime), threading.Event(), threading.Event(), list[str]()
+    out, gate, pauses = stream(runtime), Gate(), list[str]()
 
     def pause() -> None:
-        begun.set()
-        assert opened.wait(60)
+        gate.pass_through()
         pauses.append("over")
 
     monkeypatch.setattr(out, "pauses", pause)
     runtime.synchronize(out.submit(lambda: None))
-    assert begun.wait(60)
-    opener = threading.Timer(0.05, opened.set)
+    gate.wait_until_reached()
+    opener = threading.Timer(0.05, gate.open)
     opener.start()
     out.stop()
     assert pauses == ["over"]
@@ -170,21 +170,16 @@ def test_h47_without_threads_the_one_that_enqueues_carries_it_out_in_order(
 def test_h47_a_thread_that_ends_goes_on_where_no_other_can_take_over(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, ran, entered, leave = stream(runtime), [], threading.Event(), threading.Event()
-
-    def first() -> None:
-        entered.set()
-        assert leave.wait(60)
-
-    out.submit(first)
-    assert entered.wait(60)
+    out, ran, gate = stream(runtime), [], Gate()
+    out.submit(gate.pass_through)
+    gate.wait_until_reached()
     with monkeypatch.context() as patched:
         refuse_threads(patched)
         closing = threading.Thread(target=out.close)
         closing.start()
         out._items.append(None)
         last = out.submit(lambda: ran.append(threading.current_thread().name))
-        leave.set()
+        gate.open()
         runtime.synchronize(last)
         closing.join()
     assert ran == ["eager_offload-out"]
@@ -320,17 +315,16 @@ def test_a_failure_outlives_the_thread_that_it_happened_on(runtime: HostRuntime)
 
 
 def test_closing_does_not_wait_for_the_work_of_a_thread_that_came_later(runtime: HostRuntime) -> None:
-    out = stream(runtime)
-    reached, first, second = threading.Event(), threading.Event(), threading.Event()
-    out.submit(lambda: (reached.set(), first.wait()))
-    reached.wait()
+    out, first, second = stream(runtime), Gate(), threading.Event()
+    out.submit(first.pass_through)
+    first.wait_until_reached()
     closing = threading.Thread(target=out.close)
     closing.start()
     while None not in out._items:
         pass  # until the other thread has asked for the end
     out.submit(second.wait)
     event = out.record()
-    first.set()
+    first.open()
     closing.join(60)
     assert not closing.is_alive()
     assert not runtime.query(event)
