@@ -125,11 +125,6 @@ class LearnedForward:
         #: The saves that are to be asked for, in that order.
         self.order = [number for number in log.asked_at if log.owners[number] not in log.alive]
 
-    @property
-    def movable_bytes(self) -> int:
-        """Bytes of the storages that may leave."""
-        return sum(self.sizes[number] for number in _taken_saves(self.log))
-
     def keep(self, nbytes: int, newest: int) -> None:
         """So many bytes are to stay, as ``LearnedForwards.keep`` says."""
         taken = _taken_saves(self.log)
@@ -212,9 +207,6 @@ class LearnedForwards:
         #: What ``keep`` was told.
         self._keep: tuple[int, int] | None = None
 
-    def __len__(self) -> int:
-        return len(self._learned)
-
     def learn(self, log: SaveLog, link: Link | None) -> None:
         """Takes in what a forward has left behind, in place of what was known of its like.
 
@@ -248,7 +240,7 @@ class LearnedForwards:
     @property
     def most_bytes(self) -> int:
         """Bytes of the storages that may leave, of the forward that has most of them."""
-        return max((learned.movable_bytes for learned in self._learned), default=0)
+        return max((sum(one.sizes[number] for number in _taken_saves(one.log)) for one in self._learned), default=0)
 
     def most_alike(self) -> int:
         """How many forwards there were of the kind that was most frequent."""

@@ -234,10 +234,6 @@ class PrefetchOrder:
         self._misses = 0
         self._follows_no_order = False
 
-    def __len__(self) -> int:
-        """How many saves are known."""
-        return len(self._uses)
-
     def holds(self, storage: Key) -> bool:
         """Whether some promised use needs ``storage`` on the device."""
         return storage in self._holders
