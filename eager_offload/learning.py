@@ -131,10 +131,6 @@ class LearnedForward:
         stays = _spread([(number, self.sizes[number]) for number in taken], nbytes, newest)
         self.decisions |= {number: Decision.STAY if number in stays else Decision.LEAVE for number in taken}
 
-    def has(self, number: int, owner: int, kind: Kind | None) -> bool:
-        """Whether save ``number`` is of the storage that save ``owner`` has taken, and of this ``kind``."""
-        return number < len(self.owners) and self.owners[number] == owner and self.log.kinds.get(number) == kind
-
     def fits(self, number: int, nbytes: int, owner: int) -> bool:
         """Whether save ``number`` of a forward is as it was in the one that this was learnt from."""
         return number < len(self.sizes) and self.sizes[number] == nbytes and self.owners[number] == owner
@@ -359,7 +355,9 @@ class Forward:
     def expects(self, owner: int, kind: Kind | None) -> bool:
         """Whether the next save is to be one of the storage that save ``owner`` has taken, of this ``kind``."""
         number = len(self.log.sizes)
-        return bool(self._fitting) and all(learned.has(number, owner, kind) for learned in self._fitting)
+        return bool(self._fitting) and all(
+            one.owners[number : number + 1] == [owner] and one.log.kinds.get(number) == kind for one in self._fitting
+        )
 
     def taken(self, number: int) -> None:
         """Save ``number`` has taken its storage against the decision: whether that lives will be seen."""
