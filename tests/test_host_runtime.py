@@ -105,7 +105,7 @@ def test_compute_is_over_when_it_returns(runtime: HostRuntime) -> None:
 
 
 def test_transfer_streams_are_one_for_each_direction_and_made_once(runtime: HostRuntime) -> None:
-    made = on_threads(8, lambda: [runtime.transfer_stream(CPU, direction) for direction in Direction])
+    made = on_threads(8, lambda _: [runtime.transfer_stream(CPU, direction) for direction in Direction])
     assert len({stream for streams in made for stream in streams}) == 2
     assert host_runtime() is host_runtime()
 

@@ -198,7 +198,7 @@ def test_h47_several_who_enqueue_without_a_thread_take_turns(
 
     refuse_threads(monkeypatch)
 
-    def enqueue() -> None:
+    def enqueue(_: int) -> None:
         for number in range(200):
             runtime.synchronize(out.submit(lambda: work(number)))  # noqa: B023
 

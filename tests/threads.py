@@ -1,4 +1,4 @@
-"""Work on threads of its own."""
+"""Work on a thread of its own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ T = TypeVar("T")
 
 def on_a_thread(work: Callable[[], T]) -> T:
     """What ``work`` returns or raises on a thread that has ended then."""
-    return on_threads(1, work)[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
-def on_threads(count: int, work: Callable[[], T]) -> list[T]:
-    """The same on so many threads side by side."""
+def on_threads(count: int, work: Callable[[int], T]) -> list[T]:
+    """Calls ``work`` on so many threads at once, with their numbers; raises what the first of them raised."""
     with ThreadPoolExecutor(count) as pool:
-        return [one.result() for one in [pool.submit(work) for _ in range(count)]]
+        return [done.result() for done in [pool.submit(work, number) for number in range(count)]]
