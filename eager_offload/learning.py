@@ -29,6 +29,7 @@ most, and shapes that change with every step are learnt and forgotten without ev
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from enum import Enum, auto
 from itertools import islice
 from typing import Any, NamedTuple
 
-from eager_offload.step_plan import StepRecorder
+from eager_offload.step_recorder import StepRecorder
 from eager_offload.tiers.finalizers import FinalizerRecord
 
 #: How many are remembered: the forwards of one step may differ, of a generator and a discriminator say.
@@ -113,11 +114,8 @@ class LearnedForward:
     def __init__(self, log: SaveLog, link: Link | None, room: int = 0, times: int = 1) -> None:
         #: How many forwards were like it.
         self.times = times
-        self.sizes = log.sizes
-        self.owners = log.owners
-        self.log, self._link, self._room = log, link, room
-        #: Saves of storages that the program keeps alive.
-        self.alive = log.alive
+        self.log, self.sizes, self.owners = log, log.sizes, log.owners
+        #: Of each storage, by its first save.
         self.decisions = _decisions(log, link, room)
         #: The last save before backward of each storage that is saved more than once, by the first one.
         owners = log.owners[: log.before_backward]
@@ -127,25 +125,11 @@ class LearnedForward:
         #: The saves that are to be asked for, in that order.
         self.order = [number for number in log.asked_at if log.owners[number] not in log.alive]
 
-    @property
-    def movable_bytes(self) -> int:
-        """Bytes of the storages that may leave."""
-        return sum(self.sizes[number] for number in _taken_saves(self.log))
-
     def keep(self, nbytes: int, newest: int) -> None:
         """So many bytes are to stay, as ``LearnedForwards.keep`` says."""
-        self.decisions = _decisions(self.log, self._link, self._room)
-        stays = _spread([(number, self.sizes[number]) for number in _taken_saves(self.log)], nbytes, newest)
-        for number in _taken_saves(self.log):
-            self.decisions[number] = Decision.STAY if number in stays else Decision.LEAVE
-
-    def has(self, number: int, owner: int, kind: Kind | None) -> bool:
-        """Whether save ``number`` is of the storage that save ``owner`` has taken, and of this ``kind``."""
-        return number < len(self.owners) and self.owners[number] == owner and self.log.kinds.get(number) == kind
-
-    def readers_of(self, owner: int, number: int, kind: Kind) -> frozenset[str]:
-        """Readers of the storage of save ``owner``, which save ``number`` of this ``kind`` takes; none: not known."""
-        return self.readers.get(owner, frozenset()) if self.log.kinds.get(number) == kind else frozenset()
+        taken = _taken_saves(self.log)
+        stays = _spread([(number, self.sizes[number]) for number in taken], nbytes, newest)
+        self.decisions |= {number: Decision.STAY if number in stays else Decision.LEAVE for number in taken}
 
     def fits(self, number: int, nbytes: int, owner: int) -> bool:
         """Whether save ``number`` of a forward is as it was in the one that this was learnt from."""
@@ -191,24 +175,18 @@ def _spread(storages: Sequence[tuple[int, int]], keep: int, newest: int) -> set[
     return found
 
 
-def _decisions(log: SaveLog, link: Link | None, room: int) -> list[Decision]:
-    fits = sum([log.sizes[number] for number in _taken_saves(log)]) <= room
-    first_asked: dict[int, float] = {}
-    for number, seconds in log.asked_at.items():
-        first_asked.setdefault(log.owners[number], seconds)
-    found = []
-    for number, nbytes in enumerate(log.sizes):
-        asked = first_asked.get(number)
-        if number in log.alive:
-            found.append(Decision.ALIVE)
-        elif fits:
-            found.append(Decision.FITS)
-        elif link is None:
-            found.append(Decision.UNKNOWN)
-        elif asked is None or asked - log.packed_at[number] >= link.round_trip(nbytes, log.ahead[number]):
-            found.append(Decision.LEAVE)
-        else:
-            found.append(Decision.STAY)
+def _decisions(log: SaveLog, link: Link | None, room: int) -> dict[int, Decision]:
+    """What becomes of each storage, by its first save."""
+    found, taken = dict.fromkeys(log.alive, Decision.ALIVE), _taken_saves(log)
+    if sum([log.sizes[number] for number in taken]) <= room:
+        return found | dict.fromkeys(taken, Decision.FITS)
+    if link is None:
+        return found | dict.fromkeys(taken, Decision.UNKNOWN)
+    first_asked = {log.owners[number]: seconds for number, seconds in reversed(log.asked_at.items())}
+    for number in taken:
+        resting = first_asked.get(number, math.inf) - log.packed_at[number]
+        is_in_time = resting >= link.round_trip(log.sizes[number], log.ahead[number])
+        found[number] = Decision.LEAVE if is_in_time else Decision.STAY
     return found
 
 
@@ -224,9 +202,6 @@ class LearnedForwards:
         self._learned: list[LearnedForward] = []
         #: What ``keep`` was told.
         self._keep: tuple[int, int] | None = None
-
-    def __len__(self) -> int:
-        return len(self._learned)
 
     def learn(self, log: SaveLog, link: Link | None) -> None:
         """Takes in what a forward has left behind, in place of what was known of its like.
@@ -261,7 +236,7 @@ class LearnedForwards:
     @property
     def most_bytes(self) -> int:
         """Bytes of the storages that may leave, of the forward that has most of them."""
-        return max((learned.movable_bytes for learned in self._learned), default=0)
+        return max((sum(one.sizes[number] for number in _taken_saves(one.log)) for one in self._learned), default=0)
 
     def most_alike(self) -> int:
         """How many forwards there were of the kind that was most frequent."""
@@ -304,22 +279,6 @@ class Forward:
 
     Its thread holds it until the next forward begins, and so do the handles of its graph.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_expected",
-        "_fitting",
-        "_in_order",
-        "_rank",
-        "_remembered",
-        "is_over",
-        "kept",
-        "learned",
-        "log",
-        "positions",
-        "recorder",
-        "sequence",
-    )
 
     def __init__(self, sequence: int, remembered: LearnedForwards) -> None:
         #: Names it in the prefetch order.
@@ -368,7 +327,7 @@ class Forward:
         if learned is None or owner != number:
             return Decision.UNKNOWN
         if learned.decisions[number] is Decision.ALIVE:
-            skipped = learned.alive[number] + 1
+            skipped = learned.log.alive[number] + 1
             if skipped == _LOOK_AGAIN or (self.recorder is not None and self.recorder.looks_again):
                 return Decision.UNKNOWN
             log.alive[number] = skipped
@@ -389,13 +348,16 @@ class Forward:
         """
         nbytes = self.log.sizes[number]
         self._fitting = [learned for learned in self._fitting if learned.fits(number, nbytes, first)]
-        found = [learned.readers_of(first, number, kind) for learned in self._fitting]
-        return frozenset().union(*found) if all(found) else frozenset()
+        if any(learned.log.kinds.get(number) != kind or first not in learned.readers for learned in self._fitting):
+            return frozenset()
+        return frozenset().union(*(learned.readers[first] for learned in self._fitting))
 
     def expects(self, owner: int, kind: Kind | None) -> bool:
         """Whether the next save is to be one of the storage that save ``owner`` has taken, of this ``kind``."""
         number = len(self.log.sizes)
-        return bool(self._fitting) and all(learned.has(number, owner, kind) for learned in self._fitting)
+        return bool(self._fitting) and all(
+            one.owners[number : number + 1] == [owner] and one.log.kinds.get(number) == kind for one in self._fitting
+        )
 
     def taken(self, number: int) -> None:
         """Save ``number`` has taken its storage against the decision: whether that lives will be seen."""
@@ -414,7 +376,7 @@ class Forward:
             fitting = [learned for learned in self._fitting if len(learned.sizes) == len(log.sizes)]
             self._in_order = fitting[0] if fitting else None
         learned = self._in_order
-        if learned is None or number >= len(learned.sizes) or learned.owners[number] in learned.alive:
+        if learned is None or number >= len(learned.sizes) or learned.owners[number] in learned.log.alive:
             return None
         order, rank, positions = learned.order, self._rank, self.positions
         self._rank += 1

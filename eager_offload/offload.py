@@ -20,6 +20,7 @@ from eager_offload._torch import (
 )
 from eager_offload.compile.aim import text_of
 from eager_offload.compile.hooks import hook_pair
+from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import OffloadConfig, OffloadFields, size_text
 from eager_offload.context import EnteredContext
 from eager_offload.eager import checkpointing, foreign
@@ -38,7 +39,7 @@ from eager_offload.plan_settings import settings_of, shown
 from eager_offload.runtime.base import Runtime
 from eager_offload.skipping import SkippedModules
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
-from eager_offload.step_plan import ComputedPlan, StepPlan
+from eager_offload.step_plan import StepPlan
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.forking import can_begin_nothing
 

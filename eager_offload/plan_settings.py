@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import OffloadConfig, OffloadFields, size_literal, variable_of
 from eager_offload.errors import ConfigError
-from eager_offload.step_plan import ComputedPlan
 
 #: The fields that a plan has been made for.
 _PLANNED = ("min_bytes", "max_inflight_bytes", "prefetch_bytes", "keep_last_bytes", "skip", "codec")

@@ -180,7 +180,7 @@ class _Use:
 
 
 @dataclass(slots=True)
-class Plan:
+class Prefetch:
     """What an unpack sets off: storages to bring back, in the order of need, and storages to let go of."""
 
     bring: list[Key] = field(default_factory=list)
@@ -234,10 +234,6 @@ class PrefetchOrder:
         self._misses = 0
         self._follows_no_order = False
 
-    def __len__(self) -> int:
-        """How many saves are known."""
-        return len(self._uses)
-
     def holds(self, storage: Key) -> bool:
         """Whether some promised use needs ``storage`` on the device."""
         return storage in self._holders
@@ -287,9 +283,9 @@ class PrefetchOrder:
 
     def make_room(self, nbytes: int) -> list[Key]:
         """For ``nbytes`` that a forward which follows a plan promises: the storages of promises that are given up."""
-        plan = Plan()
-        self._make_room(nbytes, plan)
-        return plan.drop
+        found = Prefetch()
+        self._make_room(nbytes, found)
+        return found.drop
 
     def promise(self, position: int) -> None:
         """A save that was just added is asked for soon, as a plan has said that is not followed any more."""
@@ -322,10 +318,10 @@ class PrefetchOrder:
                 self._uses[previous].before = position
             previous = position
 
-    def unpacked(self, position: int) -> Plan:
+    def unpacked(self, position: int) -> Prefetch:
         """The use at ``position`` is asked for now."""
         self.unpacks += 1
-        use, plan = self._uses[position], Plan()
+        use, found = self._uses[position], Prefetch()
         newest = self._newest.get(use.sequence)
         if newest is not None:  # else what is known of the order does not have it
             expected = self._expected.get(use.sequence, newest)
@@ -336,15 +332,15 @@ class PrefetchOrder:
         if promised:
             dropped = self._unpromise(position)
             if dropped is not None:
-                plan.drop.append(dropped)
+                found.drop.append(dropped)
         elif position != self._next:
             self._expect_all_by_now()
         if self._lost or not promised:
             self._next = use.before
             self._lost = False
         use.asked += 1
-        self._look_ahead(plan, use.asked)
-        return plan
+        self._look_ahead(found, use.asked)
+        return found
 
     def _judge(self, position: int, expected: int | None) -> None:
         """Counts whether a save is asked for in order; see the class."""
@@ -372,7 +368,7 @@ class PrefetchOrder:
         for position, due in self._promised.items():
             self._promised[position] = min(due, self.unpacks)
 
-    def _look_ahead(self, plan: Plan, asked: int) -> None:
+    def _look_ahead(self, found: Prefetch, asked: int) -> None:
         """Promises what comes next; ``asked`` is how many times the save that was asked for was."""
         passed_over = 0
         while (position := self._next) in self._uses:
@@ -384,11 +380,11 @@ class PrefetchOrder:
                     return
             elif position not in self._promised:
                 brought = use.storage not in self._holders
-                if brought and not (self.has_room(use.nbytes) or self._make_room(use.nbytes, plan)):
+                if brought and not (self.has_room(use.nbytes) or self._make_room(use.nbytes, found)):
                     return
                 self._promise(position, self.unpacks + len(self._promised) + 1)
                 if brought:
-                    plan.bring.append(use.storage)
+                    found.bring.append(use.storage)
             self._next = use.before
 
     def _promise(self, position: int, due: int) -> None:
@@ -399,7 +395,7 @@ class PrefetchOrder:
         self._holders[use.storage] = count + 1, nbytes
         self.promised_bytes += 0 if count else nbytes
 
-    def _make_room(self, nbytes: int, plan: Plan) -> bool:
+    def _make_room(self, nbytes: int, found: Prefetch) -> bool:
         """Gives up overdue promises, oldest first, until ``nbytes`` more fit; false where they do not.
 
         A storage larger than the limit may be promised, alone, as it may leave alone: where activations are that large,
@@ -411,7 +407,7 @@ class PrefetchOrder:
                 return False
             dropped = self._unpromise(oldest[0])
             if dropped is not None:
-                plan.drop.append(dropped)
+                found.drop.append(dropped)
         return True
 
     def _unpromise(self, position: int) -> Key | None:

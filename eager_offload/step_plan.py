@@ -1,33 +1,32 @@
 """What a step did, as numbers: recorded in one forward and its backward, followed by those that are like it.
 
 Numbers only, like ``schedule.py``: saves are counted from 0 in each forward, in the order of packing; sizes are bytes.
-
-    StepRecorder   is told what the engine does in one forward
-    StepPlan       what that was, which a forward that is like it follows: see eager/following.py
+``step_recorder.py`` writes a plan down, ``eager/following.py`` follows one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from eager_offload.config import OffloadConfig, size_text
+from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
-from eager_offload.machine import Machine
-from eager_offload.stats import KeepReason, Relief
+from eager_offload.stats import KeepReason
 
 #: The form of the file that ``StepPlan.save`` writes.
 _FORMAT = 1
-#: So often a save may be asked for: more are of a backward that runs over one graph again and again.
-_MOST_ASKS = 4
+#: Numbers in files of plans are below it, and of these fields -1 stands for none.
+_MOST = 1 << 62
+_OR_NONE = ("owner", "slot", "start", "release")
 
 
 class Fate(StrEnum):
@@ -45,7 +44,6 @@ class Fate(StrEnum):
 
 # To ask the class for its member takes longer than to compare.
 _KEEP, _SHARE, _OFFLOAD, _DECIDE = Fate
-_NEWEST = KeepReason.NEWEST
 #: Reasons that a user gives, which are looked at each time.
 SAID = (KeepReason.REGION, KeepReason.MARKED)
 
@@ -192,29 +190,13 @@ class StepPlan:
         """
         try:
             content = json.loads(Path(path).read_text("utf-8"))
-            plan = cls._from_dict(content)
+            if (found := content.pop("format")) != _FORMAT:
+                raise ValueError(f"format {found!r} instead of {_FORMAT}")
+            plan: StepPlan = read_as(cls, content)
             plan.check()
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{os.fspath(path)!r} holds no step plan that this version can read: {error}") from error
         return plan
-
-    @classmethod
-    def _from_dict(cls, content: Mapping[str, Any]) -> StepPlan:
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
-        saves = (
-            Save(
-                **{
-                    **one,
-                    "fate": Fate(one["fate"]),
-                    "reason": None if one["reason"] is None else KeepReason(one["reason"]),
-                    "coded": Coded(*one["coded"]) if one.get("coded") else None,
-                }
-            )
-            for one in content["saves"]
-        )
-        asks = (Ask(**{**one, "bring": tuple(one["bring"]), "drop": tuple(one["drop"])}) for one in content["asks"])
-        return cls(tuple(saves), tuple(asks), tuple(content["end"]), tuple(content["slots"]))
 
     def check(self) -> None:
         """Looks whether the numbers fit together.
@@ -222,7 +204,12 @@ class StepPlan:
         Raises:
             ConfigError: they do not.
         """
-        self._check_kinds()
+        try:
+            is_as_read = repr(read_as(StepPlan, self)) == repr(self)  # 1.0 is equal to 1, and no place in a list
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"it holds something else than its numbers: {error}") from error
+        if not is_as_read:
+            raise ConfigError("its saves, asks, end and slots are not tuples of what belongs there")
         if not self.saves or not self.asks:
             raise ConfigError(f"it has no {'unpacks' if self.saves else 'saves'}")
         for number, save in enumerate(self.saves):
@@ -242,30 +229,6 @@ class StepPlan:
         for ask in self.asks:
             if not storages >= {*ask.bring, *ask.drop} or self.saves[ask.save].owner in ask.drop:
                 raise ConfigError(f"the unpack of save {ask.save} brings or drops what it cannot")
-
-    def _check_kinds(self) -> None:
-        """Looks whether there are numbers where numbers belong: 1.0 is equal to 1, and no place in a list."""
-        fields: tuple[Any, ...] = (self.saves, self.asks, self.end, self.slots)
-        if not all(type(one) is tuple for one in fields) or not _are_numbers(self.end) or not _are_numbers(self.slots):
-            raise ConfigError("saves, asks, end and slots are not tuples, the last two of whole numbers")
-        for number, save in enumerate(cast(tuple[Any, ...], self.saves)):
-            if (
-                type(save) is not Save
-                or (type(save.fate), type(save.requires_grad)) != (Fate, bool)
-                or type(save.reason) not in (KeepReason, type(None))
-                or not _are_numbers((save.nbytes, save.storage_nbytes, save.autograd_bytes))
-                or not _are_numbers((save.owner, save.slot, save.start, save.release), least=-1)
-                or (save.coded is not None and [type(one) for one in save.coded] != [str, str, str, int])
-            ):
-                raise ConfigError(f"save {number} holds something else than its numbers")
-        for number, ask in enumerate(cast(tuple[Any, ...], self.asks)):
-            if (
-                type(ask) is not Ask
-                or {type(ask.bring), type(ask.drop)} != {tuple}
-                or {type(ask.keep), type(ask.last)} != {bool}
-                or not _are_numbers((ask.save, *ask.bring, *ask.drop))
-            ):
-                raise ConfigError(f"unpack {number} holds something else than its numbers")
 
     def _check_save(self, number: int, save: Save) -> None:
         match save.fate:
@@ -300,102 +263,33 @@ class StepPlan:
         return "\n".join(lines)
 
 
-def _are_numbers(values: tuple[object, ...], least: int = 0) -> bool:
-    """Whether all are whole numbers, ``least`` or more."""
-    return all(type(one) is int and one >= least for one in values)
+def read_as(kind: Any, value: Any, least: int = 0) -> Any:
+    """A ``kind`` of what JSON has in its place: of a named tuple its values, of a dataclass its fields by their names.
+
+    Raises ``ValueError``, ``TypeError`` or ``KeyError`` for anything else; numbers are no less than ``least``.
+    """
+    if get_origin(kind) is tuple:
+        return tuple(read_as(get_args(kind)[0], one, least) for one in value)
+    if get_origin(kind) is UnionType:  # with None
+        return None if value is None else read_as(get_args(kind)[0], value)
+    if kind is int:
+        if type(value) is not int or not least <= value < _MOST:
+            raise ValueError(f"{value!r} is no number of bytes, of saves or of operators")
+        return value
+    if issubclass(kind, StrEnum):
+        return kind(value)
+    if kind in (str, bool):
+        if type(value) is not kind:
+            raise ValueError(f"{value!r} is no {kind.__name__}")
+        return value
+    hints = _hints(kind)
+    if isinstance(value, kind):
+        value = {name: getattr(value, name) for name in hints}
+    parts = value if isinstance(value, dict) else dict(zip(hints, value, strict=True))
+    return kind(**{name: read_as(hints[name], part, -1 if name in _OR_NONE else 0) for name, part in parts.items()})
 
 
-class Stretch(NamedTuple):
-    """A part of a step that was measured: from the end of the one before, or the beginning of forward, on."""
-
-    save: int
-    """The number of the save at which it ends, or that is asked for then."""
-    is_ask: bool
-    seconds: float
-    """That compute took, without what it has waited for transfers."""
-
-
-class Timing(NamedTuple):
-    """What a step has taken, in parts that follow each other."""
-
-    stretches: tuple[Stretch, ...]
-    waited_seconds: float
-    """That compute has waited for transfers in all of them."""
-    out: float | None
-    back: float | None
-    """Bytes a second of the link; ``None`` where nothing has travelled."""
-
-
-class Adapted(NamedTuple):
-    """A plan that was made anew."""
-
-    plan: ComputedPlan
-    is_other: bool
-    """Whether other storages move; else only what is expected of the step is another."""
-
-
-class ComputedPlan:
-    """What a planner has worked out, as far as an ``Offload`` follows it; sizes in bytes, times in seconds."""
-
-    config: OffloadConfig
-    """The settings that it was made for."""
-    device_budget: int
-    """Bytes of the device that a step may take."""
-    policy: str
-    """``"least"``, ``"free"`` or ``"max"``."""
-    machine: Machine
-    """The device."""
-
-    @property
-    def step_plans(self) -> tuple[StepPlan, ...]:
-        """What forwards follow from the first one on."""
-        raise NotImplementedError
-
-    @property
-    def is_small(self) -> bool:
-        """Whether beside parameters the step saves nothing that is as large as ``min_bytes``."""
-        raise NotImplementedError
-
-    @property
-    def peak_bytes(self) -> int:
-        """That the step takes of the device at most."""
-        raise NotImplementedError
-
-    @property
-    def step_seconds(self) -> float:
-        """Of forward and backward."""
-        raise NotImplementedError
-
-    @property
-    def seen_bytes(self) -> int | None:
-        """That are in use at a save or an ask, at most; ``None`` where that is not known."""
-        raise NotImplementedError
-
-    @property
-    def grown_bytes(self) -> int | None:
-        """By which ``seen_bytes`` are more than what is in use when the step begins; ``None`` where it is not known."""
-        raise NotImplementedError
-
-    @property
-    def relief(self) -> Relief | None:
-        """The least larger budget with which compute waits little; ``None`` where there is none. May take seconds."""
-        raise NotImplementedError
-
-    def is_off(self, timing: Timing) -> bool:
-        """Whether a step has taken another time than is expected of it. Takes no time itself."""
-        raise NotImplementedError
-
-    def adapted(self, surplus: int, timing: Timing | None) -> Adapted | None:
-        """The plan for a device on which so many bytes more are in use than this one knows of, or fewer.
-
-        Args:
-            timing: what operators take, and the link; ``None``: as this one has it.
-
-        Returns:
-            Over the budget, one that takes less; else one whose step is shorter, or with ``timing`` what is to be
-            expected of this one. ``None`` where there is none.
-        """
-        raise NotImplementedError
+_hints = functools.cache(get_type_hints)
 
 
 def _row(number: int, save: Save) -> tuple[str, str, str, str]:
@@ -409,224 +303,3 @@ def _row(number: int, save: Save) -> tuple[str, str, str, str]:
     if save.coded is not None:
         what, release = f"{what} as {save.coded.codec}", "when packed"
     return what, size_text(save.nbytes), f"{save.start - number:,} later", release
-
-
-@dataclass(slots=True)
-class _Recorded:
-    """What is known of one save."""
-
-    nbytes: int
-    requires_grad: bool
-    #: Why it stays; ``None`` for one that is decided anew each time, or that has a handle which the engine knows.
-    reason: KeepReason | None = None
-    #: What the engine calls it and the first save of its storage; -1 where it has no such handle.
-    name: int = -1
-    owner: int = -1
-    #: See ``Save``. Of a first save: 0 where its storage is decided anew each time.
-    storage_nbytes: int = 0
-    autograd_bytes: int = 0
-    maker: str | None = None
-
-
-class _Started(NamedTuple):
-    """The copy of a storage has started."""
-
-    saves: int
-    """How many there were by then."""
-    coded: Coded | None
-
-
-class _Unpacked(NamedTuple):
-    """One unpack, in the engine's names of saves."""
-
-    name: int
-    bring: tuple[int, ...]
-    drop: tuple[int, ...]
-    keep: bool
-
-
-class StepRecorder:
-    """Writes down what the engine does in one forward and its backward. Callers hold the offloader's lock.
-
-    The engine has a name for each save that it follows and calls a storage by the name of its first save.
-    """
-
-    __slots__ = (
-        "_alive",
-        "_asked",
-        "_kept",
-        "_needed",
-        "_parts",
-        "_released",
-        "_saves",
-        "_started",
-        "_times_asked",
-        "is_asked_over",
-        "is_early",
-        "is_void",
-        "looks_again",
-    )
-
-    def __init__(self, *, looks_again: bool = False) -> None:
-        #: Whether what the program has kept alive is taken, to see whether it still does.
-        self.looks_again = looks_again
-        self._saves: list[_Recorded] = []
-        self._asked: list[_Unpacked] = []
-        # How often each save was asked for, by name.
-        self._times_asked: Counter[int] = Counter()
-        # By the name of a storage: how its copy started, how many saves there were when its source had gone, and why
-        # it stayed.
-        self._started: dict[int, _Started] = {}
-        self._released: dict[int, int] = {}
-        self._kept: dict[int, KeepReason] = {}
-        # Storages whose original was alive when they were asked for, and those of which a part has left by itself.
-        self._alive: set[int] = set()
-        self._parts: set[int] = set()
-        # Storages that were asked for, once all is over.
-        self._needed: set[int] = set()
-        #: Whether something happened that no plan can say.
-        self.is_void = False
-        #: Whether that is a save that was asked for over and over.
-        self.is_asked_over = False
-        #: Whether forwards of its kind are to do otherwise than it, once more is known of them.
-        self.is_early = False
-
-    @property
-    def saves(self) -> int:
-        """How many there were."""
-        return len(self._saves)
-
-    @property
-    def names(self) -> list[int]:
-        """What the engine calls each save; -1 for one that it does not follow."""
-        return [one.name for one in self._saves]
-
-    def keep(self, nbytes: int, requires_grad: bool, reason: KeepReason | None, storage_nbytes: int = 0) -> None:
-        """A save that stays for ``reason``; ``None``, and what a user has said: it is to be decided anew each time."""
-        self._saves.append(_Recorded(nbytes, requires_grad, reason, storage_nbytes=storage_nbytes))
-
-    def take(
-        self,
-        name: int,
-        owner: int,
-        nbytes: int,
-        requires_grad: bool,
-        storage_nbytes: int,
-        autograd_bytes: int,
-        maker: str | None = None,
-    ) -> None:
-        """A save of a storage that is to leave.
-
-        Args:
-            owner: the name of the storage, -1 for one of another forward.
-            storage_nbytes, autograd_bytes: of the storage, where this is its first save.
-            maker: of what shares a storage that is rounded, as in ``Coded``.
-        """
-        self._saves.append(_Recorded(nbytes, requires_grad, None, name, owner, storage_nbytes, autograd_bytes, maker))
-
-    def left_in_parts(self, owner: int) -> None:
-        """A part of a storage is to leave by itself: it is decided anew each time, and so is the storage."""
-        self._parts.add(owner)
-
-    def was_alive(self, owner: int) -> None:
-        """The original of a storage was alive when it was asked for: to move it frees nothing."""
-        self._alive.add(owner)
-
-    def started(self, owner: int, coded: Coded | None = None) -> None:
-        """The copy of a storage has started, packed as ``coded`` says."""
-        self._started[owner] = _Started(len(self._saves), coded)
-
-    def released(self, owner: int) -> None:
-        """The source of a storage has gone."""
-        if not self._asked:
-            self._released[owner] = len(self._saves)
-
-    def asked(
-        self, name: int, owner: int, bring: Iterable[int], drop: Iterable[int], keep: bool, kept: KeepReason | None
-    ) -> None:
-        """An unpack.
-
-        Args:
-            bring, drop: names of storages, as in ``Ask``.
-            keep: as in ``Ask``.
-            kept: why its storage has stayed; ``None`` where it has left.
-        """
-        if self.is_void:
-            return  # it would grow with each backward
-        self._times_asked[name] += 1
-        if self._times_asked[name] > _MOST_ASKS:
-            self.is_void = self.is_asked_over = True
-        self._asked.append(_Unpacked(name, tuple(bring), tuple(drop), keep))
-        if kept is not None:
-            self._kept[owner] = kept
-
-    def plan(self) -> StepPlan | None:
-        """What was written down; ``None`` where it cannot be followed, or nothing in it."""
-        plan = self.whole_plan()
-        return None if plan is None or not plan.asks else plan
-
-    def whole_plan(self) -> StepPlan | None:
-        """What was written down, be it that nothing is to move; ``None`` where something happened that no plan says."""
-        saves: list[Save] = []
-        numbers: dict[int, int] = {}  # by name, of those that are followed
-        owners = {one.name: one.owner for one in self._saves}
-        # A graph may be dropped while others are made: no slot is reserved for what none asks for.
-        self._needed = {owners[name] for name in self._times_asked if name in owners}
-        slots: list[int] = []
-        for number, one in enumerate(self._saves):
-            save = self._save(number, one, saves, numbers, len(slots))
-            if save.fate is _OFFLOAD:
-                slots.append(save.slot_nbytes)
-            if save.owner >= 0:
-                numbers[one.name] = number
-            saves.append(save)
-        asks = self._asks(saves, numbers)
-        if self.is_void:
-            return None
-        end = [numbers[name] for name, start in self._started.items() if start.saves == len(saves) and name in numbers]
-        return StepPlan(tuple(saves), tuple(asks), tuple(end), tuple(slots))
-
-    def _save(self, number: int, one: _Recorded, saves: Sequence[Save], numbers: Mapping[int, int], slots: int) -> Save:
-        """Save ``number`` as the plan has it; the others are what is known of those before it."""
-        nbytes, grad, whole = one.nbytes, one.requires_grad, one.storage_nbytes
-        kept, start = self._kept.get(one.name), self._started.get(one.name)
-        if one.name < 0:
-            if one.reason not in (None, *SAID):
-                return Save(_KEEP, one.reason, nbytes, whole, requires_grad=grad)
-        elif one.owner in self._alive and whole:
-            return Save(_KEEP, KeepReason.ALIVE, nbytes, whole, requires_grad=grad)
-        elif one.owner != one.name:
-            if (owner := numbers.get(one.owner)) is not None:
-                coded = saves[owner].coded
-                coded = None if coded is None or one.maker is None else coded._replace(maker=one.maker)
-                return Save(_SHARE, saves[owner].reason, nbytes, requires_grad=grad, owner=owner, coded=coded)
-        elif not whole or one.name in self._parts or one.name not in self._needed:
-            pass
-        elif start is not None and kept in (None, _NEWEST):
-            # Where it is kept, backward has come to it before its stream had: it may be otherwise next time.
-            release = self._released.get(one.name, -1)
-            saved, coded = start
-            return Save(_OFFLOAD, None, nbytes, whole, one.autograd_bytes, grad, number, slots, saved, release, coded)
-        elif kept is _NEWEST:
-            return Save(_KEEP, kept, nbytes, whole, one.autograd_bytes, grad, number)
-        reason = one.reason or self._kept.get(one.owner)
-        return Save(_DECIDE, reason if reason in SAID else None, nbytes, requires_grad=grad)
-
-    def _asks(self, saves: Sequence[Save], numbers: Mapping[int, int]) -> list[Ask]:
-        """The unpacks of saves that are followed; what another one has set off, the next of these does."""
-        found: list[tuple[int, tuple[int, ...], tuple[int, ...], bool]] = []
-        bring: list[int] = []
-        drop: list[int] = []
-        for asked in self._asked:
-            if asked.bring:
-                bring += [numbers[name] for name in asked.bring if name in numbers]
-            if asked.drop:
-                drop += [numbers[name] for name in asked.drop if name in numbers]
-            number = numbers.get(asked.name)
-            if number is not None:
-                owner = saves[number].owner
-                others = tuple([one for one in drop if one != owner]) if drop else ()
-                found.append((number, tuple(bring), others, asked.keep))
-                bring, drop = [], []
-        last = {saves[number].owner: rank for rank, (number, *_) in enumerate(found)}
-        return [Ask(*ask, last[saves[ask[0]].owner] == rank) for rank, ask in enumerate(found)]

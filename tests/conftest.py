@@ -6,8 +6,11 @@ import functools
 import gc
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -15,6 +18,7 @@ import pytest
 
 from tests.budgets import SecondsOfModules
 from tests.compiler_caches import keep_no_graphs, move_machine_code
+from tests.processes import ROOT
 from tests.sampling import announce, draw_seed, leave_out
 
 # Tensors of tests are small: a second thread of an operator would only spin, and a compiler's would import torch again.
@@ -35,11 +39,11 @@ import torch  # noqa: E402  # after its caches are named
 
 import eager_offload as eo  # noqa: E402  # it imports torch
 from eager_offload.runtime.host import host_runtime  # noqa: E402
+from eager_offload.tiers.directories import filesystem_of, usual_directories  # noqa: E402
 from eager_offload.tiers.disk import DiskTier  # noqa: E402
 from tests.doubles.recorded_backend import RecordedBackend  # noqa: E402
 from tests.faults.telling import sentence  # noqa: E402
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend  # noqa: E402
-from tests.temporary import move_to_a_disk  # noqa: E402
 from tests.tiers.files import Watched  # noqa: E402
 
 # torch writes its compile trace there, thousands of lines that would hide why a test failed.
@@ -75,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A user's program goes on where a pass of the library fails; a test does not.
     config.addinivalue_line("filterwarnings", "error:eager_offload. a compiled graph is not offloaded:RuntimeWarning")
     # Before pytest chooses where the directories of tests are.
-    if (remove := move_to_a_disk()) is not None:
+    if (remove := _move_to_a_disk()) is not None:
         config.add_cleanup(remove)
     if (end := _end_of_machine_code) is not None:
         config.add_cleanup(lambda: end(config.stash.get(_all_passed, False)))
@@ -184,3 +188,21 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[Backend]:
         # A failed test's traceback holds its tensors: what is left then says nothing.
         if request.node.stash.get(_passed, False):
             running.assert_nothing_is_held()
+
+
+def _move_to_a_disk() -> Callable[[], None] | None:
+    """Names another temporary directory, for this process and those that it starts, where the usual one is memory: the
+    files of tests are on a disk.
+
+    Returns:
+        What removes it, or ``None`` where there is none: the usual one serves, or nothing does. A process that was
+        started by one that has moved (a worker of xdist) finds a usual one that serves.
+    """
+    if filesystem_of(Path(tempfile.gettempdir())) != "tmpfs":
+        return None
+    for place in (*usual_directories()[1:], ROOT):
+        if place.is_dir() and os.access(place, os.W_OK | os.X_OK) and filesystem_of(place) != "tmpfs":
+            found = tempfile.mkdtemp(prefix="eager_offload-tests-", dir=place)
+            os.environ["TMPDIR"] = tempfile.tempdir = found
+            return lambda: shutil.rmtree(found, ignore_errors=True)
+    return None

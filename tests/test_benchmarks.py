@@ -6,7 +6,6 @@ import importlib
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,9 +13,9 @@ import pytest
 import torch
 
 from benchmarks.common import Spread, table
+from tests.processes import ROOT, python
 from tests.virtual_device import build
 
-ROOT = Path(__file__).resolve().parent.parent
 #: Limits that hold on any machine, whatever the size of the model.
 EXACT = re.compile("differ|other bits|same bits|plans that fit|over the (window|cap)|^[0-9]+k: step over floor")
 TINY = "--layers 1 --width 64 --sequence 64 --min-bytes 4KiB --window 128KiB"
@@ -52,8 +51,7 @@ def test_a_benchmark_measures_what_it_says(line: str, tmp_path: Path) -> None:
     if "virtual" in line and (reason := build.reason_not_to_build() or NO_GRAPHS.get(name)):
         pytest.skip(reason)
     output = tmp_path / "result.json"
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--check", "--output", str(output), *arguments]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    ended = python("-m", f"benchmarks.{name}", "--quick", "--check", "--output", output, *arguments)
     assert output.exists(), ended.stdout[-3000:] + ended.stderr[-3000:]
     text = output.read_text()
     content = json.loads(text)

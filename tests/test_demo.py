@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ pytest.importorskip("matplotlib", reason="the demo's extra is not installed")
 from rich.console import Console
 
 import train_lm
+from tests.processes import python
 
 from lm.data import batches, read_text
 from lm.meter import Sample
@@ -32,10 +32,6 @@ PROGRAM = Path(train_lm.__file__)
 TINY = ["--layers", "2", "--width", "64", "--heads", "2", "--sequence", "128", "--batch", "4", "--steps", "2"]
 WINDOWS = ["--min-bytes", "4KiB", "--max-inflight-bytes", "256KiB", "--prefetch-bytes", "256KiB"]
 MODES = ["none", "checkpoint", "offload", "offload+checkpoint"]
-
-
-def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=250)
 
 
 def run(mode: str = "none", losses: tuple[float, ...] = (5.5, 5.25)) -> Result:
@@ -54,7 +50,7 @@ def run(mode: str = "none", losses: tuple[float, ...] = (5.5, 5.25)) -> Result:
 
 
 def test_four_runs_agree_bit_for_bit_and_leave_a_picture_and_numbers(tmp_path: Path) -> None:
-    ended = demo(*TINY, *WINDOWS, "--output", str(tmp_path))
+    ended = python(PROGRAM, *TINY, *WINDOWS, "--output", tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "equal bit for bit" in ended.stdout
     assert "standard library" in ended.stdout

@@ -34,7 +34,7 @@ class Device:
         return self.other + min(keep, self.saved) + more
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(budget=st.integers(10_000, 1 << 40), keep=st.floats(0, 1), seed=st.integers(0, 99), **PARTS)
 def test_h55_it_is_rarely_exceeded_and_used_up(
     budget: int, keep: float, seed: int, other: float, saved: float, spread: float
@@ -49,7 +49,7 @@ def test_h55_it_is_rarely_exceeded_and_used_up(
     assert allowance.keep >= min(device.saved, 0.9 * budget - device.other - 2 * device.spread)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(grown=st.floats(0.01, 0.4), moved=st.booleans())
 def test_what_an_optimizer_makes_in_its_first_step_is_taken_off_before(grown: float, moved: bool) -> None:
     budget = 1_000_000
@@ -93,8 +93,7 @@ def test_what_was_too_much_once_is_tried_again_after_many_forwards() -> None:
 @pytest.mark.parametrize("budget", [1, "1TiB", "auto"])
 def test_h55_threads_share_it_and_gradients_are_exact(budget: int | str, tmp_path: Path) -> None:
     offload = eo.Offload(device_budget=budget, prefetch_bytes="256KiB", min_bytes=0, tier="disk", disk_path=tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a budget of a byte is not kept
+    with warnings.catch_warnings(action="ignore"):  # that a budget of a byte is not kept
         assert all(exact_in_threads(offload, steps=12))
     stats = offload.stats(synchronize=True)
     offload.close()

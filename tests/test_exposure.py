@@ -60,7 +60,7 @@ def changes(kept: list[int]) -> int:
     return sum(one != other for one, other in itertools.pairwise(kept))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(limit=st.floats(0, 1), **DEVICES)
 def test_it_finds_the_least_that_is_enough_and_comes_to_rest(
     limit: float, most: int, first: float, enough: float, steep: float, bent: float
@@ -77,7 +77,7 @@ def test_it_finds_the_least_that_is_enough_and_comes_to_rest(
     assert rule.slowdown <= rule.limit or kept[-1] == most or not rule._found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 999), enough=st.floats(0.1, 0.9), steep=st.floats(0.5, 5.0))
 def test_steps_that_differ_do_not_make_it_change_for_ever(seed: int, enough: float, steep: float) -> None:
     most, chance = 1 << 30, random.Random(seed)
@@ -136,7 +136,7 @@ def test_steps_that_began_before_the_last_change_do_not_count() -> None:
     assert (rule.keep, rule.slowdown) == (500, 0.0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(sizes=st.lists(st.integers(1, 1000), max_size=40), keep=st.integers(0, 30_000), newest=st.integers(0, 5000))
 def test_what_stays_is_within_the_bytes_and_every_stretch_has_its_part(
     sizes: list[int], keep: int, newest: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -104,15 +105,6 @@ def test_stats_in_a_forward_have_all_that_was_saved(when: int) -> None:
     both(run)
 
 
-@pytest.mark.parametrize("when", range(LOOKS))
-def test_what_was_saved_before_a_reset_is_not_counted_after_it(when: int) -> None:
-    def run(offload: Offload) -> list[Counted]:
-        train(offload, 4, lambda number: offload.reset_stats() if number == when else None)
-        return [counted(offload.stats())]
-
-    both(run)
-
-
 @pytest.mark.parametrize("larger", range(WEIGHTS))
 def test_what_differs_from_the_plan_is_counted_once(larger: int) -> None:
     def run(offload: Offload) -> list[Counted]:
@@ -124,58 +116,37 @@ def test_what_differs_from_the_plan_is_counted_once(larger: int) -> None:
     both(run)
 
 
-@pytest.mark.parametrize("when", range(LOOKS))
-def test_a_forward_that_fails_is_counted_up_to_there(when: int) -> None:
-    class Fault(Exception):
-        pass
-
-    def fail(number: int) -> None:
-        if number == when:
-            raise Fault
-
-    def run(offload: Offload) -> list[Counted]:
-        with pytest.raises(Fault):
-            train(offload, 4, fail)
-        return [counted(offload.stats())]
-
-    both(run)
+class Fault(Exception):
+    pass
 
 
-@pytest.mark.parametrize("when", range(0, LOOKS, 2))
-def test_an_offload_that_is_closed_in_a_forward_has_counted_it(when: int) -> None:
-    def run(offload: Offload) -> list[Counted]:
-        train(offload, 4, lambda number: offload.close() if number == when else None)
-        return [counted(offload.stats())]
-
-    both(run)
+def fail(_: Offload) -> None:
+    raise Fault
 
 
-@pytest.mark.parametrize("when", range(0, LOOKS, 2))
-def test_what_no_plan_can_say_ends_the_following_and_counts_nothing_twice(when: int) -> None:
-    def look(number: int) -> None:
-        if number == when:
-            with FakeTensorMode():
-                torch.ones(4, requires_grad=True).exp()
+def save_what_no_plan_can_say(_: Offload) -> None:
+    with FakeTensorMode():
+        torch.ones(4, requires_grad=True).exp()
 
-    def run(offload: Offload) -> list[Counted]:
-        train(offload, 4, look)
-        assert not offload.config.step_plans or offload.stats().plan_misses == {"modes": 1}
-        return [counted(offload.stats())]
 
-    both(run)
+def end_from_another_thread(offload: Offload) -> None:
+    """As in a forked child, where the following ends without more ado."""
+    for saves in offload._hooks._saves.values():
+        saves.plans.after_fork()
 
 
 @pytest.mark.parametrize("when", range(LOOKS))
-def test_what_was_saved_when_another_thread_ends_the_following_is_counted(when: int) -> None:
-    """As in a forked child, where it ends without more ado."""
-
+@pytest.mark.parametrize(
+    "act", [Offload.reset_stats, Offload.close, fail, save_what_no_plan_can_say, end_from_another_thread]
+)
+def test_what_was_saved_before_and_after_what_comes_between_is_counted_once(
+    act: Callable[[Offload], None], when: int
+) -> None:
     def run(offload: Offload) -> list[Counted]:
-        def look(number: int) -> None:
-            if number == when:
-                for saves in offload._hooks._saves.values():
-                    saves.plans.after_fork()
-
-        train(offload, 4, look)
+        with pytest.raises(Fault) if act is fail else nullcontext():
+            train(offload, 4, lambda number: act(offload) if number == when else None)
+        if act is save_what_no_plan_can_say and offload.config.step_plans:
+            assert offload.stats().plan_misses == {"modes": 1}
         return [counted(offload.stats())]
 
     both(run)

@@ -69,13 +69,33 @@ def test_h24_hooks_inside_ours_are_counted_and_told_once(
         gradient(disk.offload(), hooks())  # another object tells its own user
 
 
-def test_h24_hooks_around_ours_are_not_foreign(disk: DiskBackend) -> None:
-    offload = disk.offload()
-    with warnings.catch_warnings(), theirs():
-        warnings.simplefilter("error")
-        assert torch.equal(gradient(offload), gradient(nullcontext()))
-    assert offload.stats(synchronize=True).foreign_hooks == 0
-    assert offload.stats().bytes_out > 0
+def around_ours(ours: eo.Offload, _: eo.Offload) -> Tensor:
+    with theirs():
+        return gradient(ours)
+
+
+def in_another_thread(ours: eo.Offload, _: eo.Offload) -> Tensor:
+    with ours:
+        found = on_a_thread(lambda: gradient(theirs()))
+        loss = forward(leaf())
+    loss.backward()
+    return found
+
+
+def the_same_inside(ours: eo.Offload, _: eo.Offload) -> Tensor:
+    return gradient(ours, ours)
+
+
+@pytest.mark.parametrize("run", [around_ours, in_another_thread, gradient, the_same_inside])
+def test_h24_what_is_around_ours_or_in_another_thread_or_ours_is_not_foreign(
+    run: Callable[[eo.Offload, eo.Offload], Tensor], disk: DiskBackend
+) -> None:
+    outer, inner = disk.offload(), disk.offload()
+    with warnings.catch_warnings(action="error"):
+        assert torch.equal(run(outer, inner), gradient(nullcontext()))
+    stats = [offload.stats(synchronize=True) for offload in (outer, inner)]
+    assert [one.foreign_hooks for one in stats] == [0, 0]
+    assert [one.bytes_out > 0 for one in stats] == [True, run is gradient]
 
 
 def test_h24_hooks_that_hide_everything_are_told_of_at_the_exit(disk: DiskBackend) -> None:
@@ -85,8 +105,7 @@ def test_h24_hooks_that_hide_everything_are_told_of_at_the_exit(disk: DiskBacken
         with offload:
             forward(x, theirs())
 
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as warned:
         step()
         step()
     assert ["hide from it" in str(w.message) for w in warned].count(True) == 1
@@ -97,8 +116,7 @@ def test_h24_hooks_that_hide_everything_are_told_of_at_the_exit(disk: DiskBacken
 
 def test_a_context_without_a_forward_is_not_an_empty_one(disk: DiskBackend) -> None:
     offload, x = disk.offload(), leaf()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         with offload:
             pass
         with offload, torch.no_grad():
@@ -112,11 +130,9 @@ def test_a_context_without_a_forward_is_not_an_empty_one(disk: DiskBackend) -> N
 
 def test_closing_inside_the_context_does_not_make_it_an_empty_one(disk: DiskBackend) -> None:
     offload, x = disk.offload(), leaf()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with offload:
-            loss = forward(x)
-            offload.close()
+    with warnings.catch_warnings(action="error"), offload:
+        loss = forward(x)
+        offload.close()
     assert offload.stats().empty_forwards == 0
     loss.backward()
     x.grad, actual = None, x.grad
@@ -135,46 +151,16 @@ def test_h23_checkpointing_hides_what_it_recomputes_by_design(use_reentrant: boo
         return x.grad
 
     offload = disk.offload()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert torch.equal(run(offload), run(nullcontext()))
     stats = offload.stats(synchronize=True)
     assert stats.foreign_hooks == stats.empty_forwards == 0
     assert stats.bytes_out > 0
 
 
-def test_h24_ours_inside_ours_are_not_foreign(disk: DiskBackend) -> None:
-    outer, inner = disk.offload(), disk.offload()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(gradient(outer, inner), gradient(nullcontext()))
-        assert torch.equal(gradient(outer, outer), gradient(nullcontext()))
-    for offload in (outer, inner):
-        assert offload.stats(synchronize=True).foreign_hooks == 0
-        assert offload.stats().bytes_out > 0
-
-
-def test_what_another_thread_enters_does_not_concern_us(disk: DiskBackend) -> None:
-    offload = disk.offload()
-
-    def other() -> Tensor:
-        with theirs():
-            return gradient(nullcontext())
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with offload:
-            found = on_a_thread(other)
-            loss = forward(leaf())
-    assert offload.stats().foreign_hooks == 0
-    assert torch.equal(found, gradient(nullcontext()))
-    loss.backward()
-
-
 def test_the_innermost_of_ours_is_told_and_the_outer_one_again_after_it(disk: DiskBackend) -> None:
     outer, inner = disk.offload(), disk.offload()
-    with warnings.catch_warnings(), outer:
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), outer:
         gradient(inner, theirs())
         with theirs():
             gradient(nullcontext())

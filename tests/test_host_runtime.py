@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
 from eager_offload.runtime.host import HostEvent, HostRuntime, TransferThread, host_runtime
 from eager_offload.tiers.base import Region, Slot
 from eager_offload.tiers.memory import view_of
+from tests.hazards.backends import Gate
+from tests.threads import on_threads
 
 CPU = torch.device("cpu")
 
@@ -102,17 +105,8 @@ def test_compute_is_over_when_it_returns(runtime: HostRuntime) -> None:
 
 
 def test_transfer_streams_are_one_for_each_direction_and_made_once(runtime: HostRuntime) -> None:
-    made: list[object] = []
-    threads = [
-        threading.Thread(target=lambda: made.extend(runtime.transfer_stream(CPU, d) for d in Direction))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(made) == 16
-    assert len(set(made)) == 2
+    made = on_threads(8, lambda _: [runtime.transfer_stream(CPU, direction) for direction in Direction])
+    assert len({stream for streams in made for stream in streams}) == 2
     assert host_runtime() is host_runtime()
 
 
@@ -121,12 +115,10 @@ def test_a_stream_that_waits_for_an_event_of_another_does_not_hold_the_host_up(r
     opened = threading.Event()
     slot, source = Memory(1000), noise(1000)
     slot.before = opened.wait
-    runtime.copy(slot, source, out)
-    written = runtime.record(out)
+    written = runtime.copy(slot, source, out)
     target = runtime.allocate(Layout(1000, 5), CPU, runtime.current_stream(CPU))
     runtime.wait(back, written)
-    runtime.copy(target, slot, back)
-    read = runtime.record(back)
+    read = runtime.copy(target, slot, back)
     assert not runtime.query(written)
     assert not runtime.query(read)
     opened.set()
@@ -137,52 +129,42 @@ def test_a_stream_that_waits_for_an_event_of_another_does_not_hold_the_host_up(r
 
 def test_compute_goes_on_while_a_copy_is_under_way(runtime: HostRuntime) -> None:
     out = stream(runtime)
-    reached, opened = threading.Event(), threading.Event()
-    slot, source = Memory(4096), noise(4096)
-
-    def before() -> None:
-        reached.set()
-        opened.wait()
-
-    slot.before = before
-    runtime.copy(slot, source, out)
-    event = runtime.record(out)
-    reached.wait()
+    gate, slot, source = Gate(), Memory(4096), noise(4096)
+    slot.before = gate.pass_through
+    event = runtime.copy(slot, source, out)
+    gate.wait_until_reached()
     product = torch.ones(64, 64) @ torch.ones(64, 64)  # in the middle of the copy
     assert product.sum() == 64**3
     assert not runtime.query(event)
     assert not slot.content.any()
-    opened.set()
+    gate.open()
     runtime.synchronize(event)
     assert torch.equal(slot.content, source)
 
 
 def test_both_directions_move_at_the_same_time(runtime: HostRuntime) -> None:
     meet = threading.Barrier(2, timeout=60)  # each copy waits for the other to be under way
-    slots = [Memory(100), Memory(100)]
-    for slot in slots:
-        slot.before = meet.wait
-    out, back = stream(runtime), stream(runtime, Direction.IN)
-    runtime.copy(slots[0], noise(100), out)
-    runtime.copy(noise(100), slots[1], back)
-    runtime.synchronize(runtime.record(out))
-    runtime.synchronize(runtime.record(back))
+    slot = Memory(100)
+    slot.before = meet.wait
+    copies = [
+        runtime.copy(slot, noise(100), stream(runtime)),
+        runtime.copy(noise(100), slot, stream(runtime, Direction.IN)),
+    ]
+    for copy in copies:
+        runtime.synchronize(copy)
 
 
 def test_several_threads_wait_for_one_event(runtime: HostRuntime) -> None:
-    out, opened, passed = stream(runtime), threading.Event(), []
+    out, opened = stream(runtime), threading.Event()
     out.submit(opened.wait)
     event = out.record()
-    threads = [threading.Thread(target=lambda: passed.append(event.wait())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    while out.waiters < 4:
-        pass
-    assert passed == []
-    opened.set()
-    for thread in threads:
-        thread.join()
-    assert len(passed) == 4
+    with ThreadPoolExecutor(4) as pool:
+        waits = [pool.submit(event.wait) for _ in range(4)]
+        while out.waiters < 4:
+            pass
+        assert not any(wait.done() for wait in waits)
+        opened.set()
+    assert [wait.result() for wait in waits] == [None] * 4
     assert out.waiters == 0
 
 
@@ -292,16 +274,16 @@ def test_when_a_copy_is_over_its_thread_and_its_event_hold_on_to_nothing(runtime
 
 
 @pytest.mark.parametrize("nbytes", [1, 63, 64, 4000, 4096, 100_001, 9 << 20])
-def test_targets_have_their_size_and_phase(runtime: HostRuntime, nbytes: int) -> None:
+def test_targets_have_their_size_and_alignment_offset(runtime: HostRuntime, nbytes: int) -> None:
     compute = runtime.current_stream(CPU)
     targets = []
-    for alignment_offset in range(ALIGNMENT) if nbytes < 1 << 20 else (0, 1, 63):
+    offsets = range(ALIGNMENT) if nbytes < 1 << 20 else (0, 1, 63)
+    for alignment_offset in offsets:
         target = runtime.allocate(Layout(nbytes, alignment_offset), CPU, compute)
         assert target.data_ptr() % ALIGNMENT == alignment_offset
         assert (target.dtype, target.shape, target.is_contiguous()) == (torch.uint8, (nbytes,), True)
         targets.append(target.fill_(alignment_offset))
-    for alignment_offset, target in zip(range(ALIGNMENT) if nbytes < 1 << 20 else (0, 1, 63), targets, strict=True):
-        assert (target == alignment_offset).all(), "no two share a byte"
+    assert all(target.eq(offset).all() for offset, target in zip(offsets, targets, strict=True)), "no byte is shared"
 
 
 def test_a_target_goes_back_with_its_last_view(runtime: HostRuntime) -> None:

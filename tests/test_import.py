@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 import eager_offload as eo
 from eager_offload._torch import OTHER_VERSIONS, PATCHED, PRIVATE_NAMES
-from tests.processes import printed_by
+from tests.processes import printed_by, python
 
 pytestmark = pytest.mark.xdist_group("import")
 
@@ -99,7 +98,7 @@ def test_importing_brings_in_nothing_but_the_package_and_the_standard_library(im
 
 
 def test_what_the_package_asks_for_is_torch_with_what_that_brings_and_psutil() -> None:
-    roots = {name.partition(".")[0] for source in {*SOURCES} - {*INTEGRATIONS} for name, _ in imports(source)}
+    roots = {name.partition(".")[0] for source in {*SOURCES} - {*INTEGRATIONS} for name, _ in imports_of(source)}
     assert roots - sys.stdlib_module_names == {"torch", "psutil", "jinja2", "eager_offload"}  # torch brings jinja2
 
 
@@ -108,7 +107,7 @@ def test_an_integration_asks_for_its_own_framework_alone(source: Path) -> None:
     own = {source.stem} if source.stem in FOREIGN else set()
     own |= {"pytorch_lightning"} if source.stem == "lightning" else set()
     own |= {"trl", "peft", "accelerate"} if source.stem == "transformers" else set()  # what its users combine it with
-    roots = {name.partition(".")[0] for name, _ in imports(source)}
+    roots = {name.partition(".")[0] for name, _ in imports_of(source)}
     assert roots - sys.stdlib_module_names <= own | {"torch", "eager_offload"}
     assert list(private_names_of_torch(source)) == []
 
@@ -130,7 +129,7 @@ def test_every_private_name_is_listed_with_the_versions_that_have_it() -> None:
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     asked = {node.attr for node in attributes if ast.unparse(node.value) != "self"}
     asked |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    asked |= {name for _, names in imports(PACKAGE / "_torch.py") for name in names}
+    asked |= {name for _, names in imports_of(PACKAGE / "_torch.py") for name in names}
     unlisted = {name for name in asked if name.isidentifier() and private(name)} - parts
     assert unlisted == {"_eager_offload", "_getframe"}, "what the library puts there itself, and Python's own"
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -144,7 +143,7 @@ def test_what_is_put_into_torch_is_put_there_by_one_module_and_listed_with_how_l
     assert {name for names in PATCHED.values() for name in names} <= LISTED
 
 
-def imports(source: Path) -> Iterator[tuple[str, list[str]]]:
+def imports_of(source: Path) -> Iterator[tuple[str, list[str]]]:
     """The modules that a file imports, with the names that it takes from each."""
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):
@@ -178,7 +177,7 @@ NOT_OURS = {last for last, name in OF_OBJECTS.items() if name.startswith(("torch
 
 def private_names_of_torch(source: Path) -> Iterator[str]:
     """What a file imports from, or reaches into, torch under a name that begins with an underscore."""
-    for module, names in imports(source):
+    for module, names in imports_of(source):
         if module.partition(".")[0] == "torch":
             yield from (f"{module}.{name}" for name in names if private(f"{module}.{name}"))
             if not names and private(module):
@@ -237,14 +236,9 @@ exec(sys.argv[2])
 
 def without(missing: str, program: str) -> subprocess.CompletedProcess[str]:
     """``program`` where the packages ``missing`` are not installed."""
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT, missing, program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])},
-    )
+    ended = python("-c", WITHOUT, missing, program)
+    assert ended.returncode == 0, ended.stderr
+    return ended
 
 
 @pytest.mark.long

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 from graphlib import TopologicalSorter
-from pathlib import Path
 
-import eager_offload
+from tests.test_import import PACKAGE, imports_of
 
-PACKAGE = Path(eager_offload.__file__).parent
 #: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
 SOLVER = {f"eager_offload.plan.{name}" for name in ("predict", "program", "recompute", "solve")}
 #: What each room may import of the others, from below to above. A room is a module, or a folder with all its modules.
@@ -34,35 +31,37 @@ ROOMS: dict[str, set[str]] = {
     "marks": {"_torch", "errors", "selection", "tiers"},
     "skipping": {"_torch", "errors", "marks", "module_calls"},
     "active": {"_torch", "config", "tiers"},
-    "step_plan": {"config", "errors", "machine", "stats"},
-    "plan_settings": {"config", "errors", "step_plan"},
-    "learning": {"step_plan", "tiers"},
+    "step_plan": {"config", "errors", "stats"},
+    "step_recorder": {"stats", "step_plan"},
+    "computed_plan": {"config", "machine", "stats", "step_plan"},
+    "plan_settings": {"computed_plan", "config", "errors"},
+    "learning": {"step_recorder", "tiers"},
     "kernels": {"_torch", "codecs", "config", "errors", "trace_file"},
     "solver": {"machine", "stats", "tiers"},
     "engine": {
         *("_torch", "config", "errors", "live_bytes", "malloc", "runtime", "schedule", "selection", "stats", "tiers"),
     },
     "eager": {
-        *("_torch", "active", "codecs", "config", "engine", "errors", "kernels", "learning", "marks", "runtime"),
-        *("schedule", "selection", "stats", "step_plan", "tiers"),
+        *("_torch", "active", "codecs", "computed_plan", "config", "engine", "errors", "kernels", "learning", "marks"),
+        *("runtime", "schedule", "selection", "stats", "step_plan", "step_recorder", "tiers"),
     },
     "compile": {
-        *("_torch", "active", "codecs", "config", "engine", "errors", "machine", "marks", "runtime", "selection"),
-        *("solver", "stats", "step_plan", "tiers"),
+        *("_torch", "active", "codecs", "computed_plan", "config", "engine", "errors", "machine", "marks", "runtime"),
+        *("selection", "solver", "stats", "tiers"),
     },
     "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "marks", "stats"},
     "observe": {
         *("_torch", "config", "eager", "engine", "errors", "runtime", "selection", "stats", "tiers", "trace_file"),
     },
     "offload": {
-        *("_torch", "active", "compile", "config", "context", "eager", "engine", "errors", "nothing_moved", "observe"),
-        *("plan_settings", "runtime", "skipping", "stats", "step_plan", "tiers"),
+        *("_torch", "active", "compile", "computed_plan", "config", "context", "eager", "engine", "errors"),
+        *("nothing_moved", "observe", "plan_settings", "runtime", "skipping", "stats", "step_plan", "tiers"),
     },
     "graphs": {"_torch", "codecs", "config", "eager", "errors", "offload", "runtime", "stats", "step_plan"},
     "plan": {
-        *("_torch", "active", "codecs", "compile", "config", "eager", "errors", "learning", "machine", "marks"),
-        *("module_calls", "observe", "offload", "runtime", "schedule", "selection", "simulation", "skipping"),
-        *("solver", "stats", "step_plan", "tiers"),
+        *("_torch", "active", "codecs", "compile", "computed_plan", "config", "eager", "errors", "learning", "machine"),
+        *("marks", "module_calls", "observe", "offload", "runtime", "schedule", "selection", "simulation", "skipping"),
+        *("solver", "stats", "step_plan", "step_recorder", "tiers"),
     },
     "eager_offload": {
         *("codecs", "config", "errors", "machine", "malloc", "marks", "offload", "plan", "stats", "step_plan"),
@@ -80,16 +79,15 @@ def imports() -> dict[str, set[str]]:
     """By module, the modules of the package that it imports, wherever in it the import stands."""
     paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
-    found: dict[str, set[str]] = {}
-    for name, path in modules.items():
-        found[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name:
-                full = [f"{node.module}.{one.name}" for one in node.names]
-                found[name] |= {one if one in modules else str(node.module) for one in full}
-            elif isinstance(node, ast.Import):
-                found[name] |= {one.name for one in node.names if one.name in modules}
-    return found
+    return {
+        name: {
+            full if (full := f"{module}.{one}") in modules else module
+            for module, names in imports_of(path)
+            if module.split(".")[0] == PACKAGE.name
+            for one in names or [""]
+        }
+        for name, path in modules.items()
+    }
 
 
 def room_of(module: str) -> str:

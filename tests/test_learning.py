@@ -63,12 +63,20 @@ def begun_like(learner: Learner, sizes: Sequence[int]) -> Forward:
 
 
 @pytest.mark.parametrize(
-    ("asked_at", "decisions"), [(2.9, Decision.STAY), (3.0, Decision.LEAVE), (50.0, Decision.LEAVE)]
+    ("asked", "at", "decisions"),
+    [
+        ([0, 1], 2.9, [Decision.STAY, Decision.STAY]),
+        ([0, 1], 3.0, [Decision.LEAVE, Decision.STAY]),
+        ([1, 0], 50.0, [Decision.LEAVE, Decision.LEAVE]),
+        ([0], 0.0, [Decision.STAY, Decision.LEAVE]),  # what is never asked for
+    ],
 )
-def test_what_is_asked_for_within_a_round_trip_stays_and_the_rest_leaves(asked_at: float, decisions: Decision) -> None:
+def test_what_is_asked_for_within_a_round_trip_stays_and_the_rest_leaves(
+    asked: list[int], at: float, decisions: list[Decision]
+) -> None:
     learner = Learner()
-    learner.step([10], [0], at=asked_at)
-    assert learner.step([10], [0], at=asked_at) == [decisions]
+    learner.step([10, 20], asked, at=at)
+    assert learner.step([10, 20], asked, at=at) == decisions
 
 
 def test_bytes_that_leave_before_it_make_the_round_trip_longer() -> None:
@@ -89,12 +97,6 @@ def test_a_storage_that_several_saves_share_is_asked_for_with_the_first_of_them(
         forward.asked(1, 2.0)
         forward.asked(0, 90.0)
         del forward
-
-
-def test_what_is_never_asked_for_leaves() -> None:
-    learner = Learner()
-    learner.step([10, 20], [0], at=0.0)
-    assert learner.step([10, 20], [0]) == [Decision.STAY, Decision.LEAVE]
 
 
 def test_nothing_is_said_of_times_where_no_link_is_known() -> None:
@@ -188,39 +190,32 @@ def test_h21_only_so_many_are_remembered_the_latest() -> None:
     for size in range(1, 101):
         learner.step([size], [0])
     learner.forward()
-    assert len(learner.learned) == 8
     assert [one.sizes for one in learner.learned.all()] == [[size] for size in range(100, 92, -1)]
 
 
 # -- the order of need ------------------------------------------------------------------------------------------------
 
 
-def test_a_step_like_the_last_is_expected_in_its_order() -> None:
-    learner = Learner()
-    learner.step([10, 20, 30], [0, 2, 1])
-    forward = begun_like(learner, [10, 20, 30])
-    assert forward.asked(0, 100.0) == [1001, 1003, 1002]
-    assert forward.asked(2, 101.0) is None
-    assert forward.asked(1, 102.0) is None
-    assert forward.asked(0, 103.0) is None, "a second backward changes nothing"
-
-
-def test_the_first_unpack_out_of_order_brings_the_reverse_of_packing_back() -> None:
-    learner = Learner()
-    learner.step([10, 20, 30], [0, 2, 1])
-    forward = begun_like(learner, [10, 20, 30])
-    forward.asked(0, 100.0)
-    assert forward.asked(1, 101.0) == [1003, 1002, 1001]
-    assert forward.asked(2, 102.0) is None
-
-
-@pytest.mark.parametrize("sizes", [[10, 20], [10, 20, 30, 40], [10, 20, 31]])
-def test_a_step_of_another_length_or_size_is_not_expected_in_that_order(sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "asked", "expected"),
+    [
+        # A second backward changes nothing.
+        ([10, 20, 30], [0, 2, 1, 0], [[1001, 1003, 1002], None, None, None]),
+        # The first one that is out of order brings the reverse of packing back.
+        ([10, 20, 30], [0, 1, 2], [[1001, 1003, 1002], [1003, 1002, 1001], None]),
+        # A step of another length or size is not expected in that order.
+        ([10, 20], [0, 1], [None, None]),
+        ([10, 20, 30, 40], [0, 1], [None, None]),
+        ([10, 20, 31], [0, 1], [None, None]),
+    ],
+)
+def test_a_step_like_the_last_is_expected_in_its_order(
+    sizes: list[int], asked: list[int], expected: list[list[int] | None]
+) -> None:
     learner = Learner()
     learner.step([10, 20, 30], [0, 2, 1])
     forward = begun_like(learner, sizes)
-    for number in (0, 1):
-        assert forward.asked(number, 100.0) is None
+    assert [forward.asked(number, 100.0) for number in asked] == expected
 
 
 def test_h20_what_half_a_backward_did_not_visit_is_not_expected() -> None:
@@ -262,7 +257,7 @@ def test_a_forward_is_over_when_all_that_has_a_handle_was_asked_for() -> None:
     assert forward.is_over
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data(), steps=st.integers(1, 6))
 def test_whatever_has_been_learnt_an_order_names_each_save_at_most_once_and_nothing_else(
     data: st.DataObject, steps: int

@@ -24,8 +24,7 @@ def forward(x: torch.Tensor) -> torch.Tensor:
 
 def warned(offload: eo.Offload, steps: int, size: int = 1024) -> list[warnings.WarningMessage]:
     x = torch.ones(size, requires_grad=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(steps):
             with offload:
                 loss = forward(x)
@@ -41,8 +40,7 @@ def test_a_plain_loop_is_warned_once_at_its_own_line_after_its_third_forward() -
     assert linecache.getline(__file__, warning.lineno).strip() == "with offload:"
     assert warning.filename == __file__
     assert issubclass(warning.category, RuntimeWarning)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         offload.close()
 
 
@@ -75,8 +73,7 @@ def test_a_run_that_moves_bytes_is_not_warned_of_though_its_counters_begin_again
     assert warned(offload, 4, 1 << 16) == []
     assert offload.stats(synchronize=True).bytes_out > 0
     offload.reset_stats()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         offload.close()
 
 
@@ -85,8 +82,7 @@ def test_a_forward_that_is_cut_short_is_not_counted() -> None:
     for _ in range(3):
         with pytest.raises(ZeroDivisionError), offload:
             raise ZeroDivisionError(forward(torch.ones(8, requires_grad=True)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         offload.close()
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import eager_offload as eo
 from eager_offload._torch import top_pack_hook
 from eager_offload.run import main, offload_modules
-
-ROOT = Path(eo.__file__).parents[1]
+from tests.processes import python
 
 SCRIPT = """
 import sys
@@ -54,19 +50,10 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def ran(directory: Path, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("EAGER_OFFLOAD")}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    command = (sys.executable, *command)
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, cwd=directory, env=env | environ
-    )
-
-
 def test_a_script_prints_the_same_and_it_says_what_it_did(script: Path, tmp_path: Path) -> None:
-    plain = ran(tmp_path, "train.py", "--lr", "3")
+    plain = python("train.py", "--lr", "3", cwd=tmp_path)
     assert plain.stdout.endswith("__main__ ['--lr', '3']\n"), plain.stderr
-    offloaded = ran(tmp_path, "-m", "eager_offload.run", *SETTINGS, "train.py", "--lr", "3")
+    offloaded = python("-m", "eager_offload.run", *SETTINGS, "train.py", "--lr", "3", cwd=tmp_path)
     assert offloaded.stdout == plain.stdout, offloaded.stderr
     assert "eager_offload.run: device peak of saved tensors" in offloaded.stderr
     assert offloaded.returncode == 0
@@ -79,9 +66,9 @@ def test_the_status_of_a_module_is_its_own_and_settings_come_from_a_file_and_the
     file, later = tmp_path / "offload.json", tmp_path / "offload.toml"
     file.write_text(json.dumps({"min_bytes": "1TiB"}))
     later.write_text("min_bytes = '1KiB'\n")
-    ended = ran(
-        script.parent,
-        *("-m", "eager_offload.run", "--settings", str(file), f"--settings={later}", "-m", "train", "--fail"),
+    ended = python(
+        *("-m", "eager_offload.run", "--settings", file, f"--settings={later}", "-m", "train", "--fail"),
+        cwd=script.parent,
         EAGER_OFFLOAD_KEEP_LAST_BYTES="0",
     )
     assert ended.returncode == 7
@@ -95,7 +82,7 @@ def test_the_status_of_a_module_is_its_own_and_settings_come_from_a_file_and_the
     [({}, "nothing moved, because of the"), ({"EAGER_OFFLOAD": "0"}, "eager_offload.run: switched off")],
 )
 def test_a_run_that_moves_nothing_says_why(environ: dict[str, str], said: str, script: Path, tmp_path: Path) -> None:
-    ended = ran(tmp_path, "-m", "eager_offload.run", "train.py", **environ)
+    ended = python("-m", "eager_offload.run", "train.py", cwd=tmp_path, **environ)
     assert ended.returncode == 0
     assert said in ended.stderr
 
@@ -106,7 +93,7 @@ def test_accelerate_launches_it(script: Path, tmp_path: Path) -> None:
     launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes=1")
     # Where HF_HOME is another one, no configuration of the user's is read.
     run = ("-m", "eager_offload.run", *SETTINGS, "train.py", "--lr", "3")
-    ended = ran(tmp_path, *launcher, *run, HF_HOME=str(tmp_path))
+    ended = python(*launcher, *run, cwd=tmp_path, HF_HOME=str(tmp_path))
     assert ended.stdout.endswith("__main__ ['--lr', '3']\n"), ended.stderr
     assert "eager_offload.run: device peak of saved tensors" in ended.stderr
     assert ended.returncode == 0
@@ -115,7 +102,7 @@ def test_accelerate_launches_it(script: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_two_ranks_of_torchrun_each_offload_and_one_speaks(script: Path, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    ended = ran(tmp_path, *launcher, "-m", "eager_offload.run", *SETTINGS, "train.py")
+    ended = python(*launcher, "-m", "eager_offload.run", *SETTINGS, "train.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("eager_offload.run: device peak of saved tensors") == 1
     lines = [line for line in ended.stdout.splitlines() if line.startswith("0x")]

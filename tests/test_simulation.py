@@ -55,7 +55,7 @@ def test_a_slow_link_is_waited_for_once_the_room_is_full() -> None:
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sizes, st.floats(0.5, 50), st.floats(0.5, 50), st.integers(1, 300), st.randoms(use_true_random=False))
 def test_no_schedule_is_faster_than_its_compute_nor_made_slower_by_more_room(
     nbytes: list[int], out: float, back: float, room: int, random: object

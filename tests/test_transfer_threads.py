@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 
@@ -16,9 +14,10 @@ from eager_offload import Offload
 from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.host import HostRuntime
 from tests import test_host_runtime
-from tests.processes import printed_by
+from tests.hazards.backends import Gate
+from tests.processes import printed_by, python
 from tests.test_host_runtime import raising, stream
-from tests.threads import on_a_thread
+from tests.threads import on_a_thread, on_threads
 
 runtime = test_host_runtime.runtime
 
@@ -69,17 +68,16 @@ def test_h28_before_a_process_ends_a_pause_is_waited_for_and_no_other_begins(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_threads, "_PAUSE_SECONDS", 0.0)
-    out, begun, opened, pauses = stream(runtime), threading.Event(), threading.Event(), list[str]()
+    out, gate, pauses = stream(runtime), Gate(), list[str]()
 
     def pause() -> None:
-        begun.set()
-        assert opened.wait(60)
+        gate.pass_through()
         pauses.append("over")
 
     monkeypatch.setattr(out, "pauses", pause)
     runtime.synchronize(out.submit(lambda: None))
-    assert begun.wait(60)
-    opener = threading.Timer(0.05, opened.set)
+    gate.wait_until_reached()
+    opener = threading.Timer(0.05, gate.open)
     opener.start()
     out.stop()
     assert pauses == ["over"]
@@ -119,7 +117,7 @@ ENDS = textwrap.dedent("""
 
 
 def test_h28_the_threads_end_before_the_interpreter_does_with_what_they_are_at() -> None:
-    ran = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
+    ran = python("-c", ENDS)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "[] ['eager_offload-out', 'eager_offload-write']\n", "")
 
 
@@ -172,21 +170,16 @@ def test_h47_without_threads_the_one_that_enqueues_carries_it_out_in_order(
 def test_h47_a_thread_that_ends_goes_on_where_no_other_can_take_over(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, ran, entered, leave = stream(runtime), [], threading.Event(), threading.Event()
-
-    def first() -> None:
-        entered.set()
-        assert leave.wait(60)
-
-    out.submit(first)
-    assert entered.wait(60)
+    out, ran, gate = stream(runtime), [], Gate()
+    out.submit(gate.pass_through)
+    gate.wait_until_reached()
     with monkeypatch.context() as patched:
         refuse_threads(patched)
         closing = threading.Thread(target=out.close)
         closing.start()
         out._items.append(None)
         last = out.submit(lambda: ran.append(threading.current_thread().name))
-        leave.set()
+        gate.open()
         runtime.synchronize(last)
         closing.join()
     assert ran == ["eager_offload-out"]
@@ -205,15 +198,11 @@ def test_h47_several_who_enqueue_without_a_thread_take_turns(
 
     refuse_threads(monkeypatch)
 
-    def enqueue() -> None:
+    def enqueue(_: int) -> None:
         for number in range(200):
             runtime.synchronize(out.submit(lambda: work(number)))  # noqa: B023
 
-    callers = [threading.Thread(target=enqueue) for _ in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    on_threads(4, enqueue)
     assert len(ran) == 800
 
 
@@ -300,7 +289,7 @@ def test_h10_what_was_enqueued_when_an_interrupt_kept_a_thread_from_starting_is_
     assert ran == ["done"]
 
 
-def test_retiring_waits_for_what_is_enqueued_and_later_work_starts_a_new_thread(runtime: HostRuntime) -> None:
+def test_closing_waits_for_what_is_enqueued_and_later_work_starts_a_new_thread(runtime: HostRuntime) -> None:
     out, ran = stream(runtime), []
     out.close()
     for number in range(20):
@@ -325,18 +314,17 @@ def test_a_failure_outlives_the_thread_that_it_happened_on(runtime: HostRuntime)
     runtime.synchronize(out.record())
 
 
-def test_retiring_does_not_wait_for_the_work_of_a_thread_that_came_later(runtime: HostRuntime) -> None:
-    out = stream(runtime)
-    reached, first, second = threading.Event(), threading.Event(), threading.Event()
-    out.submit(lambda: (reached.set(), first.wait()))
-    reached.wait()
+def test_closing_does_not_wait_for_the_work_of_a_thread_that_came_later(runtime: HostRuntime) -> None:
+    out, first, second = stream(runtime), Gate(), threading.Event()
+    out.submit(first.pass_through)
+    first.wait_until_reached()
     closing = threading.Thread(target=out.close)
     closing.start()
     while None not in out._items:
         pass  # until the other thread has asked for the end
     out.submit(second.wait)
     event = out.record()
-    first.set()
+    first.open()
     closing.join(60)
     assert not closing.is_alive()
     assert not runtime.query(event)
@@ -344,7 +332,7 @@ def test_retiring_does_not_wait_for_the_work_of_a_thread_that_came_later(runtime
     runtime.synchronize(event)
 
 
-def test_retiring_waits_for_a_thread_that_ends_by_itself_at_that_moment(
+def test_closing_waits_for_a_thread_that_ends_by_itself_at_that_moment(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 0.01)

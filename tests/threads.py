@@ -15,8 +15,7 @@ def on_a_thread(work: Callable[[], T]) -> T:
         return pool.submit(work).result()
 
 
-def on_threads(count: int, work: Callable[[int], object]) -> None:
+def on_threads(count: int, work: Callable[[int], T]) -> list[T]:
     """Calls ``work`` on so many threads at once, with their numbers; raises what the first of them raised."""
     with ThreadPoolExecutor(count) as pool:
-        for done in [pool.submit(work, number) for number in range(count)]:
-            done.result()
+        return [done.result() for done in [pool.submit(work, number) for number in range(count)]]

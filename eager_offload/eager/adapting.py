@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from eager_offload.computed_plan import Adapted, ComputedPlan, Timing
 from eager_offload.config import MIB
 from eager_offload.eager.measuring import Measured
-from eager_offload.step_plan import Adapted, ComputedPlan, Timing
 
 #: After so many forwards it is looked at.
 _EVERY = 16

@@ -31,12 +31,12 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import asking_node, autograd_sequence, detached, version_of, weak_storage
+from eager_offload._torch import asking_node, autograd_sequence, version_of, weak_storage
 from eager_offload.codecs.seeds import next_seed
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.coding import Coding, codings_of, kind_of
 from eager_offload.eager.following import resident
-from eager_offload.eager.handles import KeptTensor, Returned, SavedStorage, SavedView
+from eager_offload.eager.handles import KeptTensor, Returned, SavedStorage, SavedView, what_stays_of
 from eager_offload.eager.ownership import own_until_taken
 from eager_offload.eager.packing import pack_into, unpack_into
 from eager_offload.eager.warm_ups import late_releases, mismatch, said, slots_of
@@ -45,13 +45,13 @@ from eager_offload.errors import CaptureStateError, OffloadError
 from eager_offload.learning import Forward, LearnedForwards
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
-from eager_offload.selection import is_parameter, logical_bytes, reason_to_stay, root_of, whole
+from eager_offload.selection import logical_bytes, reason_to_stay, root_of, whole
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate, Save, StepPlan
 
 
-class Back(NamedTuple):
-    """Bytes on their way back."""
+class _Back(NamedTuple):
+    """Bytes on their way back; of a ``Reload`` the part that ``resident`` looks at."""
 
     target: Tensor
     event: Event
@@ -69,7 +69,7 @@ class CapturedStorage(SavedStorage):
 
     __slots__ = ("packed_at", "started_in", "state")
     #: In place of what a storage of an unknown step has, which nothing of a captured one is asked for: another type.
-    reload: Back | None  # type: ignore[assignment]  # of its own
+    reload: _Back | None  # type: ignore[assignment]  # of its own
 
     def __init__(
         self, tensor: Tensor, number: int, forward: Forward, stream: torch.Stream, coding: Coding | None
@@ -154,12 +154,7 @@ class CapturedRun:
         self._going: deque[int] = deque()
         #: What compute has not waited for, by number of save.
         self._leaving: dict[int, _Leaving] = {}
-        self._returning: dict[int, Back] = {}
-
-    @property
-    def _is_through(self) -> bool:
-        """Whether this forward and its backward are over."""
-        return self._packed == len(self._plan.saves) and self._asked == len(self._plan.asks)
+        self._returning: dict[int, _Back] = {}
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +164,8 @@ class CapturedRun:
         Raises:
             ScheduleMismatchError: the plan has another one here.
         """
-        if self._is_through and self._plans:
+        is_over = self._packed == len(self._plan.saves) and self._asked == len(self._plan.asks)
+        if is_over and self._plans:
             self._release_all()  # the slots, too, may be written to again from here on
             self._begin_forward(self._plans.popleft())
         number, saves = self._packed, self._plan.saves
@@ -200,8 +196,10 @@ class CapturedRun:
         here = self._runtime.current_stream(self._device)
         if here != self._stream:
             self._differ(f"save {number}", f"{said(save)} on {self._stream}", f"one on {here}")
-        if (reason := self._why_not(tensor)) is not None:
-            self._differ(f"save {number}", f"{said(save)} of which the memory may leave", f"one that {reason}")
+        has_memory = reason_to_stay(tensor, 0, preferred=True) is None and tensor.device == self._device
+        if not has_memory or not tensor.data_ptr() or tensor.data_ptr() % tensor.itemsize:
+            stays = f"a {type(tensor).__name__} that stays, on {tensor.device}"
+            self._differ(f"save {number}", f"{said(save)} of which the memory may leave", stays)
         if (coding := self._codings[number]) is not None and not coding.suits(tensor):
             own, its = (kind and (kind.dtype, kind.maker) for kind in (coding.kind, kind_of(tensor)))
             self._differ(f"what is rounded of save {number}", f"{own}", f"{its}")
@@ -209,19 +207,9 @@ class CapturedRun:
             there = f"{tensor.untyped_storage().nbytes():,}"
             self._differ(f"the storage of save {number}", f"{save.storage_nbytes:,} bytes", f"{there} bytes")
 
-    def _why_not(self, tensor: Tensor) -> str | None:
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            return f"is of {type(tensor).__name__}, {tensor.layout}"
-        if tensor.device != self._device:
-            return f"is on {tensor.device}"
-        if not tensor.data_ptr() or tensor.data_ptr() % tensor.itemsize:
-            return "has no memory of its own"
-        return "is a parameter" if is_parameter(tensor) else None
-
     def _keep(self, tensor: Tensor, reason: KeepReason) -> KeptTensor:
         self.kept[reason] += logical_bytes(tensor)
-        held = tensor if tensor.is_leaf else tensor.detach() if type(tensor) is Tensor else detached(tensor)
-        return KeptTensor(held, version_of(tensor), reason)
+        return KeptTensor(what_stays_of(tensor), version_of(tensor), reason)
 
     def _view(self, tensor: Tensor, number: int, save: Save) -> SavedView:
         """The handle of a save whose storage leaves, stays as one of the newest, or is that of an earlier save."""
@@ -380,7 +368,7 @@ class CapturedRun:
         # Behind the block's last owner, and behind the copy out, which compute has waited for.
         allocated = self._runtime.record(self._stream)
         event = self._runtime.copy_in_capture(target, self._slot(storage.number), self._in, [allocated])
-        storage.reload = self._returning[storage.number] = Back(target, event)
+        storage.reload = self._returning[storage.number] = _Back(target, event)
         self._has_come_back = True
 
     def _expect(self, number: int) -> None:

@@ -24,6 +24,7 @@ from eager_offload._torch import (
     without_caller_modes,
     without_torch_function,
 )
+from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.captured import CapturedRun
 from eager_offload.eager.coding import kind_of
@@ -41,7 +42,7 @@ from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import is_parameter, logical_bytes, reason_to_stay
 from eager_offload.stats import Accounts, KeepReason
-from eager_offload.step_plan import SAID, ComputedPlan, StepPlan
+from eager_offload.step_plan import SAID, StepPlan
 
 #: What autograd holds in place of a saved tensor.
 Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
@@ -282,7 +283,7 @@ class Hooks:
         run, recorder = thread.run, thread.recorder
         thread.run = thread.recorder = None
         try:
-            return pack_wrapper(tensor, self, self._accounts)
+            return pack_wrapper(tensor, self.pack, self._accounts)
         finally:
             thread.run, thread.recorder = run, recorder
 

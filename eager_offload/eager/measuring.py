@@ -20,10 +20,10 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
+from eager_offload.computed_plan import Stretch, Timing
 from eager_offload.engine.offloader import DeviceOffloader, Wait
 from eager_offload.runtime.base import DeviceMemory
 from eager_offload.stats import PlanOutcome
-from eager_offload.step_plan import Stretch, Timing
 
 #: Of so many steps the median time is told.
 _MEASURED = 15

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from eager_offload.codecs import CodecPolicy
+from eager_offload.computed_plan import ComputedPlan
 from eager_offload.eager.adapting import Adapting
 from eager_offload.eager.coding import codings_of
 from eager_offload.eager.measuring import StepMeasures
@@ -22,7 +23,8 @@ from eager_offload.runtime.base import Layout
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import whole
 from eager_offload.stats import Accounts, KeepReason
-from eager_offload.step_plan import ComputedPlan, Fate, Save, StepPlan, StepRecorder
+from eager_offload.step_plan import Fate, Save, StepPlan
+from eager_offload.step_recorder import StepRecorder
 from eager_offload.tiers.base import Slot, keep_ready
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import tell_after_fork

@@ -15,9 +15,9 @@ from eager_offload.eager.packing import unpacked, unpacked_at_once
 from eager_offload.eager.plans import StepPlans
 from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.runtime.base import Stream
-from eager_offload.schedule import Plan, PrefetchOrder
+from eager_offload.schedule import Prefetch, PrefetchOrder
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import StepRecorder
+from eager_offload.step_recorder import StepRecorder
 
 
 class Reloading:
@@ -182,7 +182,7 @@ class Reloading:
                 return view.over(storage, first_byte)
         return None if saved.packed is None else unpacked_at_once(view, saved, stream)
 
-    def _record(self, recorder: StepRecorder, view: SavedView, plan: Plan) -> None:
+    def _record(self, recorder: StepRecorder, view: SavedView, plan: Prefetch) -> None:
         """SaveLog an unpack, and of what it sets off all that is the same forward's."""
         saved, forward = view.storage, view.forward
         if saved.forward is forward:
@@ -192,7 +192,7 @@ class Reloading:
             drop = [one.number for record in plan.drop if (one := record()) is not None and one.forward is forward]
             recorder.asked(view.number, saved.number, bring, drop, keep, kept)
 
-    def _follow(self, plan: Plan, current: StorageRecord) -> None:
+    def _follow(self, plan: Prefetch, current: StorageRecord) -> None:
         """Carries out what the prefetch order says; ``current`` is being handed out and sees to itself."""
         for record in plan.drop:
             if record is not current:

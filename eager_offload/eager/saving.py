@@ -43,7 +43,7 @@ from eager_offload.runtime.host import HostRuntime
 from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
 from eager_offload.selection import Footprint, footprint, root_of
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import StepRecorder
+from eager_offload.step_recorder import StepRecorder
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import Living
 

@@ -23,7 +23,8 @@ that and would go on with other values than were saved; here it raises.
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,21 +38,11 @@ from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.forking import reentrant_lock
 
 
-class Packer(Protocol):
-    """What a wrapper needs of the hooks, for the tensors inside it."""
-
-    def pack(self, tensor: Tensor) -> object:
-        """The handle of a saved tensor, which is counted."""
-
-
 class _Part(NamedTuple):
     """A plain tensor inside the wrapper that a handle holds, and the handle of its bytes."""
 
     tensor: Tensor
     handle: SavedView
-
-    def fill(self, tensor: Tensor) -> None:
-        self.tensor.data = tensor
 
     def empty(self) -> None:
         self.tensor.data = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
@@ -86,7 +77,7 @@ class WrappedTensor:
         with self._lock:  # one graph may be run backward by two threads
             try:
                 for part, tensor in zip(self._parts, returned, strict=True):
-                    part.fill(tensor)
+                    part.tensor.data = tensor
                 made = detached(wrapper)
             finally:
                 for part in self._parts:
@@ -96,8 +87,10 @@ class WrappedTensor:
         return made
 
 
-def pack_wrapper(wrapper: Tensor, packer: Packer, accounts: Accounts) -> WrappedTensor | KeptTensor | None:
-    """The handle of a wrapper, with all that is inside counted; ``None``, and nothing counted, if it stays."""
+def pack_wrapper(
+    wrapper: Tensor, pack: Callable[[Tensor], object], accounts: Accounts
+) -> WrappedTensor | KeptTensor | None:
+    """The handle of a wrapper, with what is inside packed and counted; ``None``, and nothing counted, if it stays."""
     if not is_wrapper(wrapper) or any(is_fake(type(inner)) for inner in plain_tensors(wrapper)):
         return None  # compilers make views of fake ones outside of every mode
     _finish_collectives(wrapper)
@@ -112,7 +105,7 @@ def pack_wrapper(wrapper: Tensor, packer: Packer, accounts: Accounts) -> Wrapped
         if theirs is ours:
             with accounts.lock:
                 accounts.counters.kept(KeepReason.LAYOUT, theirs.numel() * theirs.element_size())
-        elif isinstance(handle := packer.pack(theirs), SavedView):
+        elif isinstance(handle := pack(theirs), SavedView):
             handle.forget_kind()  # the engine asks for the wrapper, not for what is inside
             parts.append(_Part(ours, handle))
             parts[-1].empty()

@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from eager_offload.computed_plan import Timing
 from eager_offload.errors import ConfigError
 from eager_offload.plan.predict import Moves, Problem
 from eager_offload.plan.program import Save
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import Coded, StepPlan, StepRecorder, Timing
+from eager_offload.step_plan import Coded, StepPlan
+from eager_offload.step_recorder import StepRecorder
 
 #: Of the time that operators take, what is no difference.
 _SMALL = 0.05

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from eager_offload.computed_plan import Adapted, ComputedPlan, Timing
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
 from eager_offload.plan.apply import checkpointed
@@ -20,7 +21,7 @@ from eager_offload.plan.draft import draft, is_off, timed
 from eager_offload.plan.figures import PlanFigures, seconds_text
 from eager_offload.plan.files import Point, read, write
 from eager_offload.stats import Relief
-from eager_offload.step_plan import Adapted, ComputedPlan, Fate, StepPlan, Timing
+from eager_offload.step_plan import Fate, StepPlan
 
 #: A part of a step for which another plan is worth while.
 _GAIN = 0.02

@@ -276,7 +276,7 @@ def tracked(saves: SavedTensors) -> Tracked:
     with saves.offloader.lock:
         saves.offloader.poll()
         storages, order = saves.storages(), saves.order
-        return Tracked(len(storages), len(saves._names), len(order), order.promised_bytes + order.followed_bytes)
+        return Tracked(len(storages), len(saves._names), len(order._uses), order.promised_bytes + order.followed_bytes)
 
 
 def tracked_storages(offload: Offload) -> int:

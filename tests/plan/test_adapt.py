@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from benchmarks.simulation.stage import Stage, Step
+from eager_offload.computed_plan import Adapted
 from eager_offload.eager.adapting import Adapting
 from eager_offload.plan.decide import RehearsedSolver
 from eager_offload.runtime.base import DeviceMemory
 from eager_offload.runtime.host import host_runtime
-from eager_offload.step_plan import Adapted
 from tests.hazards.programs import assert_identical
 from tests.plan.programs import budget_of, gradients, planned, slow, wide
 from tests.plan.test_peaks import storages

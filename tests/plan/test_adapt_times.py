@@ -9,11 +9,11 @@ import torch
 
 import eager_offload as eo
 from benchmarks.simulation.stage import Stage
+from eager_offload.computed_plan import Stretch, Timing
 from eager_offload.eager.adapting import Adapting
 from eager_offload.eager.measuring import Measured
 from eager_offload.machine import Machine
 from eager_offload.plan.draft import timed
-from eager_offload.step_plan import Stretch, Timing
 from tests.hazards.programs import assert_identical
 from tests.plan.programs import gradients, planned, wide
 from tests.plan.test_adapt import MACHINE, half
