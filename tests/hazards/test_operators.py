@@ -28,6 +28,7 @@ from tests.hazards.programs import (
     noise,
     one_step,
     same_gradients,
+    trained,
 )
 
 # -- H31 --------------------------------------------------------------------------------------------------------------
@@ -113,19 +114,14 @@ def test_h31_modules_that_save_in_their_own_ways(case: Model, backend: Backend) 
     backend.sources_change = "norm" in case.name or case.name == "gru"
 
     def program(offload: Around) -> object:
-        model, losses, x = case.make(), [], case.data()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01) if list(model.parameters()) else None
-        for _ in range(2):
-            with offload:
-                h = (x * 1.5).sin()
-                y = model(h, h) if isinstance(model, nn.TransformerDecoderLayer) else model(h)
-                loss = (y * y.sigmoid()).mean()
-            del h, y
-            loss.backward()
-            losses.append(loss.detach())
-            if optimizer is not None:
-                optimizer.step()
-        return losses, x.grad, [p.detach() for p in model.parameters()], list(model.buffers())
+        model, x = case.make(), case.data()
+
+        def loss(step: int) -> Tensor:
+            h = (x * 1.5).sin()
+            y = model(h, h) if isinstance(model, nn.TransformerDecoderLayer) else model(h)
+            return (y * y.sigmoid()).mean()
+
+        return trained([x, *model.parameters()], offload, loss), list(model.buffers())
 
     same_gradients(program, backend)
 
