@@ -17,8 +17,6 @@ from tests.hazards.backends import Backend, assert_settled, hooks_are_gone, offl
 from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, Block
 from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, assert_moved, leaf, trained
 
-# -- H24 --------------------------------------------------------------------------------------------------------------
-
 
 def test_h24_a_forward_in_which_nothing_could_be_seen_is_counted_and_told_of_once(backend: Backend) -> None:
     offload, x = backend.offload(), leaf(ROWS, WIDTH)
@@ -42,9 +40,6 @@ def test_h24_a_forward_in_which_nothing_could_be_seen_is_counted_and_told_of_onc
     loss.backward()
     del loss
     assert_moved(assert_settled(offload))
-
-
-# -- H29 --------------------------------------------------------------------------------------------------------------
 
 
 def run_together(backend: Backend, jobs: list[Callable[[], object]]) -> list[object]:

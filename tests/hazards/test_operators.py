@@ -31,8 +31,6 @@ from tests.hazards.programs import (
     trained,
 )
 
-# -- H31 --------------------------------------------------------------------------------------------------------------
-
 
 class Model(NamedTuple):
     name: str
@@ -239,9 +237,6 @@ def test_h31_transforms_that_torch_allows(backend: Backend) -> None:
         return x.grad, w.grad, tangent
 
     same_gradients(program, backend)
-
-
-# -- H33 --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inplace", [False, True])

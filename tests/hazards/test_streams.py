@@ -209,9 +209,6 @@ def test_h14_a_step_that_is_followed_is_read_on_another_stream(backend: Backend)
     assert_moved(stats)
 
 
-# -- H15 --------------------------------------------------------------------------------------------------------------
-
-
 def test_h15_the_stream_is_noted_before_any_other_is_entered(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that asks for the current stream while a transfer stream is current is told the wrong one."""
     runtime, entered, asked = backend.runtime, threading.local(), []
