@@ -12,31 +12,28 @@ from torch import Tensor, nn
 from eager_offload import Offload, OffloadStats
 from eager_offload.tiers.memory import anonymous_slab
 from tests.hazards.backends import Backend
+from tests.hazards.functions import custom
 from tests.hazards.programs import REGIMES, Around, assert_identical, one_step, same_gradients
 
 MIB = 1 << 20
 
 
-class PartlyUsed(torch.autograd.Function):
+def partly_used(x: Tensor) -> Tensor:
     """Saves a workspace of which it uses the first part, as oneDNN's recurrent layers do."""
+    workspace = anonymous_slab(40 * MIB, huge=False).view(x.dtype)  # an allocator may have touched it before
+    workspace[: x.numel()] = x.detach().flatten().exp()
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        workspace = anonymous_slab(40 * MIB, huge=False).view(x.dtype)  # an allocator may have touched it before
-        workspace[: x.numel()] = x.flatten().exp()
-        ctx.save_for_backward(workspace)
-        return workspace[: x.numel()].view_as(x).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (workspace,) = ctx.saved_tensors
-        return grads[0] * workspace[: grads[0].numel()].view_as(grads[0]) + workspace[-(1 << 16) :].sum()
+        return gradient * workspace[: gradient.numel()].view_as(gradient) + workspace[-(1 << 16) :].sum()
+
+    return custom(x, backward, workspace, forward=lambda x: workspace[: x.numel()].view_as(x).clone())
 
 
 @one_step
 def untouched() -> tuple[Tensor, ...]:
     x = torch.linspace(-1, 1, MIB).requires_grad_()
-    return PartlyUsed.apply(x) + PartlyUsed.apply(2 * x), x
+    return partly_used(x) + partly_used(2 * x), x
 
 
 @one_step

@@ -19,6 +19,7 @@ from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.functions import watching
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import Around, Settled, assert_moved, leaf, one_step, same_gradients, trained
+from tests.hazards.test_lifetime import without_gc
 from tests.hazards.wrappers import KINDS, Kind, Scaled, kinds, parts_of, two, wrapped
 
 # -- exact ------------------------------------------------------------------------------------------------------------
@@ -196,10 +197,8 @@ def test_h13_marks_and_regions_hold_for_what_is_inside(backend: Backend) -> None
 
 
 def test_h13_a_graph_that_is_dropped_leaves_nothing(backend: Backend) -> None:
-    offload, enabled = backend.offload(), gc.isenabled()
-    gc.disable()
-    try:
-        storages = []
+    offload, storages = backend.offload(), []
+    with without_gc():
         for seed in range(20):
             x = wrapped(KINDS[seed % 3], 16, 16, seed=seed)
             with offload:
@@ -208,9 +207,6 @@ def test_h13_a_graph_that_is_dropped_leaves_nothing(backend: Backend) -> None:
             del x, y
             offload.stats(synchronize=True)
         assert [ref() for ref in storages] == [None] * 20
-    finally:
-        if enabled:
-            gc.enable()
     assert assert_settled(offload).released_bytes > 0
 
 
