@@ -42,7 +42,6 @@ from eager_offload.runtime.host import host_runtime  # noqa: E402
 from eager_offload.tiers.directories import filesystem_of, usual_directories  # noqa: E402
 from eager_offload.tiers.disk import DiskTier  # noqa: E402
 from tests.doubles.recorded_backend import RecordedBackend  # noqa: E402
-from tests.faults.telling import sentence  # noqa: E402
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend  # noqa: E402
 from tests.tiers.files import Watched  # noqa: E402
 
@@ -107,7 +106,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     passed = terminalreporter.stats.get("passed", [])
     faults = sum(number for report in passed for name, number in report.user_properties if name == "faults")
     if faults:
-        terminalreporter.write_line(sentence(faults, well=exitstatus == 0))
+        outcome = " in what passed" if exitstatus else ": 0 wrong gradients, 0 leaks, 0 hangs"
+        terminalreporter.write_line(f"{faults:,} faults injected{outcome}")
     if exitstatus:
         terminalreporter.write_line(announce())
 

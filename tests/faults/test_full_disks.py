@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eager_offload import Offload, OffloadStats
 from eager_offload.tiers.spill import FLOOR_SHARE
 from tests.faults.disks import Faulty, make_offload, nothing_is_held, on_faulty_disk
 from tests.processes import printed_by
@@ -82,6 +83,17 @@ def chain(x: Tensor, between: Callable[[], None] = lambda: None) -> Tensor:
     return x.sum()
 
 
+def moved_by(offload: Offload, x: Tensor, expected: Tensor, between: Callable[[], None] = lambda: None) -> OffloadStats:
+    """What an exact step has moved before its backward, in whose midst ``between`` is called."""
+    with offload:
+        loss = chain(x, between)
+    stats = offload.stats(synchronize=True)
+    assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+    del loss
+    nothing_is_held(offload, after_error=True)
+    return stats
+
+
 @pytest.mark.parametrize("file_type", [Faulty, Unpromised])
 def test_h27_a_disk_that_others_fill_in_mid_step_is_told_apart_from_one_with_room(
     file_type: type[Faulty], small_disk: Path, record_property: Callable[[str, object], None]
@@ -95,24 +107,14 @@ def test_h27_a_disk_that_others_fill_in_mid_step_is_told_apart_from_one_with_roo
             offload.stats(synchronize=True)  # the first half is on the disk by then
             fill(small_disk)
 
-        with offload:
-            loss = chain(x, others_fill_it)
-        full = offload.stats(synchronize=True)
+        full = moved_by(offload, x, expected, others_fill_it)
         assert full.bytes_out > 4 * MIB, "something moved before"
         assert full.kept_bytes["budget" if file_type is Faulty else "failed"] >= 4 * MIB
-        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
-        del loss
-        nothing_is_held(offload, after_error=True)
         (small_disk / "filler").unlink()
         offload.reset_stats()
-        with offload:
-            loss = chain(x)
-        again = offload.stats(synchronize=True)
+        again = moved_by(offload, x, expected)
         assert again.bytes_out > 4 * MIB
         assert {"budget", "failed"}.isdisjoint(again.kept_bytes), "there is room again"
-        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
-        del loss
-        nothing_is_held(offload, after_error=False)
         offload.close()
     assert list(small_disk.iterdir()) == [small_disk / "lost+found"]
     record_property("faults", sum(full.demotions.values()))
@@ -158,9 +160,8 @@ LIMITED = """
 import resource, sys, warnings
 from pathlib import Path
 import torch
-from tests.faults.disks import Faulty, make_offload, nothing_is_held, on_faulty_disk
-from tests.faults.test_full_disks import MIB, Unpromised, chain
-from tests.proof.bits import same_bits
+from tests.faults.disks import Faulty, make_offload, on_faulty_disk
+from tests.faults.test_full_disks import MIB, Unpromised, chain, moved_by
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -170,13 +171,8 @@ expected = torch.autograd.grad(chain(x), x)[0]
 for file_type, reason in ((Faulty, "budget"), (Unpromised, "budget")):
     with on_faulty_disk(file_type):
         offload = make_offload(Path(sys.argv[1]))
-        with offload:
-            loss = chain(x)
-        stats = offload.stats(synchronize=True)
+        stats = moved_by(offload, x, expected)
         assert stats.bytes_out > 0 and stats.kept_bytes[reason] >= 4 * MIB, stats
-        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
-        del loss
-        nothing_is_held(offload, after_error=True)
         offload.close()
 print("exact")
 """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload
-from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRuntime
+from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Event
 from tests.threads import on_a_thread
 
@@ -151,8 +151,6 @@ class DeviceMachine(Machine):
     """The accelerator that torch names."""
 
     def __init__(self) -> None:
-        from eager_offload.runtime.accelerator import accelerator_runtime
-
         runtime = accelerator_runtime()
         # The virtual device computes on the CPU: less, and so it need not be late by as much.
         self.width, self._cycles = (128, 3_000_000) if runtime.device_type == "virtual" else (1024, SLEEP_CYCLES)

@@ -6,7 +6,7 @@ import abc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Self
 from zlib import crc32
@@ -198,7 +198,7 @@ class CheckedBackend(Backend):
     def assert_ordered(self) -> None:
         """Asserts that the checker found nothing so far."""
         if self.sources_change:
-            self.checker.violations = without_changes_of_sources(self.checker.violations)
+            self.checker.violations = [one for one in self.checker.violations if not changes_a_source(one)]
         self.checker.assert_clean()
 
     def __enter__(self) -> Self:
@@ -220,8 +220,8 @@ class SimulatedBackend(CheckedBackend):
 
     name = "simulated"
 
-    def __init__(self) -> None:
-        self.simulated = SimulatedRuntime()
+    def __init__(self, **rates: Any) -> None:
+        self.simulated = SimulatedRuntime(**rates)
         super().__init__(self.simulated.checked())
 
     @property
@@ -232,13 +232,8 @@ class SimulatedBackend(CheckedBackend):
         return self.simulated.watching()
 
 
-def without_changes_of_sources(violations: Sequence[Violation]) -> list[Violation]:
-    """What is left of ``violations`` where a program may write over what it saved; see ``Backend.sources_change``."""
-    return [found for found in violations if not _changes_a_source(found)]
-
-
-def _changes_a_source(found: Violation) -> bool:
-    """Whether an operator of the program writes over what a copy out is reading."""
+def changes_a_source(found: Violation) -> bool:
+    """Whether an operator of the program writes over what a copy out is reading; see ``Backend.sources_change``."""
     copy, change = found.earlier, found.later
     return (
         copy is not None

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from eager_offload import Offload, OffloadStats
@@ -230,6 +231,9 @@ def named(case: tuple[Any, ...]) -> str:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if is_traceable_wrapper_subclass(a):
+        pairs = [(getattr(a, name), getattr(b, name)) for name in a.__tensor_flatten__()[0]]
+        return all(_same_bits(one, two) if isinstance(one, Tensor) else one == two for one, two in pairs)
     if a.layout is not torch.strided:
         return torch.equal(a.to_dense(), b.to_dense())
     if a.is_meta:

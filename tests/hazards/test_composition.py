@@ -17,8 +17,6 @@ from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, blocks, gradients
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf, one_step, same_gradients
 
-# -- H22 --------------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_h22_nothing_moves_where_nothing_is_saved(mode: Callable[[], Around], backend: Backend) -> None:
@@ -80,9 +78,6 @@ def test_h22_what_was_made_in_inference_mode_is_used_in_training(backend: Backen
         return w.grad
 
     same_gradients(program, backend)
-
-
-# -- H23 --------------------------------------------------------------------------------------------------------------
 
 
 def test_h23_gradient_accumulation(backend: Backend) -> None:

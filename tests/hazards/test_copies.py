@@ -23,8 +23,6 @@ from tests.hazards.blocks import Step
 from tests.hazards.probes import Transfers, meanwhile
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
 
-# -- H16 --------------------------------------------------------------------------------------------------------------
-
 
 def test_h16_the_copy_reads_the_old_bytes_when_the_block_gets_a_new_owner(backend: Backend) -> None:
     """Everything of the forward is dropped while its copies wait, and compute takes whatever memory is free."""
@@ -71,9 +69,6 @@ def test_h16_a_source_lives_exactly_until_its_copy_is_over(backend: Backend) -> 
     assert_moved(assert_settled(offload))
 
 
-# -- H17 --------------------------------------------------------------------------------------------------------------
-
-
 def test_h17_an_unpack_during_its_own_copy_out_is_served_from_the_source(backend: Backend) -> None:
     expected, offload = Step(1).forward(nullcontext()).backward().result, backend.offload()
     with backend.gate() as gate:
@@ -101,9 +96,6 @@ def test_h17_a_reload_waits_for_its_own_copy_out(backend: Backend) -> None:
     assert transfers.back
     del step
     assert_moved(assert_settled(offload))
-
-
-# -- H18 --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("regime", REGIMES, ids=str)

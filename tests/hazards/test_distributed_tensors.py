@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,18 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tests.hazards.backends import Backend
 from tests.hazards.blocks import ROWS, WIDTH, Block
 from tests.hazards.functions import watching
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Around, leaf, one_step, same_gradients
+from tests.hazards.programs import REGIMES, Around, leaf, one_step, same_gradients, trained
 
 pytestmark = pytest.mark.xdist_group("mesh")
 
@@ -67,36 +61,23 @@ def staying(backend: Backend, parameters: Iterable[Tensor]) -> Iterator[None]:
             assert not transfers.read(local(parameter).untyped_storage()), f"{tuple(parameter.shape)} was moved"
 
 
-def trained(model: nn.ModuleList, mesh: DeviceMesh, offload: Around, steps: int, around: Any = nullcontext) -> object:
-    """The losses of so many steps, each in an ``around`` of its own, and what the parameters are then."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    losses = []
-    for seed in range(steps):
-        x = distribute_tensor(leaf(ROWS, WIDTH, seed=seed, grad=False), mesh, [Shard(0)])
-        with around():
-            with offload:
-                h = x
-                for block in model:
-                    h = block(h)
-                loss = h.square().mean().full_tensor()
-            del h, x
-            loss.backward()
-            losses.append(loss.detach())
-            del loss
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, [local(parameter) for parameter in model.parameters()]
-
-
 def test_h13_the_activations_of_a_tensor_parallel_model_move(mesh: DeviceMesh, backend: Backend) -> None:
     def program(offload: Around) -> object:
         model = in_parallel(mesh)
-        return trained(model, mesh, offload, 2, lambda: staying(backend, model.parameters()))
+
+        def loss(seed: int) -> Tensor:
+            h = distribute_tensor(leaf(ROWS, WIDTH, seed=seed, grad=False), mesh, [Shard(0)])
+            for block in model:
+                h = block(h)
+            return h.square().mean().full_tensor()
+
+        with staying(backend, model.parameters()):
+            return trained(model.parameters(), offload, loss, partial(torch.optim.AdamW, foreach=False))
 
     for stats in same_gradients(program, backend):
         assert stats.kept_bytes["parameter"] > 0
-        # Of each block at least the residual, the norm's result, and both sides of the activation.
-        assert stats.bytes_out >= 2 * 2 * ROWS * (2 * WIDTH + 2 * 2 * WIDTH) * 4 * 0.9
+        # Of each step and block at least the residual, the norm's result, and both sides of the activation.
+        assert stats.bytes_out >= 3 * 2 * ROWS * (2 * WIDTH + 2 * 2 * WIDTH) * 4 * 0.9
 
 
 def test_h13_a_distributed_tensor_comes_back_with_its_mesh_and_placements(mesh: DeviceMesh, backend: Backend) -> None:

@@ -54,6 +54,10 @@ def step(around: Around, layers: Sequence[str], seed: int, order: bool = True) -
     return [*(loss.detach() for loss in losses), x.grad, w.grad]
 
 
+def first(around: Around, seed: int) -> list[Tensor]:
+    return step(around, FIRST, seed)
+
+
 def chain(x: Tensor, around: Around, layers: Sequence[str] = FIRST) -> Tensor:
     with around:
         y = x * 2
@@ -94,7 +98,7 @@ def follows(
         least: the part of the bytes that has to move.
         fields: of the config.
     """
-    offload = backend.offload(step_plans=True, **regime.fields, **fields)
+    offload = backend.offload(**{"step_plans": True, **regime.fields, **fields})
     for case in cases:
         assert_identical(step(nullcontext(), case), step(regime.around(offload), case))
     stats = assert_settled(offload)
@@ -105,7 +109,7 @@ def follows(
 
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
 def test_h54_steps_that_are_alike_are_followed(regime: Regime, backend: Backend) -> None:
-    follows(backend, lambda around, seed: step(around, FIRST, seed), range(6), 5, {}, regime=regime)
+    follows(backend, first, range(6), 5, {}, regime=regime)
     (offload,) = backend.offloads
     plan = offload.step_plan()
     assert plan == offload.step_plan(offloader_of(offload).device)
@@ -138,12 +142,9 @@ def test_h54_a_save_that_is_decided_anew_behind_the_last_unpack_is_the_same_step
 
 @pytest.mark.parametrize(("policy", "followed"), [("auto", 3), (True, 5), (False, 0)])
 def test_h54_how_soon_a_step_is_followed(policy: bool | str, followed: int, backend: Backend) -> None:
-    offload = backend.offload(step_plans=policy)
-    for seed in range(6):
-        assert_identical(step(nullcontext(), FIRST, seed), step(Settled(offload), FIRST, seed))
-    assert offload.stats().followed_forwards == followed
+    follows(backend, first, range(6), followed, {}, step_plans=policy)
+    (offload,) = backend.offloads
     assert (offload.step_plan() is not None) == (followed > 0)
-    assert_moved(assert_settled(offload))
 
 
 def test_h54_copies_that_start_together_share_an_event(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,16 +231,12 @@ def test_h54_a_forward_without_room_for_its_slots_follows_nothing_and_is_counted
 
 @pytest.mark.filterwarnings("ignore:eager_offload. the host tier is full")
 def test_h54_a_step_that_spills_to_disk_is_followed(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"tier": "auto", "host_budget": 4 * SIDE * SIDE * 4, "disk_path": tmp_path, "verify": True}
     with RecordedBackend() as backend:
-        fields: dict[str, Any] = {"tier": "auto", "host_budget": 4 * SIDE * SIDE * 4, "disk_path": tmp_path}
-        offload = backend.offload(step_plans=True, verify=True, **fields)
-        for seed in range(5):
-            assert_identical(step(nullcontext(), FIRST, seed), step(Settled(offload), FIRST, seed))
-        stats = assert_settled(offload)
-        assert stats.host_bytes_peak > 0
-        assert stats.disk_bytes_peak > 0
-        assert (stats.followed_forwards, stats.plan_misses) == (4, {})
-        assert stats.demotions["host_to_disk"] > 0
+        stats = follows(backend, first, range(5), 4, {}, **fields)
+    assert stats.host_bytes_peak > 0
+    assert stats.disk_bytes_peak > 0
+    assert stats.demotions["host_to_disk"] > 0
 
 
 def test_h54_steps_of_which_too_much_is_decided_anew_say_so_once(backend: Backend) -> None:
@@ -558,23 +555,18 @@ def test_h54_steps_in_one_context_are_followed_one_by_one(backend: Backend) -> N
 
 
 def test_h54_a_mark_on_what_stayed_is_seen(backend: Backend) -> None:
-    size, offload = SIDE * SIDE * 4, backend.offload(step_plans=True, min_bytes=SIDE * SIDE * 4 + 1)
+    size = SIDE * SIDE * 4
 
     @one_step
-    def train(*, prefer: bool) -> tuple[Tensor, ...]:
+    def train(prefer: bool) -> tuple[Tensor, ...]:
         x = leaf(SIDE, SIDE)
         y = x * 2
         if prefer:
             eo.prefer_offload(y)
         return (torch.cat([y.sin(), x]) * 2).cos(), x
 
-    for number in range(6):
-        offload.reset_stats()
-        prefer = number > 2
-        assert_identical(train(nullcontext(), prefer=prefer), train(Settled(offload), prefer=prefer))
-        stats = offload.stats(synchronize=True)
-        assert stats.offloaded_bytes == (3 * size if prefer else 2 * size), number
-    assert_settled(offload)
+    stats = follows(backend, train, [False] * 3 + [True] * 3, 5, {}, 0.7, min_bytes=size + 1)
+    assert stats.offloaded_bytes == (3 * 2 + 3 * 3) * size
 
 
 def known_plans() -> int:
@@ -624,10 +616,7 @@ def test_h54_a_plan_serves_another_process_or_model(backend: Backend, tmp_path: 
     plan = plan_of(backend, lambda around: step(around, FIRST, 0))
     plan.save(tmp_path / "plan.json")
 
-    same = backend.offload(plan=StepPlan.load(tmp_path / "plan.json"))
-    assert_identical(step(nullcontext(), FIRST, 1), step(Settled(same), FIRST, 1))
-    stats = same.stats()
-    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+    follows(backend, first, [1], 1, {}, plan=StepPlan.load(tmp_path / "plan.json"))
 
     other = backend.offload(plan=plan)
     layers = ["halves", "matrix"]
@@ -636,7 +625,6 @@ def test_h54_a_plan_serves_another_process_or_model(backend: Backend, tmp_path: 
         for seed in range(3):
             assert_identical(step(nullcontext(), layers, seed), step(Settled(other), layers, seed))
     assert ["the step plan that was given does not fit this model" in str(one.message) for one in warned] == [True]
-    assert_moved(assert_settled(same))
     assert_moved(assert_settled(other))
     with pytest.raises(eo.ConfigError, match="does not go with step_plans=False"):
         Offload(plan=plan, step_plans=False)

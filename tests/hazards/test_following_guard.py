@@ -342,7 +342,7 @@ def test_h54_what_shares_a_storage_that_stays_is_counted_with_it(backend: Backen
 def test_h54_a_parameter_that_an_operator_has_changed_is_not_held_by_what_saves_it(backend: Backend) -> None:
     """It has a node then, which owns the handle: a cycle that no collector sees, and that only backward would break."""
 
-    def step(around: Around, *, goes_backward: bool) -> list[Tensor | None]:
+    def step(around: Around, goes_backward: bool) -> list[Tensor | None]:
         x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
         frozen, other = (nn.Parameter(noise(SIDE, SIDE), requires_grad=False) for _ in range(2))
         with around:
@@ -355,15 +355,10 @@ def test_h54_a_parameter_that_an_operator_has_changed_is_not_held_by_what_saves_
             loss.backward()
         return [loss.detach(), x.grad, w.grad]
 
-    offload, storages = backend.offload(step_plans=True), list[Callable[[], object]]()
-    for goes_backward in (True, True, False):
-        found = step(Settled(offload), goes_backward=goes_backward)
-        assert_identical(step(nullcontext(), goes_backward=goes_backward), found)
+    storages: list[Callable[[], object]] = []
+    stats = follows(backend, step, [True, True, False], 2, {})
     assert [storage() for storage in storages] == [None] * 6
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
     assert stats.kept_bytes["parameter"] == 3 * 3 * SIDE * SIDE * 4
-    assert_moved(stats)
 
 
 # -- what ends the following ------------------------------------------------------------------------------------------

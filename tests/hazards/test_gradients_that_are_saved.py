@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from eager_offload import SavedTensorModifiedError
 from tests.hazards.backends import Backend, offloader_of
-from tests.hazards.programs import REGIMES, Around, assert_identical, leaf, named, same_gradients
+from tests.hazards.programs import REGIMES, Around, assert_identical, leaf, same_gradients
 from tests.hazards.wrappers import Scaled, parts_of, two
 
 SIDE = 32
@@ -53,20 +53,15 @@ def halve(weight: Tensor) -> None:
     weight.grad.mul_(0.5)
 
 
-class Saved(NamedTuple):
-    name: str
-    of: Callable[[], Tensor]
-
-
-SAVED = [
-    Saved("a tensor", lambda: made(3)),
-    Saved("a view of most of it", lambda: made(3).view(-1).view(SIDE, SIDE)),
-    Saved("a slice that travels alone", lambda: leaf(8, SIDE, SIDE, seed=3, grad=False)[3]),
-    Saved("elements that are gathered", lambda: leaf(8, SIDE, 4 * SIDE, seed=3, grad=False)[3, :, ::4]),
-    Saved("another layout", lambda: made(3).t()),
-    Saved("a wrapper", lambda: two(lambda seed: made(3 + seed))),
-    Saved("a wrapper with a scale", lambda: Scaled(made(3), torch.tensor(1.5), "m")),
-]
+SAVED: dict[str, Callable[[], Tensor]] = {
+    "a tensor": lambda: made(3),
+    "a view of most of it": lambda: made(3).view(-1).view(SIDE, SIDE),
+    "a slice that travels alone": lambda: leaf(8, SIDE, SIDE, seed=3, grad=False)[3],
+    "elements that are gathered": lambda: leaf(8, SIDE, 4 * SIDE, seed=3, grad=False)[3, :, ::4],
+    "another layout": lambda: made(3).t(),
+    "a wrapper": lambda: two(lambda seed: made(3 + seed)),
+    "a wrapper with a scale": lambda: Scaled(made(3), torch.tensor(1.5), "m"),
+}
 #: What of it the program keeps.
 KEPT: dict[str, Callable[[Tensor], Tensor | None]] = {
     "it": lambda x: x,
@@ -77,17 +72,17 @@ KEPT: dict[str, Callable[[Tensor], Tensor | None]] = {
 
 @pytest.mark.sampled(5, quick=True)
 @pytest.mark.parametrize("keeps", KEPT)
-@pytest.mark.parametrize("case", SAVED, ids=named)
-def test_h34_what_becomes_the_gradient_is_seen_by_nothing_else(case: Saved, keeps: str, backend: Backend) -> None:
+@pytest.mark.parametrize("case", SAVED)
+def test_h34_what_becomes_the_gradient_is_seen_by_nothing_else(case: str, keeps: str, backend: Backend) -> None:
     backend.sources_change = True  # a gradient that autograd has taken and the program does not ask for
 
     def program(around: Around) -> object:
-        weights = [(case.of().detach() * (1 + i)).requires_grad_() for i in range(2)]
+        weights = [(SAVED[case]().detach() * (1 + i)).requires_grad_() for i in range(2)]
         seen = []
         for weight in weights:
             weight.register_post_accumulate_grad_hook(halve)
         for backwards in (3, 1, 2):
-            x = case.of()
+            x = SAVED[case]()
             with around:
                 loss = sum(scaled(weight, x) for weight in [*weights, weights[0] * 1])
             kept = KEPT[keeps](x)

@@ -76,20 +76,24 @@ def on_a_device(**rates: float) -> tuple[SimulatedRuntime, Offload, Slots, Tenso
     return runtime, Offload(runtime=runtime, around_tier=slots.around, **fields), slots, leaf(32, 32)
 
 
+def assert_slots_are_there_until_copies_are_over(runtime: SimulatedRuntime, slots: Slots) -> None:
+    gc.collect()
+    runtime.poll()
+    assert slots.alive >= runtime.pending_copies > 0, "a copy engine knows addresses, and nothing of who owns them"
+    runtime.synchronize_all()
+    assert runtime.faults == [], "nor was the end on the device gone"
+    runtime.poll()
+    gc.collect()
+    assert slots.alive == 0
+
+
 def test_h18_a_slot_is_there_until_its_copy_is_over_though_everyone_has_gone() -> None:
     runtime, offload, slots, x = on_a_device(launch_seconds=0.0)
     with offload:
         y = (x + 1.0).sin().cos()
     assert runtime.pending_copies == slots.alive > 0
     del y, offload
-    gc.collect()
-    runtime.poll()
-    assert slots.alive == runtime.pending_copies > 0, "a copy engine knows addresses, and nothing of who owns them"
-    runtime.synchronize_all()
-    assert runtime.faults == [], "nor was the end on the device gone"
-    runtime.poll()
-    gc.collect()
-    assert slots.alive == 0
+    assert_slots_are_there_until_copies_are_over(runtime, slots)
 
 
 def test_h18_a_slot_is_there_until_it_has_been_read_though_everyone_has_gone() -> None:
@@ -102,14 +106,7 @@ def test_h18_a_slot_is_there_until_it_has_been_read_though_everyone_has_gone() -
     torch.autograd.grad(z.sum(), y)  # what sin saved is brought back early, and not asked for
     assert runtime.pending_copies > 0
     del y, z, offload
-    gc.collect()
-    runtime.poll()
-    assert slots.alive >= runtime.pending_copies > 0
-    runtime.synchronize_all()
-    assert runtime.faults == [], "nor was the end on the device gone"
-    runtime.poll()
-    gc.collect()
-    assert slots.alive == 0
+    assert_slots_are_there_until_copies_are_over(runtime, slots)
 
 
 def test_h16_what_is_gathered_keeps_the_block_that_it_is_gathered_from() -> None:

@@ -36,14 +36,7 @@ from eager_offload import OffloadStats
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.base import release_idle_slots
 from tests.doubles.recorded_backend import RecordedBackend
-from tests.hazards.backends import (
-    Backend,
-    DiskBackend,
-    SimulatedBackend,
-    assert_settled,
-    hooks_are_gone,
-    offloader_of,
-)
+from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, hooks_are_gone, offloader_of
 from tests.hazards.programs import Around, assert_identical, leaf
 from tests.sampling import one_in
 
@@ -134,9 +127,7 @@ class Walk:
     def __init__(
         self, reached: Callable[[Point], None], only: CodeType | None = None, *, entries: bool = False
     ) -> None:
-        self._reached = reached
-        self._only = only
-        self._entries = entries
+        self._reached, self._only, self._entries = reached, only, entries
 
     def __enter__(self) -> Any:
         sys.settrace(self._enter)
@@ -241,8 +232,7 @@ def followed(around: Around, settle: Callable[[], object], order: bool = True) -
     settle()
     for loss in losses if order else losses[::-1]:
         loss.backward()
-    gradients = [x.grad, y.grad, weight.grad]
-    return [gradient for gradient in gradients if gradient is not None]
+    return [x.grad, y.grad, weight.grad]
 
 
 class Trials:
@@ -385,8 +375,14 @@ def assert_most_moved(stats: OffloadStats) -> None:
     assert stats.bytes_out > 0
 
 
-def run_all(trials: Trials, stride: int) -> None:
+def run_all(make: Callable[[Backend], Trials], kind: type[Backend], stride: int) -> None:
     """Interrupts one point in ``stride``, the first time and the last time that a step comes to it."""
+    with kind() as backend, no_finalizer_fails():
+        _run(make(backend), stride)
+        backend.assert_nothing_is_held()
+
+
+def _run(trials: Trials, stride: int) -> None:
     reached = tried = 0
     for point, times in one_in(stride, list(trials.points().items())):
         for occurrence in sorted({1, times}):
@@ -412,35 +408,27 @@ def no_finalizer_fails() -> Iterator[None]:
     assert not failed, failed
 
 
-@pytest.mark.parametrize(
-    ("kind", "stride"),
-    [
-        *(pytest.param(kind, 40, marks=pytest.mark.short) for kind in (DiskBackend, SimulatedBackend)),
-        *(pytest.param(kind, 9, marks=pytest.mark.long) for kind in (DiskBackend, SimulatedBackend)),
-        pytest.param(RecordedBackend, 11, marks=pytest.mark.long),
-    ],
+def strides(**of: list[tuple[type[Backend], int]]) -> pytest.MarkDecorator:
+    """The backends of the ``short`` tests and of the ``long`` ones, each with its stride."""
+    cases = [pytest.param(*case, marks=getattr(pytest.mark, length)) for length, cases in of.items() for case in cases]
+    return pytest.mark.parametrize(("kind", "stride"), cases)
+
+
+@strides(
+    short=[(DiskBackend, 40), (SimulatedBackend, 40)],
+    long=[(DiskBackend, 9), (SimulatedBackend, 9), (RecordedBackend, 11)],
 )
 def test_h10_h39_an_interrupt_at_any_point_is_harmless(kind: type[Backend], stride: int) -> None:
-    with kind() as backend, no_finalizer_fails():
-        run_all(Trials(backend), stride)
-        backend.assert_nothing_is_held()
+    run_all(Trials, kind, stride)
 
 
 def test_h10_h41_an_interrupt_in_a_step_for_which_a_tier_grows_is_harmless() -> None:
-    with SimulatedBackend() as backend, no_finalizer_fails():
-        run_all(GrowingTrials(backend), stride=3)
-        backend.assert_nothing_is_held()
+    run_all(GrowingTrials, SimulatedBackend, stride=3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "stride"),
-    [
-        *(pytest.param(kind, 20, marks=pytest.mark.short) for kind in (DiskBackend, SimulatedBackend)),
-        pytest.param(DiskBackend, 2, marks=pytest.mark.long),
-        *(pytest.param(kind, 7, marks=pytest.mark.long) for kind in (SimulatedBackend, RecordedBackend)),
-    ],
+@strides(
+    short=[(DiskBackend, 20), (SimulatedBackend, 20)],
+    long=[(DiskBackend, 2), (SimulatedBackend, 7), (RecordedBackend, 7)],
 )
 def test_h10_h54_an_interrupt_in_a_step_that_follows_a_plan_is_harmless(kind: type[Backend], stride: int) -> None:
-    with kind() as backend, no_finalizer_fails():
-        run_all(FollowedTrials(backend), stride)
-        backend.assert_nothing_is_held()
+    run_all(FollowedTrials, kind, stride)

@@ -36,9 +36,6 @@ def without_gc() -> Iterator[None]:
         gc.enable()
 
 
-# -- H09 --------------------------------------------------------------------------------------------------------------
-
-
 def forward(offload: Around, storages: Gone, seed: int) -> Tensor:
     x = leaf(16, 16, seed=seed)
     with offload:
@@ -156,9 +153,6 @@ def test_h09_a_graph_in_a_cycle_waits_for_the_collector_and_no_longer(backend: B
     assert_moved(assert_settled(offload))
 
 
-# -- H11 --------------------------------------------------------------------------------------------------------------
-
-
 class Ground:
     """Places tensors one after the other at one address, each in a storage of its own."""
 
@@ -243,9 +237,6 @@ def test_h11_blocks_that_the_allocator_hands_out_again(backend: Backend) -> None
     assert len(set(addresses)) < len(addresses), "no address was ever used again"
 
 
-# -- H19 --------------------------------------------------------------------------------------------------------------
-
-
 def test_h19_what_was_prefetched_and_never_asked_for_is_freed_and_counted(backend: Backend) -> None:
     limit = 1 << 16
     offload = backend.offload(prefetch_bytes=limit)
@@ -292,9 +283,6 @@ def test_h19_a_second_graph_takes_the_room_of_what_the_first_one_never_asked_for
 
         assert_identical(expected, program(regime.around(offload), resident_is_bounded))
         assert_moved(assert_settled(offload))
-
-
-# -- H39 --------------------------------------------------------------------------------------------------------------
 
 
 PACKAGE = Path(eager_offload.__file__).parent

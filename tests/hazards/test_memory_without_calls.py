@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.base import Direction
-from eager_offload.runtime.host import HostRuntime
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, DiskBackend, assert_settled
 from tests.hazards.probes import Gone, Transfers
@@ -102,30 +100,21 @@ def test_h40_a_warning_of_a_write_that_failed_waits_for_a_line_of_the_user(
     loss.backward()
 
 
-class Slabs:
-    """What a runtime's arena takes from the system."""
-
-    def __init__(self, runtime: HostRuntime) -> None:
-        self.gone, self._allocate = Gone(), runtime.arena._allocate_slab
-        runtime.arena._allocate_slab = self
-
-    def __call__(self, nbytes: int) -> Tensor:
-        return self.gone.see(self._allocate(nbytes))
-
-
-@contextmanager
-def slabs_of(runtime: HostRuntime) -> Iterator[Slabs]:
-    runtime.arena.rest()
-    slabs = Slabs(runtime)
-    try:
-        yield slabs
-    finally:
-        runtime.arena._allocate_slab = slabs._allocate
+@pytest.fixture
+def slabs(disk: Backend, monkeypatch: pytest.MonkeyPatch) -> Gone:
+    """What the runtime's arena takes from the system."""
+    arena, taken = disk.runtime.arena, Gone()
+    arena.rest()
+    allocate = arena._allocate_slab
+    monkeypatch.setattr(arena, "_allocate_slab", lambda nbytes: taken.see(allocate(nbytes)))
+    return taken
 
 
-def test_h40_targets_that_will_not_be_asked_for_go_with_their_graph_and_their_memory_with_them(disk: Backend) -> None:
+def test_h40_targets_that_will_not_be_asked_for_go_with_their_graph_and_their_memory_with_them(
+    disk: Backend, slabs: Gone
+) -> None:
     offload = disk.offload()
-    with slabs_of(disk.runtime) as slabs, Transfers(disk.runtime) as transfers:
+    with Transfers(disk.runtime) as transfers:
         half = h = x = leaf(SIDE, SIDE)
         with Settled(offload):
             for layer in range(12):
@@ -135,32 +124,31 @@ def test_h40_targets_that_will_not_be_asked_for_go_with_their_graph_and_their_me
         torch.autograd.grad(loss, half)
         assert len(transfers.back) > 5, "nothing was brought back early"
         del loss, h, half
-        slabs.gone.wait()
+        slabs.wait()
         assert all(moved.storage() is None for moved in transfers.back)
-    assert slabs.gone.seen > 0
+    assert slabs.seen > 0
     assert x.grad is None
     assert_moved(assert_settled(offload))
 
 
-def test_h40_the_memory_of_reloads_goes_after_backward_and_serves_again_until_then(disk: Backend) -> None:
+def test_h40_the_memory_of_reloads_goes_after_backward_and_serves_again_until_then(
+    disk: Backend, slabs: Gone, monkeypatch: pytest.MonkeyPatch
+) -> None:
     offload, x = disk.offload(prefetch_bytes=SIDE * SIDE * 4), leaf(SIDE, SIDE)
     forward(x, Gone(), layers=200).backward()
     expected, x.grad = x.grad, None
     back = disk.runtime.transfer_stream(x.device, Direction.IN)
     paused, rest = threading.Event(), back.pauses
-    back.pauses = lambda: None if not paused.is_set() else rest()  # a backward without a pause of that length
-    try:
-        with slabs_of(disk.runtime) as slabs:
-            with Settled(offload):
-                loss = forward(x, Gone(), layers=200)
-            loss.backward()
-            del loss
-            assert 0 < slabs.gone.seen <= 2, "each reload took new memory"
-            paused.set()
-            back._bell.put(None)
-            slabs.gone.wait()
-    finally:
-        back.pauses = rest
+    # A backward without a pause of that length.
+    monkeypatch.setattr(back, "pauses", lambda: None if not paused.is_set() else rest())
+    with Settled(offload):
+        loss = forward(x, Gone(), layers=200)
+    loss.backward()
+    del loss
+    assert 0 < slabs.seen <= 2, "each reload took new memory"
+    paused.set()
+    back._bell.put(None)
+    slabs.wait()
     assert_identical(expected, x.grad)
     stats = assert_settled(offload)
     assert_moved(stats)

@@ -6,24 +6,16 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone, offloader_of
-from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, Block, gradients
-from tests.hazards.programs import (
-    REGIMES,
-    Around,
-    Regime,
-    assert_identical,
-    assert_moved,
-    leaf,
-)
-
-# -- H24 --------------------------------------------------------------------------------------------------------------
+from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, Block
+from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, assert_moved, leaf, trained
 
 
 def test_h24_a_forward_in_which_nothing_could_be_seen_is_counted_and_told_of_once(backend: Backend) -> None:
@@ -50,9 +42,6 @@ def test_h24_a_forward_in_which_nothing_could_be_seen_is_counted_and_told_of_onc
     assert_moved(assert_settled(offload))
 
 
-# -- H29 --------------------------------------------------------------------------------------------------------------
-
-
 def run_together(backend: Backend, jobs: list[Callable[[], object]]) -> list[object]:
     """Runs each job in a thread of its own; they start their work at the same moment."""
     start, results = threading.Barrier(len(jobs)), [None] * len(jobs)
@@ -71,22 +60,15 @@ def run_together(backend: Backend, jobs: list[Callable[[], object]]) -> list[obj
 @pytest.mark.parametrize("shared", [False, True], ids=["each its own", "one for both"])
 def test_h29_two_threads(shared: bool, regime: Regime, backend: Backend) -> None:
     models = [nn.Sequential(Block(), Block()) for _ in range(2)]
-    states = [[parameter.detach().clone() for parameter in model.parameters()] for model in models]
 
     def job(index: int, offload: Around) -> Callable[[], object]:
         def work() -> object:
-            model = models[index]
-            with torch.no_grad():
-                for parameter, value in zip(model.parameters(), states[index], strict=True):
-                    parameter.copy_(value)
-                    parameter.grad = None
-            losses = []
-            for step in range(4):
-                with offload:
-                    loss = model(leaf(ROWS, WIDTH, seed=100 * index + step)).square().mean()
-                loss.backward()
-                losses.append(loss.detach())
-            return losses, [gradient.clone() for gradient in gradients(model) if gradient is not None]
+            model = deepcopy(models[index])
+
+            def loss(step: int) -> Tensor:
+                return model(leaf(ROWS, WIDTH, seed=100 * index + step)).square().mean()
+
+            return trained(model.parameters(), offload, loss)
 
         return work
 

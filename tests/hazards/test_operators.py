@@ -28,15 +28,14 @@ from tests.hazards.programs import (
     noise,
     one_step,
     same_gradients,
+    trained,
 )
-
-# -- H31 --------------------------------------------------------------------------------------------------------------
 
 
 class Model(NamedTuple):
     name: str
     make: Callable[[], nn.Module]
-    data: Callable[[], Tensor]
+    size: tuple[int, ...]
 
 
 class Recurrent(nn.Module):
@@ -58,50 +57,20 @@ class Embedded(nn.Module):
 
 
 MODELS = [
-    Model(
-        "batch norm 1d", lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()), lambda: leaf(16, 16)
-    ),
-    Model("batch norm 3d", lambda: nn.Sequential(nn.Conv3d(2, 4, 3), nn.BatchNorm3d(4)), lambda: leaf(2, 2, 6, 6, 6)),
-    Model(
-        "instance norm", lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), lambda: leaf(2, 4, 8, 8)
-    ),
-    Model("rnn", lambda: Recurrent(nn.RNN), lambda: leaf(4, 6, 16)),
-    Model(
-        "lstm with dropout both ways",
-        lambda: Recurrent(nn.LSTM, bidirectional=True, dropout=0.2),
-        lambda: leaf(4, 6, 16),
-    ),
-    Model("gru", lambda: Recurrent(nn.GRU), lambda: leaf(4, 6, 16)),
-    Model(
-        "convolutions",
-        lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.ConvTranspose1d(8, 4, 3, stride=2)),
-        lambda: leaf(2, 4, 12),
-    ),
-    Model(
-        "depthwise convolution",
-        lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.GELU()),
-        lambda: leaf(2, 4, 8, 8),
-    ),
-    Model("embedding with a norm", lambda: Embedded(max_norm=1.0, padding_idx=3), lambda: leaf(4, 6)),
-    Model("sparse embedding", lambda: Embedded(sparse=True), lambda: leaf(4, 6)),
-    Model(
-        "alpha dropout",
-        lambda: nn.Sequential(nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3)),
-        lambda: leaf(8, 4, 4, 4),
-    ),
-    Model(
-        "pooling",
-        lambda: nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(3), nn.Tanh()),
-        lambda: leaf(2, 4, 12, 12),
-    ),
-    Model(
-        "multihead attention", lambda: nn.TransformerDecoderLayer(16, 2, 32, batch_first=True), lambda: leaf(2, 6, 16)
-    ),
-    Model(
-        "upsampling",
-        lambda: nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.PReLU(4)),
-        lambda: leaf(2, 4, 6, 6),
-    ),
+    Model("batch norm 1d", lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()), (16, 16)),
+    Model("batch norm 3d", lambda: nn.Sequential(nn.Conv3d(2, 4, 3), nn.BatchNorm3d(4)), (2, 2, 6, 6, 6)),
+    Model("instance norm", lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (2, 4, 8, 8)),
+    Model("rnn", lambda: Recurrent(nn.RNN), (4, 6, 16)),
+    Model("lstm with dropout both ways", lambda: Recurrent(nn.LSTM, bidirectional=True, dropout=0.2), (4, 6, 16)),
+    Model("gru", lambda: Recurrent(nn.GRU), (4, 6, 16)),
+    Model("convolutions", lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.ConvTranspose1d(8, 4, 3, stride=2)), (2, 4, 12)),
+    Model("depthwise convolution", lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.GELU()), (2, 4, 8, 8)),
+    Model("embedding with a norm", lambda: Embedded(max_norm=1.0, padding_idx=3), (4, 6)),
+    Model("sparse embedding", lambda: Embedded(sparse=True), (4, 6)),
+    Model("alpha dropout", lambda: nn.Sequential(nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3)), (8, 4, 4, 4)),
+    Model("pooling", lambda: nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(3), nn.Tanh()), (2, 4, 12, 12)),
+    Model("multihead attention", lambda: nn.TransformerDecoderLayer(16, 2, 32, batch_first=True), (2, 6, 16)),
+    Model("upsampling", lambda: nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.PReLU(4)), (2, 4, 6, 6)),
 ]
 
 
@@ -113,19 +82,14 @@ def test_h31_modules_that_save_in_their_own_ways(case: Model, backend: Backend) 
     backend.sources_change = "norm" in case.name or case.name == "gru"
 
     def program(offload: Around) -> object:
-        model, losses, x = case.make(), [], case.data()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01) if list(model.parameters()) else None
-        for _ in range(2):
-            with offload:
-                h = (x * 1.5).sin()
-                y = model(h, h) if isinstance(model, nn.TransformerDecoderLayer) else model(h)
-                loss = (y * y.sigmoid()).mean()
-            del h, y
-            loss.backward()
-            losses.append(loss.detach())
-            if optimizer is not None:
-                optimizer.step()
-        return losses, x.grad, [p.detach() for p in model.parameters()], list(model.buffers())
+        model, x = case.make(), leaf(*case.size)
+
+        def loss(step: int) -> Tensor:
+            h = (x * 1.5).sin()
+            y = model(h, h) if isinstance(model, nn.TransformerDecoderLayer) else model(h)
+            return (y * y.sigmoid()).mean()
+
+        return trained([x, *model.parameters()], offload, loss), list(model.buffers())
 
     same_gradients(program, backend)
 
@@ -243,9 +207,6 @@ def test_h31_transforms_that_torch_allows(backend: Backend) -> None:
         return x.grad, w.grad, tangent
 
     same_gradients(program, backend)
-
-
-# -- H33 --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -12,40 +12,34 @@ from torch import Tensor, nn
 from eager_offload import Offload, OffloadStats
 from eager_offload.tiers.memory import anonymous_slab
 from tests.hazards.backends import Backend
+from tests.hazards.functions import custom
 from tests.hazards.programs import REGIMES, Around, assert_identical, one_step, same_gradients
 
 MIB = 1 << 20
 
 
-class PartlyUsed(torch.autograd.Function):
+def partly_used(x: Tensor) -> Tensor:
     """Saves a workspace of which it uses the first part, as oneDNN's recurrent layers do."""
+    workspace = anonymous_slab(40 * MIB, huge=False).view(x.dtype)  # an allocator may have touched it before
+    workspace[: x.numel()] = x.detach().flatten().exp()
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        workspace = anonymous_slab(40 * MIB, huge=False).view(x.dtype)  # an allocator may have touched it before
-        workspace[: x.numel()] = x.flatten().exp()
-        ctx.save_for_backward(workspace)
-        return workspace[: x.numel()].view_as(x).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (workspace,) = ctx.saved_tensors
-        return grads[0] * workspace[: grads[0].numel()].view_as(grads[0]) + workspace[-(1 << 16) :].sum()
+        return gradient * workspace[: gradient.numel()].view_as(gradient) + workspace[-(1 << 16) :].sum()
+
+    return custom(x, backward, workspace, forward=lambda x: workspace[: x.numel()].view_as(x).clone())
 
 
 @one_step
 def untouched() -> tuple[Tensor, ...]:
     x = torch.linspace(-1, 1, MIB).requires_grad_()
-    return PartlyUsed.apply(x) + PartlyUsed.apply(2 * x), x
+    return partly_used(x) + partly_used(2 * x), x
 
 
-def recurrent(around: Around) -> object:
-    model = nn.LSTM(32, 128, 2)
-    x = torch.randn(64, 64, 32, requires_grad=True)
-    with around:
-        loss = model(x)[0].square().mean()
-    loss.backward()
-    return loss.detach(), [x.grad, *(parameter.grad for parameter in model.parameters())]
+@one_step
+def recurrent() -> tuple[Tensor, ...]:
+    model, x = nn.LSTM(32, 128, 2), torch.randn(64, 64, 32, requires_grad=True)
+    return model(x)[0].square().mean(), x, *model.parameters()
 
 
 def test_h49_a_workspace_that_was_touched_in_part_travels_in_part(disk: Backend) -> None:

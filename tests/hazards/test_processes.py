@@ -154,8 +154,6 @@ def under_check(program: str) -> str:
     return "with checked():\n" + textwrap.indent(textwrap.dedent(program), "    ") + "\nready()\n"
 
 
-# -- H28 --------------------------------------------------------------------------------------------------------------
-
 IN_FLIGHT = """
 offload = make()
 trains(offload)
@@ -300,9 +298,6 @@ def test_h28_a_process_ends_well_and_leaves_no_file(backend: str, name: str) -> 
     ended = ends(backend)[name]
     assert ended.error is None, f"{ended.error}\n{ended.complaints}"
     assert name not in QUIET or ended.complaints == ""
-
-
-# -- H32 --------------------------------------------------------------------------------------------------------------
 
 
 def deleted_files(directory: Path) -> list[int]:

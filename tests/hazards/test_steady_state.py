@@ -17,8 +17,6 @@ from eager_offload import Offload
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of, tracked
 from tests.hazards.programs import Around, Settled, assert_moved, leaf, one_step, same_gradients
 
-# -- H21 --------------------------------------------------------------------------------------------------------------
-
 
 @one_step
 def ragged_step(model: nn.Module, seed: int) -> tuple[Tensor, ...]:
@@ -52,9 +50,6 @@ def test_h21_the_pools_stay_bounded_when_no_two_steps_are_alike(backend: Backend
     assert stats.saved_bytes > 15 * largest
     # A file and a slab grow by steps of their own; what matters is that they do not grow with the steps of training.
     assert max(stats.host_bytes_peak, stats.disk_bytes_peak) <= max(64 << 20, 2 * largest)
-
-
-# -- H25 --------------------------------------------------------------------------------------------------------------
 
 
 class State(NamedTuple):

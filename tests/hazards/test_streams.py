@@ -18,6 +18,7 @@ from eager_offload.simulation.log import Operation, Recorded, Waited, WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.blocks import Step
+from tests.hazards.functions import custom
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_moved, exact, leaf
 
 
@@ -55,25 +56,20 @@ class Streams:
             simulated.wait(second, done[0])
 
 
-class ReadingOn(torch.autograd.Function):
+def reading_on(x: Tensor, h: Tensor, streams: Streams, places: tuple[bool, ...]) -> Tensor:
     """Reads what it saved once for each entry of ``places``, on the stream or thread that stands there."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, h: Tensor, streams: Streams, places: tuple[bool, ...]) -> Tensor:
-        ctx.save_for_backward(h)
-        ctx.streams, ctx.places = streams, places
-        return x * h
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         read: list[Tensor] = []
-        for aside in ctx.places:
-            ctx.streams.run(lambda: read.append(gradient * ctx.saved_tensors[0]), aside=aside)
+        for aside in places:
+            streams.run(lambda: read.append(gradient * ctx.saved_tensors[0]), aside=aside)
         for other in read[1:]:
             assert torch.equal(read[0], other)
         result = read[0].clone()
-        ctx.streams.meet()
-        return result, None, None, None
+        streams.meet()
+        return result
+
+    return custom(x, backward, h, forward=lambda x: x * h)
 
 
 PLACES = {
@@ -132,7 +128,7 @@ def test_h14_a_saved_tensor_is_read_on_other_streams(
             for seed in range(4):
                 step = 8 if seed % 2 else 1  # what has holes is packed
                 h = (leaf(32, 32 * step, seed=seed, grad=False) * 1)[:, ::step]
-                y = ReadingOn.apply(y, h, streams, places).sin()
+                y = reading_on(y, h, streams, places).sin()
                 del h
         y.sum().backward()
         streams.meet()
@@ -195,7 +191,7 @@ def test_h14_a_step_that_is_followed_is_read_on_another_stream(backend: Backend)
         for number, where in enumerate(places):
             streams, x = Streams(backend), leaf(32, 32, seed=number)
             with offload:
-                y = ReadingOn.apply((x * 2).tanh(), leaf(32, 32, seed=1, grad=False) * 1, streams, where).sin()
+                y = reading_on((x * 2).tanh(), leaf(32, 32, seed=1, grad=False) * 1, streams, where).sin()
             y.sum().backward()
             del y
             streams.meet()
@@ -207,9 +203,6 @@ def test_h14_a_step_that_is_followed_is_read_on_another_stream(backend: Backend)
     if not Streams(backend).are_threads:  # on a CPU there is one stream
         assert stats.plan_misses["stream"] > 0
     assert_moved(stats)
-
-
-# -- H15 --------------------------------------------------------------------------------------------------------------
 
 
 def test_h15_the_stream_is_noted_before_any_other_is_entered(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.functions import watching
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import Around, Settled, assert_moved, leaf, one_step, same_gradients, trained
+from tests.hazards.test_lifetime import without_gc
 from tests.hazards.wrappers import KINDS, Kind, Scaled, kinds, parts_of, two, wrapped
 
 # -- exact ------------------------------------------------------------------------------------------------------------
@@ -36,7 +37,7 @@ def test_h13_what_is_inside_moves_and_gradients_are_exact(kind: Kind, backend: B
             y.sum().backward()
             for part in parts_of(w):
                 assert not transfers.read(part.untyped_storage()), "a parameter was moved"
-        return parts_of(x.grad), parts_of(w.grad), parts_of(y)
+        return x.grad, w.grad, y.detach()
 
     for stats in same_gradients(program, backend):
         assert stats.kept_bytes["parameter"] > 0
@@ -51,7 +52,7 @@ def test_h13_three_steps_of_an_optimizer(kind: Kind, backend: Backend) -> None:
         def loss(seed: int) -> Tensor:
             return (wrapped(kind, 16, 16, seed=seed, grad=False) @ w).tanh().square().sum()
 
-        return [part for one in trained([w], offload, loss) for part in parts_of(one)]
+        return trained([w], offload, loss)
 
     same_gradients(program, backend)
 
@@ -109,13 +110,11 @@ def test_h13_saved_tensors_are_read_again_and_again_and_double_backward(kind: Ki
 
 
 def test_h13_wrappers_beside_plain_tensors_in_one_graph(backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x, plain = wrapped(KINDS[0], 16, 16), leaf(16, 16)
-        with offload:
-            h = (plain * 2).tanh()
-            y = watching(h, lambda tensor: None, x * 2).exp().sum() + parts_sum((x * 3).tanh() * 2)
-        y.backward()
-        return parts_of(x.grad), plain.grad
+        h = (plain * 2).tanh()
+        return watching(h, lambda tensor: None, x * 2).exp().sum() + parts_sum((x * 3).tanh() * 2), x, plain
 
     def parts_sum(tensor: Tensor) -> Tensor:
         return _Unwrapped.apply(tensor).sum()
@@ -140,15 +139,12 @@ class _Unwrapped(torch.autograd.Function):
 
 @kinds
 def test_h13_three_consumers_share_one_copy(kind: Kind, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = wrapped(kind, 4, 8, 16)
         weights = [nn.Parameter(wrapped(kind, 16, 16, seed=seed)) for seed in (1, 2, 3, 4, 5)]
-        with offload:
-            h = x * 2
-            y = sum((nn.functional.linear(h, w) * 1.0 for w in weights), start=h.sum())
-        del h
-        y.sum().backward()
-        return parts_of(x.grad), [parts_of(w.grad) for w in weights]
+        h = x * 2
+        return sum((nn.functional.linear(h, w) * 1.0 for w in weights), start=h.sum()), x, *weights
 
     for stats in same_gradients(program, backend):
         assert stats.bytes_out == kind.inside * 4 * 8 * 16 * 4, "copied more than once"
@@ -201,10 +197,8 @@ def test_h13_marks_and_regions_hold_for_what_is_inside(backend: Backend) -> None
 
 
 def test_h13_a_graph_that_is_dropped_leaves_nothing(backend: Backend) -> None:
-    offload, enabled = backend.offload(), gc.isenabled()
-    gc.disable()
-    try:
-        storages = []
+    offload, storages = backend.offload(), []
+    with without_gc():
         for seed in range(20):
             x = wrapped(KINDS[seed % 3], 16, 16, seed=seed)
             with offload:
@@ -213,9 +207,6 @@ def test_h13_a_graph_that_is_dropped_leaves_nothing(backend: Backend) -> None:
             del x, y
             offload.stats(synchronize=True)
         assert [ref() for ref in storages] == [None] * 20
-    finally:
-        if enabled:
-            gc.enable()
     assert assert_settled(offload).released_bytes > 0
 
 
@@ -231,12 +222,10 @@ class Dissolving(Scaled):
 
 
 def test_h13_a_wrapper_that_detach_does_not_make_again_stays_whole(backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x, w = leaf(16, 16), Dissolving(leaf(16, 16, grad=False), torch.ones(1), "")
-        with offload:
-            y = (w * (x * 2).tanh()).exp()
-        y.sum().backward()
-        return x.grad
+        return (w * (x * 2).tanh()).exp(), x
 
     same_gradients(program, backend)
 
@@ -290,17 +279,14 @@ def test_h13_a_change_between_two_saves_is_not_mistaken_for_the_first(kind: Kind
     """The first save is never asked for, so autograd does not mind; the second has to have the new values."""
     backend.sources_change = True
 
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = wrapped(kind, 16, 16)
-        with offload:
-            h = x * 2
-            unused = h.square()
-            other = (x * 5).tanh().exp()  # the copies of the first save have started by now
-            h.mul_(3)
-            y = h.square().sum() + other.sum()
-        del h, unused, other
-        y.backward()
-        return parts_of(x.grad)
+        h = x * 2
+        _unused = h.square()  # lives until the forward is over
+        other = (x * 5).tanh().exp()  # the copies of the first save have started by now
+        h.mul_(3)
+        return h.square().sum() + other.sum(), x
 
     same_gradients(program, backend)
 
@@ -320,19 +306,16 @@ class _Rewrapped(torch.autograd.Function):
 def test_h13_another_wrapper_of_the_same_tensors_is_not_mistaken_for_the_first(backend: Backend) -> None:
     backend.sources_change = True
 
-    def program(offload: Around) -> object:
+    @one_step
+    def program() -> tuple[Tensor, ...]:
         x = wrapped(KINDS[0], 16, 16)
-        with offload:
-            h = x * 2
-            unused = h.square()
-            other = (x * 5).tanh().exp()
-            h.mul_(3)
-            again = _Rewrapped.apply(h)
-            assert again._version == 0
-            y = again.square().sum() + other.sum()
-        del h, unused, other, again
-        y.backward()
-        return parts_of(x.grad)
+        h = x * 2
+        _unused = h.square()  # lives until the forward is over
+        other = (x * 5).tanh().exp()
+        h.mul_(3)
+        again = _Rewrapped.apply(h)
+        assert again._version == 0
+        return again.square().sum() + other.sum(), x
 
     same_gradients(program, backend)
 

@@ -21,9 +21,6 @@ KIB = 1 << 10
 SQUARE = SIDE * SIDE * 4
 
 
-# -- H04 --------------------------------------------------------------------------------------------------------------
-
-
 class Views(NamedTuple):
     name: str
     of: Callable[[Tensor, Tensor], Tensor]
@@ -95,9 +92,6 @@ def test_h04_a_view_of_a_base_that_requires_no_grad(backend: Backend) -> None:
     same_gradients(program, backend)
 
 
-# -- H05 --------------------------------------------------------------------------------------------------------------
-
-
 class Shape(NamedTuple):
     name: str
     #: Makes the view of a base of 32 by 32 by 16 float32 elements.
@@ -166,9 +160,6 @@ def test_h05_convolutions_in_channels_last(backend: Backend) -> None:
         return F.max_pool2d(model(x * 1.1), 2).square(), x, *model.parameters()
 
     same_gradients(program, backend)
-
-
-# -- H07 --------------------------------------------------------------------------------------------------------------
 
 
 def attention() -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
@@ -538,3 +539,38 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "transposed_mul_": lambda a, b: a.mT.mul_(1.5),
     "detached_add_": lambda a, b: a.detach().add_(1),
 }
+
+
+# -- what is drawn ----------------------------------------------------------------------------------------------------
+
+AGES = st.integers(0, 7)
+
+
+def calls(names: dict[str, Any]) -> st.SearchStrategy[Instruction]:
+    return st.builds(Call, st.sampled_from(sorted(names)), AGES, AGES)
+
+
+def backwards() -> st.SearchStrategy[Instruction]:
+    # A second backward of a graph that is gone raises, which is of interest, but not most of the time.
+    seldom = st.sampled_from([False, False, False, True])
+    return st.builds(Backward, AGES, retain=st.booleans(), again=seldom, create=seldom, accumulate=seldom)
+
+
+def instructions() -> st.SearchStrategy[Instruction]:
+    changes = st.builds(Change, st.sampled_from(sorted(CHANGES)), AGES, AGES, st.booleans())
+    some = st.one_of(st.builds(Drop, AGES), st.builds(Mark, st.booleans(), AGES), st.just(Quiesce()), st.builds(Fail))
+    unary, binary = calls(UNARY | RANDOM), calls(BINARY)
+    several = [unary, unary, binary, binary, calls(VIEWS), calls(LAYERS), backwards()]
+    return st.one_of(st.just(Idle()), *several, st.builds(Abandon, AGES), changes, some)
+
+
+def programs() -> st.SearchStrategy[Program]:
+    sides = st.sampled_from([8, 1, 4, 64])
+    dtypes = st.sampled_from([torch.float32, torch.float32, torch.float32, torch.float64, torch.complex64])
+    leaves = st.builds(Leaf, sides, sides, st.sampled_from(["leaf", "parameter", "buffer"]), dtypes)
+    wheres = st.sampled_from(["offload", "offload", "offload", "offload", "twice", "other", "region", "bare"])
+    blocks = st.builds(Block, wheres, st.lists(instructions(), min_size=5, max_size=16).map(tuple))
+    # The first leaf is such that something can be learnt from every program.
+    firsts = st.just(Leaf(8, 8))
+    both = st.tuples(st.lists(leaves, max_size=2), firsts).map(lambda drawn: (*drawn[0], drawn[1]))
+    return st.builds(Program, both, st.lists(blocks, min_size=2, max_size=5).map(tuple))

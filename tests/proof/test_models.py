@@ -47,11 +47,7 @@ NONE, REENTRANT, NON_REENTRANT = Checkpointing
 FEW = [
     case
     for family in FAMILIES
-    for case in (
-        Case(family, NONE, False, 1),
-        Case(family, NON_REENTRANT, True, 1),
-        Case(family, REENTRANT, False, 2),
-    )
+    for case in (Case(family, NONE, False, 1), Case(family, NON_REENTRANT, True, 1), Case(family, REENTRANT, False, 2))
 ]
 EVERY = [
     Case(family, checkpointing, autocast, micro_batches)

@@ -9,39 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import note
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eager_offload as eo
-from eager_offload.simulation.checker import AccessKind, Violation
-from eager_offload.simulation.simulated import SimulatedRuntime
-from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
+from eager_offload.simulation.checker import Violation
+from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, changes_a_source
 from tests.proof.bits import same_bits
-from tests.proof.programs import (
-    BINARY,
-    CHANGES,
-    LAYERS,
-    MODIFIED,
-    RANDOM,
-    UNARY,
-    VIEWS,
-    Abandon,
-    Backward,
-    Block,
-    Call,
-    Change,
-    Drop,
-    Fail,
-    Idle,
-    Instruction,
-    Leaf,
-    Machine,
-    Mark,
-    Program,
-    Quiesce,
-)
+from tests.proof.programs import MODIFIED, Call, Change, Machine, Program, programs
 from tests.sampling import search
 
 # On one thread: the number of an operator's threads decides the last bits of some sums, as those of attention.
@@ -49,50 +25,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one
 
 
 # -- what is drawn ----------------------------------------------------------------------------------------------------
-
-AGES = st.integers(0, 7)
-
-
-def calls(names: dict[str, Any]) -> st.SearchStrategy[Instruction]:
-    return st.builds(Call, st.sampled_from(sorted(names)), AGES, AGES)
-
-
-def backwards() -> st.SearchStrategy[Instruction]:
-    # A second backward of a graph that is gone raises, which is of interest, but not most of the time.
-    seldom = st.sampled_from([False, False, False, True])
-    return st.builds(Backward, AGES, retain=st.booleans(), again=seldom, create=seldom, accumulate=seldom)
-
-
-def instructions() -> st.SearchStrategy[Instruction]:
-    changes = st.builds(Change, st.sampled_from(sorted(CHANGES)), AGES, AGES, st.booleans())
-    some = st.one_of(
-        st.builds(Drop, AGES),
-        st.builds(Mark, st.booleans(), AGES),
-        st.just(Quiesce()),
-        st.builds(Fail),
-    )
-    several = [
-        calls(UNARY | RANDOM),
-        calls(UNARY | RANDOM),
-        calls(BINARY),
-        calls(BINARY),
-        calls(VIEWS),
-        calls(LAYERS),
-        backwards(),
-    ]
-    return st.one_of(st.just(Idle()), *several, st.builds(Abandon, AGES), changes, some)
-
-
-def programs() -> st.SearchStrategy[Program]:
-    sides = st.sampled_from([8, 1, 4, 64])
-    dtypes = st.sampled_from([torch.float32, torch.float32, torch.float32, torch.float64, torch.complex64])
-    leaves = st.builds(Leaf, sides, sides, st.sampled_from(["leaf", "parameter", "buffer"]), dtypes)
-    wheres = st.sampled_from(["offload", "offload", "offload", "offload", "twice", "other", "region", "bare"])
-    blocks = st.builds(Block, wheres, st.lists(instructions(), min_size=5, max_size=16).map(tuple))
-    # The first leaf is such that something can be learnt from every program.
-    firsts = st.just(Leaf(8, 8))
-    both = st.tuples(st.lists(leaves, max_size=2), firsts).map(lambda drawn: (*drawn[0], drawn[1]))
-    return st.builds(Program, both, st.lists(blocks, min_size=2, max_size=5).map(tuple))
 
 
 def configs(tiers: list[str]) -> st.SearchStrategy[dict[str, Any]]:
@@ -124,29 +56,16 @@ RATES = st.fixed_dictionaries(
 
 
 class Simulated(SimulatedBackend):
-    """Simulated, on a device of one's own choice."""
-
-    def __init__(self, **rates: Any) -> None:
-        super().__init__()
-        self.simulated = SimulatedRuntime(**rates)
-        self._checking = self.simulated.checked()
+    """Simulated; programs may change in place what is being copied: then its unpack raises."""
 
     def assert_ordered(self) -> None:
-        """Asserts that the checker found nothing but changes in place of what is being copied: their unpack raises."""
-        assert self.checker is not None
         self.checker.violations = [found for found in self.checker.violations if not changed_in_place(found)]
         self.checker.assert_clean()
 
 
 def changed_in_place(found: Violation) -> bool:
-    copy, change = found.earlier, found.later
-    operator = change.what.removeprefix("aten.").partition(".")[0]
-    return (
-        copy is not None
-        and (copy.kind, copy.what) == (AccessKind.READ, "offload")
-        and change.kind is AccessKind.WRITE
-        and operator.endswith("_")
-    )
+    operator = found.later.what.removeprefix("aten.").partition(".")[0]
+    return changes_a_source(found) and operator.endswith("_")
 
 
 class Passing(TorchDispatchMode):
