@@ -129,7 +129,8 @@ def test_budgets_hold_where_operators_and_links_take_other_times(link: float, pa
     model, x = wide()
     plan = planned(device=machine, device_budget=budget_of(machine, wide, part))
     assert plan.fits
-    steps, _ = followed(Stage(machine, 0.3, link), plan, model, x, 8)
+    real = replace(machine, out=machine.out * link, back=machine.back * link)
+    steps, _ = followed(Stage(real, 0.3), plan, model, x, 8)
     assert max(step.peak_bytes for step in steps) <= plan.device_budget
     if link == 1:
         assert sum(step.seconds for step in steps) / 8 == pytest.approx(plan.step_seconds, rel=0.03)
