@@ -170,7 +170,7 @@ def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: s
             if observer is not None:
                 observer.graph_offloads(offloader, stands_for, region)
     if wait:
-        _finish_offload(stands_for, source)
+        _wait_for_offload(stands_for, source)
     return host
 
 
@@ -198,7 +198,7 @@ def _send(stands_for: HostBytes, slot: Slot, source: Tensor) -> None:
     stands_for.transfer = transfer
 
 
-def _finish_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
+def _wait_for_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
     """The source may be written over once this returns (on an accelerator: by what is enqueued from then on).
 
     Args:
@@ -219,7 +219,7 @@ def _finish_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
             failure = error.with_traceback(None)
         with offloader.lock, offloader.crashing():
             stands_for.is_pending = False
-            offloader.finish(transfer, failure)
+            offloader.complete(transfer, failure)
             if (failure := stands_for.failure) is not None:
                 if keepalive is None:
                     raise failure
@@ -327,7 +327,7 @@ def reload(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
     tensor = _like_host(target, host)
     own(tensor.untyped_storage(), arriving)
     if wait:
-        _finish_reload(arriving)
+        _wait_for_reload(arriving)
     return tensor
 
 
@@ -368,9 +368,9 @@ def wait_for(tensor: Tensor, keepalive: Tensor | None) -> None:
     """
     pending = owned_by(tensor)
     if isinstance(pending, HostBytes) and pending.is_pending:
-        _finish_offload(pending, keepalive)
+        _wait_for_offload(pending, keepalive)
     elif isinstance(pending, _Arriving) and pending.is_pending:
-        _finish_reload(pending)
+        _wait_for_reload(pending)
     elif tensor.numel():
         raise OffloadError(
             f"wait_tensor was given a tensor of size {list(tensor.size())} of which no transfer is pending: pair it, "
@@ -378,7 +378,7 @@ def wait_for(tensor: Tensor, keepalive: Tensor | None) -> None:
         )
 
 
-def _finish_reload(arriving: _Arriving) -> None:
+def _wait_for_reload(arriving: _Arriving) -> None:
     """What was reloaded may be read once this returns (on an accelerator: by what is enqueued from then on).
 
     Raises:

@@ -248,11 +248,11 @@ class Exposure:
                 assert self._offloader.waits is not None
                 step.stopped, step.waits = now, self._offloader.waits
                 self._over.append(step)
-        self._settle(most)
+        self._learn(most)
         self._offloader.waits = []
         self._step = _Step(weakref.ref(queue), now, self.keep)
 
-    def _settle(self, most: int) -> None:
+    def _learn(self, most: int) -> None:
         """Learns from the steps that are over."""
         runtime = self._runtime
         while self._over:

@@ -196,13 +196,13 @@ class RunRecord(FinalizerRecord[object]):
 
     def on_finalized(self) -> None:
         saves = self.saves()
-        self.settle(None if saves is None else saves.offloader)
+        self.forget_all(None if saves is None else saves.offloader)
         if saves is not None:
             saves.release_scratch()
         if self.slots and not (self.is_spoiled or self.known.is_forgotten):
             self.known.idle.append([slot for slot in self.slots if slot is not None])
 
-    def settle(self, offloader: DeviceOffloader | None) -> None:
+    def forget_all(self, offloader: DeviceOffloader | None) -> None:
         """Whatever it still counts is gone; ``offloader`` is ``None`` where that was closed, and is gone too."""
         if offloader is not None and offloader.is_crashed:
             return

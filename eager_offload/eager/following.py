@@ -551,7 +551,7 @@ class Run:
                     order.followed_bytes -= promised
                 elif ahead and storage.number in ahead:
                     ahead.remove(storage.number)
-            self._settle(storage, resident=tensor is not None, last=ask.last)
+            self._count_ask(storage, resident=tensor is not None, last=ask.last)
             for number in ask.drop:
                 self._expect_no_more(number)
             if ask.bring or ahead:
@@ -632,7 +632,7 @@ class Run:
         storage.reload = Reload(*back, storage.coding is not None)
         self.record.returning[storage.number] = storage.reload.transfer
 
-    def _settle(self, storage: FollowedStorage, *, resident: bool, last: bool) -> None:
+    def _count_ask(self, storage: FollowedStorage, *, resident: bool, last: bool) -> None:
         """Settles what became of a storage that is asked for, the first time; ``last``: autograd lets go of it now."""
         record, number = self.record, storage.number
         if storage.state is AWAY:
@@ -640,7 +640,7 @@ class Run:
                 record.unasked.pop(number, None)
                 storage.ask(resident=resident)
         else:
-            self._settle_present(storage)
+            self._count_ask_of_source(storage)
         if last:
             live = record.counters.live
             live.without_offload -= storage.autograd_bytes
@@ -654,7 +654,7 @@ class Run:
                 record.kept.pop(number, None)
                 storage.device_bytes = 0
 
-    def _settle_present(self, storage: FollowedStorage) -> None:
+    def _count_ask_of_source(self, storage: FollowedStorage) -> None:
         """The same of a storage whose source is held."""
         if storage.state is LEAVING and self._offloader.runtime.holds_copies_back:
             leaving = self._offloader.copy_out_of(storage)
@@ -733,6 +733,6 @@ class Run:
     def miss(self, what: str) -> None:
         """The step differs from the plan by ``what``. The lock is held."""
         self.count_kept()
-        self.turn.settle(None)
+        self.turn.decide(None)
         self.keeper.plans.missed(self.known, what)
         self.keeper.adopt(self)

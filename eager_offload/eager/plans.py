@@ -86,24 +86,24 @@ class Following(Protocol):
 class Turn:
     """One forward among those of a thread, in the order in which they begin."""
 
-    __slots__ = ("_after", "_is_settled", "known")
+    __slots__ = ("_after", "_is_decided", "known")
 
     def __init__(self, known: KnownPlan | None) -> None:
         #: The plan that it is like, as far as is known by now.
         self.known = known
-        self._is_settled = False
+        self._is_decided = False
         self._after: Turn | None = None
 
     def precedes(self, turn: Turn) -> None:
         """``turn`` is the next one."""
         if self.known is not None:
             self.known.is_followed_by(turn)
-        elif not self._is_settled:
+        elif not self._is_decided:
             self._after = turn
 
-    def settle(self, known: KnownPlan | None) -> None:
+    def decide(self, known: KnownPlan | None) -> None:
         """It was like ``known``, or like none."""
-        self.known, self._is_settled = known, True
+        self.known, self._is_decided = known, True
         if known is not None and self._after is not None:
             known.is_followed_by(self._after)
         self._after = None
@@ -363,7 +363,7 @@ class StepPlans:
             exact: what is not to be rounded any more.
         """
         if recording.is_early:
-            recording.turn.settle(None)
+            recording.turn.decide(None)
             return
         plan = recording.plan()
         if recording.is_asked_over:
@@ -374,7 +374,7 @@ class StepPlans:
         if plan is not None and not exact.isdisjoint(_kinds(plan)):
             plan = None
         self._in_vain = 0 if plan is not None else self._in_vain + 1
-        recording.turn.settle(None if plan is None else self.add(plan))
+        recording.turn.decide(None if plan is None else self.add(plan))
 
     def give(self, plan: StepPlan, computed: ComputedPlan | None) -> None:
         """Takes in a plan that the user has; ``computed``: of which it is, where a planner has made it.

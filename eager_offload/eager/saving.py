@@ -640,7 +640,7 @@ class SavedTensors:
         for weak in run.views:
             if (view := weak()) is not None:
                 self.adopt_view(view, run)
-        run.record.settle(self.offloader)
+        run.record.forget_all(self.offloader)
         if run.known.is_forgotten:
             self._learned.forget_how_many()
 

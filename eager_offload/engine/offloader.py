@@ -405,7 +405,7 @@ class DeviceOffloader:
     def _fail(self, transfer: Transfer, failure: OffloadError) -> None:
         """A copy out could not be enqueued."""
         self._out[transfer] = None
-        self.finish(transfer, failure)
+        self.complete(transfer, failure)
 
     def wait_for_room(self) -> bool:
         """Waits until the oldest copy out is over. The lock is not held: other threads have no part in the wait.
@@ -544,7 +544,7 @@ class DeviceOffloader:
             if not self.is_crashed:  # else it may be half made, or what it is entered in half changed
                 record.on_finalized()
         while out and runtime.query((transfer := next(iter(out))).event):
-            self._complete(transfer)
+            self._complete_queried(transfer)
         if self._held_back:
             self._start_held_back()
         while back and runtime.query((transfer := next(iter(back))).event):
@@ -667,16 +667,16 @@ class DeviceOffloader:
         if runtime.ran_inline(event) and self.accounts.counters.demote("no_thread"):
             self._deferred.append(_NO_THREAD)
 
-    def _complete(self, transfer: Transfer) -> None:
+    def _complete_queried(self, transfer: Transfer) -> None:
         """A copy out is over."""
         failure: OffloadError | None = None
         try:
             self.runtime.synchronize(transfer.event)  # raises what made it fail; nothing is left to wait for
         except OffloadError as error:
             failure = error.with_traceback(None)  # it holds this frame, which holds the error: a cycle
-        self.finish(transfer, failure)
+        self.complete(transfer, failure)
 
-    def finish(self, transfer: Transfer, failure: OffloadError | None) -> None:
+    def complete(self, transfer: Transfer, failure: OffloadError | None) -> None:
         """A copy out is over, or whatever writes over its source comes after it: that may go, if nothing failed."""
         if self._out.pop(transfer, self) is self:
             return

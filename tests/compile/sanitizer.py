@@ -38,7 +38,7 @@ def sanitized() -> Iterator[list[str]]:
     """Watches every transfer that this process's compiled code starts; gives what it finds, in the order found."""
     found: list[str] = []
     sources: dict[int, _Source] = {}  # by the identity of what the host tensor stands for
-    offload, finish = host_tensors.offload, host_tensors._finish_offload
+    offload, finish = host_tensors.offload, host_tensors._wait_for_offload
 
     def watched_offload(
         offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None, coded: Coded
@@ -51,7 +51,7 @@ def sanitized() -> Iterator[list[str]]:
             sources[id(stands_for)] = _Source(source.data_ptr(), before)
         return host
 
-    def watched_finish(stands_for: HostBytes, keepalive: Tensor | None) -> None:
+    def watched_wait(stands_for: HostBytes, keepalive: Tensor | None) -> None:
         source = sources.pop(id(stands_for), None)
         if source is not None and keepalive is not None and keepalive is resolved(keepalive):
             if keepalive.data_ptr() != source.address:
@@ -62,5 +62,5 @@ def sanitized() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_tensors, "offload", watched_offload)
-        patch.setattr(host_tensors, "_finish_offload", watched_finish)
+        patch.setattr(host_tensors, "_wait_for_offload", watched_wait)
         yield found
