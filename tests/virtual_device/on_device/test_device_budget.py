@@ -292,5 +292,5 @@ def test_the_states_of_an_optimizer_that_was_not_named_make_less_stay(used_more_
     stats = offload.stats(synchronize=True)
     assert (stats.followed_forwards, stats.plan_misses) == (24, {})
     assert stats.demotions == {"over_budget": 1}
-    assert stats.bytes_out > 24 * sum(plan.step_plans[0].slots) > 0
+    assert stats.bytes_out > 20 * sum(plan.step_plans[0].slots) > 0, "in 24 steps, less copies that were too late"
     offload.close()
