@@ -382,28 +382,6 @@ def replace_hooks(change: Callable[[list[HookFunctions]], None]) -> None:
             _push_hooks(*pair)
 
 
-def push_hooks(pair: HookFunctions) -> bool:
-    """Has the calling thread's saved tensors go to ``pair``; ``False`` where torch forbids hooks."""
-    try:
-        _push_hooks(*pair)
-    except RuntimeError:
-        return False
-    return True
-
-
-def take_off_hooks(pair: HookFunctions) -> None:
-    """Takes the innermost ``pair`` off the calling thread's hooks, if it is there."""
-    if top_pack_hook() is pair[0]:
-        _pop_hooks()
-        return
-
-    def take_off(hooks: list[HookFunctions]) -> None:
-        if pair in hooks:
-            del hooks[len(hooks) - 1 - hooks[::-1].index(pair)]
-
-    replace_hooks(take_off)
-
-
 def allow_hooks_again() -> None:
     """Ends a ban on saved-tensor hooks, on the calling thread.
 

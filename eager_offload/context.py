@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
-from eager_offload import active, marks
+from eager_offload import active
 from eager_offload._torch import allow_hooks_again, autograd_sequence, has_compiled, without_caller_modes
 from eager_offload.eager import foreign
 from eager_offload.eager.captured import CapturedRun
@@ -47,8 +47,6 @@ class EnteredContext:
         # A graph of compiled code would have transfers of its own, which no capture can have: any other hooks are left
         # to autograd, and called for what the code saves.
         pair = offload._hook_pair if self._thread.step is None else (offload.pack, active.unpack)
-        if marks.in_no_offload_region():
-            pair = getattr(pair[0], "pair_in_region", pair)
         self._hooks = foreign.ours(*pair)
         self.pack_hook: object = self._hooks.pack_hook
         self._watch = foreign.watch()

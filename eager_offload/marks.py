@@ -26,15 +26,7 @@ from torch import Tensor
 from torch.fx.traceback import annotate
 from torch.library import register_fake
 
-from eager_offload._torch import (
-    HookFunctions,
-    is_wrapper,
-    library,
-    push_hooks,
-    storage_key,
-    take_off_hooks,
-    top_pack_hook,
-)
+from eager_offload._torch import is_wrapper, library, storage_key
 from eager_offload.errors import OffloadError
 from eager_offload.selection import plain_tensors
 from eager_offload.tiers.finalizers import FinalizerRecord
@@ -59,9 +51,7 @@ class _Marked(FinalizerRecord[torch.UntypedStorage]):
 
 
 class _Region(threading.local):
-    def __init__(self) -> None:
-        #: For each region that the thread is in: the hooks that it has put on, if it has.
-        self.hooks: list[HookFunctions | None] = []
+    depth = 0
 
 
 #: Under this name nodes of a graph tell, in ``meta["custom"]``, that they were traced inside of a region.
@@ -82,24 +72,20 @@ class Region(ContextDecorator):
             raise OffloadError(
                 "a region of compiled code has to be made there: write `with eager_offload.no_offload():`"
             )
-        # In force are those of an `Offload`: compiled code has others in here, for graphs that move nothing.
-        inside: HookFunctions | None = getattr(top_pack_hook(), "pair_in_region", None)
-        _region.hooks.append(inside if inside is not None and push_hooks(inside) else None)
+        _region.depth += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not _region.hooks:
+        if not _region.depth:
             raise OffloadError("this region is left in a thread that has not entered one: use one `with` for both")
-        inside = _region.hooks.pop()
-        if inside is not None:
-            take_off_hooks(inside)
+        _region.depth -= 1
 
     def __call__(self, func: F) -> F:
         if any(is_one(func) for is_one in (isclass, isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
             raise OffloadError(
-                f"no_offload() decorates functions that have run when they return, and {func.__name__} is none: write "
-                "`with eager_offload.no_offload():` inside of it"
+                "no_offload() decorates functions that have run when they return, and "
+                f"{getattr(func, '__name__', func)} is none: write `with eager_offload.no_offload():` inside of it"
             )
         return super().__call__(func)
 
@@ -111,8 +97,9 @@ class Region(ContextDecorator):
 def no_offload() -> Region:
     """Nothing that is saved inside moves; it is counted as kept with the reason ``region``.
 
-    A context manager and a decorator, like ``torch.no_grad``; for the thread that enters it; may be nested. Inside of
-    compiled code too, where it breaks no graph.
+    A context manager, and a decorator of functions that have run when they return; for the thread that enters it; may
+    be nested. Inside of compiled code too, where it breaks no graph. Around a call of compiled code it changes nothing,
+    since the graph was made before, and a warning says so.
 
         with eager_offload.no_offload():
             x = block(x)
@@ -124,7 +111,7 @@ def no_offload() -> Region:
 
 def in_no_offload_region() -> bool:
     """Whether the calling thread is inside :func:`no_offload`."""
-    return bool(_region.hooks)
+    return _region.depth > 0
 
 
 def keep(tensor: T) -> T:
@@ -135,7 +122,7 @@ def keep(tensor: T) -> T:
     A wrapper (a ``DTensor``) stands for the tensors inside it.
 
     Raises:
-        OffloadError: ``tensor`` has no storage of its own (a sparse one, for instance).
+        OffloadError: it is no tensor, or has no storage of its own (a sparse one, for instance).
     """
     return _mark(tensor, Mark.KEEP)
 
@@ -166,7 +153,7 @@ def clear_mark(storage: torch.UntypedStorage) -> None:
 
 def in_force() -> bool:
     """Whether anything that a user has said may concern what the calling thread saves."""
-    return bool(_region.hooks) or (bool(standing) and any_marks())
+    return _region.depth > 0 or (bool(standing) and any_marks())
 
 
 def any_marks() -> bool:

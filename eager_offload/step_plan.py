@@ -286,6 +286,8 @@ def read_as(kind: Any, value: Any, least: int = 0) -> Any:
     if isinstance(value, kind):
         value = {name: getattr(value, name) for name in hints}
     parts = value if isinstance(value, dict) else dict(zip(hints, value, strict=True))
+    if parts.keys() != hints.keys():
+        raise ValueError(f"{sorted(parts)} instead of {sorted(hints)}")
     return kind(**{name: read_as(hints[name], part, -1 if name in _OR_NONE else 0) for name, part in parts.items()})
 
 

@@ -49,7 +49,7 @@ ROOMS: dict[str, set[str]] = {
         *("_torch", "active", "codecs", "computed_plan", "config", "engine", "errors", "machine", "marks", "runtime"),
         *("selection", "solver", "stats", "tiers"),
     },
-    "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "marks", "stats"},
+    "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "stats"},
     "observe": {
         *("_torch", "config", "eager", "engine", "errors", "runtime", "selection", "stats", "tiers", "trace_file"),
     },

@@ -3,8 +3,7 @@
 [Note: the text of a configuration]
 Compilers key on a text what they keep, and Dynamo guards on hooks of which there is one pair for each text. It begins
 with the configuration's own, one line, which names the ``Offload`` that serves a graph. Where a plan was given, what it
-was made for is the next line; inside of ``no_offload()`` that line says so in its place. Where a budget is ``"auto"``,
-what that has come to is a part of the keys.
+was made for is the next line; and where a budget is ``"auto"``, what that has come to is a part of the keys.
 """
 
 from __future__ import annotations
@@ -41,20 +40,6 @@ class Aim:
     """The device; ``None``: the one that is here."""
 
 
-#: The second line of a text for graphs of which nothing moves.
-_IN_REGION = "no_offload"
-
-
-def in_region(text: str) -> str:
-    """The text of the same configuration inside of ``no_offload()``: graphs compiled for it move nothing."""
-    config_key, _, _ = text.partition("\n")
-    return f"{config_key}\n{_IN_REGION}"
-
-
-def is_in_region(text: str) -> bool:
-    return text.endswith(f"\n{_IN_REGION}")
-
-
 def text_of(config_key: str, plan: ComputedPlan) -> str:
     """The text of a configuration with what a plan was made for."""
     made_for = {"budget": plan.device_budget, "policy": plan.policy, "machine": asdict(plan.machine)}
@@ -65,7 +50,7 @@ def aim_of(text: str) -> Aim | None:
     """What the decisions for a configuration's text are made for; ``None``: what is the newest stays, as far as
     ``keep_last_bytes`` says, and all else moves that may."""
     config_key, _, planned = text.partition("\n")
-    if planned and not is_in_region(text):
+    if planned:
         made_for = json.loads(planned)
         policy, machine = made_for["policy"], Machine(**made_for["machine"])
         if policy == "least":

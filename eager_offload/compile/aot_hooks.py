@@ -17,14 +17,13 @@ from torch.fx import GraphModule
 
 from eager_offload._torch import Patch, on_bans_of_hooks, on_splits
 from eager_offload.active import configuration_on_top
-from eager_offload.compile.aim import aim_of, is_in_region
+from eager_offload.compile.aim import aim_of
 from eager_offload.compile.decide import is_whole
 from eager_offload.compile.graphs import copied
 from eager_offload.compile.insert import insert_into_pair, insert_report
 from eager_offload.compile.regions import name_results_of_pair
 from eager_offload.compile.select import Choice, choose, choose_nothing
 from eager_offload.config import OffloadConfig, size_text
-from eager_offload.stats import KeepReason
 
 #: What was decided about a graph, value by value.
 _logger = logging.getLogger("eager_offload.compile")
@@ -77,8 +76,6 @@ def offload_between(
         name_results_of_pair(ours, theirs, num_outputs)
         whole = is_whole(ours, theirs, num_outputs, parameters)
         choice = choose(ours, theirs, num_outputs, config, aim=aim_of(text), whole=whole)
-        if is_in_region(text):
-            choice = choice.all_kept(KeepReason.REGION)
         insert_into_pair(ours, theirs, num_outputs, choice, config)
     except Exception as error:  # [Note: a graph that cannot be offloaded]
         warnings.warn(

@@ -20,7 +20,7 @@ from torch.fx import Graph
 
 from eager_offload import active
 from eager_offload._torch import EmptyGraphModule, hide_from_compilers
-from eager_offload.compile.aim import in_region, key_of
+from eager_offload.compile.aim import key_of
 from eager_offload.compile.cache_key import cache_key
 from eager_offload.tiers.forking import ForkSafeLock
 
@@ -50,11 +50,6 @@ class PackHook(_Hook):
 
     def __call__(self, tensor: Tensor) -> object:
         return active.packing(self.config_key).pack(tensor)
-
-    @property
-    def pair_in_region(self) -> HookPair:
-        """What goes on top inside of ``no_offload()``, so that compilers have graphs of their own there."""
-        return hook_pair(in_region(self.text))
 
 
 class UnpackHook(_Hook):

@@ -27,6 +27,7 @@ from eager_offload.codecs import Gather
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
 from eager_offload.errors import CapacityError, OffloadError
+from eager_offload.marks import in_no_offload_region
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
 from eager_offload.stats import Counters, KeepReason
 from eager_offload.tiers.base import Slot
@@ -185,6 +186,12 @@ def _begin_region(offloader: DeviceOffloader, region: str, *, waits: bool) -> in
             "compiled code waits for each of its transfers: the pass that would order them did not run. It runs under "
             "Inductor, unless the options of torch.compile replace post_grad_custom_post_pass: compile with "
             "offload.compile(model, ...), which keeps both"
+        )
+    if in_no_offload_region() and counters.demote("region"):
+        offloader.warn(
+            "compiled code moves what it saves although it is called in a no_offload() region: its graphs are made "
+            "beforehand. Write `with eager_offload.no_offload():` inside of what is compiled, or call it outside of "
+            "`with offload:`"
         )
     return counters.kept_by_graph(region)
 

@@ -94,10 +94,6 @@ class Choice:
                 total[reason] = total.get(reason, 0) + hint(value.numel(), default=1) * value.itemsize
         return total
 
-    def all_kept(self, reason: KeepReason) -> Choice:
-        """The same where nothing moves: what would have stays for ``reason``."""
-        return Choice((), {**{node: reason for group in self.groups for node in group.members}, **self.kept})
-
     def moved_bytes(self) -> int:
         """Bytes that travel, each way."""
         return sum(group.nbytes for group in self.groups)

@@ -196,9 +196,11 @@ class CapturedRun:
         here = self._runtime.current_stream(self._device)
         if here != self._stream:
             self._differ(f"save {number}", f"{said(save)} on {self._stream}", f"one on {here}")
-        has_memory = reason_to_stay(tensor, 0, preferred=True) is None and tensor.device == self._device
-        if not has_memory or not tensor.data_ptr() or tensor.data_ptr() % tensor.itemsize:
-            stays = f"a {type(tensor).__name__} that stays, on {tensor.device}"
+        reason = reason_to_stay(tensor, 0, preferred=True)
+        is_here = reason is None and tensor.device == self._device
+        if not is_here or not tensor.data_ptr() or tensor.data_ptr() % tensor.itemsize:
+            why = "" if reason is None else f" ({reason.value})"
+            stays = f"a {type(tensor).__name__} that stays{why}, on {tensor.device}"
             self._differ(f"save {number}", f"{said(save)} of which the memory may leave", stays)
         if (coding := self._codings[number]) is not None and not coding.suits(tensor):
             own, its = (kind and (kind.dtype, kind.maker) for kind in (coding.kind, kind_of(tensor)))

@@ -200,14 +200,19 @@ def _offload_steps(strategy: Any, offload: Offload) -> Callable[[], None]:
     def around(inner: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(inner)
         def training_step(*arguments: Any, **named: Any) -> Any:
-            with nullcontext() if patch.active is None else offload:  # another's may stand around ours when it is to go
+            with wanted[0] if wanted else nullcontext():  # another's may stand around ours when it is to go
                 return inner(*arguments, **named)
 
         return training_step
 
+    def take_off() -> None:
+        wanted.clear()
+        patch.take_off()
+
+    wanted = [offload]  # beside the patch, which holds the strategy: no cycle through what stands in that
     patch = Patch(strategy, "training_step", around)
     patch.put_on()
-    return patch.take_off
+    return take_off
 
 
 def _logs_now(trainer: Any, batch_idx: int) -> bool:

@@ -59,6 +59,11 @@ class PlanFigures(PlanFields):
         return self.peak_bytes <= self.device_budget
 
     @property
+    def living(self) -> tuple[int, ...]:
+        """Bytes of the device that live while each operator of the step runs."""
+        return tuple(self.course.living)
+
+    @property
     def peak_bytes(self) -> int:
         """Of parameters, gradients, inputs, activations and what is on its way, at most. Optimizer states count where
         they were named; memory that kernels take for themselves, and what an allocator cannot hand out, do not."""

@@ -122,7 +122,7 @@ def _read(kind: Any, value: Any) -> Any:
     if kind is OffloadConfig:
         return OffloadConfig.from_text(value)
     if isinstance(value, list):
-        return kind(*map(_read, _hints(kind).values(), value))
+        return kind(*[_read(hint, one) for hint, one in zip(_hints(kind).values(), value, strict=True)])
     if isinstance(value, dict):
         return kind(**{name: _read(_hints(kind)[name], one) for name, one in value.items()})
     return kind(value)

@@ -168,7 +168,8 @@ class AcceleratorRuntime(Runtime):
                 api.set_stream(before)
 
     def host_buffer(self, nbytes: int, *, pin_memory: bool = True) -> Tensor:
-        """
+        """A slab of host memory, flat and page-aligned.
+
         Args:
             pin_memory: ``False`` for pageable memory. Copies between that and the device make the host wait for them.
                 Where pinning fails, the memory is pageable too, and one warning says so.
