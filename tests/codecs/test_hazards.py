@@ -12,9 +12,9 @@ from tests.processes import printed_by
 HAZARDS = [
     f"tests/hazards/test_{name}.py"
     for name in (
-        *("streams", "copies", "interrupted_copies", "interrupts", "reentry", "in_between", "short_memory"),
+        *("streams", "copies", "interrupts", "reentry", "in_between", "short_memory"),
         *("sharing", "views", "overlapping", "weights", "replaced_memory", "neighbours", "gradients_that_are_saved"),
-        *("versions", "unseen_writes", "allowed_changes", "subclasses", "subclass_versions"),
+        *("versions", "unseen_writes", "allowed_changes", "subclasses"),
         *("graphs", "lifetime", "copied_objects", "modes", "operators", "kinds"),
     )
 ]

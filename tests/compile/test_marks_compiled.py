@@ -79,7 +79,7 @@ def test_a_region_around_a_call_of_compiled_code_changes_nothing_and_a_warning_s
 
     x, offload = inputs(), eo.Offload(min_bytes=0, keep_last_bytes=0)
     compiled = torch.compile(program, backend=backend, fullgraph=True)
-    program(x).backward()
+    compiled(x).backward()
     expected, x.grad = x.grad, None
     with pytest.warns(RuntimeWarning, match="although it is called in a no_offload"), offload, eo.no_offload():
         loss = compiled(x)
