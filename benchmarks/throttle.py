@@ -127,11 +127,12 @@ class ThrottledTier(Tier):
         self.reads = _Gate(TokenBucket(read_rate, read_rate * _BURST_SECONDS), clock)
 
     def reserve(self, nbytes: int) -> ThrottledSlot | None:
-        slot = self.tier.reserve(nbytes)
-        return None if slot is None else ThrottledSlot(slot, self)
+        return self._throttled(self.tier.reserve(nbytes))
 
     def at_hand(self, nbytes: int) -> ThrottledSlot | None:
-        slot = self.tier.at_hand(nbytes)
+        return self._throttled(self.tier.at_hand(nbytes))
+
+    def _throttled(self, slot: Slot | None) -> ThrottledSlot | None:
         return None if slot is None else ThrottledSlot(slot, self)
 
     def release_idle(self) -> None:

@@ -194,9 +194,10 @@ class DiskTier(Tier):
             self._poll()
             if segment is not None:
                 space.add(segment)
-            extent = space.take(round_up(nbytes, PAGE))
+            size = round_up(nbytes, PAGE)
+            extent = space.take(size)
             if extent is None:
-                missing, limit = space.missing(round_up(nbytes, PAGE)), self._budget - self._length()
+                missing, limit = space.missing(size), self._budget - self._length()
                 if missing > limit:
                     return None
                 raise _Missing(missing, limit)

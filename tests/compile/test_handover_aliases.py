@@ -124,19 +124,19 @@ class SavesWithoutAVersion(torch.autograd.Function):
     @staticmethod
     def forward(context: object, x: Tensor) -> tuple[Tensor, Tensor]:
         kept = x @ x
-        context.save_for_backward(kept, x)  # type: ignore[attr-defined]
-        context.mark_non_differentiable(kept)  # type: ignore[attr-defined]
+        context.save_for_backward(kept, x)
+        context.mark_non_differentiable(kept)
         return x.exp(), kept
 
     @staticmethod
     def backward(context: object, gradient: Tensor, _: Tensor) -> Tensor:
-        kept, x = context.saved_tensors  # type: ignore[attr-defined]
+        kept, x = context.saved_tensors
         return gradient * kept * x.cos()
 
 
 @exact(leaf(8, 8))
 def test_what_a_function_of_ones_own_saves_comes_back(x: Tensor) -> Tensor:
-    result, kept = SavesWithoutAVersion.apply(x.cos().sin())  # type: ignore[no-untyped-call]
+    result, kept = SavesWithoutAVersion.apply(x.cos().sin())
     return (result @ x).exp() * kept
 
 

@@ -421,7 +421,7 @@ def test_h10_the_memory_of_an_interrupted_probe_outlives_its_copies(monkeypatch:
         runtime.poll()
         ((event, held),) = runtime._kept
         assert not runtime.query(event), "it stands for the copy"
-        alive = weakref.ref(held.target), weakref.ref(held.source)  # type: ignore[attr-defined]
+        alive = weakref.ref(held.target), weakref.ref(held.source)
         del event, held
         double.run_all()
         assert all(ref() is not None for ref in alive)

@@ -152,7 +152,7 @@ class Soak:
 
 def soak(minutes: float, seed: int, directory: Path) -> tuple[Soak, list[Row]]:
     """Warms up, counts, runs, and counts again."""
-    offloaders.DiskTier = functools.partial(DiskTier, file_type=Faulty)  # type: ignore[misc, assignment]
+    offloaders.DiskTier = functools.partial(DiskTier, file_type=Faulty)
     eo.release_freed_memory()
     run = Soak(directory, seed)
     run.warm_up()
