@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import typing
@@ -26,7 +25,7 @@ from tests.hazards.backends import (
     transfer_threads,
 )
 from tests.hazards.programs import assert_moved, leaf
-from tests.threads import on_a_thread
+from tests.threads import collect, on_a_thread
 
 N = 1 << 14
 NBYTES = 4 * N
@@ -284,10 +283,10 @@ def test_an_object_that_is_collected_leaves_its_graphs_alive_and_its_files_go_wi
     assert_moved(offload.stats(synchronize=True), 1.0)
     gone = weakref.ref(offload)
     del offload
-    gc.collect()
+    collect()
     assert gone() is None
     assert spill_files() == before + 1
     exact_backward(loss, x)
     del loss
-    gc.collect()
+    collect()
     assert spill_files() == before

@@ -20,6 +20,7 @@ import eager_offload as eo
 from tests.hazards.backends import DiskBackend, assert_balanced, assert_settled, offloader_of
 from tests.hazards.programs import assert_identical, assert_moved, leaf
 from tests.test_contract import NBYTES, N, chain, exact_backward
+from tests.threads import collect
 from tests.tiers.files import Watched
 
 # -- errors ---------------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ def test_h27_what_a_failed_write_leaves_behind_needs_no_garbage_collector(watche
     (offload, file), x = watched(), leaf(N)
     file.on_write = OSError(errno.EIO, os.strerror(errno.EIO))
     storages: list[weakref.ref[torch.UntypedStorage]] = []
-    gc.collect()
+    collect()
     gc.disable()
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -122,7 +123,7 @@ def test_what_comes_back_changed_is_never_used(watched: Make) -> None:
     with pytest.raises(eo.CorruptionError, match="checksum does not match"):
         loss.backward()
     assert x.grad is None
-    gc.collect()  # the error's traceback is in a cycle with the frames of the backward that it ended
+    collect()  # the error's traceback is in a cycle with the frames of the backward that it ended
 
 
 def test_h01_a_change_in_place_raises_in_the_words_of_autograd(disk: DiskBackend) -> None:

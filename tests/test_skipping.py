@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 import weakref
@@ -16,6 +15,7 @@ from torch import nn
 
 import eager_offload as eo
 from eager_offload._torch import module_call
+from tests.threads import collect
 
 NBYTES = 256 * 64 * 4
 
@@ -116,7 +116,7 @@ def test_names_are_those_without_wrappers_and_copies_are_of_the_model_alone(fiel
     assert module_call(model.lm_head) is not None
     alive = weakref.ref(model)
     del model, other
-    gc.collect()
+    collect()
     assert alive() is None, "the Offload does not keep the model"
     offload.close()
 
@@ -211,7 +211,7 @@ def test_h48_a_part_of_a_model_that_outlives_it_can_be_copied(fields: dict[str, 
     offload.skip_in(model)
     head = copy.copy(model.lm_head)
     del model
-    gc.collect()
+    collect()
     for other in copy.deepcopy(head), saved(head):
         assert module_call(other) is None
         assert other(torch.ones(1, 64)).shape == (1, 64)

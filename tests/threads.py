@@ -1,7 +1,9 @@
-"""Work on a thread of its own."""
+"""Work on a thread of its own, and Python's collector, which one thread at a time runs."""
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -19,3 +21,18 @@ def on_threads(count: int, work: Callable[[int], T]) -> list[T]:
     """Calls ``work`` on so many threads at once, with their numbers; raises what the first of them raised."""
     with ThreadPoolExecutor(count) as pool:
         return [done.result() for done in [pool.submit(work, number) for number in range(count)]]
+
+
+def collect() -> None:
+    """``gc.collect()`` that has run: it returns at once, and frees nothing, while another thread collects."""
+    own, begun = threading.get_ident(), set[int]()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        begun.add(threading.get_ident())
+
+    gc.callbacks.append(note)
+    try:
+        while own not in begun:
+            gc.collect()
+    finally:
+        gc.callbacks.remove(note)

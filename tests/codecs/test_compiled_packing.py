@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -25,6 +24,7 @@ from eager_offload.kernels import as_torch_kernel, profile
 from eager_offload.kernels.codecs import CodecKernels
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.programs import Settled, assert_identical, leaf
+from tests.threads import collect
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
@@ -56,7 +56,7 @@ def steps(backend: Backend, codec: Codec, count: int, *, followed: bool = False)
         loss.backward()
         found.append([x.grad, weight.grad])
         del loss, x, weight
-        gc.collect()
+        collect()
     stats = assert_settled(offload)
     offload.close()
     assert stats.coded_bytes == {codec.name: (count - 1) * ROWS * WIDTH * 4}, "else the test says nothing"
@@ -140,7 +140,7 @@ def test_one_context_around_all_steps_compiles_as_well(users_backend: Backend, k
             offload.stats(synchronize=True)
             gradients.append(torch.autograd.grad(loss, weights))
             del loss
-            gc.collect()
+            collect()
     assert offload.stats(synchronize=True).packed_bytes
     assert len(kernels._kernels) == 1
     assert_identical(gradients[1], gradients[-1])

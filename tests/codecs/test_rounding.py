@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import warnings
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from tests.hazards.backends import Backend, DiskBackend, Gate, assert_settled, o
 from tests.hazards.programs import Settled, assert_identical, leaf
 from tests.hazards.test_following import with_a_late_share
 from tests.hazards.wrappers import two as wrapped_two
+from tests.threads import collect
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,7 +62,7 @@ def steps(offload: Offload, program: Callable[[Any], Any], count: int) -> list[A
     found = []
     for _ in range(count):
         found.append(program(Settled(offload)))
-        gc.collect()
+        collect()
     return found
 
 
@@ -75,7 +75,7 @@ def exact_steps(backend: Backend, program: Callable[[Any], Any], count: int = 4,
     for step in range(count):
         torch.manual_seed(0)
         assert_identical(expected, program(Settled(offload)), f"step {step}")
-        gc.collect()
+        collect()
     stats = assert_settled(offload)
     assert stats.bytes_out > 0
     offload.close()
@@ -286,7 +286,7 @@ def test_another_consumer_is_an_error_and_exact_from_then_on(backend: Backend, p
     steps(offload, product, 4)
     with pytest.raises(PrecisionError, match=r"DivBackward0 asks for .* made by SinBackward0, .* codec int8_sr has"):
         product(Settled(offload), torch.div)
-    gc.collect()
+    collect()
     for found in steps(offload, lambda around: product(around, torch.div), 4):
         assert_identical(expected, found)
     stats = assert_settled(offload)
@@ -604,7 +604,7 @@ def test_what_repeats_elements_is_not_rounded_with_what_was_not_saved(users_back
     offload = users_backend.offload(codec=CodecPolicy().rule("MulBackward0", "int8"), step_plans=True)
     for _ in range(4):
         step(Settled(offload), part=False)
-        gc.collect()
+        collect()
     assert offload.stats().packed_bytes
     assert_identical(step(nullcontext(), part=True), step(Settled(offload), part=True))
     stats = assert_settled(offload)
@@ -626,7 +626,7 @@ def test_what_shares_a_followed_storage_in_another_way_finds_it_exact(users_back
     offload = users_backend.offload(codec=BOTH_READ, step_plans=True)
     for _ in range(4):
         two_readers(Settled(offload), F.gelu)
-        gc.collect()
+        collect()
     assert offload.stats().packed_bytes
     assert_identical(two_readers(nullcontext(), otherwise), two_readers(Settled(offload), otherwise))
     stats = assert_settled(offload)
@@ -655,7 +655,7 @@ def test_what_has_no_maker_is_no_share_of_what_is_rounded_whatever_its_plan_says
     for given in (apart, Tensor.detach):
         expected = two_readers(nullcontext(), second(given))
         assert_identical(expected, two_readers(Settled(offload), second(given)))
-        gc.collect()
+        collect()
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (1, {"maker": 1})
     assert stats.bytes_out > 0
@@ -690,12 +690,12 @@ def test_a_plan_that_was_given_rounds_once_a_step_has_shown_who_reads(
 def test_after_a_precision_error_the_step_is_exact_whatever_was_recorded(users_backend: Backend) -> None:
     offload = users_backend.offload(codec=BOTH_READ, step_plans=True)
     two_readers(Settled(offload), F.gelu)
-    gc.collect()
+    collect()
     with pytest.raises(PrecisionError, match="SinBackward0 asks for"):
         two_readers(Settled(offload), torch.sin)  # which is recorded, and rounds
-    gc.collect()
+    collect()
     expected = two_readers(nullcontext(), torch.sin)
     for _ in range(3):
         assert_identical(expected, two_readers(Settled(offload), torch.sin))
-        gc.collect()
+        collect()
     assert assert_settled(offload).followed_forwards > 0

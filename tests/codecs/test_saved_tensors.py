@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,6 +17,7 @@ from eager_offload.selection import footprint
 from eager_offload.step_plan import Fate
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.programs import REGIMES, Settled, assert_identical, leaf, same_gradients
+from tests.threads import collect
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -103,7 +103,7 @@ def test_a_plan_says_what_is_packed(backend: Backend) -> None:
     for third in (0.0, 0.0, 0.0, 0.25, 0.25, 0.25):
         expected = cast_and_noise(nullcontext(), third=third)
         assert_identical(expected, cast_and_noise(Settled(offload), third=third))
-        gc.collect()
+        collect()
         first = first or offload.step_plan()
     plan, stats = offload.step_plan(), assert_settled(offload)
     assert stats.followed_forwards == (4 if is_cpu else 5)

@@ -25,6 +25,7 @@ from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf, one_step
 from tests.sampling import search
+from tests.threads import collect
 
 SIDE = 16
 #: What a layer does with what the one before it returns.
@@ -576,7 +577,7 @@ def known_plans() -> int:
 def test_h54_kinds_of_step_that_begin_alike_and_come_in_no_order_are_seldom_missed(backend: Backend) -> None:
     kinds = [["exp", name] * 2 for name in ("product", "matrix", "twice", "exp")]
     offload, order = backend.offload(step_plans=True), random.Random(0)
-    gc.collect()
+    collect()
     kept, before = None, known_plans()
     for seed in range(120):
         loss = chain(leaf(SIDE, SIDE, seed=seed), Settled(offload), order.choice(kinds))
@@ -587,7 +588,7 @@ def test_h54_kinds_of_step_that_begin_alike_and_come_in_no_order_are_seldom_miss
         del loss
     stats = offload.stats(synchronize=True)
     assert sum(stats.plan_misses.values()) < 20
-    gc.collect()
+    collect()
     assert known_plans() - before <= len(kinds) + 4, "a graph that is kept alive holds none of those after it"
     del kept
     assert_moved(assert_settled(offload))
@@ -601,7 +602,7 @@ def test_h54_nothing_grows_with_the_steps_that_follow(backend: Backend) -> None:
         step(Settled(offload), ["exp", "product"], seed)
         if seed in (60, steps - 1):
             offload.stats(synchronize=True)
-            gc.collect()
+            collect()
             counts.append(len(gc.get_objects()) if backend.name != "simulated" else 0)  # which writes a log
             used.append([tier.used_bytes for tier in offloader_of(offload).tiers])
     assert counts[1] <= counts[0] + 50

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,6 +19,7 @@ from tests.hazards.backends import offloader_of, saves_of
 from tests.hazards.programs import leaf
 from tests.hazards.test_following import deep
 from tests.hazards.test_following_guard import scaling
+from tests.threads import collect
 
 pytestmark = pytest.mark.filterwarnings("ignore:eager_offload. tier=.host.")
 
@@ -49,7 +49,7 @@ def out_of_order(offload: Offload) -> tuple[list[int], object]:
             second.register_prehook(partial(look_at, first))
         loss.backward(retain_graph=True)
         del y, nodes, first, second
-        gc.collect()
+        collect()
     return [len(saved.given) for saved in saves_of(offload).storages()], loss
 
 

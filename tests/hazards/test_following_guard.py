@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import os
 import warnings
@@ -28,6 +27,7 @@ from tests.hazards.probes import Allocations
 from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf, noise, one_step
 from tests.hazards.test_following import assert_as_without, deep, follows, knowing, plan_of, with_a_late_share
 from tests.hazards.test_streams import Streams
+from tests.threads import collect
 
 SIDE = 16
 
@@ -191,7 +191,7 @@ def test_h54_bits_of_another_type_are_not_rounded_with_what_they_share(backend: 
     offload = backend.offload(step_plans=True, codec=CodecPolicy().rule("MulBackward0", "bf16"))
     for _ in range(4):
         _, *rounded = step(Settled(offload), as_complex=False)
-        gc.collect()
+        collect()
     with pytest.raises(AssertionError, match="item 0 differs"):
         assert_identical(step(nullcontext(), as_complex=False)[1:], rounded)
     assert_identical(step(nullcontext(), as_complex=True), step(Settled(offload), as_complex=True))

@@ -5,7 +5,6 @@ was saved.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from eager_offload import SavedTensorModifiedError
 from tests.hazards.backends import Backend, offloader_of
 from tests.hazards.programs import REGIMES, Around, assert_identical, leaf, same_gradients
 from tests.hazards.wrappers import Scaled, parts_of, two
+from tests.threads import collect
 
 SIDE = 32
 
@@ -181,7 +181,7 @@ def test_h34_what_a_retained_graph_was_given_goes_when_it_is_used_up_or_backward
     y.sum().backward(retain_graph=True)
     assert len(alive) == 4
     assert max(alive) <= 1, "autograd adds up what it has of a gradient so far"
-    gc.collect()
+    collect()
     assert [ref() for ref in given] == [None] * 4
     del y
     assert not any(offloader_of(offload).census())

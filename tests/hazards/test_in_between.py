@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -26,6 +25,7 @@ from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, offloader_of, saves_of, tracked
 from tests.hazards.probes import Allocations
 from tests.hazards.programs import leaf
+from tests.threads import collect
 
 CPU = torch.device("cpu")
 
@@ -77,13 +77,13 @@ def on_a_device(**rates: float) -> tuple[SimulatedRuntime, Offload, Slots, Tenso
 
 
 def assert_slots_are_there_until_copies_are_over(runtime: SimulatedRuntime, slots: Slots) -> None:
-    gc.collect()
+    collect()
     runtime.poll()
     assert slots.alive >= runtime.pending_copies > 0, "a copy engine knows addresses, and nothing of who owns them"
     runtime.synchronize_all()
     assert runtime.faults == [], "nor was the end on the device gone"
     runtime.poll()
-    gc.collect()
+    collect()
     assert slots.alive == 0
 
 

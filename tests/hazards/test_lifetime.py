@@ -23,12 +23,13 @@ from tests.hazards.functions import saving
 from tests.hazards.probes import Gone
 from tests.hazards.programs import REGIMES, Around, Settled, assert_identical, assert_moved, leaf, same_gradients
 from tests.hazards.wrappers import two
+from tests.threads import collect
 
 
 @contextmanager
 def without_gc() -> Iterator[None]:
     """Lifetimes must not depend on the cyclic collector."""
-    gc.collect()
+    collect()
     gc.disable()
     try:
         yield
@@ -147,7 +148,7 @@ def test_h09_a_graph_in_a_cycle_waits_for_the_collector_and_no_longer(backend: B
             del cycle
     finally:
         gc.set_threshold(*threshold)
-    gc.collect()
+    collect()
     offload.stats(synchronize=True)
     assert storages.alive == 0
     assert_moved(assert_settled(offload))
@@ -301,11 +302,11 @@ def entered_in(drop: Callable[[], None]) -> list[str]:
         if event == "call" and path.stem not in _SIMULATION and (PACKAGE in path.parents or path.stem in _WEAK):
             entered.append(f"{path.name}: {frame.f_code.co_name}")
 
-    gc.collect()  # what other tests have left behind
+    collect()  # what other tests have left behind
     sys.setprofile(note)
     try:
         drop()
-        gc.collect()
+        collect()
     finally:
         sys.setprofile(None)
     return entered

@@ -30,6 +30,7 @@ from eager_offload.tiers.forking import OwnThread, can_begin_nothing
 from tests.hazards.backends import Backend, DiskBackend, assert_settled, hooks_are_gone
 from tests.hazards.programs import leaf
 from tests.hazards.test_interrupts_everywhere import FIELDS, PACKAGE, Point, Walk, gradient
+from tests.threads import collect
 
 REFUSED = "in the midst of a call of eager_offload on the same thread"
 
@@ -207,7 +208,7 @@ def test_h38_the_garbage_collector_calls_back_in_the_midst_of_the_library(
                 inside = False
 
     threshold = gc.get_threshold()
-    gc.collect()
+    collect()
     gc.callbacks.append(called_back)
     gc.set_threshold(allocations, 1 << 30, 1 << 30)
     try:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from eager_offload import Offload
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of, tracked
 from tests.hazards.programs import Around, Settled, assert_moved, leaf, one_step, same_gradients
+from tests.threads import collect
 
 
 @one_step
@@ -114,7 +115,7 @@ def test_h25_a_thousand_steps_leave_state_and_memory_as_they_were(backend: Backe
     offload, model, process = backend.offload(), small_model(), psutil.Process()
     states, objects, resident = [], [], []
     train(offload, model, 100)
-    gc.collect()
+    collect()
     gc.disable()
     try:
         for _ in range(10):
@@ -139,13 +140,13 @@ def test_h41_a_configuration_that_is_not_used_any_more_costs_little() -> None:
         offload.close()
 
     use(1_000_000)
-    gc.collect()
+    collect()
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
         for number in range(200):
             use(1_000_001 + number)
-        gc.collect()
+        collect()
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

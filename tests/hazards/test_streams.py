@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,6 +19,7 @@ from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.blocks import Step
 from tests.hazards.functions import custom
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_moved, exact, leaf
+from tests.threads import collect
 
 
 class Streams:
@@ -158,7 +158,7 @@ def test_h14_what_is_packed_meanwhile_is_read_on_another_stream() -> None:
                 found += torch.autograd.grad(first, weight)
                 del first, second
                 offload.stats(synchronize=True)
-            gc.collect()
+            collect()
         backend.assert_nothing_is_held()
     assert torch.equal(found[0], exact)
     assert torch.equal(found[1], exact.bfloat16().float())

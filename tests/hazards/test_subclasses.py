@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ from tests.hazards.probes import Transfers
 from tests.hazards.programs import Around, Settled, assert_moved, leaf, one_step, same_gradients, trained
 from tests.hazards.test_lifetime import without_gc
 from tests.hazards.wrappers import KINDS, Kind, Scaled, kinds, parts_of, two, wrapped
+from tests.threads import collect
 
 # -- exact ------------------------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ def test_h13_a_wrapper_changed_in_place_raises_as_autograd_would(kind: Kind, set
     offload = backend.offload()
     with pytest.raises(eo.SavedTensorModifiedError, match="modified by an inplace operation"):
         program(Settled(offload) if settled else offload)
-    gc.collect()
+    collect()
     assert_moved(assert_settled(offload), 0.0)
 
 
@@ -371,4 +371,4 @@ def test_h13_versions_are_autograds_own_whatever_detach_does(frozen: bool, backe
         program(nullcontext(), 1)
     with pytest.raises(eo.SavedTensorModifiedError):
         program(backend.offload(), 1)
-    gc.collect()
+    collect()

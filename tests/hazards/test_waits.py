@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
 from tests.hazards.probes import meanwhile
 from tests.hazards.programs import leaf
+from tests.threads import collect
 
 NBYTES = 64 * 64 * 4
 
@@ -198,7 +198,7 @@ def test_h10_nothing_leaves_after_a_crash_while_the_system_gives_a_slab(monkeypa
 
 
 def test_h41_a_mark_goes_with_its_tensor() -> None:
-    gc.collect()
+    collect()
     assert not marks.any_marks()
     kept = [eo.keep(torch.randn(4)) for _ in range(100)]
     later = [torch.randn(4) for _ in range(100)]

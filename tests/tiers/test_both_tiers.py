@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from eager_offload.tiers.base import Tier
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import anonymous_slab
-from tests.threads import on_threads
+from tests.threads import collect, on_threads
 from tests.tiers.files import Cached, Watched
 from tests.tiers.rig import MIB, Verdicts, content, noise, reserve, stored
 
@@ -106,7 +105,7 @@ def test_h18_a_slot_carries_the_fences_of_its_range(tier: Tier) -> None:
     cycle: list[object] = [slot]
     cycle.append(cycle)
     del slot, cycle
-    gc.collect()
+    collect()
     heir = reserve(tier, 600_000)
     assert heir.fences == (verdicts.fence("read"),)
     del heir

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import re
 from pathlib import Path
@@ -15,6 +14,7 @@ from eager_offload.errors import CapacityError, CorruptionError, TransferError
 from eager_offload.tiers.arena import anonymous_slab
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.memory import PAGE
+from tests.threads import collect
 from tests.tiers.files import Cached, Computing, Halting, Picky, Watched, failure
 from tests.tiers.rig import MIB, content, noise, open_tier, reserve, stored
 
@@ -79,7 +79,7 @@ def test_the_file_grows_in_steps_within_the_budget(directory: Path) -> None:
 
 def test_h25_a_thousand_steps_leave_the_file_as_it_was(directory: Path) -> None:
     tier, file = open_tier(directory)
-    gc.collect()
+    collect()
     descriptors, seen = len(os.listdir("/proc/self/fd")), set()
     for _ in range(1000):
         step = [reserve(tier, nbytes) for nbytes in (100, 70_000, 3 * MIB)]

@@ -20,6 +20,7 @@ from eager_offload.errors import ConfigError
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.rawfile import RawFile
+from tests.threads import collect
 from tests.tiers.files import failure
 from tests.tiers.rig import MIB, content, noise, open_tier, stored
 
@@ -45,7 +46,7 @@ def test_h32_the_file_has_no_name_and_only_its_owner_may_read_it(
 
 
 def test_closing_leaves_living_slots_alone_and_the_last_one_closes_the_file(directory: Path) -> None:
-    gc.collect()
+    collect()
     descriptors = len(os.listdir("/proc/self/fd"))
     tier = DiskTier([directory], 256 * MIB)
     one, two = stored(tier, noise(MIB, 1)), stored(tier, noise(MIB, 2))
@@ -64,7 +65,7 @@ def test_closing_leaves_living_slots_alone_and_the_last_one_closes_the_file(dire
 
 
 def test_a_tier_that_is_dropped_closes_its_file(directory: Path) -> None:
-    gc.collect()
+    collect()
     descriptors = len(os.listdir("/proc/self/fd"))
     gc.disable()
     try:

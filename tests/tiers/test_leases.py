@@ -10,6 +10,7 @@ import torch
 
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.memory import PAGE
+from tests.threads import collect
 from tests.tiers.rig import MIB, System, noise
 
 
@@ -58,7 +59,7 @@ def test_leases_and_slots_outlive_the_arena() -> None:
     arena.close()
     arena.close()
     del arena
-    gc.collect()
+    collect()
     assert torch.equal(lease, noise(2 * MIB, 1))
     assert torch.equal(slot.tensor, noise(3 * MIB, 2))
     assert len(system.alive) == 2
