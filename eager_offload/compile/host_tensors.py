@@ -96,7 +96,7 @@ class HostBytes:
         kept_bytes: int,
         coded: Coded,
     ) -> None:
-        self.record = _Record(self, offloader.finalized.append)
+        self.record = _Record(self, offloader.on_death)
         self.record.coded = coded
         # What is gathered lay in a storage with more than what was saved.
         saved = source.nbytes if coded.codec in ("", Gather.name) else coded.nbytes

@@ -46,7 +46,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
         self.origin = weak_storage(storage)
         self.alignment_offset = storage.data_ptr() % ALIGNMENT
         self.coding, self.packed = coding, None
-        self.aliases = []
+        self.aliases = ()
         self.started = None
         self.slot = None
         self.reload = None
@@ -121,7 +121,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
         saved.started, saved.times_saved, saved.saved_anew = self.started, 1, False
         saved.forward, saved.number = forward, len(forward.log.sizes)
         saved.first = saved.number
-        saved.record = record = StorageRecord(saved, self.saves.offloader.finalized.append)
+        saved.record = record = StorageRecord(saved, self.saves.offloader.on_death)
         for counted in COUNTED:
             setattr(record, counted, getattr(self, counted))
         record.key, record.name, record.queue, record.saves = key, name, None, weakref.ref(self.saves)

@@ -201,7 +201,7 @@ class Run:
         self._due: deque[int] = deque()
         #: The saves whose storages are expected next, as far as there was no room to bring them back.
         self._ahead: deque[int] = deque()
-        self.record = record = RunRecord(self, self._offloader.finalized.append)
+        self.record = record = RunRecord(self, self._offloader.on_death)
         record.saves, record.counters = weakref.ref(keeper), self._offloader.accounts.counters
         record.known, record.slots = known, slots
         record.unsettled, record.kept, record.unasked, record.returning = {}, {}, {}, {}
@@ -406,7 +406,7 @@ class Run:
         if storage.state is AWAY or storage.packed is not None:
             view.forget_bytes()
         else:
-            storage.aliases.append(view.alias)
+            storage.aliases = (*storage.aliases, view.alias)
         return view
 
     def leave(self, *, waits: bool, is_outermost: bool) -> None:

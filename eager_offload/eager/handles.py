@@ -218,7 +218,7 @@ class SavedStorage:
         forward: Forward,
         number: int,
     ) -> None:
-        self.record = record = StorageRecord(self, saves.offloader.finalized.append)
+        self.record = record = StorageRecord(self, saves.offloader.on_death)
         record.key, record.name, record.queue, record.leaving, record.reload = key, name, None, None, None
         record.saves = weakref.ref(saves)
         self.origin = weak_storage(storage)
@@ -237,7 +237,7 @@ class SavedStorage:
         self.stream = stream
         #: While the source is held: an alias of it for each view. Once released they hold no bytes, only the counters
         #: of the source's versions, and only the views have them.
-        self.aliases: list[Tensor] = []
+        self.aliases: tuple[Tensor, ...] = ()
         #: The tensor whose version counter the views share, to recognise further views of it.
         self.root: Callable[[], Tensor | None] = weakref.ref(root_of(tensor))
         self.started: Started | None = None
@@ -289,7 +289,7 @@ class SavedStorage:
         """Lets go of the source's bytes; the aliases that views hold stay, as counters of its versions."""
         for alias in self.aliases:
             alias.data = _empty_like(alias)
-        self.aliases.clear()
+        self.aliases = ()
 
     def source_bytes(self) -> Tensor:
         """The range of the storage that it is about, flat."""

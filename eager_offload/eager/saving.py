@@ -111,7 +111,7 @@ class SavedTensors:
         """A forward, for one thread; ``sequence`` names it in the prefetch order."""
         with self.offloader.crashing():
             forward = Forward(sequence, self._learned)
-            record = ForwardRecord(forward, self.offloader.finalized.append)
+            record = ForwardRecord(forward, self.offloader.on_death)
             record.log, record.saves = forward.log, self._weak
             forward.recorder = record.recorder = recorder
             self._forwards.add(record)
@@ -437,14 +437,14 @@ class SavedTensors:
             nbytes = coding.nbytes
         self.order.add(position, saved.record, nbytes, forward.sequence)
         view = SavedView(saved, tensor, position, forward, number)
-        record = ViewRecord(view, self.offloader.finalized.append)
+        record = ViewRecord(view, self.offloader.on_death)
         record.position, record.saves = position, self._weak
         self.offloader.records.add(record)
         forward.positions[number] = position
         if saved.record.state is AWAY or saved.packed is not None:
             view.forget_bytes()
         else:
-            saved.aliases.append(view.alias)
+            saved.aliases = (*saved.aliases, view.alias)
         return view
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -659,7 +659,7 @@ class SavedTensors:
         self.order.add(position, saved.record, nbytes, forward.sequence)
         if is_promised or self.order.holds(saved.record):
             self.order.promise(position)
-        record = ViewRecord(view, self.offloader.finalized.append)
+        record = ViewRecord(view, self.offloader.on_death)
         record.position, record.saves = position, self._weak
         self.offloader.records.add(record)
         forward.positions[number] = position

@@ -27,7 +27,7 @@ be over, so a handle has its bytes either on the device or in a slot. The next o
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -138,14 +138,17 @@ class DeviceOffloader:
         #: What is known of everything that has a living owner, and of what has died since the last poll.
         self.records: set[Any] = set()
         self.finalized: deque[Any] = deque()
+        #: Its ``append``, for the records: each would make another one.
+        self.on_death = self.finalized.append
         #: The same of what one record knows of by their numbers, as long as something of them is counted.
         self.numbered: deque[Any] = deque()
         #: Slots that are kept ready for a step, between two of them.
         self.idle_slots: list[IdleSlots] = []
-        self._held_back: dict[Transfer, _HeldBack] = {}
+        # Ordered ones: to find the first entry of a `dict`, Python walks over all that was taken out before it.
+        self._held_back: OrderedDict[Transfer, _HeldBack] = OrderedDict()
         # What is on its way, each with its keepalive; the one that started first in front.
-        self._out: dict[Transfer, object] = {}
-        self._in: dict[Transfer, object] = {}
+        self._out: OrderedDict[Transfer, object] = OrderedDict()
+        self._in: OrderedDict[Transfer, object] = OrderedDict()
         self._warns_later = False
         self._deferred: deque[str] = deque()
         runtime.outlive(self, self._out)
@@ -685,6 +688,8 @@ class DeviceOffloader:
         assert record is not None
         self.inflight_bytes -= transfer.moved
         self.release(transfer)
+        if failure is None and len(transfer.slot.fences) == 1 and transfer.slot.fences[0].event is transfer.event:
+            transfer.slot.fences = ()  # it has passed; no read has come yet
         if failure is None and transfer.holds is not None and not transfer.holds:
             counters.refuse(transfer.codec)
             record.on_transferred(transfer, REFUSED)

@@ -132,6 +132,8 @@ class Arena:
         self._ended: deque[FinalizerRecord[Slot]] = deque()
         self._ready: dict[tuple[Quota | None, int], list[FinalizerRecord[Slot]]] = {}
         self._ready_bytes = 0
+        #: Those of the deques; each record would make another one.
+        self._on_return, self._on_end = self.returned.append, self._ended.append
         self._new_slabs()
         #: Bytes of all slabs; of what is alive, as it was asked for; by which slabs of one slot are larger than that.
         self._held = self._used = self._slack = 0
@@ -200,7 +202,7 @@ class Arena:
         with lock:
             former: Any = self._ready_for(nbytes, quota)
             if former is not None:
-                slot = HostSlot(former.slab, former.extent, nbytes, former.fences, self._ended)
+                slot = HostSlot(former.slab, former.extent, nbytes, former.fences, self._on_end)
                 self._succeed(former, slot.record)
                 return slot
             try:
@@ -208,7 +210,8 @@ class Arena:
             except (MemoryError, RuntimeError) as error:
                 _note_refusal(error, quota)
                 return None
-            slot = HostSlot(slab, extent, nbytes, extent.fences, self.returned if slab.kind == "whole" else self._ended)
+            on_death = self._on_return if slab.kind == "whole" else self._on_end
+            slot = HostSlot(slab, extent, nbytes, extent.fences, on_death)
             record: Any = slot.record  # here and below, `Any` in place of a `cast`, which would be a call
             self._register(record, slab, extent, quota)
             return slot
@@ -247,7 +250,7 @@ class Arena:
             start = extent.start - slab.start
             view: Any = slab.buffer[start : start + nbytes]
             # The storage holds this very view until it is freed, so the view's death is the storage's.
-            record = HostSlotRecord(view, (self.returned if slab.kind == "whole" else self._ended).append)
+            record = HostSlotRecord(view, self._on_return if slab.kind == "whole" else self._on_end)
             record.nbytes, record.fences = nbytes, ()
             if former is None:
                 self._register(record, slab, extent, None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar, Protocol
 
 import torch
@@ -225,9 +224,14 @@ class HostSlot(Slot):
     __slots__ = ("_slab", "_start")
 
     def __init__(
-        self, slab: Slab, extent: Extent, nbytes: int, fences: tuple[Fence, ...], ended: deque[FinalizerRecord[Slot]]
+        self,
+        slab: Slab,
+        extent: Extent,
+        nbytes: int,
+        fences: tuple[Fence, ...],
+        on_death: Callable[[FinalizerRecord[Slot]], object],
     ) -> None:
-        super().__init__(nbytes, fences, HostSlotRecord(self, ended.append))
+        super().__init__(nbytes, fences, HostSlotRecord(self, on_death))
         self._slab = slab
         #: Within the slab; bytes.
         self._start = extent.start - slab.start
