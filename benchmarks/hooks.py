@@ -5,15 +5,17 @@
 
 The hooks are called directly, beside a pair that does nothing but ``detach`` and beside torch's ``save_on_cpu``, and
 through real operators (``exp``, which saves one tensor, and ``neg``, which saves none). All take turns in every
-repetition. The cost of an offloaded tensor is the caller's ``time.thread_time``: its own work, without the transfer
-threads' and without waiting. Each batch holds ``--live`` handles at once and lets go of them one by one, as backward
-does; between ``--chunk`` calls the transfers may catch up while the clock stands still.
+repetition, and so do few and many saves that are alive. The cost of an offloaded tensor is the caller's
+``time.thread_time``: its own work, without the transfer threads' and without waiting. Each batch holds ``--live``
+handles at once and lets go of them one by one, as backward does; between ``--chunk`` calls the transfers may catch up
+while the clock stands still.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import sys
 import time
 import warnings
@@ -40,6 +42,8 @@ KEPT_ABOVE_PAIR, OFFLOADED = 2.0, 28.0
 #: The same in a forward that follows a step plan, and the most that this, and writing one down, may take of the time of
 #: one that is decided anew.
 FOLLOWED_KEPT_ABOVE_PAIR, FOLLOWED, FOLLOWED_SHARE, RECORDED_SHARE = 1.5, 20.0, 0.7, 1.05
+#: What a save may cost with ``--alive`` of them alive, as a part of what it does with so few.
+FEW, ALIVE_SHARE = 1000, 1.2
 #: Bytes that one repetition moves at most: fewer calls of large tensors, so that no disk is worn out.
 MOST_BYTES = 2 << 30
 CPU = torch.device("cpu")
@@ -188,19 +192,22 @@ def run_operator(nbytes: int, options: argparse.Namespace) -> Batch:
     return run
 
 
+def once(batch: Batch, candidate: Candidate, calls: int, live: int, name: str, number: int) -> Cost:
+    """Batches of ``live`` calls, until there were ``calls`` of them."""
+    forward, backward = Clock(), Clock()
+    gc.collect()
+    for _ in range(batches := -(-calls // live)):
+        batch(candidate, forward, backward)
+    unit = batches * live / 1e6
+    return Cost(name, number, forward.thread / unit, backward.thread / unit, (forward.wall + backward.wall) / unit)
+
+
 def repeat(batch: Batch, calls: int, options: argparse.Namespace, *candidates: Candidate) -> list[Cost]:
     """Has all candidates take turns, ``options.repeats`` times."""
     costs = []
     for number in range(-1, options.repeats):  # the first is for warming up
-        for candidate in candidates:
-            forward, backward = Clock(), Clock()
-            gc.collect()
-            for _ in range(batches := -(-calls // options.live)):
-                batch(candidate, forward, backward)
-            unit = batches * options.live / 1e6
-            times = (forward.thread / unit, backward.thread / unit, (forward.wall + backward.wall) / unit)
-            if number >= 0:
-                costs.append(Cost(candidate.name, number, *times))
+        found = [once(batch, one, calls, options.live, one.name, number) for one in candidates]
+        costs += found if number >= 0 else []
     return costs
 
 
@@ -298,6 +305,28 @@ def measure_offloaded(report: Report, tier: str, size: str, options: argparse.Na
     return costs
 
 
+def measure_alive(report: Report, options: argparse.Namespace) -> list[Cost]:
+    """What a save costs with few and with many alive, without the garbage collector: it goes through all there is."""
+    costs, nbytes, most = [], 4096, max(FEW, options.alive)
+    fields = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0, "max_inflight_bytes": nbytes * most}
+    for name, follows in (("offloaded", False), ("followed", True)):
+        offloads = {live: eo.Offload(fields, step_plans=follows) for live in (FEW, most)}
+        gc.disable()
+        for number, live in itertools.product(range(-4 if follows else -1, options.repeats), offloads):
+            batch = call_directly(
+                partial(fresh_tensors, nbytes, live), argparse.Namespace(live=live, chunk=options.chunk)
+            )
+            candidate = ours(name, offloads[live], moves=True)
+            cost = once(batch, candidate, most if number >= 0 else live, live, f"{name}, {live} alive", number)
+            costs += [cost] if number >= 0 else []
+        gc.enable()
+        for offload in offloads.values():
+            offload.close()
+        shares = Spread.of(ratios(costs, "total", f"{name}, {most} alive", f"{name}, {FEW} alive"))
+        report.at_most(f"{name}, {most} alive, of what it is with {FEW}", shares.median, ALIVE_SHARE)
+    return costs
+
+
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     torch.set_num_threads(1)  # the caller's own thread is what is measured
     warnings.filterwarnings("ignore", message=".*copies within host memory.*")
@@ -325,7 +354,13 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
         for what, costs in offloaded.items()
     )
     show("Offloaded: microseconds a call", rows)
-    groups = {"kept": kept, "offloaded": offloaded}
+    alive = measure_alive(report, options)
+    rows = (
+        {"": name, "both": spread(alive, name), "pack": spread(alive, name, what="pack").median}
+        for name in dict.fromkeys(one.variant for one in alive)
+    )
+    show("By how many saves are alive: microseconds a call, 4 KiB to the host tier", rows)
+    groups = {"kept": kept, "offloaded": offloaded, "alive": {"host, 4 KiB": alive}}
     summary = {
         group: {
             what: {name: spread(costs, name) for name in dict.fromkeys(one.variant for one in costs)}
@@ -337,11 +372,12 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
 
 
 def options_of() -> argparse.Namespace:
-    # Pairs of pack and unpack in a repetition; handles that are alive at once; calls between pauses for the transfers.
-    parser = command_line(__doc__, calls=20_480, repeats=7, live=256, chunk=16)
+    # Pairs of pack and unpack in a repetition; handles that are alive at once, and how many beside few where that is
+    # compared; calls between pauses for the transfers.
+    parser = command_line(__doc__, calls=20_480, repeats=7, live=256, chunk=16, alive=50_000)
     parser.add_argument("--tiers", type=listed(str), default="host,disk")
     parser.add_argument("--sizes", type=listed(str), default="4KiB,64KiB,1MiB")
-    return parse(parser, calls=1024, repeats=3)
+    return parse(parser, calls=1024, repeats=3, alive=2000)
 
 
 if __name__ == "__main__":
