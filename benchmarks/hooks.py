@@ -327,6 +327,24 @@ def measure_alive(report: Report, options: argparse.Namespace) -> list[Cost]:
     return costs
 
 
+def measure_collector(options: argparse.Namespace) -> list[Cost]:
+    """What the garbage collector adds to a save where a step has thousands of them, and where the rest is frozen."""
+    live, costs = max(options.alive // 10, 1), []
+    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, max_inflight_bytes=4096 * live)
+    candidate = ours("offloaded", offload, moves=True)
+    batch = call_directly(partial(fresh_tensors, 4096, live), argparse.Namespace(live=live, chunk=options.chunk))
+    ways = {"collected": (gc.enable, gc.unfreeze), "frozen": (gc.enable, gc.freeze), "not collected": (gc.disable,)}
+    for number, (name, prepare) in itertools.product(range(-4, options.repeats), ways.items()):
+        for call in prepare:
+            call()
+        cost = once(batch, candidate, 4 * live, live, name, number)
+        costs += [cost] if number >= 0 else []
+    gc.enable()
+    gc.unfreeze()
+    offload.close()
+    return costs
+
+
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     torch.set_num_threads(1)  # the caller's own thread is what is measured
     warnings.filterwarnings("ignore", message=".*copies within host memory.*")
@@ -354,13 +372,14 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
         for what, costs in offloaded.items()
     )
     show("Offloaded: microseconds a call", rows)
-    alive = measure_alive(report, options)
+    rest = {"alive": measure_alive(report, options), "collector": measure_collector(options)}
     rows = (
-        {"": name, "both": spread(alive, name), "pack": spread(alive, name, what="pack").median}
-        for name in dict.fromkeys(one.variant for one in alive)
+        {"": f"{what}: {name}", "both": spread(costs, name), "pack": spread(costs, name, what="pack").median}
+        for what, costs in rest.items()
+        for name in dict.fromkeys(one.variant for one in costs)
     )
-    show("By how many saves are alive: microseconds a call, 4 KiB to the host tier", rows)
-    groups = {"kept": kept, "offloaded": offloaded, "alive": {"host, 4 KiB": alive}}
+    show("By how many saves are alive, and by garbage collection: microseconds a call, 4 KiB to the host tier", rows)
+    groups = {"kept": kept, "offloaded": offloaded, "by what Python holds": rest}
     summary = {
         group: {
             what: {name: spread(costs, name) for name in dict.fromkeys(one.variant for one in costs)}

@@ -99,6 +99,8 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # After -k and -m: what they leave is what is sampled.
     config.hook.pytest_deselected(items=leave_out(items, config.args, config.option.markexpr))
+    # The longest first, which one worker has: begun last, the other worker would have nothing to do beside them.
+    items.sort(key=lambda item: "/virtual_device/" not in item.nodeid)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:

@@ -63,7 +63,7 @@ def steps(backend: Backend, codec: Codec, count: int, *, followed: bool = False)
     return found, stats
 
 
-@pytest.mark.parametrize("codec", [SR, FP8], ids=str)
+@pytest.mark.parametrize("codec", [SR, pytest.param(FP8, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("followed", [False, True], ids=["decided", "followed"])
 def test_compiled_kernels_pack_the_same_bits(
     users_backend: Backend, kernels: CodecKernels, codec: Codec, followed: bool, tmp_path: Any

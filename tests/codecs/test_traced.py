@@ -50,7 +50,7 @@ def unpack_all(packed: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_traced_codecs_have_the_bits_of_eager_ones(backend: str) -> None:
     torch.compiler.reset()
     xs, seed = [x for _, x in CASES], torch.tensor([123456789012345])

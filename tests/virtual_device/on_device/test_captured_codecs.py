@@ -147,6 +147,7 @@ def test_stochastic_rounding_draws_anew_in_each_replay_and_its_mean_is_exact(
     assert biases[SR] < bound < 3 * biases[BlockInt(8)], biases
 
 
+@pytest.mark.long
 def test_each_edge_of_a_step_that_rounds_is_needed(virtual: VirtualDevice, offloads: Any) -> None:
     """Left out, the checker reports it; and what it is reported of changes numbers, in some order of the replay."""
     products, offload = Products(), offloads(codec=rounding(BlockFP8()))
