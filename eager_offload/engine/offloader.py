@@ -677,6 +677,10 @@ class DeviceOffloader:
             self.runtime.synchronize(transfer.event)  # raises what made it fail; nothing is left to wait for
         except OffloadError as error:
             failure = error.with_traceback(None)  # it holds this frame, which holds the error: a cycle
+        else:
+            fences = transfer.slot.fences
+            if len(fences) == 1 and fences[0].event is transfer.event:
+                transfer.slot.fences = ()  # the host knows that it has passed, and no read has come
         self.complete(transfer, failure)
 
     def complete(self, transfer: Transfer, failure: OffloadError | None) -> None:
@@ -688,8 +692,6 @@ class DeviceOffloader:
         assert record is not None
         self.inflight_bytes -= transfer.moved
         self.release(transfer)
-        if failure is None and len(transfer.slot.fences) == 1 and transfer.slot.fences[0].event is transfer.event:
-            transfer.slot.fences = ()  # it has passed; no read has come yet
         if failure is None and transfer.holds is not None and not transfer.holds:
             counters.refuse(transfer.codec)
             record.on_transferred(transfer, REFUSED)

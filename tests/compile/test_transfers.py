@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 import eager_offload as eo
 from eager_offload.compile import ops
+from eager_offload.compile.host_tensors import bytes_of
 from eager_offload.runtime.base import Direction, Layout, Stream
 from eager_offload.simulation.log import Recorded, Waited, WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime
@@ -133,6 +134,22 @@ def test_a_slot_is_written_again_after_its_last_read() -> None:
     reads = {entry.event for entry in recording.entries if isinstance(entry, Recorded) and entry.stream is into}
     waits = [entry for entry in recording.entries if isinstance(entry, Waited) and entry.stream is out]
     assert any(entry.event in reads for entry in waits), "no slot was used again while it was being read"
+
+
+def test_a_slot_is_not_free_while_a_write_goes_on_that_a_stream_alone_waits_for() -> None:
+    """Other devices have slots in the same memory, and streams of their own that know nothing of this one's order."""
+    with closing(eo.Offload(runtime=SimulatedRuntime(out_bandwidth=1e4), tier="host")) as offload, offload:
+        program = Program(offload)
+        x = program.make(1)
+        host = program.leave(x, late=True)
+        ops.wait_tensor(host, x)
+        sent = bytes_of(host)
+        assert sent is not None
+        assert sent.slot is not None
+        assert any(not fence.passed() for fence in sent.slot.fences)
+        assert torch.equal(program.come_back(host, late=False), program.make(1))
+        del sent, host
+    assert offload.stats(synchronize=True).bytes_out == x.nbytes
 
 
 def test_the_memory_of_a_target_belonged_to_another_before(offload: eo.Offload) -> None:
