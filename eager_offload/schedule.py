@@ -53,7 +53,7 @@ class ResidentQueue:
         self.nbytes = 0
         #: Up to this sequence number of the thread nothing is to leave; a later one is to be asked for with ``due``.
         self.final_after = AT_THE_EXIT
-        # Oldest first. Ordered ones: to find the first key of a `dict`, Python walks over all that was taken out before.
+        # Oldest first. Ordered ones: to find the first of a `dict`, Python walks over all that was taken out before it.
         self._waiting: OrderedDict[Key, _Waiting] = OrderedDict()
         self._awaited: dict[Key, int] = {}  # the last save of those that are to be saved again, by its number
         self._urgent: OrderedDict[Key, None] = OrderedDict()  # a set that remembers its order
