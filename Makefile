@@ -17,6 +17,9 @@ DEMO := $(VENV)/.installed-for-demo
 GPU_TESTS = $(shell grep -rl 'mark\.gpu' tests --include='test_*.py' --exclude-dir=gpu)
 GPU_OPTIONS := -o addopts=-ra
 
+# Tests start hundreds of processes: without bytecode each of them would compile the library anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo docs test test-full gpu pallas soak mutants bench lint clean
